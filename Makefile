@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One process a core: small models gain nothing from threads inside an operation.
+PROCESSES ?= 2
+export OMP_NUM_THREADS ?= 1
+TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES)
+DEMO := data/demo
+
+.PHONY: demo test lint bench gpu clean help
+
+help:
+	@echo "make demo   set up, synthesise speech, train, resume, evaluate, transcribe (CPU, under 10 minutes)"
+	@echo "make test   set up and run all tests that need no GPU"
+	@echo "make lint   ruff, pyright, import layers"
+	@echo "make bench  padding and speed on this machine"
+	@echo "make gpu    tests and benchmarks that need an NVIDIA GPU"
+
+$(VENV)/bin/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[demo]"
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/pip
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[demo,huggingface,test]"
+	@touch $@ $(VENV)/.demo
+
+demo: $(VENV)/.demo
+	$(BIN)/effasr demo-data $(DEMO)
+	$(BIN)/effasr tokenizer $(DEMO)/train.jsonl $(DEMO)/tokenizer --vocab-size 160
+	$(TORCHRUN) effasr/train.py demo training.stop_at=300
+	@echo; echo "Stopped on purpose. The same command resumes exactly where it was:"
+	$(TORCHRUN) effasr/train.py demo
+	$(BIN)/effasr evaluate --run runs/demo --manifest $(DEMO)/test.jsonl
+	$(BIN)/effasr transcribe --run runs/demo $(DEMO)/sample.wav
+
+test: $(VENV)/.test
+	$(BIN)/pytest -n 2 -m "not gpu"
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) runs data build *.egg-info

@@ -1,0 +1,1 @@
+"""Padding-free training of speech models."""

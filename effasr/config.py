@@ -1,0 +1,239 @@
+"""Mappings to frozen dataclasses and back, strictly: it knows no component.
+
+A recipe is a YAML file which lists only what differs from the defaults of the dataclasses. Any
+field can be overridden by its dotted path, ``model.encoder.layers=4``. Nothing is coerced except
+an int where a float is due: a value of the wrong type is an error, not a surprise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+T = TypeVar("T")
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+class ConfigError(ValueError):
+    """A recipe or an override that cannot be used; the message says where and what to do."""
+
+
+def load(cls: type[T], recipe: str | Path, overrides: Sequence[str] = ()) -> T:
+    """Read a recipe and apply overrides.
+
+    Args:
+        cls: The dataclass to build.
+        recipe: A YAML file, or the name of one of the recipes that come with effasr.
+        overrides: ``dotted.path=value`` each, the value in YAML; later ones win.
+
+    Raises:
+        ConfigError: The file is missing or malformed, a key is unknown, or a value is wrong.
+    """
+    mapping = _read(_find(recipe))
+    for override in overrides:
+        _apply(cls, mapping, override)
+    return from_mapping(cls, mapping)
+
+
+def recipes() -> list[str]:
+    """The names of the recipes that come with effasr."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
+    """Build ``cls`` from nested mappings, checking every key and type.
+
+    Raises:
+        ConfigError: A key is unknown, a type is wrong, or the class refuses a value.
+    """
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"`{path or cls.__name__}` must be a mapping, but is {mapping!r}.")
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
+    values = {}
+    for key, value in mapping.items():
+        where = f"{path}.{key}" if path else str(key)
+        if key not in fields:
+            raise ConfigError(_unknown(where, str(key), fields))
+        values[key] = _convert(fields[key], value, where)
+    try:
+        return cls(**values)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}" if path else str(error)) from error
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """The inverse of `from_mapping`, of plain types that YAML and JSON can hold."""
+    return {
+        field.name: _plain(getattr(config, field.name))
+        for field in dataclasses.fields(config)
+        if field.init
+    }
+
+
+def dump(config: Any) -> str:
+    """The configuration as YAML, every field written out."""
+    return yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True)
+
+
+def _find(recipe: str | Path) -> Path:
+    path = Path(recipe)
+    if path.suffix in {".yaml", ".yml"} or path.is_file():
+        if not path.is_file():
+            raise ConfigError(f"`recipe` must be a file that exists, but {str(path)!r} does not.")
+        return path
+    named = RECIPES / f"{recipe}.yaml"
+    if not named.is_file():
+        raise ConfigError(
+            f"`recipe` must be a YAML file or one of {', '.join(recipes())}, "
+            f"but is {str(recipe)!r}. {_nearest(str(recipe), recipes())}".rstrip()
+        )
+    return named
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if mapping is None:
+        return {}
+    if not isinstance(mapping, dict):
+        raise ConfigError(f"{path}: a recipe must be a mapping of keys to values.")
+    return mapping
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 numbers: ``1e-3`` is a float, which PyYAML's own (YAML 1.1) reads as a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+def _apply(cls: type, mapping: dict[str, Any], override: str) -> None:
+    dotted, separator, text = override.partition("=")
+    dotted = dotted.removeprefix("--")
+    if not separator or not dotted:
+        raise ConfigError(f"an override must be `path.to.field=value`, but is {override!r}.")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"`{dotted}`: the value {text!r} is not valid YAML.") from error
+    *parents, last = dotted.split(".")
+    node, owner, where = mapping, cls, ""
+    for key in parents:
+        owner = _child(owner, key, where)
+        where = f"{where}.{key}" if where else key
+        if not isinstance(node.get(key), dict):
+            node[key] = {}
+        node = node[key]
+    node[last] = value
+
+
+def _child(owner: type, key: str, path: str) -> type:
+    """The dataclass of field ``key``, so that a typing error is named before it is buried."""
+    hints = typing.get_type_hints(owner)
+    where = f"{path}.{key}" if path else key
+    if key not in hints:
+        raise ConfigError(_unknown(where, key, hints))
+    for option in _options(hints[key]):
+        if dataclasses.is_dataclass(option):
+            return typing.cast(type, option)
+    raise ConfigError(f"`{where}` must be given a value itself, as it has no fields.")
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _convert(annotation: Any, value: Any, where: str) -> Any:
+    options = _options(annotation)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
+            return from_mapping(typing.cast(type, option), value, where)
+        matched, converted = _match(option, value, where)
+        if matched:
+            return converted
+    raise ConfigError(f"`{where}` must be {_describe(annotation)}, but is {value!r}.")
+
+
+def _match(option: Any, value: Any, where: str) -> tuple[bool, Any]:
+    origin, arguments = typing.get_origin(option), typing.get_args(option)
+    if origin is typing.Literal:
+        return any(value == choice and type(value) is type(choice) for choice in arguments), value
+    if origin is tuple:
+        return _match_tuple(arguments, value, where)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            return False, None
+        return True, {k: _convert(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
+    if option is float and type(value) is int:
+        return True, float(value)
+    return isinstance(option, type) and type(value) is option, value
+
+
+def _match_tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[bool, Any]:
+    if not isinstance(value, list | tuple):
+        return False, None
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        arguments = (arguments[0],) * len(value)
+    if len(arguments) != len(value):
+        return False, None
+    pairs = zip(arguments, value, strict=True)
+    return True, tuple(_convert(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(pairs))
+
+
+def _describe(annotation: Any) -> str:
+    if annotation is type(None):
+        return "null"
+    if typing.get_origin(annotation) is typing.Literal:
+        return "one of " + ", ".join(repr(choice) for choice in typing.get_args(annotation))
+    if typing.get_origin(annotation) is tuple:
+        inner = typing.get_args(annotation)
+        if inner[-1] is Ellipsis:
+            return f"a list, each {_describe(inner[0])}"
+        return f"a list of {len(inner)}"
+    options = _options(annotation)
+    if len(options) > 1:
+        return " or ".join(_describe(option) for option in options)
+    names = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+    return names.get(annotation, f"a mapping ({getattr(annotation, '__name__', annotation)})")
+
+
+def _unknown(where: str, key: str, known: Mapping[str, Any]) -> str:
+    near = _nearest(key, list(known)) or f"there are {', '.join(known)}."
+    return f"`{where}` is no field: {near}"
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean `{matches[0]}`?" if matches else ""
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_mapping(value)
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,1 @@
+"""From recordings and transcripts to packed batches."""

@@ -1,0 +1,1 @@
+"""Which utterances share a batch."""

@@ -1,0 +1,1 @@
+"""From recordings to transcripts, and how good they are."""

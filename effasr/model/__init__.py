@@ -1,0 +1,1 @@
+"""Speech models: encoder, decoder, heads and their losses."""

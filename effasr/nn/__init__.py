@@ -1,0 +1,1 @@
+"""Modules of neural networks over packed sequences."""

@@ -1,0 +1,191 @@
+"""Sequences of unequal length stored end to end, without padding between them.
+
+Letters used for shapes everywhere in this project:
+
+    N  sequences in a batch        C  channels (model width)
+    T  packed frames (audio)       H  attention heads
+    U  packed tokens (text)        D  width of one head
+    V  vocabulary                  J  width of a transducer's joint
+    K  taps of a convolution
+
+A batch of a static shape carries more rows than its sequences fill: the rows past
+``cu_seqlens[-1]`` are the *tail*. Every operation writes zeros there and gives it zero gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+_INT32_MAX = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Where each sequence begins and ends in a packed tensor.
+
+    Attributes:
+        cu_seqlens: int32 (N + 1,), on the device of the values. Sequence n is
+            rows ``cu_seqlens[n]:cu_seqlens[n + 1]``.
+        cu_seqlens_host: The same numbers as Python ints, so that sizing a grid
+            or an output never waits for the device.
+        rows: Rows of every tensor with this layout, the tail included.
+    """
+
+    cu_seqlens: Tensor
+    cu_seqlens_host: tuple[int, ...]
+    rows: int
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: Sequence[int],
+        device: torch.device | str | None = None,
+        *,
+        rows: int | None = None,
+        num_sequences: int | None = None,
+    ) -> PackedLayout:
+        """Build the layout of sequences of these lengths; a length may be zero.
+
+        Args:
+            lengths: The length of each sequence.
+            device: Where ``cu_seqlens`` lives.
+            rows: Rows of the tensors, for a static shape; ``sum(lengths)`` by default.
+            num_sequences: N, for a static shape: empty sequences fill up to it.
+
+        Raises:
+            ValueError: A length is negative, the total does not fit in int32, or the
+                sequences do not fit in ``rows`` or ``num_sequences``.
+        """
+        for n, length in enumerate(lengths):
+            if length < 0:
+                raise ValueError(f"`lengths[{n}]` must be at least 0, but is {length}.")
+        host = tuple(accumulate(lengths, initial=0))
+        rows = host[-1] if rows is None else rows
+        if rows > _INT32_MAX:
+            raise ValueError(f"`rows` must fit in int32, but is {rows}: use a smaller batch.")
+        if rows < host[-1]:
+            raise ValueError(f"`rows` must be at least sum(lengths) = {host[-1]}, but is {rows}.")
+        if num_sequences is not None:
+            if num_sequences < len(lengths):
+                raise ValueError(
+                    f"`num_sequences` must be at least len(lengths) = {len(lengths)}, "
+                    f"but is {num_sequences}."
+                )
+            host += (host[-1],) * (num_sequences - len(lengths))
+        return cls(torch.tensor(host, dtype=torch.int32, device=device), host, rows)
+
+    @property
+    def num_sequences(self) -> int:
+        """N, the number of sequences, empty ones included."""
+        return len(self.cu_seqlens_host) - 1
+
+    @property
+    def total(self) -> int:
+        """Rows that belong to a sequence; the tail is ``total:rows``."""
+        return self.cu_seqlens_host[-1]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The length of each sequence."""
+        return tuple(end - begin for begin, end in pairwise(self.cu_seqlens_host))
+
+    @property
+    def max_seqlen(self) -> int:
+        """The longest length; 0 where there is no sequence."""
+        return max(self.lengths, default=0)
+
+    @property
+    def device(self) -> torch.device:
+        """Where ``cu_seqlens`` lives."""
+        return self.cu_seqlens.device
+
+    def sequence_ids(self) -> Tensor:
+        """The sequence of each row: int64 (rows,), N in the tail. Made on the device, no sync."""
+        row = torch.arange(self.rows, device=self.device, dtype=torch.int32)
+        return torch.bucketize(row, self.cu_seqlens[1:], right=True)
+
+    def positions(self) -> Tensor:
+        """The place of each row in its sequence: int64 (rows,); in the tail, past its start."""
+        row = torch.arange(self.rows, device=self.device)
+        return row - self.cu_seqlens.long()[self.sequence_ids()]
+
+    def mask(self) -> Tensor:
+        """Which rows belong to a sequence: bool (rows,), False in the tail."""
+        return torch.arange(self.rows, device=self.device) < self.cu_seqlens[-1]
+
+    def scaled(self, factor: int) -> PackedLayout:
+        """The layout in which each row of this one is ``factor`` rows."""
+        host = tuple(offset * factor for offset in self.cu_seqlens_host)
+        return PackedLayout(self.cu_seqlens * factor, host, self.rows * factor)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedLayout:
+        """The same layout with ``cu_seqlens`` on another device."""
+        moved = self.cu_seqlens.to(device, non_blocking=non_blocking)
+        return PackedLayout(moved, self.cu_seqlens_host, self.rows)
+
+    def pin_memory(self) -> PackedLayout:
+        """The same layout with ``cu_seqlens`` in pinned memory."""
+        return PackedLayout(self.cu_seqlens.pin_memory(), self.cu_seqlens_host, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSequence:
+    """Values of packed sequences together with their layout.
+
+    Attributes:
+        values: (rows, ...), row t belongs to the sequence whose range contains t.
+        layout: Shared, unchanged, by every tensor of the same batch.
+    """
+
+    values: Tensor
+    layout: PackedLayout
+
+    def __post_init__(self) -> None:
+        if self.values.ndim == 0 or self.values.shape[0] != self.layout.rows:
+            raise ValueError(
+                f"`values` must have {self.layout.rows} rows, as its layout does, "
+                f"but has shape {tuple(self.values.shape)}."
+            )
+
+    def with_values(self, values: Tensor) -> PackedSequence:
+        """Return other values under the same layout."""
+        return PackedSequence(values, self.layout)
+
+    def unpack(self) -> list[Tensor]:
+        """Return one view per sequence, in order; the tail is left out."""
+        return list(self.values[: self.layout.total].split(self.layout.lengths))
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedSequence:
+        """The same sequences on another device."""
+        return PackedSequence(
+            self.values.to(device, non_blocking=non_blocking),
+            self.layout.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> PackedSequence:
+        """The same sequences in pinned memory."""
+        return PackedSequence(self.values.pin_memory(), self.layout.pin_memory())
+
+
+def pack(
+    sequences: Sequence[Tensor], *, rows: int | None = None, num_sequences: int | None = None
+) -> PackedSequence:
+    """Store sequences, each (length, ...), end to end, with a tail of zeros up to ``rows``.
+
+    Raises:
+        ValueError: There is no sequence, or they do not fit in the static shape.
+    """
+    if not sequences:
+        raise ValueError("`sequences` must not be empty.")
+    lengths = [sequence.shape[0] for sequence in sequences]
+    first = sequences[0]
+    layout = PackedLayout.from_lengths(
+        lengths, first.device, rows=rows, num_sequences=num_sequences
+    )
+    tail = first.new_zeros(layout.rows - layout.total, *first.shape[1:])
+    return PackedSequence(torch.cat([*sequences, tail]), layout)

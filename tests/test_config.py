@@ -1,0 +1,104 @@
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from effasr import config
+from effasr.config import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoder:
+    layers: int = 3
+    position: Literal["relative", "rotary"] = "relative"
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise ValueError(f"`layers` must be at least 1, but is {self.layers}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoder:
+    dropout: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Root:
+    name: str = "run"
+    encoder: Encoder = field(default_factory=Encoder)
+    decoder: Decoder | None = field(default_factory=Decoder)
+    sources: tuple[str, ...] | str = ()
+    betas: tuple[float, float] = (0.9, 0.98)
+    weights: dict[str, float] = field(default_factory=dict)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text: str):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_recipe_lists_only_what_differs(recipe) -> None:
+    root = config.load(Root, recipe("encoder: {layers: 5}"))
+    assert root == Root(encoder=Encoder(layers=5))
+
+
+def test_an_empty_recipe_is_the_defaults(recipe) -> None:
+    assert config.load(Root, recipe("")) == Root()
+
+
+def test_overrides_win_in_order(recipe) -> None:
+    overrides = ["encoder.layers=7", "sources=[a, b]", "--encoder.layers=8", "decoder.dropout=1e-3"]
+    root = config.load(Root, recipe("encoder: {layers: 5}"), overrides)
+    assert root.encoder.layers == 8
+    assert root.sources == ("a", "b")
+    assert root.decoder == Decoder(dropout=0.001)
+
+
+def test_an_optional_part_can_be_switched_off_and_on(recipe) -> None:
+    assert config.load(Root, recipe("decoder: null")).decoder is None
+    root = config.load(Root, recipe("decoder: null"), ["decoder.dropout=0.5"])
+    assert root.decoder == Decoder(dropout=0.5)
+
+
+def test_to_mapping_is_the_inverse(recipe) -> None:
+    root = Root(decoder=None, sources=("a",), weights={"en": 0.5})
+    assert config.load(Root, recipe(config.dump(root))) == root
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("encoder: {layer: 5}", [], r"`encoder\.layer` is no field: did you mean `layers`\?"),
+        ("", ["encoder.layrs=5"], r"`encoder\.layrs` is no field: did you mean `layers`\?"),
+        ("", ["encodr.layers=5"], r"`encodr` is no field: did you mean `encoder`\?"),
+        ("", ["zzz=5"], r"`zzz` is no field: there are name, encoder"),
+        ("", ["encoder.layers=many"], r"`encoder\.layers` must be an integer, but is 'many'"),
+        ("", ["encoder.layers=2.5"], r"must be an integer, but is 2\.5"),
+        ("", ["encoder.layers=true"], r"must be an integer, but is True"),
+        ("", ["encoder.position=none"], r"one of 'relative', 'rotary', but is 'none'"),
+        ("", ["encoder.layers=0"], r"encoder: `layers` must be at least 1, but is 0"),
+        ("", ["betas=[0.9]"], r"`betas` must be a list of 2"),
+        ("", ["sources=[1]"], r"`sources\[0\]` must be text, but is 1"),
+        ("", ["decoder=3"], r"`decoder` must be a mapping \(Decoder\) or null, but is 3"),
+        ("", ["name"], r"`path\.to\.field=value`, but is 'name'"),
+        ("", ["name.x=1"], r"`name` must be given a value itself"),
+        ("- a", [], "must be a mapping"),
+        ("a: [", [], "not valid YAML"),
+    ],
+)
+def test_each_mistake_has_one_clear_line(recipe, text, overrides, message) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        config.load(Root, recipe(text), overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_recipe_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="does not"):
+        config.load(Root, "missing.yaml")
+    with pytest.raises(ConfigError, match="must be a YAML file or one of"):
+        config.load(Root, "nosuch")
