@@ -2,15 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from effasr.data.audio import SAMPLE_RATE
+from effasr.data.features import SUBSAMPLING, FeatureConfig
 from effasr_kernels import PackedLayout, PackedSequence
 
 IGNORED = -100
 """Target of a token row that no loss counts: a prompt, or the tail of a static shape."""
+
+FRAME_SAMPLES = FeatureConfig().hop * SUBSAMPLING
+"""Samples that an encoder frame stands for: 1280, or 80 ms."""
+
+
+def encoder_frames(samples: int) -> int:
+    """Encoder frames of an utterance of this many samples at `SAMPLE_RATE`."""
+    return FeatureConfig().encoder_frames(samples)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticShape:
+    """The one shape of every batch of a run.
+
+    Attributes:
+        frame_budget: T, encoder frames of a batch, the tail included.
+        token_budget: U, decoder tokens (prompts and texts) of a batch, the tail included.
+        max_sequences: N, utterances of a batch, empty ones included.
+    """
+
+    frame_budget: int
+    token_budget: int
+    max_sequences: int
+
+    def __post_init__(self) -> None:
+        for name in ("frame_budget", "token_budget", "max_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
+
+    @property
+    def audio_rows(self) -> int:
+        """Samples of a batch, the tail included.
+
+        An utterance of n frames has fewer than 1280 n + 160 samples, so this is always enough.
+        """
+        return (self.frame_budget + self.max_sequences) * FRAME_SAMPLES
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One utterance, ready to be packed.
+
+    Attributes:
+        id: Its name.
+        audio: float32 (samples,), mono, at `SAMPLE_RATE`.
+        prompt: Token ids that the decoder is given; at least one.
+        text: Token ids that it must write, without the end token.
+        monotonic: Whether the text follows the speech in order; see `Batch.monotonic`.
+    """
+
+    id: str
+    audio: np.ndarray
+    prompt: list[int]
+    text: list[int]
+    monotonic: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +134,88 @@ class Batch:
             self.num_targets,
             self.num_monotonic_targets,
         )
+
+
+def collate(
+    examples: Sequence[Example], shape: StaticShape | None = None, *, eos_id: int, pad_id: int
+) -> Batch:
+    """Pack utterances, with a tail up to a static shape if one is given.
+
+    The decoder reads ``prompt + text`` and must say ``text + [eos]`` from the prompt's last token
+    on; earlier targets are `IGNORED`. In the tail audio is zero, tokens and text are ``pad_id``
+    and targets are `IGNORED`.
+
+    Args:
+        examples: The utterances; none at all is a batch of tails.
+        shape: The static shape; exact sizes by default.
+        eos_id: The token that ends a text.
+        pad_id: The token of the tail.
+
+    Returns:
+        The batch, on the CPU.
+
+    Raises:
+        ValueError: A prompt is empty, or the utterances do not fit in the shape.
+    """
+    for example in examples:
+        if not example.prompt:
+            raise ValueError(f"{example.id}: `prompt` must have at least one token, but is empty.")
+    frames = [encoder_frames(example.audio.shape[0]) for example in examples]
+    tokens = [example.prompt + example.text for example in examples]
+    targets = [
+        [IGNORED] * (len(example.prompt) - 1) + example.text + [eos_id] for example in examples
+    ]
+    texts = [example.text if example.monotonic else [] for example in examples]
+    counted = [len(example.text) + 1 for example in examples]
+    count, frame_rows, token_rows, audio_rows = len(examples), None, None, None
+    if shape is not None:
+        _check_fits(shape, len(examples), sum(frames), sum(map(len, tokens)))
+        count, audio_rows = shape.max_sequences, shape.audio_rows
+        frame_rows, token_rows = shape.frame_budget, shape.token_budget
+    monotonic = [example.monotonic for example in examples]
+    return Batch(
+        audio=_pack_audio(examples, audio_rows, count),
+        frames=PackedLayout.from_lengths(frames, rows=frame_rows, num_sequences=count),
+        tokens=_pack_ids(tokens, token_rows, count, pad_id),
+        targets=_pack_ids(targets, token_rows, count, IGNORED).values,
+        text=_pack_ids(texts, token_rows, count, pad_id),
+        monotonic=torch.tensor(monotonic + [False] * (count - len(examples)), dtype=torch.bool),
+        ids=tuple(example.id for example in examples),
+        audio_seconds=sum(example.audio.shape[0] for example in examples) / SAMPLE_RATE,
+        num_targets=sum(counted),
+        num_monotonic_targets=sum(compress(counted, monotonic)),
+    )
+
+
+def _check_fits(shape: StaticShape, sequences: int, frames: int, tokens: int) -> None:
+    filled = {"max_sequences": sequences, "frame_budget": frames, "token_budget": tokens}
+    for name, rows in filled.items():
+        limit = getattr(shape, name)
+        if rows > limit:
+            raise ValueError(
+                f"collate: the batch must fit in `{name}` = {limit}, but fills {rows}: "
+                "give it fewer utterances."
+            )
+
+
+def _pack_ids(
+    sequences: Sequence[list[int]], rows: int | None, count: int, fill: int
+) -> PackedSequence:
+    lengths = [len(sequence) for sequence in sequences]
+    layout = PackedLayout.from_lengths(lengths, rows=rows, num_sequences=count)
+    values = torch.full((layout.rows,), fill, dtype=torch.int64)
+    values[: layout.total] = torch.tensor(
+        [token for sequence in sequences for token in sequence], dtype=torch.int64
+    )
+    return PackedSequence(values, layout)
+
+
+def _pack_audio(examples: Sequence[Example], rows: int | None, count: int) -> PackedSequence:
+    lengths = [example.audio.shape[0] for example in examples]
+    layout = PackedLayout.from_lengths(lengths, rows=rows, num_sequences=count)
+    values = np.zeros(layout.rows, dtype=np.float32)
+    end = 0
+    for example in examples:
+        begin, end = end, end + example.audio.shape[0]
+        values[begin:end] = example.audio
+    return PackedSequence(torch.from_numpy(values), layout)

@@ -1,6 +1,55 @@
 """Operations on packed sequences: one function each, with several implementations."""
 
-from effasr_kernels.dispatch import Backend, BackendUnavailable
+from effasr_kernels.attention import RelativeBias, Rotary, attention
+from effasr_kernels.attention import op as _attention
+from effasr_kernels.ctc_loss import ctc_loss
+from effasr_kernels.ctc_loss import op as _ctc_loss
+from effasr_kernels.depthwise_conv import depthwise_conv
+from effasr_kernels.depthwise_conv import op as _depthwise_conv
+from effasr_kernels.dispatch import (
+    Backend,
+    BackendUnavailable,
+    Op,
+    ReferenceOnGPUWarning,
+    allow_reference_on_gpu,
+)
+from effasr_kernels.guided_attention import guided_attention
+from effasr_kernels.guided_attention import op as _guided_attention
+from effasr_kernels.linear_cross_entropy import linear_cross_entropy
+from effasr_kernels.linear_cross_entropy import op as _linear_cross_entropy
 from effasr_kernels.packed import PackedLayout, PackedSequence, pack
+from effasr_kernels.transducer_loss import op as _transducer_loss
+from effasr_kernels.transducer_loss import transducer_loss
 
-__all__ = ["Backend", "BackendUnavailable", "PackedLayout", "PackedSequence", "pack"]
+OPERATIONS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        _attention,
+        _guided_attention,
+        _linear_cross_entropy,
+        _ctc_loss,
+        _transducer_loss,
+        _depthwise_conv,
+    )
+}
+"""Every operation by name; `Op.modules` names the backends that are implemented."""
+
+__all__ = [
+    "OPERATIONS",
+    "Backend",
+    "BackendUnavailable",
+    "Op",
+    "PackedLayout",
+    "PackedSequence",
+    "ReferenceOnGPUWarning",
+    "RelativeBias",
+    "Rotary",
+    "allow_reference_on_gpu",
+    "attention",
+    "ctc_loss",
+    "depthwise_conv",
+    "guided_attention",
+    "linear_cross_entropy",
+    "pack",
+    "transducer_loss",
+]

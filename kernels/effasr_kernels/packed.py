@@ -123,6 +123,13 @@ class PackedLayout:
         host = tuple(offset * factor for offset in self.cu_seqlens_host)
         return PackedLayout(self.cu_seqlens * factor, host, self.rows * factor)
 
+    def lengthened(self, count: int) -> PackedLayout:
+        """The layout in which each sequence has ``count`` rows more."""
+        host = tuple(offset + n * count for n, offset in enumerate(self.cu_seqlens_host))
+        index = torch.arange(self.cu_seqlens.shape[0], dtype=torch.int32, device=self.device)
+        rows = self.rows + self.num_sequences * count
+        return PackedLayout(self.cu_seqlens + index * count, host, rows)
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedLayout:
         """The same layout with ``cu_seqlens`` on another device."""
         moved = self.cu_seqlens.to(device, non_blocking=non_blocking)

@@ -1,0 +1,239 @@
+"""Waveforms from files: mono, float32, at one sample rate, or an error that says why not."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+import soxr
+from lhotse.cut import Cut
+from lhotse.cut.data import DataCut
+
+SAMPLE_RATE = 16_000
+"""Samples per second of every waveform the model sees."""
+
+DURATION_TOLERANCE = 0.1
+"""Seconds by which a file may miss the length that its manifest states.
+
+Manifests round durations, and an MP3 header may be one codec frame off."""
+
+
+class AudioProblem(enum.StrEnum):
+    """What can be wrong with a recording."""
+
+    MISSING = "missing_audio"
+    UNREADABLE = "unreadable_audio"
+    EMPTY = "empty_audio"
+    NOT_FINITE = "not_finite_audio"
+    SILENT = "silent_audio"
+    DURATION = "duration_mismatch"
+
+
+class AudioError(ValueError):
+    """A recording cannot be used.
+
+    Attributes:
+        problem: The kind of fault, for counting.
+    """
+
+    def __init__(self, problem: AudioProblem, message: str) -> None:
+        super().__init__(message)
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True)
+class AudioHeader:
+    """What the header of an audio file says."""
+
+    sample_rate: int
+    num_samples: int
+    channels: int
+
+    @property
+    def duration(self) -> float:
+        """Length in seconds."""
+        return self.num_samples / self.sample_rate
+
+
+def samples_in(seconds: float, sample_rate: int = SAMPLE_RATE) -> int:
+    """The nearest number of samples to a duration; the planner and the loader both use it."""
+    return math.floor(seconds * sample_rate + 0.5)
+
+
+def read_header(path: str | Path) -> AudioHeader:
+    """Read the header alone of a WAV, FLAC, Ogg or MP3 file.
+
+    Raises:
+        AudioError: The file is missing, is not audio, or holds no samples.
+    """
+    with _opened(path) as file:
+        return AudioHeader(file.samplerate, file.frames, file.channels)
+
+
+def read_audio(
+    path: str | Path,
+    sample_rate: int = SAMPLE_RATE,
+    *,
+    offset: float = 0.0,
+    duration: float | None = None,
+    channels: Sequence[int] | None = None,
+) -> np.ndarray:
+    """Read a file, or a part of it, as one channel.
+
+    Only the wanted part is decoded.
+
+    Args:
+        path: A WAV, FLAC, Ogg or MP3 file.
+        sample_rate: Rate of the result in Hz; other rates are resampled by soxr.
+        offset: Where to begin, in seconds.
+        duration: How much to read, in seconds; up to the end by default.
+        channels: The channels to average; all by default.
+
+    Returns:
+        float32 (samples,). With a ``duration``, exactly ``samples_in(duration, sample_rate)``.
+
+    Raises:
+        AudioError: The file is missing, damaged, empty, or ends before ``offset + duration``
+            by more than `DURATION_TOLERANCE`.
+    """
+    with _opened(path) as file:
+        rate = file.samplerate
+        begin = samples_in(offset, rate)
+        wanted = file.frames - begin if duration is None else samples_in(duration, rate)
+        if begin >= file.frames:
+            raise AudioError(
+                AudioProblem.DURATION,
+                f"{path}: a part from {offset:g} s is wanted, but the file ends at "
+                f"{file.frames / rate:g} s.",
+            )
+        samples = _read_samples(file, path, begin, wanted)
+    chosen = _choose_channels(samples, path, channels)
+    _check_complete(path, chosen.shape[0], wanted, rate)
+    if not np.isfinite(chosen).all():
+        raise AudioError(AudioProblem.NOT_FINITE, f"{path}: a sample is NaN or infinite.")
+    mono = chosen.mean(axis=1, dtype=np.float32) if chosen.shape[1] > 1 else chosen[:, 0]
+    if rate != sample_rate:
+        mono = soxr.resample(mono, rate, sample_rate)
+    return mono if duration is None else _fit(mono, samples_in(duration, sample_rate))
+
+
+def load_audio(cut: Cut, sample_rate: int = SAMPLE_RATE) -> np.ndarray:
+    """The waveform of a lhotse cut, one channel.
+
+    Files are read with soundfile and soxr. What only lhotse can read (in-memory and remote
+    recordings, mixed cuts, recordings with transforms) is read by lhotse.
+
+    Args:
+        cut: Any cut with a recording.
+        sample_rate: Rate of the result in Hz.
+
+    Returns:
+        float32 (samples,), exactly ``samples_in(cut.duration, sample_rate)``.
+
+    Raises:
+        AudioError: The audio is missing, damaged, or shorter than the cut.
+    """
+    path = audio_path(cut)
+    if path is not None:
+        assert isinstance(cut, DataCut)
+        channels = [cut.channel] if isinstance(cut.channel, int) else cut.channel
+        return read_audio(
+            path, sample_rate, offset=cut.start, duration=cut.duration, channels=channels
+        )
+    try:
+        samples: Any = cut.load_audio()
+    except Exception as error:  # lhotse raises whatever the storage behind it raises
+        raise AudioError(
+            AudioProblem.UNREADABLE, f"{cut.id}: lhotse cannot read the audio: {_line(error)}"
+        ) from error
+    if samples is None or samples.size == 0:
+        raise AudioError(AudioProblem.EMPTY, f"{cut.id}: the cut holds no audio.")
+    mono = samples.mean(axis=0, dtype=np.float32)
+    if cut.sampling_rate != sample_rate:
+        mono = soxr.resample(mono, cut.sampling_rate, sample_rate)
+    wanted = samples_in(cut.duration, sample_rate)
+    _check_complete(cut.id, mono.shape[0], wanted, sample_rate)
+    return _fit(mono, wanted)
+
+
+def audio_path(cut: Cut) -> str | None:
+    """The one plain file that a cut is a part of; None where there is no such file."""
+    if not isinstance(cut, DataCut) or cut.recording is None or cut.recording.transforms:
+        return None
+    sources = cut.recording.sources
+    if len(sources) != 1 or sources[0].type != "file":
+        return None
+    return str(sources[0].source)
+
+
+def _opened(path: str | Path) -> soundfile.SoundFile:
+    if not Path(path).is_file():
+        raise AudioError(AudioProblem.MISSING, f"{path}: there is no such file.")
+    if Path(path).stat().st_size == 0:
+        raise AudioError(AudioProblem.EMPTY, f"{path}: the file is empty.")
+    try:
+        file = soundfile.SoundFile(str(path))
+    except (soundfile.SoundFileError, OSError) as error:
+        raise AudioError(
+            AudioProblem.UNREADABLE, f"{path}: not a readable audio file: {_reason(error)}"
+        ) from error
+    if file.frames <= 0 or file.samplerate <= 0:
+        file.close()
+        raise AudioError(AudioProblem.EMPTY, f"{path}: the file holds no samples.")
+    return file
+
+
+def _read_samples(
+    file: soundfile.SoundFile, path: str | Path, begin: int, wanted: int
+) -> np.ndarray:
+    try:
+        if begin:
+            file.seek(begin)
+        return file.read(wanted, dtype="float32", always_2d=True)
+    except (soundfile.SoundFileError, OSError) as error:
+        raise AudioError(
+            AudioProblem.UNREADABLE, f"{path}: the audio is damaged: {_reason(error)}"
+        ) from error
+
+
+def _choose_channels(
+    samples: np.ndarray, path: str | Path, channels: Sequence[int] | None
+) -> np.ndarray:
+    if channels is None or list(channels) == list(range(samples.shape[1])):
+        return samples
+    if max(channels) >= samples.shape[1]:
+        raise AudioError(
+            AudioProblem.UNREADABLE,
+            f"{path}: channel {max(channels)} is wanted, but the file has {samples.shape[1]}.",
+        )
+    return samples[:, list(channels)]
+
+
+def _check_complete(name: str | Path, got: int, wanted: int, rate: int) -> None:
+    if got < wanted - DURATION_TOLERANCE * rate:
+        raise AudioError(
+            AudioProblem.DURATION,
+            f"{name}: {wanted / rate:.3f} s are wanted, but only {got / rate:.3f} s can be read.",
+        )
+
+
+def _fit(mono: np.ndarray, length: int) -> np.ndarray:
+    """Cut or zero-fill the few samples by which rounding missed ``length``."""
+    if mono.shape[0] >= length:
+        return np.ascontiguousarray(mono[:length])
+    return np.pad(mono, (0, length - mono.shape[0]))
+
+
+def _reason(error: Exception) -> str:
+    return _line(getattr(error, "error_string", error))
+
+
+def _line(error: object) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,235 @@
+"""Builds the demo corpus on disk, once: a second call with the same arguments finds it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from effasr.data.demo.acoustics import SAMPLE_RATE
+from effasr.data.demo.plan import SPLITS, Recording, plan
+from effasr.data.demo.workers import Progress, render_all
+
+_STATE = "demo-corpus.json"
+# Part of the fingerprint: raise it when equal plans give other audio or manifests.
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SplitStatistics:
+    """What a split holds. Rows are manifest lines; a translated recording has two."""
+
+    rows: int
+    recordings: int
+    voices: int
+    words: int
+    hours: float
+    median_s: float
+    shortest_s: float
+    longest_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DemoCorpus:
+    """Where a built corpus is.
+
+    Attributes:
+        root: Its folder.
+        train: Manifest of the training split, NeMo JSONL.
+        dev: Manifest of the development split: other sentences, other voices.
+        test: Manifest of the test split: again other sentences, other voices.
+        sample: A test recording to try a trained model on.
+        sample_text: What is said in it.
+        statistics: Split -> figures.
+    """
+
+    root: Path
+    train: Path
+    dev: Path
+    test: Path
+    sample: Path
+    sample_text: str
+    statistics: Mapping[str, SplitStatistics]
+
+
+def build(
+    out: Path | str,
+    *,
+    multilingual: bool = False,
+    utterances: int = 4000,
+    seed: int = 0,
+    jobs: int = 2,
+    progress: Progress | None = None,
+) -> DemoCorpus:
+    """Synthesises the corpus into ``out``, or finds it there.
+
+    Half digit strings, half commands; other voices and other sentences in every split. The bytes
+    depend on ``multilingual``, ``utterances``, ``seed`` and the installed synthesiser alone.
+
+    Args:
+        out: Folder to create. An earlier or half-written demo corpus in it is replaced.
+        multilingual: English, German, and German to English, from a smaller grammar.
+        utterances: Training recordings; dev adds 5 %, test 10 %.
+        seed: Of sentences, voices and noise.
+        jobs: Processes at a time.
+        progress: Told about the advance.
+
+    Returns:
+        The corpus.
+
+    Raises:
+        ValueError: An argument is out of range, ``out`` holds something else, or the
+            synthesiser is not installed.
+        RuntimeError: A worker process failed.
+    """
+    for name, value, least in (("utterances", utterances, 8), ("jobs", jobs, 1)):
+        if value < least:
+            raise ValueError(f"demo corpus: `{name}` must be at least {least}, but is {value}")
+    root = Path(out)
+    recordings = plan(multilingual=multilingual, utterances=utterances, seed=seed)
+    fingerprint = _fingerprint(recordings)
+    state = _read_state(root)
+    if state.get("fingerprint") == fingerprint and _is_whole(root, state):
+        return _corpus(root, state)
+    if importlib.util.find_spec("espeakng_loader") is None:
+        raise ValueError(
+            "demo corpus: the package espeakng-loader must be installed to synthesise speech, "
+            "but is not; run `pip install effasr[demo]`"
+        )
+    _clear(root)
+    _write(root / _STATE, json.dumps({"fingerprint": fingerprint, "complete": False}))
+    lengths = render_all(root, recordings, jobs, progress)
+    state = {"fingerprint": fingerprint, "complete": True}
+    state |= _write_manifests(root, recordings, lengths)
+    _write(root / _STATE, json.dumps(state, indent=2, ensure_ascii=False) + "\n")
+    return _corpus(root, state)
+
+
+def manifest_rows(recording: Recording, duration: float) -> list[dict[str, str | float | bool]]:
+    """The NeMo JSONL rows of a recording: its transcription, then any translation.
+
+    Args:
+        recording: Its ``path`` becomes ``audio_filepath``, relative to the manifest.
+        duration: Seconds.
+    """
+    rows: list[dict[str, str | float | bool]] = []
+    for target, text in recording.texts.items():
+        task = "transcribe" if target == recording.language else "translate"
+        rows.append(
+            {
+                "id": f"{Path(recording.path).stem}-{task}",
+                "audio_filepath": recording.path,
+                "duration": duration,
+                "text": text,
+                "lang": recording.language,
+                "target_lang": target,
+                "task": task,
+                "pnc": False,
+                "speaker": recording.voice,
+            }
+        )
+    return rows
+
+
+def _fingerprint(recordings: Sequence[Recording]) -> str:
+    planned = json.dumps([_VERSION, SAMPLE_RATE, [asdict(item) for item in recordings]])
+    return hashlib.sha256(planned.encode()).hexdigest()
+
+
+def _read_state(root: Path) -> dict:
+    """The state file; empty for a new or empty folder.
+
+    Raises:
+        ValueError: The folder holds something that is no demo corpus.
+    """
+    try:
+        return json.loads((root / _STATE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        pass
+    except json.JSONDecodeError:
+        return {}
+    if root.exists() and any(root.iterdir()):
+        raise ValueError(
+            f"demo corpus: `out` must be a new or empty folder or an earlier demo corpus, "
+            f"but {root} holds other files; name another folder"
+        )
+    return {}
+
+
+def _is_whole(root: Path, state: dict) -> bool:
+    """Whether the build ended and nothing was removed since."""
+    if not state.get("complete"):
+        return False
+    return all(
+        (root / f"{split}.jsonl").is_file()
+        and (root / split / "audio").is_dir()
+        and len(os.listdir(root / split / "audio")) == state["statistics"][split]["recordings"]
+        for split in SPLITS
+    )
+
+
+def _clear(root: Path) -> None:
+    """Removes what an earlier build wrote, and nothing else."""
+    for split in SPLITS:
+        (root / f"{split}.jsonl").unlink(missing_ok=True)
+        if (root / split).exists():
+            shutil.rmtree(root / split)
+        (root / split / "audio").mkdir(parents=True)
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a whole file or none of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _write_manifests(
+    root: Path, recordings: Sequence[Recording], lengths: Mapping[str, int]
+) -> dict:
+    """Writes the three manifests; returns what the state file says about them."""
+    state: dict = {"statistics": {}}
+    for split in SPLITS:
+        members = [item for item in recordings if item.split == split]
+        durations = [lengths[item.path] / SAMPLE_RATE for item in members]
+        rows = [
+            row
+            for item, duration in zip(members, durations, strict=True)
+            for row in manifest_rows(item, duration)
+        ]
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        _write(root / f"{split}.jsonl", "".join(lines))
+        figures = SplitStatistics(
+            rows=len(rows),
+            recordings=len(members),
+            voices=len({item.voice for item in members}),
+            words=len({word for row in rows for word in str(row["text"]).split()}),
+            hours=round(sum(durations) / 3600, 3),
+            median_s=round(statistics.median(durations), 2),
+            shortest_s=round(min(durations), 2),
+            longest_s=round(max(durations), 2),
+        )
+        state["statistics"][split] = asdict(figures)
+        if split == "test":
+            state |= {"sample": members[0].path, "sample_text": rows[0]["text"]}
+    return state
+
+
+def _corpus(root: Path, state: dict) -> DemoCorpus:
+    return DemoCorpus(
+        root=root,
+        train=root / "train.jsonl",
+        dev=root / "dev.jsonl",
+        test=root / "test.jsonl",
+        sample=root / state["sample"],
+        sample_text=state["sample_text"],
+        statistics={
+            split: SplitStatistics(**figures) for split, figures in state["statistics"].items()
+        },
+    )

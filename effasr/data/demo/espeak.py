@@ -1,0 +1,106 @@
+"""eSpeak NG through ctypes, from the shared library that the package espeakng-loader carries.
+
+The library is global to its process and keeps state between sentences (echo, flutter, noise), so
+equal bytes need a fresh process that says the same sentences in the same order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+from typing import Any
+
+import numpy as np
+
+SYNCHRONOUS = 2  # AUDIO_OUTPUT_SYNCHRONOUS: espeak_Synth returns when all audio was delivered
+_DO_NOT_EXIT = 0x8000  # espeakINITIALIZE_DONT_EXIT: report bad data by result code
+_CHARS_UTF8 = 1
+_POSITION_CHARACTER = 1
+_RATE, _VOLUME, _PITCH = 1, 2, 3
+# Half the default: some voices clip inside the library at 100.
+_QUIET = 50
+
+_Callback = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p
+)
+
+
+class _VoiceRecord(ctypes.Structure):
+    """The head of ``espeak_VOICE``, as in speak_lib.h."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("languages", ctypes.c_char_p),
+        ("identifier", ctypes.c_char_p),
+    )
+
+
+class Espeak:
+    """The synthesiser of this process.
+
+    Attributes:
+        sample_rate: Of what `speak` returns, in Hz.
+    """
+
+    def __init__(self, seed: int = 1) -> None:
+        loader = importlib.import_module("espeakng_loader")
+        self._library: Any = ctypes.CDLL(loader.get_library_path())
+        self._library.espeak_GetCurrentVoice.restype = ctypes.POINTER(_VoiceRecord)
+        data = os.fsencode(loader.get_data_path())
+        self.sample_rate: int = self._library.espeak_Initialize(SYNCHRONOUS, 0, data, _DO_NOT_EXIT)
+        if self.sample_rate <= 0:
+            raise RuntimeError(f"espeak: cannot read its data in {os.fsdecode(data)}")
+        self._library.espeak_ng_SetRandSeed(ctypes.c_long(seed))
+        self._chunks: list[bytes] = []
+        # The library keeps only the pointer; the object must live as long as it does.
+        self._callback = _Callback(self._collect)
+        self._library.espeak_SetSynthCallback(self._callback)
+
+    def select(self, voice: str) -> None:
+        """Makes ``voice`` ("en-us+f1": accent and variant) the current one.
+
+        Raises:
+            ValueError: There is no such accent, or no such variant; the library itself would
+                silently go on with the previous voice, or with the accent's plain one.
+        """
+        code = self._library.espeak_SetVoiceByName(voice.encode())
+        record = self._library.espeak_GetCurrentVoice()
+        found = record.contents.identifier.decode() if code == 0 and record else "no voice"
+        # The identifier is the path of the voice's file, like "gmw/en-US+f1".
+        if found.rpartition("/")[2].lower() != voice.lower():
+            raise ValueError(
+                f"espeak: `voice` must be an accent and a variant that this library has, "
+                f"but {voice!r} gave {found!r}"
+            )
+
+    def speak(self, text: str, *, rate: int, pitch: int) -> np.ndarray:
+        """Renders a sentence with the current voice.
+
+        Args:
+            text: What to say.
+            rate: Words a minute.
+            pitch: 0 to 100; 50 is the voice's own.
+
+        Returns:
+            float32 (samples,) in [-1, 1) at `sample_rate`.
+
+        Raises:
+            RuntimeError: The library refused, or delivered no audio.
+        """
+        for parameter, value in ((_RATE, rate), (_VOLUME, _QUIET), (_PITCH, pitch)):
+            self._library.espeak_SetParameter(parameter, value, 0)
+        self._chunks.clear()
+        data = text.encode() + b"\0"
+        code = self._library.espeak_Synth(
+            data, len(data), 0, _POSITION_CHARACTER, 0, _CHARS_UTF8, None, None
+        )
+        samples = np.frombuffer(b"".join(self._chunks), np.int16)
+        if code != 0 or not samples.any():
+            raise RuntimeError(f"espeak: no audio for {text!r} (result code {code})")
+        return samples.astype(np.float32) / 32768
+
+    def _collect(self, samples: Any, count: int, _events: Any) -> int:
+        if samples and count > 0:
+            self._chunks.append(ctypes.string_at(samples, 2 * count))
+        return 0

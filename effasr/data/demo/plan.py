@@ -1,0 +1,116 @@
+"""Decides, before any sound is made, everything about every recording of the corpus."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from effasr.data.demo.grammar import BILINGUAL, ENGLISH, Grammar, Sentence
+from effasr.data.demo.voices import voices
+
+SPLITS = ("train", "dev", "test")
+_HELD_OUT_SHARE = {"dev": 0.05, "test": 0.10}  # of the training recordings
+_RATES = (135, 150, 165, 180, 195)  # words a minute
+_PITCH = (40, 60)  # the synthesiser's scale, 50 is the voice's own
+_SNR_DB = (12.0, 40.0)
+_GAIN_DB = (-12.0, 3.0)
+_NOISE_SLOPES = (0.0, 1.0, 2.0)  # power falls as 1/f^slope: white, pink, brown
+_MARGIN_S = (0.02, 0.12)  # background before and after the speech
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One audio file to be made.
+
+    Attributes:
+        path: Relative to the corpus.
+        split: ``train``, ``dev`` or ``test``.
+        language: Spoken language.
+        texts: Language -> text: the transcript first, then the English translation if there is one.
+        spoken: What the synthesiser reads.
+        voice: The synthesiser's name for the voice.
+        rate: Words a minute.
+        pitch: 0 to 100, 50 is the voice's own.
+        gain_db: Level of the speech relative to the corpus' reference level.
+        snr_db: Speech power over noise power.
+        noise_slope: Noise power falls as 1 / f^slope.
+        lead_s: Seconds of background before the speech.
+        tail_s: Seconds of background after it.
+        seed: Of the noise.
+    """
+
+    path: str
+    split: str
+    language: str
+    texts: dict[str, str]
+    spoken: str
+    voice: str
+    rate: int
+    pitch: int
+    gain_db: float
+    snr_db: float
+    noise_slope: float
+    lead_s: float
+    tail_s: float
+    seed: int
+
+
+def plan(*, multilingual: bool, utterances: int, seed: int) -> list[Recording]:
+    """The whole corpus, a pure function of its arguments.
+
+    Args:
+        multilingual: Half of the recordings German, with English translations.
+        utterances: Training recordings; dev has 5 % and test 10 % of that number besides.
+        seed: Of everything random.
+
+    Returns:
+        Recordings of train, dev and test, in this order.
+    """
+    recordings: list[Recording] = []
+    grammar = BILINGUAL if multilingual else ENGLISH
+    for split in SPLITS:
+        count = max(2, round(utterances * _HELD_OUT_SHARE.get(split, 1.0)))
+        for language in grammar.languages:
+            share = count // len(grammar.languages)
+            rng = random.Random(f"{seed}/{split}/{language}")
+            sentences = _sentences(grammar, split, share, rng)
+            recordings += _cast(sentences, split, language, rng, first=len(recordings))
+    return recordings
+
+
+def _sentences(grammar: Grammar, split: str, count: int, rng: random.Random) -> list[Sentence]:
+    """Digit strings and commands by turns, all of the split; short ones recur, as in speech."""
+    chosen: list[Sentence] = []
+    while len(chosen) < count:
+        sentence = grammar.command(rng) if len(chosen) % 2 else grammar.digits(rng)
+        if sentence.split() == split:
+            chosen.append(sentence)
+    return chosen
+
+
+def _cast(
+    sentences: list[Sentence], split: str, language: str, rng: random.Random, *, first: int
+) -> list[Recording]:
+    """Gives each sentence a voice, all voices equally often, and its recording conditions."""
+    cast = voices(split, language)
+    rng.shuffle(sentences)
+    rng.shuffle(cast)
+    return [
+        Recording(
+            path=f"{split}/audio/{language}-{first + i:05d}.wav",
+            split=split,
+            language=language,
+            texts={lang: sentence.text(lang) for lang in dict.fromkeys((language, "en"))},
+            spoken=sentence.spoken(language),
+            voice=cast[i % len(cast)].name,
+            rate=rng.choice(_RATES),
+            pitch=rng.randint(*_PITCH),
+            gain_db=rng.uniform(*_GAIN_DB),
+            snr_db=rng.uniform(*_SNR_DB),
+            noise_slope=rng.choice(_NOISE_SLOPES),
+            lead_s=rng.uniform(*_MARGIN_S),
+            tail_s=rng.uniform(*_MARGIN_S),
+            seed=rng.getrandbits(32),
+        )
+        for i, sentence in enumerate(sentences)
+    ]

@@ -1,0 +1,299 @@
+"""Log-mel features of packed audio, normalised per utterance, as Hugging Face computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from effasr.data.segments import segment_sum
+from effasr_kernels import PackedLayout, PackedSequence
+
+SUBSAMPLING = 8
+"""Mel frames per encoder frame: the encoder's three convolutions of stride 2."""
+
+_LOG_GUARD = 2.0**-24
+_NORM_EPS = 1e-5
+# Mel rows whose spectra exist at a time: what a CPU's cache holds, what a GPU fills itself with.
+_CHUNK_ROWS = {"cpu": 512}
+_CHUNK_ROWS_ELSEWHERE = 16_384
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureConfig:
+    """How a waveform becomes mel rows.
+
+    Attributes:
+        sample_rate: Hz.
+        mel_bins: Mel bands from 0 Hz to half the sample rate; a multiple of 8.
+        n_fft: Points of the Fourier transform.
+        window: Samples of the Hann window, centred in the transform.
+        hop: Samples between two mel rows.
+        preemphasis: Share of the previous sample that is subtracted; 0 turns it off.
+        normalize: Give each band zero mean and unit variance over each utterance.
+    """
+
+    sample_rate: int = 16_000
+    mel_bins: int = 80
+    n_fft: int = 512
+    window: int = 400
+    hop: int = 160
+    preemphasis: float = 0.97
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("sample_rate", "mel_bins", "n_fft", "window", "hop"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
+        if self.mel_bins % SUBSAMPLING:
+            raise ValueError(
+                f"`mel_bins` must be a multiple of {SUBSAMPLING}, because the encoder halves the "
+                f"bands three times, but is {self.mel_bins}: use 64, 80 or 128."
+            )
+        if self.window > self.n_fft:
+            raise ValueError(
+                f"`window` must be at most n_fft = {self.n_fft}, but is {self.window}: "
+                "raise `n_fft`."
+            )
+        if self.window > 14 * self.hop:
+            raise ValueError(
+                f"`window` must be at most 14 hops = {14 * self.hop}, so that a window meets one "
+                f"utterance only, but is {self.window}: raise `hop`."
+            )
+        if not 0 <= self.preemphasis <= 1:
+            raise ValueError(f"`preemphasis` must be in [0, 1], but is {self.preemphasis}.")
+
+    def mel_frames(self, samples: int) -> int:
+        """Mel frames of an utterance of this many samples."""
+        return samples // self.hop
+
+    def encoder_frames(self, samples: int) -> int:
+        """Encoder frames of an utterance of this many samples: an eighth, rounded up."""
+        return -(-self.mel_frames(samples) // SUBSAMPLING)
+
+
+@dataclass(frozen=True)
+class MelFrames:
+    """Mel rows in slots: of the 8 n rows of an utterance with n encoder frames, the first are real.
+
+    Attributes:
+        values: float32 (8 T, mel_bins); zero in the rows that are not real.
+        layout: Of the encoder frames, T rows.
+        lengths: int64 (N,), real mel rows of each utterance.
+    """
+
+    values: Tensor
+    layout: PackedLayout
+    lengths: Tensor
+
+    def with_values(self, values: Tensor) -> MelFrames:
+        """Other values of the same frames."""
+        return MelFrames(values, self.layout, self.lengths)
+
+    @cached_property
+    def slot_ids(self) -> Tensor:
+        """The utterance of each slot: int64 (T,), N in the tail."""
+        return self.layout.sequence_ids()
+
+    @cached_property
+    def slot_positions(self) -> Tensor:
+        """The place of each slot in its utterance: int64 (T,)."""
+        rows = torch.arange(self.layout.rows, device=self.layout.device)
+        return rows - self.layout.cu_seqlens.long()[self.slot_ids]
+
+    @cached_property
+    def row_positions(self) -> Tensor:
+        """The place of each mel row in its utterance: int64 (8 T,)."""
+        step = torch.arange(SUBSAMPLING, device=self.layout.device)
+        return (self.slot_positions[:, None] * SUBSAMPLING + step).flatten()
+
+    def per_row(self, values: Tensor) -> Tensor:
+        """Give each mel row the value of its utterance: (N, ...) to (8 T, ...), 0 in the tail."""
+        padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
+        return padded[self.slot_ids].repeat_interleave(SUBSAMPLING, 0)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """Which mel rows are real: bool (8 T,)."""
+        return self.row_positions < self.per_row(self.lengths)
+
+
+class LogMel(nn.Module):
+    """Log-mel features of packed audio, without padding utterances to a common length.
+
+    Pre-emphasis, a Hann window (symmetric) every ``hop`` samples with zeros beyond the ends of the
+    utterance, power spectrum, Slaney mel bands, ``log(x + 2**-24)``, then per utterance and band
+    zero mean and unit variance over the real rows. Equal to transformers'
+    ``ParakeetFeatureExtractor`` for each utterance alone, as long as float32 matrix products are
+    not rounded to TF32. Everything is float32, also under autocast, and nothing waits for the
+    device.
+    """
+
+    window: Tensor
+    filterbank: Tensor
+
+    def __init__(self, config: FeatureConfig):
+        super().__init__()
+        self.config = config
+        # Not persistent: a checkpoint holds what is learnt, and the configuration gives these.
+        self.register_buffer("window", torch.empty(config.window), persistent=False)
+        bins = config.n_fft // 2 + 1
+        self.register_buffer("filterbank", torch.empty(bins, config.mel_bins), persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Compute the window and the mel bands; those of a meta module come to the host."""
+        device = torch.device("cpu") if self.window.is_meta else self.window.device
+        window = torch.hann_window(
+            self.config.window, periodic=False, dtype=torch.float32, device=device
+        )
+        bands = mel_filterbank(self.config).astype(np.float32)
+        self.window, self.filterbank = window, torch.tensor(bands, device=device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LogMel:
+        super()._apply(fn, recurse)
+        if self.window.dtype != torch.float32:
+            # Weights may be cast to another dtype; the features are float32 always.
+            self.reset_parameters()
+        return self
+
+    @torch.no_grad()
+    def forward(self, audio: PackedSequence, frames: PackedLayout) -> MelFrames:
+        """Compute the mel rows of every utterance.
+
+        Args:
+            audio: float32 (samples,), at ``config.sample_rate``.
+            frames: Layout of the encoder frames: `FeatureConfig.encoder_frames` of each utterance.
+
+        Raises:
+            ValueError: The lengths of ``frames`` are not those of ``audio``.
+        """
+        self._check(audio.layout, frames)
+        with torch.autocast(audio.values.device.type, enabled=False):
+            starts = audio.layout.cu_seqlens.long()
+            lengths = torch.div(starts.diff(), self.config.hop, rounding_mode="floor")
+            mel = MelFrames(self._log_mel(audio, frames), frames, lengths)
+            values = self._normalized(mel) if self.config.normalize else mel.values
+            mel.values.copy_(values.masked_fill_(~mel.mask[:, None], 0.0))
+            return mel
+
+    def _check(self, audio: PackedLayout, frames: PackedLayout) -> None:
+        expected = tuple(self.config.encoder_frames(samples) for samples in audio.lengths)
+        if frames.lengths != expected:
+            raise ValueError(
+                f"`frames` must have lengths {_shortened(expected)}, as the audio gives, but has "
+                f"{_shortened(frames.lengths)}: build it with FeatureConfig.encoder_frames."
+            )
+
+    def _log_mel(self, audio: PackedSequence, frames: PackedLayout) -> Tensor:
+        if frames.rows == 0:
+            # The library of Fourier transforms refuses a batch of none.
+            return audio.values.new_zeros(0, self.config.mel_bins)
+        windows, first_slots = self._windows(audio, frames)
+        step = torch.arange(SUBSAMPLING, device=frames.device)
+        rows = (first_slots[:, None] * SUBSAMPLING + step).flatten()
+        size = _CHUNK_ROWS.get(frames.device.type, _CHUNK_ROWS_ELSEWHERE)
+        chunks = [self._log_bands(windows, chunk) for chunk in rows.split(size)]
+        return torch.cat(chunks) if len(chunks) > 1 else chunks[0]
+
+    def _log_bands(self, windows: Tensor, rows: Tensor) -> Tensor:
+        # A shift inside the transform changes phases only: the window need not be centred in it.
+        windowed = windows.index_select(0, rows).mul_(self.window)
+        spectrum = torch.fft.rfft(windowed, n=self.config.n_fft)
+        power = spectrum.real.square().addcmul_(spectrum.imag, spectrum.imag)
+        return (power @ self.filterbank).add_(_LOG_GUARD).log_()
+
+    def _windows(self, audio: PackedSequence, frames: PackedLayout) -> tuple[Tensor, Tensor]:
+        """Spread the utterances out and view them as windows.
+
+        Every utterance is followed by one spare slot of 8 hops, so that no window meets two.
+
+        Returns:
+            A view (8 (T + N), window) of the audio, and the spread slot of each frame (T,).
+        """
+        hop, window, samples = self.config.hop, self.config.window, SUBSAMPLING * self.config.hop
+        spread, cu_audio = spread_layout(frames), audio.layout.cu_seqlens
+        ids, device = spread.sequence_ids(), frames.device
+        # int32, as offsets are: this index has an entry per sample.
+        slots = torch.arange(spread.rows, device=device, dtype=torch.int32)
+        within = torch.arange(samples, device=device, dtype=torch.int32)
+        # The tail has the id N: both offsets and an empty range exist there too.
+        begin = ((slots - spread.cu_seqlens[ids]) * samples)[:, None] + within
+        beyond = begin >= nn.functional.pad(cu_audio.diff(), (0, 1))[ids][:, None]
+        source = begin.add_(cu_audio[ids][:, None]).masked_fill_(beyond, audio.layout.rows)
+        values = nn.functional.pad(self._emphasized(audio), (0, 1))
+        left = self.config.n_fft // 2 - (self.config.n_fft - window) // 2
+        right = max(0, window - left - hop)
+        padded = nn.functional.pad(values.index_select(0, source.flatten()), (left, right))
+        first_slots = torch.arange(frames.rows, device=device) + frames.sequence_ids()
+        return padded.unfold(0, window, hop), first_slots
+
+    def _emphasized(self, audio: PackedSequence) -> Tensor:
+        if not self.config.preemphasis:
+            return audio.values
+        previous = nn.functional.pad(audio.values, (1, 0))
+        # An empty utterance may start one past the last row: there `previous` still has a row.
+        previous[audio.layout.cu_seqlens.long()] = 0.0
+        return torch.sub(audio.values, previous[:-1], alpha=self.config.preemphasis)
+
+    def _normalized(self, mel: MelFrames) -> Tensor:
+        mask = mel.mask[:, None]
+        mean = _utterance_sum(mel.values * mask, mel) / mel.lengths.clamp(min=1)[:, None]
+        centred = (mel.values - mel.per_row(mean)).mul_(mask)
+        variance = _utterance_sum(centred.square(), mel) / (mel.lengths - 1).clamp(min=1)[:, None]
+        return centred.div_(mel.per_row(variance.sqrt()).add_(_NORM_EPS))
+
+
+def _utterance_sum(values: Tensor, mel: MelFrames) -> Tensor:
+    slots = values.view(mel.layout.rows, SUBSAMPLING, values.shape[-1]).sum(1)
+    return segment_sum(slots, mel.layout)
+
+
+def spread_layout(frames: PackedLayout) -> PackedLayout:
+    """The layout in which one spare row follows each sequence; row t moves to t + its id."""
+    count = frames.num_sequences
+    extra = torch.arange(count + 1, dtype=torch.int32, device=frames.device)
+    host = tuple(offset + n for n, offset in enumerate(frames.cu_seqlens_host))
+    return PackedLayout(frames.cu_seqlens + extra, host, frames.rows + count)
+
+
+def mel_filterbank(config: FeatureConfig) -> np.ndarray:
+    """Triangular bands of unit area on Slaney's mel scale: float64 (n_fft // 2 + 1, mel_bins).
+
+    References:
+        M. Slaney, Auditory Toolbox, 1998; the same bands as ``librosa.filters.mel``.
+    """
+    top = config.sample_rate / 2
+    edges = _mel_to_hertz(np.linspace(0.0, _hertz_to_mel(top), config.mel_bins + 2))
+    bins = np.linspace(0.0, top, config.n_fft // 2 + 1)[:, None]
+    rising = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2])
+    falling = (edges[2:] - bins) / (edges[2:] - edges[1:-1])
+    return np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (edges[2:] - edges[:-2]))
+
+
+# Slaney's scale: 3 mel per 200 Hz up to 1 kHz, above it 27 mel per factor of 6.4.
+_LINEAR_HERTZ = 200.0 / 3.0
+_KNEE_HERTZ = 1_000.0
+_KNEE_MEL = _KNEE_HERTZ / _LINEAR_HERTZ
+_LOG_STEP = float(np.log(6.4)) / 27.0
+
+
+def _hertz_to_mel(hertz: float) -> float:
+    if hertz < _KNEE_HERTZ:
+        return hertz / _LINEAR_HERTZ
+    return _KNEE_MEL + float(np.log(hertz / _KNEE_HERTZ)) / _LOG_STEP
+
+
+def _mel_to_hertz(mel: np.ndarray) -> np.ndarray:
+    above = _KNEE_HERTZ * np.exp(_LOG_STEP * (mel - _KNEE_MEL))
+    return np.where(mel < _KNEE_MEL, mel * _LINEAR_HERTZ, above)
+
+
+def _shortened(lengths: tuple[int, ...], most: int = 8) -> str:
+    shown = ", ".join(map(str, lengths[:most]))
+    return f"({shown}{', ...' if len(lengths) > most else ''})"

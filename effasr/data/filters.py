@@ -1,0 +1,247 @@
+"""Which utterances cannot be trained on, and why."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from lhotse.cut import Cut
+
+from effasr.data.audio import samples_in
+from effasr.data.batch import encoder_frames
+from effasr.data.manifests import request
+from effasr.data.tokenizer import Tokenizer, UnknownLanguageError
+
+
+class Reason(enum.StrEnum):
+    """Why an utterance is left out; `effasr.data.audio.AudioProblem` has the others."""
+
+    TOO_SHORT = "too_short"
+    TOO_LONG = "too_long"
+    EMPTY_TEXT = "empty_text"
+    UNKNOWN_LANGUAGE = "unknown_language"
+    UNKNOWN_TEXT = "unknown_text"
+    FRAME_BUDGET = "over_frame_budget"
+    TOKEN_BUDGET = "over_token_budget"
+    CTC_INFEASIBLE = "ctc_infeasible"
+    TOKEN_RATE = "token_rate_outlier"
+    CHARACTER_RATE = "character_rate_outlier"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What an utterance may be.
+
+    Attributes:
+        min_duration: Seconds.
+        max_duration: Seconds.
+        frame_budget: Encoder frames; None for no limit.
+        token_budget: Decoder tokens, the prompt included; None for no limit.
+        max_tokens_per_second: None for no fixed limit; see `rate_outliers`.
+        max_characters_per_second: Likewise, where there is no tokenizer.
+        ctc: Whether a transcription must leave CTC a path through its frames.
+    """
+
+    min_duration: float = 0.1
+    max_duration: float = 40.0
+    frame_budget: int | None = None
+    token_budget: int | None = None
+    max_tokens_per_second: float | None = None
+    max_characters_per_second: float | None = None
+    ctc: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_duration <= self.max_duration:
+            raise ValueError(
+                "`min_duration` must be greater than 0 and at most `max_duration`, but they are "
+                f"{self.min_duration} and {self.max_duration}."
+            )
+        for name in (
+            "frame_budget",
+            "token_budget",
+            "max_tokens_per_second",
+            "max_characters_per_second",
+        ):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"`{name}` must be greater than 0, but is {value}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """An utterance that was left out.
+
+    Attributes:
+        id: Its name.
+        reason: A `Reason` or an `effasr.data.audio.AudioProblem`.
+        details: What exactly is wrong, with figures.
+        audio: Its audio file.
+        duration: Seconds; None where it could not be found out.
+    """
+
+    id: str
+    reason: str
+    details: str
+    audio: str
+    duration: float | None = None
+
+
+class Unfit(ValueError):
+    """An utterance cannot be trained on.
+
+    Attributes:
+        reason: Why, for counting.
+    """
+
+    def __init__(self, reason: Reason, details: str) -> None:
+        super().__init__(details)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """What the decoder reads and writes for an utterance.
+
+    Attributes:
+        prompt: Token ids of the prompt.
+        text: Token ids of the text, without the end token.
+        monotonic: Whether the text follows the speech in order.
+        unknown: How many ids of ``text`` stand for something the vocabulary cannot spell.
+    """
+
+    prompt: list[int]
+    text: list[int]
+    monotonic: bool
+    unknown: int
+
+
+def tokenize(cut: Cut, tokenizer: Tokenizer) -> TokenizedText:
+    """Token ids of a cut's request and text.
+
+    Raises:
+        UnknownLanguageError: The tokenizer does not know one of the cut's languages.
+    """
+    asked = request(cut)
+    prompt = tokenizer.prompt(asked)
+    text = tokenizer.encode(text_of(cut), asked.target)
+    return TokenizedText(prompt, text, asked.monotonic, tokenizer.count_unknown(text))
+
+
+def text_of(cut: Cut) -> str:
+    """The transcript or translation of a cut; empty where it has none."""
+    return cut.supervisions[0].text or ""
+
+
+def frames_of(cut: Cut) -> int:
+    """Encoder frames of a cut."""
+    return encoder_frames(samples_in(cut.duration))
+
+
+def check(cut: Cut, limits: Limits, tokenizer: Tokenizer | None = None) -> TokenizedText | None:
+    """Check a cut by its manifest alone.
+
+    Args:
+        cut: With one supervision.
+        limits: What it may be.
+        tokenizer: For the checks of language and tokens; they are left out without one.
+
+    Returns:
+        The tokens; None without a tokenizer.
+
+    Raises:
+        Unfit: The cut cannot be trained on; the first reason found.
+    """
+    text = text_of(cut)
+    _check_duration(cut.duration, limits)
+    if not text:
+        raise Unfit(Reason.EMPTY_TEXT, "the text is empty")
+    frames = frames_of(cut)
+    if limits.frame_budget is not None and frames > limits.frame_budget:
+        raise Unfit(Reason.FRAME_BUDGET, f"{frames} encoder frames, over {limits.frame_budget}")
+    if tokenizer is None:
+        rate = len(text) / cut.duration
+        _check_rate(Reason.CHARACTER_RATE, rate, limits.max_characters_per_second)
+        return None
+    try:
+        tokens = tokenize(cut, tokenizer)
+    except UnknownLanguageError as error:
+        raise Unfit(Reason.UNKNOWN_LANGUAGE, str(error)) from error
+    if not _spells_something(tokens, tokenizer):
+        raise Unfit(Reason.UNKNOWN_TEXT, f"the vocabulary spells nothing of {text[:60]!r}")
+    _check_tokens(tokens, frames, limits)
+    _check_rate(Reason.TOKEN_RATE, len(tokens.text) / cut.duration, limits.max_tokens_per_second)
+    return tokens
+
+
+def frames_for_ctc(text: list[int]) -> int:
+    """The least frames for which CTC has a path: a label each, and a blank between equal ones."""
+    repeats = sum(a == b for a, b in pairwise(text))
+    return len(text) + repeats
+
+
+def rate_outliers(rates: np.ndarray, durations: np.ndarray, deviations: float = 4.0) -> np.ndarray:
+    """Utterances with far more text per second than others of their length.
+
+    Such pairs are mostly wrong, and they decide how much memory a batch needs. Utterances are
+    grouped by duration, at least a hundred to a group. An outlier's rate lies more than
+    ``deviations`` standard deviations over its group's mean, in logarithms, and over one and a
+    half times its median.
+
+    Args:
+        rates: float (n,), tokens or characters per second, greater than 0.
+        durations: float (n,), seconds.
+        deviations: How far out an outlier lies.
+
+    Returns:
+        bool (n,).
+
+    References:
+        NeMo's per-duration token rate filter, https://github.com/NVIDIA/NeMo/pull/11738.
+    """
+    outliers = np.zeros(len(rates), dtype=bool)
+    groups = max(1, min(10, len(rates) // 100))
+    for group in np.array_split(np.argsort(durations, kind="stable"), groups):
+        if not group.size:
+            continue
+        logs = np.log(rates[group])
+        far = logs - logs.mean() > deviations * logs.std()
+        outliers[group] = far & (rates[group] > 1.5 * np.median(rates[group]))
+    return outliers
+
+
+def _check_duration(duration: float, limits: Limits) -> None:
+    if duration < limits.min_duration:
+        raise Unfit(Reason.TOO_SHORT, f"{duration:.3f} s, under {limits.min_duration:g} s")
+    if duration > limits.max_duration:
+        raise Unfit(Reason.TOO_LONG, f"{duration:.3f} s, over {limits.max_duration:g} s")
+
+
+def _spells_something(tokens: TokenizedText, tokenizer: Tokenizer) -> bool:
+    """Whether any token stands for more than a space or an unknown character."""
+    if tokens.text and not tokens.unknown:
+        return True
+    return any(
+        tokenizer.decode([token]).strip()
+        for token in tokens.text
+        if not tokenizer.count_unknown([token])
+    )
+
+
+def _check_tokens(tokens: TokenizedText, frames: int, limits: Limits) -> None:
+    length = len(tokens.text)
+    count = len(tokens.prompt) + length
+    if limits.token_budget is not None and count > limits.token_budget:
+        raise Unfit(Reason.TOKEN_BUDGET, f"{count} tokens, over {limits.token_budget}")
+    needed = frames_for_ctc(tokens.text)
+    if limits.ctc and tokens.monotonic and needed > frames:
+        raise Unfit(
+            Reason.CTC_INFEASIBLE,
+            f"CTC needs {needed} encoder frames for {length} tokens, and there are {frames}",
+        )
+
+
+def _check_rate(reason: Reason, rate: float, limit: float | None) -> None:
+    if limit is not None and rate > limit:
+        raise Unfit(reason, f"{rate:.1f} per second, over {limit:g}")

@@ -1,0 +1,46 @@
+"""What is asked of the model for one utterance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Task = Literal["transcribe", "translate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request: which language is spoken, and what to write down.
+
+    Attributes:
+        source: Language of the speech, as a code such as ``en``.
+        target: Language of the text.
+        task: ``transcribe`` (the text follows the speech word by word) or ``translate``.
+        punctuation: Whether the text has punctuation and capitals.
+    """
+
+    source: str = "en"
+    target: str = "en"
+    task: Task = "transcribe"
+    punctuation: bool = True
+
+    def __post_init__(self) -> None:
+        if self.task not in get_args(Task):
+            raise ValueError(
+                f"`task` must be one of {', '.join(get_args(Task))}, but is {self.task!r}."
+            )
+        if self.task == "transcribe" and self.source != self.target:
+            raise ValueError(
+                f"`target` must be {self.source!r}, the language spoken, for the task "
+                f"'transcribe', but is {self.target!r}: use the task 'translate'."
+            )
+        if self.task == "translate" and self.source == self.target:
+            raise ValueError(
+                f"`target` must differ from `source` for the task 'translate', but both are "
+                f"{self.source!r}: use the task 'transcribe'."
+            )
+
+    @property
+    def monotonic(self) -> bool:
+        """Whether the text follows the speech in order, so that CTC applies."""
+        return self.task == "transcribe"

@@ -1,0 +1,79 @@
+"""What a planner is given and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UtteranceLengths:
+    """Lengths of the utterances that may be planned.
+
+    Attributes:
+        frames: int32 (n,), encoder frames.
+        tokens: int32 (n,), decoder tokens: prompt and text.
+    """
+
+    frames: np.ndarray
+    tokens: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name in ("frames", "tokens"):
+            array = getattr(self, name)
+            if array.ndim != 1 or array.dtype != np.int32:
+                raise ValueError(
+                    f"`{name}` must be int32 (n,), but is {array.dtype} {array.shape}."
+                )
+            if array.size and array.min() < 0:
+                worst = int(array.argmin())
+                raise ValueError(f"`{name}[{worst}]` must be at least 0, but is {array[worst]}.")
+        if self.frames.shape != self.tokens.shape:
+            raise ValueError(
+                f"`tokens` must have {len(self.frames)} entries, as `frames` has, "
+                f"but has {len(self.tokens)}."
+            )
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EpochPlan:
+    """Which utterances each micro-batch of an epoch holds, the same on every rank.
+
+    Attributes:
+        micro_batches: Micro-batches of a global step, over all ranks.
+        indices: int32, the planned utterances in order.
+        offsets: int64 (num_steps * micro_batches + 1,), micro-batch m is
+            ``indices[offsets[m]:offsets[m + 1]]``.
+        deferred: int32, the utterances left for other epochs, in ascending order.
+        padding_frames: Share of all frame rows that no utterance fills.
+        padding_tokens: Share of all token rows that no utterance fills.
+    """
+
+    micro_batches: int
+    indices: np.ndarray
+    offsets: np.ndarray
+    deferred: np.ndarray
+    padding_frames: float
+    padding_tokens: float
+
+    @property
+    def num_steps(self) -> int:
+        """Global steps of the epoch."""
+        return (len(self.offsets) - 1) // self.micro_batches
+
+    def step(self, step: int) -> list[np.ndarray]:
+        """The micro-batches of a global step, each an array of utterance indices.
+
+        Raises:
+            IndexError: The epoch has no such step.
+        """
+        if not 0 <= step < self.num_steps:
+            raise IndexError(f"step {step} of an epoch of {self.num_steps} steps")
+        first = step * self.micro_batches
+        bounds = self.offsets[first : first + self.micro_batches + 1]
+        return [self.indices[begin:end] for begin, end in pairwise(bounds)]

@@ -1,0 +1,32 @@
+"""Random orders that are the same on every machine and with every version of numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of ``0 .. count - 1`` that depends on the arguments alone.
+
+    Every index is hashed together with seed and epoch, and the hashes are sorted.
+
+    Args:
+        count: How many indices.
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+
+    Returns:
+        int64 (count,).
+
+    References:
+        The hash is SplitMix64's: Steele et al., 2014, https://doi.org/10.1145/2714064.2660195.
+    """
+    key = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch))
+    hashes = _mix(key + np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return np.argsort(hashes, kind="stable")
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

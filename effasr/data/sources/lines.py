@@ -1,0 +1,64 @@
+"""Lines of text files, plain or gzipped, with errors that name the file and the line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a UTF-8 file with their numbers, blank ones left out, endings kept.
+
+    Args:
+        path: The file; gzipped if its name ends in ``.gz``.
+
+    Raises:
+        ValueError: It cannot be opened, is not UTF-8, or is a damaged gzip file.
+    """
+    number = 0
+    try:
+        with _opened(path) as file:
+            for number, line in enumerate(file, 1):
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if text.strip():
+                    yield number, text
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}:{number}: must be UTF-8, but has the byte {error.object[error.start]:#x}: "
+            "convert the file with iconv."
+        ) from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: cannot be read: {error}.") from error
+
+
+def parse_object(line: str, origin: str) -> dict[str, Any]:
+    """Parse one line of a JSON-lines file.
+
+    Args:
+        line: The line.
+        origin: File and line number, for the message.
+
+    Raises:
+        ValueError: It is not a JSON object.
+    """
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{origin}: not valid JSON ({error.msg} at column {error.colno}): "
+            "write one object per line."
+        ) from error
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{origin}: must be a JSON object, but is a {type(value).__name__}: "
+            "write one object per line."
+        )
+    return value
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb")

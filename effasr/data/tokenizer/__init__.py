@@ -1,0 +1,36 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from effasr.data.tokenizer.base import Tokenizer, UnknownLanguageError
+from effasr.data.tokenizer.hugging_face import TOKENIZER_FILE, HuggingFaceTokenizer
+from effasr.data.tokenizer.sentence_piece import METADATA_FILE, SentencePieceTokenizer
+from effasr.data.tokenizer.training import train_tokenizer
+
+__all__ = [
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "Tokenizer",
+    "UnknownLanguageError",
+    "load_tokenizer",
+    "train_tokenizer",
+]
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """Read a tokenizer: ours, or a folder with Hugging Face's ``tokenizer.json``.
+
+    Raises:
+        ValueError: The folder holds neither, or its files are broken.
+    """
+    folder = Path(directory)
+    if (folder / METADATA_FILE).is_file():
+        return SentencePieceTokenizer.load(folder)
+    if (folder / TOKENIZER_FILE).is_file():
+        return HuggingFaceTokenizer(folder)
+    raise ValueError(
+        f"{folder}: holds neither {METADATA_FILE} nor {TOKENIZER_FILE}: train a tokenizer with "
+        "`effasr tokenizer MANIFEST OUT`."
+    )

@@ -1,0 +1,105 @@
+"""What the rest of the project knows of a tokenizer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from effasr.data.prompt import Prompt
+
+
+class UnknownLanguageError(ValueError):
+    """The tokenizer has no such language."""
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back, and prompts as token ids.
+
+    Attributes:
+        vocab_size: Ids are ``0 .. vocab_size - 1``; the CTC blank is ``vocab_size``.
+        pad_id: Fills the tail of a static shape; no loss sees it.
+        eos_id: Ends a transcript.
+        specials: Ids by token, of tokens that are no text.
+        languages: Languages that text may be in.
+        sources: Languages that speech may be in.
+    """
+
+    vocab_size: int
+    pad_id: int
+    eos_id: int
+    specials: Mapping[str, int]
+    languages: tuple[str, ...]
+    sources: tuple[str, ...]
+
+    @abstractmethod
+    def encode(self, text: str, language: str) -> list[int]:
+        """Token ids of a text, without prompt and end.
+
+        Raises:
+            UnknownLanguageError: The tokenizer has no such language.
+        """
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; special tokens are skipped.
+
+        Raises:
+            ValueError: An id is outside the vocabulary.
+        """
+
+    @abstractmethod
+    def prompt(self, prompt: Prompt) -> list[int]:
+        """What the decoder reads before it writes.
+
+        Raises:
+            UnknownLanguageError: The tokenizer has no such language.
+        """
+
+    @abstractmethod
+    def count_unknown(self, ids: Iterable[int]) -> int:
+        """How many of these ids stand for text that the vocabulary cannot spell."""
+
+    @abstractmethod
+    def save(self, directory: str | Path) -> None:
+        """Write the tokenizer where `effasr.data.tokenizer.load_tokenizer` can read it."""
+
+    @property
+    def blank_id(self) -> int:
+        """The class of the CTC blank, the last of ``vocab_size + 1``."""
+        return self.vocab_size
+
+    def check_prompt_languages(self, prompt: Prompt) -> None:
+        """Check that both languages of a request are known.
+
+        Raises:
+            UnknownLanguageError: One is not.
+        """
+        check_language(prompt.source, self.sources, "speech")
+        check_language(prompt.target, self.languages, "text")
+
+
+def check_language(language: str, known: Collection[str], what: str) -> None:
+    """Check that a language is known.
+
+    Raises:
+        UnknownLanguageError: It is not; the message lists those that are.
+    """
+    if language not in known:
+        raise UnknownLanguageError(
+            f"the language of the {what} must be one of {', '.join(known)}, but is {language!r}: "
+            "correct the manifest, or train a tokenizer with that language."
+        )
+
+
+def check_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
+    """The ids as a list.
+
+    Raises:
+        ValueError: One is outside the vocabulary.
+    """
+    checked = [int(token) for token in ids]
+    for token in checked:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"`ids` must be in 0 .. {vocab_size - 1}, but one is {token}.")
+    return checked

@@ -1,0 +1,106 @@
+"""Training of SentencePiece vocabularies, one per language."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import sentencepiece
+
+from effasr.data.tokenizer.sentence_piece import SentencePieceTokenizer
+
+_MAX_SENTENCES = 2_000_000
+# A fixed number, not the machine's: the sums of the training depend on it.
+_THREADS = 4
+
+
+def train_tokenizer(
+    texts_by_language: Mapping[str, Iterable[str]],
+    out: str | Path,
+    *,
+    vocab_size: int = 1024,
+    model_type: Literal["unigram", "bpe"] = "unigram",
+    byte_fallback: bool = False,
+    sources: Sequence[str] = (),
+) -> SentencePieceTokenizer:
+    """Train a vocabulary for each language and write them together.
+
+    The same texts in the same order give the same files. Of more than two million texts a
+    fixed random part is used.
+
+    Args:
+        texts_by_language: Transcripts by language code.
+        out: The folder to write.
+        vocab_size: Pieces of each language; a small corpus gets as many as it can fill.
+        model_type: ``unigram`` or ``bpe``.
+        byte_fallback: Spell unseen characters as UTF-8 bytes (256 more pieces each).
+        sources: Languages that are spoken but never written (translated from).
+
+    Returns:
+        The tokenizer that was written.
+
+    Raises:
+        ValueError: There is no language or no text, or ``vocab_size`` cannot hold the letters.
+    """
+    if not texts_by_language:
+        raise ValueError("`texts_by_language` must name at least one language, but is empty.")
+    models = {
+        language: _train(
+            language, texts_by_language[language], vocab_size, model_type, byte_fallback
+        )
+        for language in sorted(texts_by_language)
+    }
+    tokenizer = SentencePieceTokenizer(models, sources)
+    tokenizer.save(out)
+    return tokenizer
+
+
+def _train(
+    language: str, texts: Iterable[str], vocab_size: int, model_type: str, byte_fallback: bool
+) -> bytes:
+    lines = _lines(texts)
+    first = next(lines, None)
+    if first is None:
+        raise ValueError(f"`texts_by_language[{language!r}]` must hold text, but is empty.")
+
+    def all_lines() -> Iterator[str]:
+        yield first
+        yield from lines
+
+    model = io.BytesIO()
+    sentencepiece.set_random_generator_seed(0)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=all_lines(),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            byte_fallback=byte_fallback,
+            character_coverage=1.0,
+            # A corpus too small for so many pieces gets fewer, not an error.
+            hard_vocab_limit=False,
+            input_sentence_size=_MAX_SENTENCES,
+            max_sentence_length=1 << 16,
+            num_threads=_THREADS,
+            unk_id=0,
+            bos_id=-1,
+            eos_id=-1,
+            pad_id=-1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        needed = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
+        if needed is None:
+            raise ValueError(f"SentencePiece cannot train {language!r}: {error}") from error
+        raise ValueError(
+            f"`vocab_size` must be at least {needed[1]}, the characters of {language!r}, "
+            f"but is {vocab_size}: raise it, or clean the transcripts of rare characters."
+        ) from error
+    return model.getvalue()
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    return (line for text in texts if (line := " ".join(text.split())))

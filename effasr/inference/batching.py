@@ -1,0 +1,39 @@
+"""Which utterances are decoded together. Packed batches have no padding, so any may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def plan_batches(
+    frames: Sequence[int], frame_budget: int, max_sequences: int = 256
+) -> list[list[int]]:
+    """Group utterances, longest first, so that a batch holds at most ``frame_budget`` frames.
+
+    Neighbours in length take about equally many decoder steps, so few rows are left waiting for
+    the last one; and a batch too big for the memory comes first, not after an hour.
+
+    Args:
+        frames: Encoder frames of each utterance.
+        frame_budget: Frames of a batch. An utterance with more is alone in its batch.
+        max_sequences: Utterances of a batch.
+
+    Returns:
+        The indices of each batch; every utterance is in exactly one.
+
+    Raises:
+        ValueError: ``frame_budget`` or ``max_sequences`` is under 1.
+    """
+    if frame_budget < 1:
+        raise ValueError(f"`frame_budget` must be at least 1, but is {frame_budget}.")
+    if max_sequences < 1:
+        raise ValueError(f"`max_sequences` must be at least 1, but is {max_sequences}.")
+    batches: list[list[int]] = []
+    room = 0
+    for index in sorted(range(len(frames)), key=lambda i: -frames[i]):
+        if not batches or frames[index] > room or len(batches[-1]) == max_sequences:
+            batches.append([])
+            room = frame_budget
+        batches[-1].append(index)
+        room -= frames[index]
+    return batches

@@ -1,0 +1,161 @@
+"""The result of an evaluation: what was transcribed, its errors, and the files that record it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from effasr.inference.files import write_json, write_json_lines
+from effasr.inference.results import Failure
+from effasr.inference.tables import wer_table, worst_table
+from effasr.inference.wer import ErrorCounts, total
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredUtterance:
+    """An utterance with its transcript.
+
+    Attributes:
+        id: Of the cut.
+        group: Its language, or ``SOURCE->TARGET`` for a translation.
+        reference: As the manifest has it.
+        hypothesis: As the model gave it.
+        duration: Seconds.
+        errors: Counted after both texts were normalised.
+        truncated: Whether the decoder was stopped at the longest text allowed.
+    """
+
+    id: str
+    group: str
+    reference: str
+    hypothesis: str
+    duration: float
+    errors: ErrorCounts
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The transcripts of a set, and their errors.
+
+    Attributes:
+        normalizer: The name of what was done to the texts before they were compared.
+        utterances: All that were transcribed.
+        failures: Those that were not. They count in no rate.
+        seconds: Of the whole call, loading of audio included.
+    """
+
+    normalizer: str
+    utterances: tuple[ScoredUtterance, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def errors(self) -> ErrorCounts:
+        """Of the whole set."""
+        return total(utterance.errors for utterance in self.utterances)
+
+    @property
+    def groups(self) -> dict[str, ErrorCounts]:
+        """Of each language, or pair of languages, in alphabetical order."""
+        parts: dict[str, list[ErrorCounts]] = defaultdict(list)
+        for utterance in self.utterances:
+            parts[utterance.group].append(utterance.errors)
+        return {group: total(parts[group]) for group in sorted(parts)}
+
+    @property
+    def wer(self) -> float:
+        """Word error rate of the whole set; NaN where no reference has a word."""
+        return self.errors.wer
+
+    @property
+    def truncated(self) -> int:
+        """Utterances whose decoder was stopped: many mean that it repeats itself."""
+        return sum(utterance.truncated for utterance in self.utterances)
+
+    @property
+    def audio_seconds(self) -> float:
+        """Of the utterances that were transcribed."""
+        return math.fsum(utterance.duration for utterance in self.utterances)
+
+    @property
+    def rtfx(self) -> float:
+        """Seconds of audio per second of the call."""
+        return self.audio_seconds / self.seconds if self.seconds else 0.0
+
+    def worst(self, count: int = 10) -> list[ScoredUtterance]:
+        """The utterances with the most word errors; among equals, the shorter reference first."""
+        order = sorted(self.utterances, key=lambda u: (-u.errors.errors, u.errors.words))
+        return [utterance for utterance in order[:count] if utterance.errors.errors]
+
+    def text(self, worst: int = 0) -> str:
+        """A table of error rates, the failures, and the ``worst`` utterances, for a person."""
+        table, listed = wer_table(self), worst_table(self, worst)
+        return f"{table}\n{listed}" if listed else table
+
+    def summary(self) -> dict[str, Any]:
+        """What ``wer.json`` holds; a rate that is undefined is None."""
+        return {
+            **_rates(self.errors),
+            "rtfx": round(self.rtfx, 2),
+            "audio_seconds": round(self.audio_seconds, 3),
+            "seconds": round(self.seconds, 3),
+            "normalizer": self.normalizer,
+            "truncated": self.truncated,
+            "failed": len(self.failures),
+            "failures": [failure.as_row() for failure in self.failures],
+            "groups": {group: _rates(errors) for group, errors in self.groups.items()},
+        }
+
+
+def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
+    """Put together the evaluations of parts of a set that were made at the same time.
+
+    Counts are those of the whole set, and its time is that of the slowest part.
+
+    Raises:
+        ValueError: There is none, or they used different normalisers.
+    """
+    normalizers = {evaluation.normalizer for evaluation in evaluations}
+    if len(normalizers) != 1:
+        raise ValueError(
+            f"`evaluations` must share one normaliser, but have {sorted(normalizers)}."
+        )
+    return Evaluation(
+        normalizer=normalizers.pop(),
+        utterances=tuple(u for evaluation in evaluations for u in evaluation.utterances),
+        failures=tuple(f for evaluation in evaluations for f in evaluation.failures),
+        seconds=max(evaluation.seconds for evaluation in evaluations),
+    )
+
+
+def save(evaluation: Evaluation, folder: str | Path) -> None:
+    """Write ``hypotheses.jsonl`` and then ``wer.json``, each whole or not at all."""
+    folder = Path(folder)
+    rows = (
+        {
+            "id": utterance.id,
+            "reference": utterance.reference,
+            "hypothesis": utterance.hypothesis,
+            "duration": round(utterance.duration, 3),
+        }
+        for utterance in evaluation.utterances
+    )
+    write_json_lines(folder / "hypotheses.jsonl", rows)
+    write_json(folder / "wer.json", evaluation.summary())
+
+
+def _rates(errors: ErrorCounts) -> dict[str, Any]:
+    return {
+        "wer": None if math.isnan(errors.wer) else errors.wer,
+        "cer": None if math.isnan(errors.cer) else errors.cer,
+        "insertions": errors.insertions,
+        "deletions": errors.deletions,
+        "substitutions": errors.substitutions,
+        "words": errors.words,
+        "utterances": errors.utterances,
+    }

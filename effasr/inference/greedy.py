@@ -1,0 +1,171 @@
+"""Greedy decoding of a packed batch: the likeliest token at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+
+from effasr.data.batch import Batch
+from effasr.data.tokenizer import Tokenizer
+from effasr.inference.ctc import ctc_greedy
+from effasr.inference.decoding_config import DecodingConfig
+from effasr.model.asr import ASRModel
+from effasr_kernels import PackedSequence
+
+_KEEP_ROWS = 7 / 8
+"""Finished rows leave once no more than this share goes on: each leave copies what stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What was recognised in one utterance.
+
+    Attributes:
+        tokens: The transcript, without prompt and end.
+        truncated: Whether the decoder was stopped before it said that the text ends.
+    """
+
+    tokens: tuple[int, ...]
+    truncated: bool = False
+
+
+def choose_method(model: ASRModel, method: str) -> str:
+    """Resolve ``auto``, and check that the model can be decoded in this way.
+
+    Raises:
+        ValueError: The model lacks what the method needs.
+    """
+    has = {"attention": model.config.decoder is not None, "ctc": model.config.ctc}
+    if method == "auto":
+        method = "attention" if has["attention"] else "ctc"
+    if not has[method]:
+        part = "decoder" if method == "attention" else "CTC head"
+        raise ValueError(f"`method` must not be {method}, because this model has no {part}.")
+    return method
+
+
+@torch.no_grad()
+def decode(
+    model: ASRModel,
+    tokenizer: Tokenizer,
+    batch: Batch,
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig | None = None,
+) -> list[Decoded]:
+    """Encode and decode a batch. The model must be in evaluation mode, on the batch's device.
+
+    The result for an utterance does not depend on the others in the batch.
+
+    Args:
+        model: What to decode with.
+        tokenizer: Of this model.
+        batch: Its ``tokens`` and ``text`` are not read.
+        prompts: What the decoder reads first, for each utterance of the batch; not used by CTC.
+        config: The default configuration by default.
+
+    Returns:
+        One result for each of ``batch.ids``.
+
+    Raises:
+        ValueError: There is not one prompt per utterance, a prompt is empty or leaves no room for
+            a transcript, or the model lacks what the method needs.
+    """
+    config = DecodingConfig() if config is None else config
+    count = len(batch.ids)
+    if len(prompts) != count:
+        raise ValueError(f"`prompts` must be {count}, one per utterance, but are {len(prompts)}.")
+    method = choose_method(model, config.method)
+    if not count:
+        return []
+    if method == "ctc":
+        texts = ctc_greedy(model, model.encode(batch), blank_id=tokenizer.blank_id)
+        return [Decoded(tuple(tokens)) for tokens in texts[:count]]
+    limits = [
+        _limit(model, prompt, config.max_tokens(frames))
+        for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
+    ]
+    return attention_greedy(model, model.encode(batch), prompts, limits, tokenizer.eos_id)
+
+
+def attention_greedy(
+    model: ASRModel,
+    encoded: PackedSequence,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    eos_id: int,
+) -> list[Decoded]:
+    """Decode sequences of encoder output with the attention decoder and its caches.
+
+    Prompts may differ in length: each row reads its own, then what it has said itself.
+
+    Args:
+        model: With a decoder.
+        encoded: (T, C), from ``model.encode``; sequences past ``len(prompts)`` are not decoded.
+        prompts: At least one token each.
+        limits: The most tokens each may say after its prompt, at least one.
+        eos_id: Ends a transcript.
+
+    Returns:
+        One result for each prompt.
+    """
+    every = [_Row(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    if not every:
+        return []
+    state = model.start_decoding(encoded, max(len(row.prompt) + row.limit for row in every))
+    if encoded.layout.num_sequences > len(every):
+        state.keep(range(len(every)))
+    rows, tokens = every, [row.prompt[0] for row in every]
+    for position in count(1):
+        hidden = model.decode_step(torch.tensor(tokens, device=encoded.values.device), state)
+        likeliest = model.logits(hidden).argmax(-1).tolist()
+        tokens = [
+            row.read(position, token, eos_id) for row, token in zip(rows, likeliest, strict=True)
+        ]
+        kept = [index for index, row in enumerate(rows) if not row.finished]
+        if not kept:
+            break
+        if len(kept) <= _KEEP_ROWS * len(rows):
+            state.keep(kept)
+            rows, tokens = [rows[index] for index in kept], [tokens[index] for index in kept]
+    return [Decoded(tuple(row.said), row.truncated) for row in every]
+
+
+@dataclass(slots=True)
+class _Row:
+    """One utterance while it is decoded."""
+
+    prompt: Sequence[int]
+    limit: int
+    said: list[int] = field(default_factory=list)
+    finished: bool = False
+    truncated: bool = False
+
+    def read(self, position: int, likeliest: int, eos_id: int) -> int:
+        """Take in what follows ``position`` tokens; return the token to read next."""
+        if self.finished:
+            return eos_id
+        if position < len(self.prompt):
+            return self.prompt[position]
+        if likeliest == eos_id:
+            self.finished = True
+            return eos_id
+        self.said.append(likeliest)
+        self.finished = self.truncated = len(self.said) == self.limit
+        return likeliest
+
+
+def _limit(model: ASRModel, prompt: Sequence[int], wanted: int) -> int:
+    """How many tokens may follow the prompt, within the positions that the decoder knows."""
+    assert model.config.decoder is not None  # checked by choose_method
+    if not prompt:
+        raise ValueError("`prompts` must not be empty: the decoder starts from a token.")
+    positions = model.config.decoder.max_positions
+    if len(prompt) >= positions:
+        raise ValueError(
+            f"`prompts` must be shorter than the decoder's {positions} positions, "
+            f"but one has {len(prompt)} tokens."
+        )
+    return min(wanted, positions - len(prompt))

@@ -1,0 +1,36 @@
+"""Doing the next few calls on threads while the caller works on the last result."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+def prefetch(
+    call: Callable[[A], B], items: Iterable[A], *, workers: int, ahead: int | None = None
+) -> Iterator[B]:
+    """Yield ``call(item)`` for each item, in order, with calls for later items under way.
+
+    Args:
+        call: Runs on a thread; what it raises is raised here, in its turn.
+        items: Read one by one, never more than ``ahead`` past the result being yielded.
+        workers: Threads.
+        ahead: Calls under way or waiting; twice ``workers`` by default. It bounds the memory.
+    """
+    iterator = iter(items)
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="prefetch")
+    try:
+        first = islice(iterator, 2 * workers if ahead is None else ahead)
+        waiting: deque[Future[B]] = deque(pool.submit(call, item) for item in first)
+        while waiting:
+            result = waiting.popleft().result()
+            waiting.extend(pool.submit(call, item) for item in islice(iterator, 1))
+            yield result
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

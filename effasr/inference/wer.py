@@ -1,0 +1,78 @@
+"""How far transcripts are from their references, as counts that add up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import jiwer
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorCounts:
+    """Word and character errors of some utterances; see `total` to add them up.
+
+    Attributes:
+        utterances: Pairs of reference and hypothesis.
+        words: Words of the references.
+        insertions: Words only the hypotheses have.
+        deletions: Words only the references have.
+        substitutions: Words that were taken for another.
+        characters: Characters of the references; a space between words is one.
+        character_errors: Insertions, deletions and substitutions of characters.
+    """
+
+    utterances: int = 0
+    words: int = 0
+    insertions: int = 0
+    deletions: int = 0
+    substitutions: int = 0
+    characters: int = 0
+    character_errors: int = 0
+
+    @property
+    def errors(self) -> int:
+        """Word errors of all three kinds."""
+        return self.insertions + self.deletions + self.substitutions
+
+    @property
+    def wer(self) -> float:
+        """Word error rate, 0.1 = 10 %; over 1 is possible. NaN where no reference has a word."""
+        return self.errors / self.words if self.words else math.nan
+
+    @property
+    def cer(self) -> float:
+        """Character error rate, likewise."""
+        return self.character_errors / self.characters if self.characters else math.nan
+
+
+def count_errors(reference: str, hypothesis: str) -> ErrorCounts:
+    """Align one hypothesis with its reference, with as few edits as possible.
+
+    Words are what white space separates; normalise both texts before. Where several alignments
+    are equally short, the split into three kinds is the aligner's choice; the sum is unique.
+
+    Args:
+        reference: What was said; may be empty, and then every word of the hypothesis is inserted.
+        hypothesis: What was recognised.
+    """
+    reference, hypothesis = " ".join(reference.split()), " ".join(hypothesis.split())
+    words = jiwer.process_words(reference, hypothesis)
+    characters = jiwer.process_characters(reference, hypothesis)
+    return ErrorCounts(
+        utterances=1,
+        words=len(reference.split()),
+        insertions=words.insertions,
+        deletions=words.deletions,
+        substitutions=words.substitutions,
+        characters=len(reference),
+        character_errors=characters.insertions + characters.deletions + characters.substitutions,
+    )
+
+
+def total(counts: Iterable[ErrorCounts]) -> ErrorCounts:
+    """Add up counts: rates of the result are those of the whole set, not means over its parts."""
+    counts = list(counts)
+    names = [field.name for field in fields(ErrorCounts)]
+    return ErrorCounts(**{name: sum(getattr(part, name) for part in counts) for name in names})

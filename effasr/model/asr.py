@@ -1,0 +1,237 @@
+"""The speech model: features, encoder, CTC head and attention decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from effasr import ranges
+from effasr.data.augment import AugmentConfig, spec_augment
+from effasr.data.batch import Batch
+from effasr.data.features import FeatureConfig, LogMel
+from effasr.model.checks import check
+from effasr.model.decoder import Decoder, DecoderConfig
+from effasr.model.encoder import Encoder, EncoderConfig
+from effasr.model.losses import Losses, gather_losses
+from effasr.nn.attention import RelativeSelfAttention
+from effasr.nn.cache import DecoderState
+from effasr.nn.convolution import DepthwiseConv
+from effasr.nn.norms import BatchNorm
+from effasr_kernels import PackedSequence, ctc_loss, linear_cross_entropy
+
+# Not the embedding: the decoder, which ties it to its output, draws it.
+_RESETTABLE = (
+    nn.Conv2d,
+    nn.LayerNorm,
+    BatchNorm,
+    Decoder,
+    DepthwiseConv,
+    LogMel,
+    RelativeSelfAttention,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """What a model is made of; the size of its vocabulary comes from the tokenizer.
+
+    Attributes:
+        features: How a waveform becomes mel rows.
+        augment: SpecAugment, in training only.
+        encoder: The FastConformer.
+        decoder: The attention decoder; null for none.
+        ctc: Whether there is a CTC head on the encoder.
+    """
+
+    features: FeatureConfig = field(default_factory=FeatureConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    decoder: DecoderConfig | None = field(default_factory=DecoderConfig)
+    ctc: bool = False
+
+    def __post_init__(self) -> None:
+        if self.decoder is None and not self.ctc:
+            raise ValueError(
+                "`ctc` must be true where `decoder` is null, because the model needs an output: "
+                "set `ctc` or give a `decoder`."
+            )
+
+
+class ASRModel(nn.Module):
+    """Packed audio in; losses, hidden states or scores out.
+
+    Without a CTC head, and where `effasr.model.huggingface` can express the configuration, this is
+    the same function as transformers' ``CanaryForConditionalGeneration``.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int):
+        """Build the model and draw its weights.
+
+        Args:
+            config: The architecture.
+            vocab_size: V, the tokenizer's. A CTC head has one class more, the blank, which is last.
+        """
+        super().__init__()
+        check(vocab_size >= 1, "vocab_size", "be at least 1", vocab_size)
+        self.config, self.vocab_size = config, vocab_size
+        self.features = LogMel(config.features)
+        self.encoder = Encoder(config.encoder, config.features.mel_bins)
+        width = config.encoder.width
+        self.ctc_head = nn.Linear(width, vocab_size + 1) if config.ctc else None
+        self.decoder = None if config.decoder is None else Decoder(config.decoder, vocab_size)
+        self.projection = None
+        if config.decoder is not None and config.decoder.width != width:
+            self.projection = nn.Linear(width, config.decoder.width)
+        self.reset_parameters()
+
+    @classmethod
+    def from_state_dict(
+        cls, config: ModelConfig, vocab_size: int, state: Mapping[str, Tensor]
+    ) -> Self:
+        """Build a model around these tensors, without drawing or copying any weight.
+
+        Raises:
+            RuntimeError: A tensor is missing, unknown, or of another shape.
+        """
+        with torch.device("meta"):
+            model = cls(config, vocab_size)
+        model.load_state_dict(state, assign=True)
+        for parameter in model.parameters():
+            parameter.requires_grad_()
+        return model
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw every weight anew, and compute every table; needed after ``to_empty``.
+
+        Linear layers are Xavier-uniform with zero biases, for a signal of like size at every depth;
+        convolutions are as torch draws them. Embeddings have variance 1 / width, so that a tied
+        output layer starts with logits of variance 1. Relative attention starts without biases.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, _RESETTABLE):
+                module.reset_parameters()
+
+    def forward(
+        self, batch: Batch, *, label_smoothing: float = 0.0, guided_sigma: float | None = None
+    ) -> Losses:
+        """Compute the losses of a batch.
+
+        Args:
+            batch: On the model's device.
+            label_smoothing: Of the cross-entropy.
+            guided_sigma: Width of the diagonal that guided attention leaves free, as a share of the
+                utterance; None for no such penalty.
+
+        Returns:
+            Sums, for the caller to weigh and to divide by the counts of the whole step.
+        """
+        encoded = self.encode(batch)
+        cross_entropy = penalty = ctc = None
+        if self.ctc_head is not None:
+            with ranges.range("ctc"):
+                ctc = ctc_loss(
+                    encoded.values,
+                    self.ctc_head.weight,
+                    batch.text.values,
+                    encoded.layout,
+                    batch.text.layout,
+                    bias=self.ctc_head.bias,
+                    blank_id=self.vocab_size,
+                )
+        if self.decoder is not None:
+            hidden, penalty = self.decode(batch.tokens, encoded, guided_sigma=guided_sigma)
+            with ranges.range("cross_entropy"):
+                cross_entropy = linear_cross_entropy(
+                    hidden,
+                    self.decoder.output_weight,
+                    batch.targets,
+                    bias=self.decoder.output_bias,
+                    label_smoothing=label_smoothing,
+                )
+        losses = gather_losses(batch, cross_entropy=cross_entropy, ctc=ctc, penalty=penalty)
+        if 0 in (batch.frames.total, batch.tokens.layout.total):
+            # An operation on nothing may leave its weights out of the graph, but the processes of
+            # a group wait for the gradient of every parameter.
+            reached = sum(parameter.sum() for parameter in self.parameters()) * 0.0
+            losses = replace(losses, cross_entropy=losses.cross_entropy + reached)
+        return losses
+
+    def encode(self, batch: Batch) -> PackedSequence:
+        """Compute the encoder's output, (T, encoder width), with SpecAugment in training."""
+        with ranges.range("features"):
+            mel = self.features(batch.audio, batch.frames)
+            if self.training:
+                mel = mel.with_values(spec_augment(mel, self.config.augment))
+        return self.encoder(mel)
+
+    def decode(
+        self,
+        tokens: PackedSequence,
+        encoded: PackedSequence,
+        *,
+        guided_sigma: float | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the decoder over whole transcripts.
+
+        Args:
+            tokens: int64 (U,), prompts and transcripts.
+            encoded: The encoder's output, as many sequences.
+            guided_sigma: As in `forward`.
+
+        Returns:
+            Hidden states (U, decoder width), and the penalty of each token, its mean over layers
+            and heads, (U,) or None.
+
+        Raises:
+            ValueError: The model has no decoder, or a transcript is too long for it.
+        """
+        return self._decoder()(tokens, self._projected(encoded), guided_sigma)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Score every token from the decoder's hidden states: (..., width) to (..., V)."""
+        return self._decoder().logits(hidden)
+
+    def ctc_logits(self, encoded: Tensor) -> Tensor:
+        """Score every token and the blank, last, from encoder frames: (T, C) to (T, V + 1)."""
+        if self.ctc_head is None:
+            raise ValueError("`ctc` must be true for CTC scores, but this model has no CTC head.")
+        return self.ctc_head(encoded)
+
+    def start_decoding(self, encoded: PackedSequence, max_tokens: int) -> DecoderState:
+        """Prepare to decode token by token; for inference, in evaluation mode.
+
+        Args:
+            encoded: The encoder's output.
+            max_tokens: Most tokens per sequence, the prompt included.
+
+        Raises:
+            ValueError: ``max_tokens`` is not in 1 to the decoder's ``max_positions``.
+        """
+        return self._decoder().start(self._projected(encoded), max_tokens)
+
+    def decode_step(self, tokens: Tensor, state: DecoderState) -> Tensor:
+        """Read one more token of each sequence: int64 (N,) to hidden states (N, decoder width).
+
+        Raises:
+            ValueError: There is not one token for each sequence, or ``max_tokens`` is reached.
+        """
+        return self._decoder().step(tokens, state)
+
+    def _decoder(self) -> Decoder:
+        if self.decoder is None:
+            raise ValueError("`decoder` must be given for decoding, but this model has none.")
+        return self.decoder
+
+    def _projected(self, encoded: PackedSequence) -> PackedSequence:
+        if self.projection is None:
+            return encoded
+        return encoded.with_values(self.projection(encoded.values))

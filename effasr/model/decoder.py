@@ -1,0 +1,226 @@
+"""The Transformer decoder over packed transcripts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effasr import ranges
+from effasr.model.checks import check, check_positive, check_probabilities
+from effasr.nn.attention import CrossAttention, SelfAttention
+from effasr.nn.cache import CrossCache, DecoderState, SelfCache
+from effasr.nn.feed_forward import FeedForward
+from effasr.nn.positions import decoder_sinusoids
+from effasr_kernels import PackedLayout, PackedSequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """A pre-norm Transformer decoder with ReLU and sinusoidal positions, as Canary's.
+
+    Attributes:
+        width: Channels; even, at least 4.
+        layers: Decoder layers.
+        heads: Of both attentions.
+        head_dim: Channels of a head; by default ``width / heads``.
+        feed_forward: Channels inside a feed-forward network.
+        max_positions: Most tokens of a sequence, the prompt included.
+        bias: Whether the projections of attention have biases.
+        tie_embeddings: Whether the output layer has the weights of the token embedding.
+        output_bias: Whether the output layer has a bias.
+        input_dropout: On the embedded tokens.
+        residual_dropout: On the output of each module, before it is added.
+        activation_dropout: Inside the feed-forward networks.
+        attention_dropout: On attention weights.
+    """
+
+    width: int = 1024
+    layers: int = 4
+    heads: int = 8
+    head_dim: int | None = None
+    feed_forward: int = 4096
+    max_positions: int = 1024
+    bias: bool = True
+    tie_embeddings: bool = True
+    output_bias: bool = True
+    input_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "width", "layers", "heads", "feed_forward", "max_positions")
+        check_probabilities(
+            self, "input_dropout", "residual_dropout", "activation_dropout", "attention_dropout"
+        )
+        even = self.width % 2 == 0 and self.width >= 4
+        check(even, "width", "be even and at least 4", self.width)
+        if self.head_dim is None:
+            rule = f"be a multiple of heads = {self.heads}"
+            check(self.width % self.heads == 0, "width", rule, self.width, "or set `head_dim`")
+        else:
+            check_positive(self, "head_dim")
+
+    @property
+    def head_width(self) -> int:
+        """Channels of a head."""
+        return self.width // self.heads if self.head_dim is None else self.head_dim
+
+
+class DecoderLayer(nn.Module):
+    """Causal self-attention, cross-attention and a feed-forward network, each after a LayerNorm."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        sizes = config.width, config.heads, config.head_width
+        attention = {"bias": config.bias, "dropout": config.attention_dropout}
+        self.dropout = config.residual_dropout
+        self.input_layernorm = nn.LayerNorm(config.width)
+        self.self_attn = SelfAttention(*sizes, causal=True, **attention)
+        self.post_attention_layernorm = nn.LayerNorm(config.width)
+        self.encoder_attn = CrossAttention(*sizes, **attention)
+        self.final_layernorm = nn.LayerNorm(config.width)
+        self.mlp = FeedForward(
+            config.width,
+            config.feed_forward,
+            activation="relu",
+            dropout=config.activation_dropout,
+        )
+
+    def forward(
+        self, x: Tensor, layout: PackedLayout, encoded: PackedSequence, sigma: float | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Transform (U, width); also returns the penalty of guided attention, (U,) or None."""
+        x = x + self._drop(self.self_attn(self.input_layernorm(x), layout))
+        y, penalty = self.encoder_attn(
+            self.post_attention_layernorm(x), layout, encoded.values, encoded.layout, sigma=sigma
+        )
+        x = x + self._drop(y)
+        return x + self._drop(self.mlp(self.final_layernorm(x))), penalty
+
+    def step(self, x: Tensor, self_cache: SelfCache, cross_cache: CrossCache) -> Tensor:
+        """Transform the next row of each sequence: (N, width) to (N, width)."""
+        x = x + self.self_attn.step(self.input_layernorm(x), self_cache)
+        x = x + self.encoder_attn.step(self.post_attention_layernorm(x), cross_cache)
+        return x + self.mlp(self.final_layernorm(x))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+class Decoder(nn.Module):
+    """From tokens and encoder frames to hidden states, and from these to logits.
+
+    The function is that of the decoder of transformers' ``CanaryForConditionalGeneration``.
+    """
+
+    def __init__(self, config: DecoderConfig, vocab_size: int):
+        """Build the layers.
+
+        Args:
+            config: The architecture.
+            vocab_size: V.
+        """
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(vocab_size, config.width)
+        self.embedding_layernorm = nn.LayerNorm(config.width)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.untied_weight = (
+            None if config.tie_embeddings else nn.Parameter(torch.empty(vocab_size, config.width))
+        )
+        self.output_bias = nn.Parameter(torch.empty(vocab_size)) if config.output_bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the embedding and the output layer with variance 1 / width."""
+        for weight in (self.embed_tokens.weight, self.untied_weight):
+            if weight is not None:
+                nn.init.normal_(weight, std=self.config.width**-0.5)
+        if self.output_bias is not None:
+            nn.init.zeros_(self.output_bias)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """Weights of the output layer, (V, width)."""
+        return self.embed_tokens.weight if self.untied_weight is None else self.untied_weight
+
+    def forward(
+        self, tokens: PackedSequence, encoded: PackedSequence, sigma: float | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Decode whole transcripts, every token seeing those before it.
+
+        Args:
+            tokens: int64 (U,).
+            encoded: (T, width), as many sequences.
+            sigma: Of guided attention; None for no penalty.
+
+        Returns:
+            Hidden states (U, width), and the penalty of each token, its mean over layers and heads,
+            (U,) or None. Rows of the tail are finite, but mean nothing.
+
+        Raises:
+            ValueError: A transcript has more tokens than ``config.max_positions``.
+        """
+        layout, positions = tokens.layout, self.config.max_positions
+        if layout.max_seqlen > positions:
+            raise ValueError(
+                f"`tokens` must have at most max_positions = {positions} tokens per sequence, but "
+                f"has {layout.max_seqlen}: raise `model.decoder.max_positions` or drop the "
+                "utterance."
+            )
+        x = self._embed(tokens.values, layout.positions())
+        penalties = []
+        for number, layer in enumerate(self.layers):
+            with ranges.range(f"decoder.{number}"):
+                x, penalty = layer(x, layout, encoded, sigma)
+            penalties.append(penalty)
+        mean = None if sigma is None else torch.stack(penalties).mean(0)
+        return self.norm(x), mean
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Score every token: (..., width) to (..., V)."""
+        return F.linear(hidden, self.output_weight, self.output_bias)
+
+    def start(self, encoded: PackedSequence, max_tokens: int) -> DecoderState:
+        """Prepare to decode token by token: keys and values of the speech are computed once.
+
+        Args:
+            encoded: (T, width).
+            max_tokens: Most tokens per sequence, at most ``config.max_positions``.
+
+        Raises:
+            ValueError: ``max_tokens`` is out of range.
+        """
+        positions = self.config.max_positions
+        rule = f"be in 1 to max_positions = {positions}"
+        check(1 <= max_tokens <= positions, "max_tokens", rule, max_tokens)
+        keys_values = [
+            layer.encoder_attn.keys_values(encoded.values) for layer in self._decoder_layers()
+        ]
+        return DecoderState(keys_values, encoded.layout, max_tokens)
+
+    def step(self, tokens: Tensor, state: DecoderState) -> Tensor:
+        """Decode one more token of each sequence: int64 (N,) to hidden states (N, width)."""
+        count = state.num_sequences
+        check(tokens.shape == (count,), "tokens", f"be ({count},)", tuple(tokens.shape))
+        x = self._embed(tokens, torch.full_like(tokens, state.length))
+        for layer, self_cache, cross_cache in zip(
+            self._decoder_layers(), state.self_caches, state.cross_caches, strict=True
+        ):
+            x = layer.step(x, self_cache, cross_cache)
+        state.length += 1
+        return self.norm(x)
+
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return cast("list[DecoderLayer]", list(self.layers))
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        x = x + decoder_sinusoids(positions, self.config.width).to(x.dtype)
+        return F.dropout(self.embedding_layernorm(x), self.config.input_dropout, self.training)

@@ -1,0 +1,233 @@
+"""The FastConformer encoder over packed utterances."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effasr import ranges
+from effasr.data.features import MelFrames
+from effasr.model.checks import check, check_positive, check_probabilities
+from effasr.nn.attention import RelativeSelfAttention, SelfAttention
+from effasr.nn.convolution import Convolution
+from effasr.nn.feed_forward import FeedForward
+from effasr.nn.positions import relative_sinusoids
+from effasr.nn.subsampling import Subsampling
+from effasr_kernels import PackedLayout, PackedSequence, Rotary
+
+_REACH_STEP = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderConfig:
+    """A FastConformer: subsampling by eight, then Conformer layers.
+
+    Attributes:
+        width: Channels of the encoder frames; even.
+        layers: Conformer layers.
+        heads: Of self-attention; they divide the width.
+        feed_forward: Channels inside a feed-forward network.
+        conv_kernel: Taps of the depthwise convolution, odd.
+        subsampling_channels: Channels of the subsampling convolutions.
+        position: How attention knows positions: by Transformer-XL's relative positions, as
+            published models do, by rotation (RoPE), or not at all.
+        conv_norm: Norm in the convolution module.
+        subsampling_norm: LayerNorm after subsampling, which helps small models to start.
+        input_positions: Scale of sinusoidal positions that are added to the encoder's input; 0 for
+            none. Small models align sooner with 0.3.
+        scale_input: Multiply the input by the square root of the width.
+        bias: Whether linear layers of attention and feed-forward have biases.
+        convolution_bias: Whether layers of the convolution module have biases.
+        input_dropout: On the input of the first layer.
+        residual_dropout: On the output of each module, before it is added.
+        activation_dropout: Inside the feed-forward networks.
+        attention_dropout: On attention weights.
+        position_dropout: On the embeddings of relative positions.
+        max_frames: Frames that the table of relative positions always reaches, for a static shape;
+            by default the longest utterance of the batch, rounded up.
+    """
+
+    width: int = 512
+    layers: int = 17
+    heads: int = 8
+    feed_forward: int = 2048
+    conv_kernel: int = 9
+    subsampling_channels: int = 256
+    position: Literal["relative", "rotary", "none"] = "relative"
+    conv_norm: Literal["batch_norm", "layer_norm"] = "batch_norm"
+    subsampling_norm: bool = False
+    input_positions: float = 0.0
+    scale_input: bool = False
+    bias: bool = True
+    convolution_bias: bool = True
+    input_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    position_dropout: float = 0.0
+    max_frames: int | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(
+            self, "width", "layers", "heads", "feed_forward", "conv_kernel", "subsampling_channels"
+        )
+        check_probabilities(
+            self,
+            "input_dropout",
+            "residual_dropout",
+            "activation_dropout",
+            "attention_dropout",
+            "position_dropout",
+        )
+        rule = f"be a multiple of 2 and of heads = {self.heads}"
+        check(self.width % 2 == self.width % self.heads == 0, "width", rule, self.width)
+        check(self.conv_kernel % 2 == 1, "conv_kernel", "be odd", self.conv_kernel)
+        for name, choices in (
+            ("position", ("relative", "rotary", "none")),
+            ("conv_norm", ("batch_norm", "layer_norm")),
+        ):
+            value = getattr(self, name)
+            check(value in choices, name, f"be one of {', '.join(choices)}", repr(value))
+        positions = self.input_positions
+        check(positions >= 0, "input_positions", "be at least 0", positions)
+        if self.max_frames is not None:
+            check(self.max_frames >= 1, "max_frames", "be at least 1 or null", self.max_frames)
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What all layers share in one forward: made once.
+
+    Attributes:
+        layout: The sequences, T rows.
+        mask: bool (T, 1), which rows are real; None where there is no tail.
+        embeddings: Of the distances, (2 L - 1, width); None unless positions are relative.
+    """
+
+    layout: PackedLayout
+    mask: Tensor | None
+    embeddings: Tensor | None
+
+
+class ConformerLayer(nn.Module):
+    """Half a feed-forward network, self-attention, convolution, the other half, LayerNorm."""
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        width = config.width
+        self.dropout = config.residual_dropout
+        self.norm_feed_forward1 = nn.LayerNorm(width)
+        self.feed_forward1 = _feed_forward(config)
+        self.norm_self_att = nn.LayerNorm(width)
+        self.self_attn = _self_attention(config)
+        self.norm_conv = nn.LayerNorm(width)
+        self.conv = Convolution(
+            width, config.conv_kernel, norm=config.conv_norm, bias=config.convolution_bias
+        )
+        self.norm_feed_forward2 = nn.LayerNorm(width)
+        self.feed_forward2 = _feed_forward(config)
+        self.norm_out = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor, context: _Context) -> Tensor:
+        """Transform (T, width)."""
+        x = torch.add(x, self._drop(self.feed_forward1(self.norm_feed_forward1(x))), alpha=0.5)
+        y = self.self_attn(self.norm_self_att(x), context.layout, context.embeddings)
+        x = x + self._drop(y)
+        x = x + self._drop(self.conv(self.norm_conv(x), context.layout, context.mask))
+        x = torch.add(x, self._drop(self.feed_forward2(self.norm_feed_forward2(x))), alpha=0.5)
+        return self.norm_out(x)
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+class Encoder(nn.Module):
+    """From mel rows to encoder frames.
+
+    With the default options the function is transformers' ``ParakeetEncoder`` of each utterance
+    alone, except that batch normalisation counts real frames only.
+    """
+
+    def __init__(self, config: EncoderConfig, mel_bins: int):
+        """Build the layers.
+
+        Args:
+            config: The architecture.
+            mel_bins: Bands of the features.
+        """
+        super().__init__()
+        self.config = config
+        self.subsampling = Subsampling(mel_bins, config.subsampling_channels, config.width)
+        self.subsampling_norm = nn.LayerNorm(config.width) if config.subsampling_norm else None
+        self.layers = nn.ModuleList(ConformerLayer(config) for _ in range(config.layers))
+
+    def forward(self, mel: MelFrames) -> PackedSequence:
+        """Encode (8 T, mel_bins) into (T, width); rows of the tail are finite, but mean nothing.
+
+        Raises:
+            ValueError: An utterance is longer than ``config.max_frames``.
+        """
+        with ranges.range("subsampling"):
+            x = self.subsampling(mel)
+        if self.subsampling_norm is not None:
+            x = self.subsampling_norm(x)
+        if self.config.scale_input:
+            x = x * math.sqrt(self.config.width)
+        embeddings = self._embeddings(mel.layout, x.dtype)
+        if self.config.input_positions and embeddings is not None:
+            # Row reach - 1 + d is distance d; the tail may be longer than the table.
+            rows = (mel.slot_positions + embeddings.shape[0] // 2).clamp(max=len(embeddings) - 1)
+            x = torch.add(x, embeddings[rows], alpha=self.config.input_positions)
+        x = F.dropout(x, self.config.input_dropout, self.training)
+        context = self._context(mel.layout, embeddings)
+        for number, layer in enumerate(self.layers):
+            with ranges.range(f"encoder.{number}"):
+                x = layer(x, context)
+        return PackedSequence(x, mel.layout)
+
+    def _embeddings(self, layout: PackedLayout, dtype: torch.dtype) -> Tensor | None:
+        config = self.config
+        if config.position != "relative" and not config.input_positions:
+            return None
+        reach = config.max_frames
+        if reach is None:
+            # Few different sizes, so that memory blocks are used again.
+            reach = -(-max(layout.max_seqlen, 1) // _REACH_STEP) * _REACH_STEP
+        elif reach < layout.max_seqlen:
+            raise ValueError(
+                f"`max_frames` must be at least the {layout.max_seqlen} frames of the longest "
+                f"utterance, but is {reach}: raise `model.encoder.max_frames` or cut the utterance."
+            )
+        return relative_sinusoids(reach, config.width, layout.device).to(dtype)
+
+    def _context(self, layout: PackedLayout, embeddings: Tensor | None) -> _Context:
+        has_tail = layout.rows > layout.total
+        mask = layout.mask()[:, None] if has_tail else None
+        if self.config.position != "relative" or embeddings is None:
+            return _Context(layout, mask, None)
+        dropped = F.dropout(embeddings, self.config.position_dropout, self.training)
+        return _Context(layout, mask, dropped)
+
+
+def _feed_forward(config: EncoderConfig) -> FeedForward:
+    return FeedForward(
+        config.width,
+        config.feed_forward,
+        activation="silu",
+        bias=config.bias,
+        dropout=config.activation_dropout,
+    )
+
+
+def _self_attention(config: EncoderConfig) -> SelfAttention:
+    sizes = config.width, config.heads, config.width // config.heads
+    options = {"bias": config.bias, "dropout": config.attention_dropout}
+    if config.position == "relative":
+        return RelativeSelfAttention(*sizes, **options)
+    rotary = Rotary() if config.position == "rotary" else None
+    return SelfAttention(*sizes, rotary=rotary, **options)

@@ -1,0 +1,73 @@
+"""The sums of losses of one micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effasr.data.batch import IGNORED, Batch
+from effasr.data.segments import segment_sum
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Sums over the batch, float32, not yet divided by any count.
+
+    The counts are ``batch.num_targets`` for ``cross_entropy``, and for ``ctc`` and ``guided``
+    ``batch.num_monotonic_targets``. A loss that the model or the call lacks is a zero without
+    gradient. NaN and infinity are passed on, except as `ctc` says.
+
+    Attributes:
+        cross_entropy: (), over the counted targets.
+        ctc: (), over the monotonic utterances. One whose text does not fit in its frames adds
+            nothing, and gets no gradient.
+        guided: (), penalty of guided attention over the counted targets of monotonic utterances,
+            each its mean over layers and heads.
+        per_utterance: (N,), the plain sum of the three for each utterance, without gradient.
+    """
+
+    cross_entropy: Tensor
+    ctc: Tensor
+    guided: Tensor
+    per_utterance: Tensor
+
+
+def gather_losses(
+    batch: Batch,
+    *,
+    cross_entropy: Tensor | None = None,
+    ctc: Tensor | None = None,
+    penalty: Tensor | None = None,
+) -> Losses:
+    """Sum losses, leaving out what does not count.
+
+    Args:
+        batch: What they are losses of.
+        cross_entropy: (U,), zero where the target is ignored; None where there is no decoder.
+        ctc: (N,), infinite for an infeasible utterance; None where there is no CTC head.
+        penalty: (U,), of guided attention; None where it is not asked for.
+    """
+    layout = batch.tokens.layout
+    zero = torch.zeros((), device=layout.device)
+    per_utterance = zero.expand(layout.num_sequences)
+    by_loss = {"cross_entropy": zero, "ctc": zero, "guided": zero}
+    if cross_entropy is not None:
+        by_loss["cross_entropy"] = cross_entropy.sum()
+        per_utterance = per_utterance + segment_sum(cross_entropy.detach(), layout)
+    if ctc is not None:
+        ctc = ctc.where(batch.monotonic & (ctc != torch.inf), 0.0)
+        by_loss["ctc"] = ctc.sum()
+        per_utterance = per_utterance + ctc.detach()
+    if penalty is not None:
+        penalty = penalty.where(_guided_rows(batch), 0.0)
+        by_loss["guided"] = penalty.sum()
+        per_utterance = per_utterance + segment_sum(penalty.detach(), layout)
+    return Losses(**by_loss, per_utterance=per_utterance)
+
+
+def _guided_rows(batch: Batch) -> Tensor:
+    """The counted targets of monotonic utterances: bool (U,)."""
+    monotonic = torch.cat([batch.monotonic, batch.monotonic.new_zeros(1)])
+    return (batch.targets != IGNORED) & monotonic[batch.tokens.layout.sequence_ids()]

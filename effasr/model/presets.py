@@ -1,0 +1,53 @@
+"""Published architectures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from effasr.data.augment import AugmentConfig
+from effasr.data.features import FeatureConfig
+from effasr.model.asr import ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import EncoderConfig
+
+_FEATURES = FeatureConfig(mel_bins=128)
+_AUGMENT = AugmentConfig(freq_masks=2, freq_width=27, time_masks=10, time_width=0.05)
+_ENCODER = EncoderConfig(
+    width=1024,
+    feed_forward=4096,
+    input_dropout=0.1,
+    residual_dropout=0.1,
+    activation_dropout=0.1,
+    attention_dropout=0.1,
+)
+_DECODER = DecoderConfig(
+    width=1024,
+    feed_forward=4096,
+    input_dropout=0.1,
+    residual_dropout=0.1,
+    activation_dropout=0.1,
+    attention_dropout=0.1,
+)
+
+
+def _canary(encoder: EncoderConfig, decoder: DecoderConfig) -> ModelConfig:
+    return ModelConfig(features=_FEATURES, augment=_AUGMENT, encoder=encoder, decoder=decoder)
+
+
+PRESETS: dict[str, ModelConfig] = {
+    "canary_1b": _canary(
+        replace(_ENCODER, layers=24), replace(_DECODER, layers=24, max_positions=512)
+    ),
+    "canary_1b_flash": _canary(replace(_ENCODER, layers=32), replace(_DECODER, layers=4)),
+    "canary_180m_flash": _canary(
+        replace(_ENCODER, width=512, feed_forward=2048, layers=17), replace(_DECODER, layers=4)
+    ),
+}
+"""By name. Sizes, dropouts and SpecAugment are those of NVIDIA's Canary recipes."""
+
+PRESET_VOCABULARIES: dict[str, int] = {
+    "canary_1b": 4_128,
+    "canary_1b_flash": 5_248,
+    "canary_180m_flash": 5_248,
+}
+"""Tokens of the published tokenizers: four languages of 1,024 pieces, and the special tokens."""

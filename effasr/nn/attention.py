@@ -1,0 +1,180 @@
+"""Multi-head attention over packed sequences, with learnt projections."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effasr.nn.cache import CrossCache, SelfCache
+from effasr_kernels import PackedLayout, RelativeBias, Rotary, attention, guided_attention
+
+
+class SelfAttention(nn.Module):
+    """Attention within each sequence: (T, width) to (T, width)."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        head_dim: int,
+        *,
+        causal: bool = False,
+        rotary: Rotary | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+    ):
+        """Build the projections.
+
+        Args:
+            width: Channels in and out.
+            heads: H.
+            head_dim: D; H D need not be the width.
+            causal: Whether a row sees only itself and the rows before it.
+            rotary: Rotation by position; None for no positions.
+            bias: Whether the projections have biases.
+            dropout: Probability to drop an attention weight.
+        """
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        self.causal, self.rotary, self.dropout = causal, rotary, dropout
+        # Queries, keys and values from one product: rows 0:HD, HD:2HD and 2HD:3HD.
+        self.qkv_proj = nn.Linear(width, 3 * heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * head_dim, width, bias=bias)
+
+    def forward(self, x: Tensor, layout: PackedLayout, embeddings: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            x: (T, width).
+            layout: The sequences of ``x``.
+            embeddings: Of the distances, as `RelativeSelfAttention` needs; unused here.
+        """
+        q, k, v = self._qkv(x)
+        y = attention(
+            q,
+            k,
+            v,
+            layout,
+            causal=self.causal,
+            position=self._position(embeddings),
+            dropout=self.dropout if self.training else 0.0,
+        )
+        return self.o_proj(y.flatten(1))
+
+    def step(self, x: Tensor, cache: SelfCache) -> Tensor:
+        """Attend from one new row per sequence to it and all before it.
+
+        Args:
+            x: (N, width), the next row of each sequence.
+            cache: Keys and values of the rows before; the new ones are added.
+
+        Returns:
+            (N, width).
+        """
+        q, k, v = self._qkv(x)
+        keys, values = cache.append(k, v)
+        y = F.scaled_dot_product_attention(q[:, :, None], keys, values)
+        return self.o_proj(y.flatten(1))
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv_proj(x).view(-1, 3, self.heads, self.head_dim).unbind(1)
+
+    def _position(self, embeddings: Tensor | None) -> Rotary | RelativeBias | None:
+        return self.rotary
+
+
+class RelativeSelfAttention(SelfAttention):
+    """Attention by content and by distance, as Transformer-XL, NeMo and Parakeet compute it.
+
+    References:
+        Dai et al., 2019, https://arxiv.org/abs/1901.02860.
+    """
+
+    def __init__(
+        self, width: int, heads: int, head_dim: int, *, bias: bool = True, dropout: float = 0.0
+    ):
+        """Build the projections; the arguments are those of `SelfAttention`."""
+        super().__init__(width, heads, head_dim, bias=bias, dropout=dropout)
+        self.relative_k_proj = nn.Linear(width, heads * head_dim, bias=False)
+        self.bias_u = nn.Parameter(torch.empty(heads, head_dim))
+        self.bias_v = nn.Parameter(torch.empty(heads, head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start without biases, as Transformer-XL does."""
+        nn.init.zeros_(self.bias_u)
+        nn.init.zeros_(self.bias_v)
+
+    def _position(self, embeddings: Tensor | None) -> RelativeBias:
+        if embeddings is None:
+            raise ValueError(
+                "RelativeSelfAttention: `embeddings` must be the embeddings of the distances, but "
+                "is None: make them with effasr.nn.positions.relative_sinusoids."
+            )
+        table = self.relative_k_proj(embeddings).view(-1, self.heads, self.head_dim)
+        return RelativeBias(self.bias_u, self.bias_v, table)
+
+
+class CrossAttention(nn.Module):
+    """Attention from the rows of one packed batch to those of another."""
+
+    def __init__(
+        self, width: int, heads: int, head_dim: int, *, bias: bool = True, dropout: float = 0.0
+    ):
+        """Build the projections; the arguments are those of `SelfAttention`."""
+        super().__init__()
+        self.heads, self.head_dim, self.dropout = heads, head_dim, dropout
+        self.q_proj = nn.Linear(width, heads * head_dim, bias=bias)
+        # Keys and values from one product: rows 0:HD and HD:2HD.
+        self.kv_proj = nn.Linear(width, 2 * heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * head_dim, width, bias=bias)
+
+    def keys_values(self, encoded: Tensor) -> tuple[Tensor, ...]:
+        """Project what is attended to: (T, width) to keys and values, (T, H, D) each."""
+        return self.kv_proj(encoded).view(-1, 2, self.heads, self.head_dim).unbind(1)
+
+    def forward(
+        self,
+        x: Tensor,
+        layout: PackedLayout,
+        encoded: Tensor,
+        layout_encoded: PackedLayout,
+        *,
+        sigma: float | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            x: (U, width).
+            layout: The sequences of ``x``.
+            encoded: (T, width), what is attended to.
+            layout_encoded: The sequences of ``encoded``.
+            sigma: Width of the diagonal that the penalty of guided attention leaves free, as a
+                share of the sequences; None for no penalty.
+
+        Returns:
+            (U, width), and the penalty of each row, its mean over the heads, (U,) or None.
+        """
+        q = self._queries(x)
+        k, v = self.keys_values(encoded)
+        dropout = self.dropout if self.training else 0.0
+        penalty = None
+        if sigma is None:
+            y = attention(q, k, v, layout, layout_encoded, dropout=dropout)
+        else:
+            y, by_head = guided_attention(
+                q, k, v, layout, layout_encoded, sigma=sigma, dropout=dropout
+            )
+            penalty = by_head.mean(1)
+        return self.o_proj(y.flatten(1)), penalty
+
+    def step(self, x: Tensor, cache: CrossCache) -> Tensor:
+        """Attend from one new row per sequence: (N, width) to (N, width)."""
+        y = attention(
+            self._queries(x), cache.keys, cache.values, cache.layout_step, cache.layout_encoded
+        )
+        return self.o_proj(y.flatten(1))
+
+    def _queries(self, x: Tensor) -> Tensor:
+        return self.q_proj(x).view(-1, self.heads, self.head_dim)

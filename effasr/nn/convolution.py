@@ -1,0 +1,78 @@
+"""The Conformer's convolution module."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effasr.nn.norms import BatchNorm
+from effasr_kernels import PackedLayout, depthwise_conv
+
+
+class DepthwiseConv(nn.Module):
+    """A convolution over time of each channel by itself, which stops at the ends of sequences."""
+
+    def __init__(self, channels: int, taps: int, *, bias: bool = True):
+        """Build the filters.
+
+        Args:
+            channels: C.
+            taps: K, odd.
+            bias: Whether each channel has a bias.
+        """
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, taps))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the filters as `torch.nn.Conv1d` does."""
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
+        """Convolve (T, C) with zeros beyond the ends of each sequence."""
+        return depthwise_conv(x, self.weight, layout, bias=self.bias)
+
+
+class Convolution(nn.Module):
+    """Linear, gate, depthwise convolution, norm, SiLU, linear: (T, width) to (T, width).
+
+    References:
+        Gulati et al., 2020, https://arxiv.org/abs/2005.08100.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        taps: int,
+        *,
+        norm: Literal["batch_norm", "layer_norm"],
+        bias: bool = True,
+    ):
+        """Build the module.
+
+        Args:
+            width: Channels in and out.
+            taps: Of the depthwise convolution, odd.
+            norm: After it. Batch normalisation is what published models use; layer normalisation
+                does not depend on the rest of the batch, and suits small batches.
+            bias: Whether the linear layers and the convolution have biases.
+        """
+        super().__init__()
+        self.pointwise1 = nn.Linear(width, 2 * width, bias=bias)
+        self.depthwise = DepthwiseConv(width, taps, bias=bias)
+        self.norm = BatchNorm(width) if norm == "batch_norm" else nn.LayerNorm(width)
+        self.pointwise2 = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x: Tensor, layout: PackedLayout, mask: Tensor | None) -> Tensor:
+        """Transform the rows of each sequence; ``mask`` as in `BatchNorm.forward`."""
+        x = self.depthwise(F.glu(self.pointwise1(x)), layout)
+        x = self.norm(x, layout, mask) if isinstance(self.norm, BatchNorm) else self.norm(x)
+        return self.pointwise2(F.silu(x))

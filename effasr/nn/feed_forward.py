@@ -1,0 +1,42 @@
+"""The position-wise feed-forward network."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with an activation between them: (T, width) to (T, width)."""
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        activation: Literal["silu", "relu"],
+        bias: bool = True,
+        dropout: float = 0.0,
+    ):
+        """Build the layers.
+
+        Args:
+            width: Channels in and out.
+            hidden: Channels between.
+            activation: Between the layers.
+            bias: Whether the layers have biases.
+            dropout: Probability to drop an activation.
+        """
+        super().__init__()
+        self.linear1 = nn.Linear(width, hidden, bias=bias)
+        self.linear2 = nn.Linear(hidden, width, bias=bias)
+        self.activation = activation
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each row."""
+        x = self.linear1(x)
+        x = F.silu(x) if self.activation == "silu" else F.relu(x)
+        return self.linear2(F.dropout(x, self.dropout, self.training))

@@ -1,0 +1,124 @@
+"""Batch normalisation over the rows that belong to an utterance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from effasr_kernels import PackedLayout
+
+
+class BatchNorm(nn.Module):
+    """`torch.nn.BatchNorm1d` of packed rows: the tail of a static shape is not counted.
+
+    Statistics and sums are float32 (float64 for float64), whatever the dtype of the rows. The
+    parameters, the buffers and their meaning are those of the torch module, so a ``state_dict`` of
+    one fits the other. Each process has its own statistics.
+
+    Padded trainers count their padding in these statistics; this one counts real rows only.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, channels: int, *, eps: float = 1e-5, momentum: float = 0.1):
+        """Start with mean 0 and variance 1.
+
+        Args:
+            channels: C.
+            eps: Added to the variance.
+            momentum: Share of a batch's statistics in the new running statistics.
+        """
+        super().__init__()
+        self.eps, self.momentum = eps, momentum
+        self.weight = nn.Parameter(torch.empty(channels))
+        self.bias = nn.Parameter(torch.empty(channels))
+        self.register_buffer("running_mean", torch.empty(channels))
+        self.register_buffer("running_var", torch.empty(channels))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Forget what was learnt and counted."""
+        for ones in (self.weight, self.running_var):
+            nn.init.ones_(ones)
+        for zeros in (self.bias, self.running_mean, self.num_batches_tracked):
+            nn.init.zeros_(zeros)
+
+    def forward(self, x: Tensor, layout: PackedLayout, mask: Tensor | None) -> Tensor:
+        """Normalise each channel: in training with this batch's statistics, else the running ones.
+
+        Args:
+            x: (T, C).
+            layout: The sequences of ``x``.
+            mask: bool (T, 1), which rows are real; None where ``layout`` has no tail.
+
+        Returns:
+            (T, C), the dtype of ``x``; rows of the tail are finite.
+        """
+        if not self.training:
+            return self._with_running_statistics(x)
+        count = layout.cu_seqlens[-1].to(_wide(x).dtype)
+        y, mean, variance = _BatchNorm.apply(x, self.weight, self.bias, mask, count, self.eps)  # type: ignore[misc]
+        self._update(mean, variance, count)
+        return y
+
+    def _with_running_statistics(self, x: Tensor) -> Tensor:
+        scale = self.weight * (self.running_var + self.eps).rsqrt()
+        return (_wide(x) * scale + (self.bias - self.running_mean * scale)).to(x.dtype)
+
+    @torch.no_grad()
+    def _update(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        # A batch without a real row teaches nothing: its weight is 0.
+        share = self.momentum * (count > 0)
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+        self.num_batches_tracked.add_(1)
+
+
+class _BatchNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        mask: Tensor | None,
+        count: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        count = count.clamp(min=1)
+        mean = _masked(_wide(x), mask).sum(0) / count
+        centred = _masked(_wide(x) - mean, mask)
+        variance = centred.square().sum(0) / count
+        rstd = (variance + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mask, mean, rstd, count)
+        ctx.mark_non_differentiable(mean, variance)
+        return (centred * (rstd * weight) + bias).to(x.dtype), mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dy: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, weight, mask, mean, rstd, count = ctx.saved_tensors
+        dy_wide = _masked(_wide(dy), mask)
+        normal = _masked((_wide(x) - mean) * rstd, mask)
+        dweight, dbias = (dy_wide * normal).sum(0), dy_wide.sum(0)
+        dx = (dy_wide - (normal * dweight + dbias) / count) * (weight * rstd)
+        dx = _masked(dx, mask).to(x.dtype)
+        return dx, dweight.to(weight.dtype), dbias.to(weight.dtype), None, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x if mask is None else torch.where(mask, x, 0.0)

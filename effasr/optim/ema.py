@@ -1,0 +1,63 @@
+"""A running average of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightAverage:
+    """Exponential moving average of a model's parameters, in their own precision.
+
+    The decay of update n is ``min(decay, (1 + n) / (10 + n))``, so that the first steps, whose
+    weights are worth little, are soon forgotten.
+
+    Args:
+        model: Its parameters at this moment are the first average.
+        decay: Part of the old average that an update keeps, in (0, 1).
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        if not 0 < decay < 1:
+            raise ValueError(f"`decay` must lie between 0 and 1, but is {decay}.")
+        self.decay = decay
+        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self.average = {name: p.detach().clone() for name, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the parameters as they are after update number ``step``, counted from 0."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        averages, parameters = list(self.average.values()), list(self._parameters.values())
+        torch._foreach_lerp_(averages, parameters, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Give the model the averaged weights for the length of the block."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, parameter in self._parameters.items():
+            kept = parameter.clone()
+            parameter.copy_(self.average[name])
+            self.average[name].copy_(kept)
+
+    def load(self, average: Mapping[str, Tensor]) -> None:
+        """Take the values of a saved `average`.
+
+        Raises:
+            ValueError: It is of another model.
+        """
+        if average.keys() != self.average.keys():
+            odd = sorted(average.keys() ^ self.average.keys())
+            raise ValueError(f"`average` must name the parameters of this model; not: {odd[:3]}.")
+        for name, value in average.items():
+            self.average[name].copy_(value)

@@ -1,0 +1,53 @@
+"""Which parameters weight decay applies to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+from torch import nn
+
+Exempt = Literal["biases", "norms", "embeddings"]
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, exempt: Collection[Exempt]
+) -> list[dict[str, Any]]:
+    """Split the parameters in two groups for an optimizer: with and without weight decay.
+
+    A shared parameter (tied embeddings) is listed once, by the first module that has it. The
+    order is that of ``model.named_parameters()``, so it is the same in every process.
+
+    Args:
+        model: Its parameters that require a gradient are split.
+        weight_decay: Of the first group; that of the second is 0.
+        exempt: Kinds of parameters to leave out: ``biases`` (named ``bias`` or ``..._bias``),
+            ``norms`` (of a module whose class is named ``...Norm...``), ``embeddings``.
+
+    Returns:
+        The groups, each ``{"params": [...], "weight_decay": ...}``; an empty one is left out.
+    """
+    decayed: list[nn.Parameter] = []
+    spared: list[nn.Parameter] = []
+    seen: set[nn.Parameter] = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in seen or not parameter.requires_grad:
+                continue
+            seen.add(parameter)
+            (spared if _kind(module, name) in exempt else decayed).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": spared, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _kind(module: nn.Module, name: str) -> Exempt | None:
+    if "Norm" in type(module).__name__:
+        return "norms"
+    if isinstance(module, nn.Embedding):
+        return "embeddings"
+    if name == "bias" or name.endswith("_bias"):
+        return "biases"
+    return None

@@ -1,0 +1,61 @@
+"""Learning-rate schedules: pure functions of the number of updates made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """How the learning rate moves between zero and its peak.
+
+    Attributes:
+        name: ``inverse_sqrt``: falls as one over the square root of the updates since the
+            warm-up. ``cosine``: falls to the floor at the last step, along half a cosine.
+            ``flat_cosine``: stays at the peak up to ``flat_fraction`` of all steps, then as
+            ``cosine``.
+        warmup_steps: Updates over which the rate rises linearly from zero to its peak.
+        flat_fraction: Part of ``max_steps`` after which ``flat_cosine`` begins to fall.
+        min_ratio: The floor, as a part of the peak.
+    """
+
+    name: Literal["inverse_sqrt", "cosine", "flat_cosine"] = "inverse_sqrt"
+    warmup_steps: int = 2000
+    flat_fraction: float = 0.3
+    min_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"`warmup_steps` must be at least 0, but is {self.warmup_steps}.")
+        for name in ("flat_fraction", "min_ratio"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"`{name}` must lie between 0 and 1, but is {value}.")
+
+
+def learning_rate_ratio(config: ScheduleConfig, step: int, max_steps: int) -> float:
+    """The learning rate of update ``step``, as a part of the peak.
+
+    The warm-up ends at update ``warmup_steps - 1`` and the cosine reaches its floor at update
+    ``max_steps - 1``: both exactly.
+
+    Args:
+        config: The schedule.
+        step: Updates made before this one.
+        max_steps: Updates of the whole run.
+    """
+    made = step + 1
+    if made < config.warmup_steps:
+        return made / config.warmup_steps
+    if config.name == "inverse_sqrt":
+        return max(math.sqrt(max(config.warmup_steps, 1) / made), config.min_ratio)
+    begin = config.warmup_steps
+    if config.name == "flat_cosine":
+        begin = max(begin, config.flat_fraction * max_steps)
+    if made <= begin:
+        return 1.0
+    progress = min((made - begin) / max(max_steps - begin, 1), 1.0)
+    falling = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_ratio + (1 - config.min_ratio) * falling

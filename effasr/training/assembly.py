@@ -1,0 +1,140 @@
+"""From a configuration to the parts that train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from effasr import checkpoint
+from effasr.data.corpus import Corpus
+from effasr.data.tokenizer import Tokenizer, load_tokenizer
+from effasr.distributed.batch_norm import running_statistics
+from effasr.distributed.process_group import World
+from effasr.distributed.replicate import replicate
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.optim.adamw import build_adamw
+from effasr.optim.ema import WeightAverage
+from effasr.optim.groups import parameter_groups
+from effasr.optim.schedules import learning_rate_ratio
+from effasr.training.config import TrainConfig, resolve_losses
+from effasr.training.objective import Objective
+from effasr.training.step import Trainee
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint to go on from: its folder, and the state beside the weights."""
+
+    path: Path
+    state: dict[str, Any]
+
+
+def resolve(config: TrainConfig, saved: Saved | None) -> TrainConfig:
+    """The configuration with nothing left open: what config.yaml holds.
+
+    Raises:
+        ValueError: The model and the losses do not fit each other.
+    """
+    source = _source_of_model(config, saved)
+    if source is not None and config.init_from is not None and config.model == ModelConfig():
+        config = replace(config, model=checkpoint.read_description(source)[0])
+    loss = resolve_losses(config.loss, config.model)
+    return replace(config, loss=loss, training=replace(config.training, restart=False))
+
+
+def find_tokenizer(config: TrainConfig, saved: Saved | None) -> Tokenizer:
+    """That of the checkpoint, of the model to begin with, or of ``data.tokenizer``.
+
+    Raises:
+        ValueError: There is none, or there are two.
+    """
+    source = _source_of_model(config, saved)
+    if config.init_from is not None and config.data.tokenizer:
+        raise ValueError(
+            f"`data.tokenizer` must be left out where `init_from` is given, because the model has "
+            f"its own, but is {config.data.tokenizer!r}."
+        )
+    if source is not None:
+        return checkpoint.read_tokenizer(source)
+    if not config.data.tokenizer:
+        raise ValueError(
+            "`data.tokenizer` must be a folder that `effasr tokenizer` wrote, but is not given."
+        )
+    return load_tokenizer(config.data.tokenizer)
+
+
+def _source_of_model(config: TrainConfig, saved: Saved | None) -> Path | None:
+    if saved is not None:
+        return saved.path
+    return None if config.init_from is None else checkpoint.resolve(config.init_from)
+
+
+def build_model(
+    config: TrainConfig, vocab_size: int, saved: Saved | None, device: torch.device
+) -> ASRModel:
+    """The model, with weights drawn by the seed, or read.
+
+    Raises:
+        ValueError: Weights to read do not fit.
+    """
+    torch.manual_seed(config.seed)
+    model = ASRModel(config.model, vocab_size)
+    source = _source_of_model(config, saved)
+    if source is not None:
+        checkpoint.load_weights(model, source)
+    return model.to(device).train()
+
+
+def build_trainee(config: TrainConfig, model: ASRModel, world: World) -> Trainee:
+    """The model with its optimizer and everything else that a step needs."""
+    groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.exempt)
+    decay = config.training.ema_decay
+    peak, schedule, steps = config.optimizer.lr, config.schedule, config.training.max_steps
+    return Trainee(
+        model=replicate(model, world),
+        optimizer=build_adamw(groups, config.optimizer, world.device),
+        learning_rate=lambda step: peak * learning_rate_ratio(schedule, step, steps),
+        objective=Objective(config.loss, world.device),
+        average=None if decay is None else WeightAverage(model, decay),
+        statistics=running_statistics(model),
+        world=world,
+        autocast=make_autocast(config.training.precision, world.device),
+        seed=config.seed,
+        clip=config.training.clip,
+        label_smoothing=config.loss.label_smoothing,
+    )
+
+
+def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) -> Corpus:
+    """The utterances to train on.
+
+    Raises:
+        ValueError: There are none, or they are not those of the checkpoint.
+    """
+    if not config.data.train:
+        raise ValueError("`data.train` must name at least one manifest, but is empty.")
+    corpus = Corpus.load(config.data.train, tokenizer, config.data, ctc=config.model.ctc)
+    if saved is not None and saved.state["corpus"] != corpus.fingerprint:
+        raise ValueError(
+            "`data.train` must hold the very utterances, texts and order that the checkpoint was "
+            "trained on, but it has changed. Restore it, choose another `name`, or begin anew "
+            "with training.restart=true."
+        )
+    return corpus
+
+
+def make_autocast(
+    precision: str, device: torch.device
+) -> Callable[[], AbstractContextManager[None]]:
+    """What makes the context for a forward: ``auto``, ``float32`` or ``bfloat16``."""
+    if precision == "auto":
+        precision = "bfloat16" if device.type == "cuda" else "float32"
+    if precision == "float32":
+        return nullcontext
+    return partial(torch.autocast, device.type, torch.bfloat16)  # type: ignore[return-value]

@@ -1,0 +1,149 @@
+"""Everything that a run depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from effasr.data.config import DataConfig
+from effasr.inference.decoding_config import DecodingConfig
+from effasr.model.asr import ModelConfig
+from effasr.optim.adamw import OptimizerConfig
+from effasr.optim.schedules import ScheduleConfig
+from effasr.training.objective import DEFAULT_CTC_WEIGHT, LossConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopConfig:
+    """How long to train, on what, and what to write when.
+
+    Attributes:
+        max_steps: Updates of the whole run.
+        log_every: Steps between two lines of metrics.jsonl.
+        validate_every: Steps between two validations; the last step has one, too.
+        checkpoint_every: Steps between two checkpoints; the last step has one, too.
+        keep: Newest checkpoints to keep; that with the best validation is kept besides.
+        precision: Of matrix products, in the sense of autocast; weights and sums are float32.
+            ``auto``: bfloat16 on a GPU, float32 on a CPU.
+        clip: Largest norm of the gradient of all weights.
+        ema_decay: Of a running average of the weights, which is what is then validated and
+            published; null for none.
+        on_nan: A loss or gradient that is not finite never reaches the weights. ``stop`` ends the
+            run there and names the utterances; ``skip`` lists them in skipped.jsonl.
+        restart: Begin anew; what an earlier run of this name wrote is renamed, not removed.
+            Otherwise a run goes on from its newest checkpoint.
+        device: ``auto``: a GPU where there is one.
+        threads: Of PyTorch on the CPU; null leaves PyTorch's choice.
+        timeout_s: How long a rank waits for another before it takes it for lost.
+        tensorboard: Whether to write curves for TensorBoard.
+    """
+
+    max_steps: int = 100_000
+    log_every: int = 50
+    validate_every: int = 2000
+    checkpoint_every: int = 1000
+    keep: int = 3
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    clip: float = 1.0
+    ema_decay: float | None = None
+    on_nan: Literal["stop", "skip"] = "stop"
+    restart: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = None
+    timeout_s: float = 600.0
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "log_every", "validate_every", "checkpoint_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
+        for name in ("clip", "timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"`{name}` must be positive, but is {getattr(self, name)}.")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"`ema_decay` must lie between 0 and 1, but is {self.ema_decay}.")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"`threads` must be at least 1 or null, but is {self.threads}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationConfig:
+    """How ``data.validation`` is transcribed while the model trains.
+
+    Without such data there is no validation, and no best checkpoint.
+
+    Attributes:
+        max_utterances: Only the first so many of each set; null for all.
+        normalizer: Of both texts before words are compared; see `effasr evaluate`.
+        decoding: How.
+    """
+
+    max_utterances: int | None = None
+    normalizer: str = "basic"
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
+
+    def __post_init__(self) -> None:
+        if self.max_utterances is not None and self.max_utterances < 1:
+            raise ValueError(
+                f"`max_utterances` must be at least 1 or null, but is {self.max_utterances}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """A run.
+
+    Attributes:
+        name: Of the run; its files are in ``output/name``.
+        output: Where runs are.
+        seed: Of the weights, the order of the data, dropout and augmentation.
+        init_from: A model directory, or a run, to begin with: its weights, its tokenizer and,
+            where ``model`` is left at its defaults, its architecture.
+        model: The architecture.
+        data: The utterances, the tokenizer and the batches.
+        loss: Weights of the losses.
+        optimizer: AdamW.
+        schedule: Of the learning rate.
+        training: The loop.
+        evaluation: Validation.
+    """
+
+    name: str = "run"
+    output: str = "runs"
+    seed: int = 0
+    init_from: str | None = None
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    training: LoopConfig = field(default_factory=LoopConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(f"`name` must be usable as a folder's name, but is {self.name!r}.")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"`seed` must be at least 0 and fit in 63 bits, but is {self.seed}.")
+
+
+def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:
+    """Fill in the weight of CTC where it is left open, and check that the model has every loss.
+
+    Raises:
+        ValueError: It has not; the message says what to change.
+    """
+    if not model.ctc and (loss.ctc_weight or loss.ctc_weight_before or loss.guided_after_ctc):
+        raise ValueError(
+            "`loss` must not use CTC for a model without CTC head: set model.ctc=true, or "
+            "loss.ctc_weight=0, loss.ctc_weight_before=null and loss.guided_after_ctc=null."
+        )
+    if loss.ctc_weight is None:
+        weight = 0.0 if not model.ctc else 1.0 if model.decoder is None else DEFAULT_CTC_WEIGHT
+        loss = replace(loss, ctc_weight=weight)
+    if model.decoder is None and (loss.ctc_weight != 1 or loss.guided_weight):
+        raise ValueError(
+            f"`loss` must be CTC alone for a model without decoder, but has ctc_weight "
+            f"{loss.ctc_weight} and guided_weight {loss.guided_weight}: set them to 1 and 0."
+        )
+    return loss

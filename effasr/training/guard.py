@@ -1,0 +1,117 @@
+"""What happens to a step whose loss or gradient is not finite; its update was left out already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from effasr.data.batch import Batch
+from effasr.distributed.process_group import World
+from effasr.model.asr import ASRModel
+from effasr.training.run_directory import RunDirectory
+from effasr.training.step import StepReport
+
+_PATIENCE = 100
+"""Updates left out in a row after which ``skip`` gives up as well."""
+
+
+class TrainingFailed(RuntimeError):
+    """The run cannot go on; the message says why and what to do."""
+
+
+class NonFiniteGuard:
+    """Stops at, or lists, steps without an update. All ranks call it with the same steps.
+
+    Args:
+        model: Not replicated; tells which utterances are to blame.
+        autocast: Makes the context in which its forward runs.
+        policy: ``stop``: the first such step ends the run. ``skip``: it is written to
+            skipped.jsonl, and only very many in a row end the run.
+        world: The ranks, each of which knows its own utterances.
+        directory: Of the run.
+    """
+
+    def __init__(
+        self,
+        model: ASRModel,
+        autocast: Callable[[], AbstractContextManager],
+        policy: Literal["stop", "skip"],
+        world: World,
+        directory: RunDirectory,
+    ) -> None:
+        self._model = model
+        self._autocast = autocast
+        self._policy = policy
+        self._world = world
+        self._directory = directory
+        self._last = -1
+        self._in_a_row = 0
+
+    def handle(self, reports: Sequence[StepReport]) -> None:
+        """Deal with the steps whose update was left out.
+
+        Raises:
+            TrainingFailed: The run must end.
+        """
+        for report in reports:
+            line = self._describe(report)
+            if self._world.is_main:
+                self._directory.skipped(line)
+            self._in_a_row = self._in_a_row + 1 if report.step == self._last + 1 else 1
+            self._last = report.step
+            if self._policy == "stop":
+                raise TrainingFailed(
+                    f"step {line['step']}: the {line['reason']} is not finite; "
+                    f"utterances: {_shorten(line['utterances'])}. The weights are those before it. "
+                    "Look at these utterances, lower optimizer.lr, or set training.on_nan=skip."
+                )
+            if self._in_a_row >= _PATIENCE:
+                raise TrainingFailed(
+                    f"step {line['step']}: {_PATIENCE} steps in a row had a loss or gradient that "
+                    "is not finite: lower optimizer.lr, or look at skipped.jsonl."
+                )
+
+    def _describe(self, report: StepReport) -> dict[str, Any]:
+        """Name the utterances whose loss is not finite; where only the gradient is not, all."""
+        present = [name for batch, _ in report.micro_batches for name in batch.ids]
+        guilty = [
+            name for batch, losses in report.micro_batches for name in self._guilty(batch, losses)
+        ]
+        everyone = self._world.gather((guilty, present))
+        guilty = [name for names, _ in everyone for name in names]
+        present = [name for _, names in everyone for name in names]
+        return {
+            "step": report.step + 1,
+            "reason": "loss" if guilty else "gradient",
+            "utterances": guilty or present,
+        }
+
+    @torch.no_grad()
+    def _guilty(self, batch: Batch, losses: Tensor) -> list[str]:
+        """The utterances of a micro-batch to blame for losses that are not finite.
+
+        Batch norm in training spreads one utterance's NaN to all of them, so they are asked again
+        with the running statistics, which keep utterances apart.
+        """
+        suspects = _not_finite(batch, losses)
+        if not suspects:
+            return []
+        self._model.eval()
+        with self._autocast():
+            apart = self._model(batch.to(self._world.device)).per_utterance
+        self._model.train()
+        return _not_finite(batch, apart) or suspects
+
+
+def _not_finite(batch: Batch, losses: Tensor) -> list[str]:
+    verdicts = losses.isfinite().tolist()
+    return [name for name, finite in zip(batch.ids, verdicts, strict=False) if not finite]
+
+
+def _shorten(names: Sequence[str], most: int = 20) -> str:
+    text = ", ".join(names[:most])
+    return text if len(names) <= most else f"{text} and {len(names) - most} more (skipped.jsonl)"

@@ -1,0 +1,142 @@
+"""Adds up what steps report, and says it once in a while as one line of metrics.jsonl."""
+
+from __future__ import annotations
+
+import resource
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from effasr.training.counts import Counts
+from effasr.training.step import StepReport
+
+_MEANS = ("loss", "cross_entropy", "ctc", "guided", "grad_norm")
+_SUMS = ("steps", "updates", "audio_seconds", "tokens", "imbalance", *_MEANS)
+_ROWS = ("frames", "frame_rows", "token_rows")
+
+
+@dataclass(slots=True)
+class Meter:
+    """Sums since the last line.
+
+    Reports are read one step late: by then a GPU has computed them, and works on the next one.
+
+    Attributes:
+        skipped: Updates left out since the beginning of the run, for a loss or gradient that
+            was not finite.
+    """
+
+    device: torch.device
+    skipped: int = 0
+    stopping: bool = False
+    _sums: dict[str, float] = field(default_factory=dict)
+    _pending: deque[StepReport] = field(default_factory=deque)
+    _seconds: float = 0.0
+    _waited: float = 0.0
+    _timed: int = 0
+    _lr: float = 0.0
+    _guided: bool = False
+
+    def add(self, report: StepReport) -> None:
+        """Take a report; what it says is read by `collect`."""
+        self._pending.append(report)
+        counts = Counts.from_values(report.counts.read())
+        self.stopping = counts.stopping > 0
+        self._increase(
+            steps=1,
+            audio_seconds=counts.audio_seconds,
+            tokens=counts.tokens,
+            imbalance=counts.rank_imbalance,
+            frames=counts.frames,
+            frame_rows=counts.frame_rows,
+            token_rows=counts.token_rows,
+        )
+        self._lr = report.lr
+
+    def collect(self, *, leave: int = 1) -> list[StepReport]:
+        """Read all reports but the newest ``leave``; return those whose update was left out."""
+        left_out = []
+        while len(self._pending) > leave:
+            report = self._pending.popleft()
+            loss, cross_entropy, ctc, guided, norm, finite, guiding = report.values.read()
+            self._guided = bool(guiding)
+            if not finite:
+                self.skipped += 1
+                left_out.append(report)
+                continue
+            self._increase(
+                updates=1,
+                loss=loss,
+                cross_entropy=cross_entropy,
+                ctc=ctc,
+                guided=guided,
+                grad_norm=norm,
+            )
+        return left_out
+
+    def time(self, seconds: float, waited: float) -> None:
+        """Note how long a step took, and how much of it was spent waiting for data."""
+        self._seconds += seconds
+        self._waited += waited
+        self._timed += 1
+
+    def line(self, step: int, epoch: int) -> dict[str, Any]:
+        """The means per step since the last line, and begin anew.
+
+        Args:
+            step: Updates made so far.
+            epoch: Of the step, from 0.
+        """
+        sums = {name: self._sums.get(name, 0.0) for name in (*_SUMS, *_ROWS)}
+        steps, updates = max(sums["steps"], 1), sums["updates"]
+        timed = max(self._timed, 1)
+        means = {name: sums[name] / updates if updates else None for name in _MEANS}
+        line = {
+            "step": step,
+            "epoch": epoch,
+            **means,
+            "guided_on": self._guided,
+            "lr": self._lr,
+            "audio_seconds": sums["audio_seconds"] / steps,
+            "tokens": sums["tokens"] / steps,
+            "padding_frames": _padding(sums["frames"], sums["frame_rows"]),
+            "padding_tokens": _padding(sums["tokens"], sums["token_rows"]),
+            "data_wait_s": self._waited / timed,
+            "step_s": self._seconds / timed,
+            "mfu": None,
+            "peak_memory_bytes": peak_memory_bytes(self.device),
+            "rank_imbalance": sums["imbalance"] / steps,
+            "skipped": self.skipped,
+        }
+        self._sums.clear()
+        self._seconds = self._waited = 0.0
+        self._timed = 0
+        return line
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next line needs of the steps so far; all reports must have been collected."""
+        if self._pending:
+            raise RuntimeError("`collect(leave=0)` must come before `state_dict`.")
+        return {"sums": dict(self._sums), "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self._sums = dict(state["sums"])
+        self.skipped = state["skipped"]
+
+    def _increase(self, **amounts: float) -> None:
+        for name, amount in amounts.items():
+            self._sums[name] = self._sums.get(name, 0.0) + amount
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory ever held: of the GPU by tensors, or of this process where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _padding(used: float, rows: float) -> float:
+    return 1 - used / rows if rows else 0.0

@@ -1,0 +1,150 @@
+"""What is minimised: a weighted sum of losses, each a mean over the whole global step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+DEFAULT_CTC_WEIGHT = 0.3
+"""Of a model that has both a CTC head and a decoder."""
+
+_MEMORY = 0.98
+"""Part of the running average of the CTC loss that a step keeps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """Weights of the losses: ``(1 - w) CE + w CTC + g guided``, each per token.
+
+    The guided-attention penalty helps a decoder to find the alignment, but only once the encoder
+    tells sounds apart: from the first step on it slows CTC down. So it can wait for CTC.
+
+    Attributes:
+        label_smoothing: Part of the target's probability spread over the vocabulary.
+        ctc_weight: w. Null: 0 without a CTC head, 1 without a decoder, 0.3 with both.
+        guided_weight: g; 0 leaves the penalty out.
+        guided_sigma: Width of the diagonal, as a part of the utterance.
+        guided_after_ctc: The penalty is on, for good, once the running average of the CTC loss
+            per token (nats) has fallen under this. None: from the first step.
+        ctc_weight_before: w until then; None: ``ctc_weight`` all along.
+    """
+
+    label_smoothing: float = 0.1
+    ctc_weight: float | None = None
+    guided_weight: float = 0.0
+    guided_sigma: float = 0.2
+    guided_after_ctc: float | None = None
+    ctc_weight_before: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(
+                f"`label_smoothing` must lie in [0, 1), but is {self.label_smoothing}."
+            )
+        for name in ("ctc_weight", "ctc_weight_before"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"`{name}` must lie between 0 and 1, but is {value}.")
+        if self.guided_weight < 0:
+            raise ValueError(f"`guided_weight` must be at least 0, but is {self.guided_weight}.")
+        if self.guided_sigma <= 0:
+            raise ValueError(f"`guided_sigma` must be positive, but is {self.guided_sigma}.")
+        if self.guided_after_ctc is None and self.ctc_weight_before is not None:
+            raise ValueError(
+                "`ctc_weight_before` needs `guided_after_ctc`, the CTC loss that ends it."
+            )
+        if self.guided_after_ctc is not None and self.ctc_weight == 0:
+            raise ValueError("`guided_after_ctc` needs a `ctc_weight` above 0, but it is 0.")
+
+
+class LossSums(Protocol):
+    """What `Objective` needs of the model's losses: float32 (), summed over a micro-batch."""
+
+    @property
+    def cross_entropy(self) -> Tensor:
+        """Over counted targets."""
+        ...
+
+    @property
+    def ctc(self) -> Tensor:
+        """Over utterances whose text follows the speech."""
+        ...
+
+    @property
+    def guided(self) -> Tensor:
+        """Over counted targets of these utterances."""
+        ...
+
+
+class Objective:
+    """The loss of a micro-batch as its share of the loss of the global step.
+
+    Whether the penalty is on is decided, and kept, on the device: the host never waits for it.
+
+    Args:
+        config: The weights, none left open.
+        device: Of the losses.
+
+    Raises:
+        ValueError: The weight of CTC is left open.
+    """
+
+    def __init__(self, config: LossConfig, device: torch.device) -> None:
+        if config.ctc_weight is None:
+            raise ValueError("`ctc_weight` must be a number here: see `resolve_losses`.")
+        self.config = config
+        self._ctc_weight = config.ctc_weight
+        self._average = torch.full((), torch.nan, device=device)
+        self._on = torch.tensor(config.guided_after_ctc is None, device=device)
+
+    @property
+    def sigma(self) -> float | None:
+        """Width of the guided attention's diagonal; None where there is no penalty."""
+        return self.config.guided_sigma if self.config.guided_weight else None
+
+    @property
+    def is_guided(self) -> Tensor:
+        """Bool (): whether the penalty is on."""
+        return self._on
+
+    def parts(self, losses: LossSums, targets: Tensor, monotonic_targets: Tensor) -> Tensor:
+        """Loss, cross-entropy, CTC and penalty: float32 (4,); the gradient flows through [0].
+
+        Args:
+            losses: Sums over one micro-batch.
+            targets: (), number of targets in the whole global step, over all ranks.
+            monotonic_targets: (), the same of transcriptions.
+        """
+        targets = targets.clamp(min=1).float()
+        monotonic_targets = monotonic_targets.clamp(min=1).float()
+        cross_entropy = losses.cross_entropy / targets
+        ctc = losses.ctc / monotonic_targets
+        guided = losses.guided / monotonic_targets
+        weight: float | Tensor = self._ctc_weight
+        if self.config.ctc_weight_before is not None:
+            weight = torch.where(self._on, weight, self.config.ctc_weight_before)
+        total = (1 - weight) * cross_entropy + weight * ctc
+        if self.config.guided_weight:
+            total = total + torch.where(self._on, self.config.guided_weight, 0.0) * guided
+        return torch.stack([total, cross_entropy.detach(), ctc.detach(), guided.detach()])
+
+    def observe(self, ctc: Tensor, valid: Tensor) -> None:
+        """Take note of the global step's CTC loss per token, where ``valid`` (bool ())."""
+        if self.config.guided_after_ctc is None:
+            return
+        blended = torch.lerp(ctc, self._average, _MEMORY)
+        updated = torch.where(self._average.isnan(), ctc, blended)
+        self._average = torch.where(valid, updated, self._average)
+        self._on = self._on | (self._average < self.config.guided_after_ctc)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running average, and whether the penalty is on."""
+        return {"average": self._average, "on": self._on}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self._average = state["average"].to(self._average.device)
+        self._on = state["on"].to(self._on.device)

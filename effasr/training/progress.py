@@ -1,0 +1,92 @@
+"""What the user sees while a model trains: a bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class ProgressDisplay:
+    """Shows steps, loss, speed, padding, data wait and the time left, on standard error.
+
+    Args:
+        total: Steps of the whole run.
+        done: Steps made before this process began.
+        ranks: Over how many the audio is spread.
+        console: Where to write.
+    """
+
+    def __init__(self, total: int, done: int, ranks: int, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._total = total
+        self._ranks = ranks
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[state]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=total, completed=done, state="")
+
+    def __enter__(self) -> Self:
+        """Show the bar."""
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the bar as it is."""
+        self._bar.stop()
+
+    def advance(self, step: int) -> None:
+        """Move the bar to ``step`` steps."""
+        self._bar.update(self._task, completed=step)
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        """Show a line of metrics.jsonl."""
+        state = describe(line, self._ranks)
+        self._bar.update(self._task, completed=line["step"], state=state)
+        if not self._console.is_terminal:
+            left = (self._total - line["step"]) * line["step_s"]
+            self.say(f"step {line['step']}/{self._total}  {state}  ETA {_clock(left)}")
+
+    def say(self, text: str) -> None:
+        """Write one line above the bar."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class SilentDisplay(ProgressDisplay):
+    """That of the ranks which leave talking to rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0, 1, Console(quiet=True, force_terminal=False))
+
+
+def describe(line: Mapping[str, Any], ranks: int) -> str:
+    """The figures of a line of metrics.jsonl that matter at a glance."""
+    seconds = max(line["step_s"], 1e-9)
+    loss = "-" if line["loss"] is None else f"{line['loss']:.4f}"
+    speed = line["audio_seconds"] / seconds / ranks
+    padding = 100 * line["padding_frames"]
+    wait = 100 * line["data_wait_s"] / seconds
+    return (
+        f"loss {loss}  {speed:.0f} audio-h/h per rank  padding {padding:.1f} %  wait {wait:.0f} %"
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

@@ -1,0 +1,51 @@
+"""Which runs may go on from which checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_DECISIVE = ("seed", "model", "data")
+"""Parts of a configuration that decide what the weights are and which data comes when."""
+
+_HARMLESS = frozenset(
+    {"data.validation", "data.tokenizer", "data.train", "data.workers", "data.prefetch"}
+)
+"""Fields of these parts that may change. Of the manifests and the tokenizer the content counts,
+not the place: `effasr.data.corpus.Corpus` has a fingerprint of it, which is compared as well."""
+
+
+def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Check that a run may go on from a checkpoint.
+
+    Args:
+        saved: Configuration in the checkpoint.
+        now: Configuration of this run.
+
+    Returns:
+        What else differs, each ``field: old -> new``: it is obeyed from here on.
+
+    Raises:
+        ValueError: A field that decides about the model or the order of the data differs.
+    """
+    tolerated = []
+    for path, old, new in _differences(saved, now):
+        change = f"{path}: {old!r} -> {new!r}"
+        if path.split(".")[0] in _DECISIVE and path not in _HARMLESS:
+            raise ValueError(
+                f"`{path}` must stay {old!r}, as in the checkpoint of this run, but is {new!r}. "
+                "Set it back, choose another `name`, or begin anew with training.restart=true."
+            )
+        tolerated.append(change)
+    return tolerated
+
+
+def _differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    for key in [*saved, *(key for key in now if key not in saved)]:
+        old, new, path = saved.get(key), now.get(key), f"{prefix}{key}"
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{path}.")
+        elif old != new:
+            yield path, old, new

@@ -1,0 +1,264 @@
+"""A run from its first step to its last, over as many interruptions as it takes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from effasr import config as configuration
+from effasr import ranges
+from effasr.checkpoint import RunCheckpoints
+from effasr.data.loader import Loader, Step
+from effasr.distributed.batch_norm import average
+from effasr.distributed.process_group import World, joined
+from effasr.inference.evaluation import Evaluation, merge
+from effasr.inference.evaluation import save as save_evaluation
+from effasr.training import assembly
+from effasr.training.assembly import Saved
+from effasr.training.config import TrainConfig
+from effasr.training.guard import NonFiniteGuard, TrainingFailed
+from effasr.training.meter import Meter
+from effasr.training.progress import ProgressDisplay, SilentDisplay
+from effasr.training.resume import check_same_run
+from effasr.training.run_directory import RunDirectory
+from effasr.training.step import train_step
+from effasr.training.stop import StopRequest, listening
+from effasr.training.validation import Validator, averaged
+
+log = logging.getLogger(__name__)
+
+
+def run(config: TrainConfig) -> int:
+    """Train, or go on training, until the last step or a request to stop.
+
+    Started by torchrun, every process calls it. SIGTERM or SIGINT, to any of them, ends the run
+    with a checkpoint: after the step which then begins, when all ranks know of it. The same
+    command goes on from there. A second SIGINT interrupts at once.
+
+    Args:
+        config: The run.
+
+    Returns:
+        The exit code: 0 done or stopped on request, 1 failed, the reason having been shown.
+
+    Raises:
+        ValueError: The configuration, the data or a checkpoint cannot be used.
+    """
+    if config.training.threads is not None:
+        torch.set_num_threads(config.training.threads)
+    with joined(config.training.device, config.training.timeout_s) as world, listening() as stop:
+        if not world.is_main:
+            logging.getLogger("effasr").setLevel(logging.ERROR)
+        trainer = Trainer(config, world)
+        try:
+            with trainer.display:
+                trainer.train(stop)
+        except TrainingFailed as error:
+            trainer.display.say(f"failed: {error}")
+            return 1
+        finally:
+            trainer.directory.close()
+    return 0
+
+
+class Trainer:
+    """One process of a run.
+
+    Args:
+        config: The run.
+        world: The ranks.
+
+    Raises:
+        ValueError: As `run`.
+    """
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        self.world = world
+        self.directory = RunDirectory(Path(config.output) / config.name)
+        self.checkpoints = RunCheckpoints(self.directory.checkpoints, config.training.keep)
+        saved = self._find_checkpoint(restart=config.training.restart)
+        self.config = config = assembly.resolve(config, saved)
+        if saved is not None:
+            now = configuration.to_mapping(config)
+            for change in check_same_run(saved.state["config"], now):
+                log.warning("not as in the checkpoint: %s", change)
+        self.tokenizer = assembly.find_tokenizer(config, saved)
+        self.corpus = assembly.load_corpus(config, self.tokenizer, saved)
+        self.loader = Loader(
+            self.corpus,
+            config.data,
+            seed=config.seed,
+            rank=world.rank,
+            world_size=world.size,
+            pin_memory=world.device.type == "cuda",
+        )
+        self.model = assembly.build_model(config, self.tokenizer.vocab_size, saved, world.device)
+        self.trainee = assembly.build_trainee(config, self.model, world)
+        self.validator = None
+        if config.data.validation:
+            self.validator = Validator(config, self.model, self.tokenizer, world)
+        self.meter = Meter(world.device)
+        self.guard = NonFiniteGuard(
+            self.model, self.trainee.autocast, config.training.on_nan, world, self.directory
+        )
+        self.unreadable: list[dict[str, Any]] = []
+        self.step = 0
+        self.epoch = 0
+        self.position = (0, 0)
+        self.best = math.inf
+        if saved is not None:
+            self._restore(saved.state)
+        self.display = self._open()
+
+    def train(self, stop: StopRequest) -> None:
+        """Train until the last step, or until a rank was asked to stop.
+
+        Raises:
+            TrainingFailed: A loss or gradient is not finite, and the run is to stop there.
+        """
+        settings = self.config.training
+        if self.step:
+            self.display.say(f"going on from step {self.step} of {settings.max_steps}")
+        # A generator, whose end is that of the data workers.
+        with closing(cast(Generator[Step], self.loader.steps(*self.position))) as steps:
+            while self.step < settings.max_steps and not self.meter.stopping:
+                self._advance(steps, stop)
+                improved = self._is_due(settings.validate_every) and self._validate()
+                if improved or self.meter.stopping or self._is_due(settings.checkpoint_every):
+                    self._save(is_best=improved)
+        if self.step < settings.max_steps:
+            self.display.say(f"stopped at step {self.step}; the same command goes on from there")
+
+    def _advance(self, steps: Iterator[Step], stop: StopRequest) -> None:
+        started = time.perf_counter()
+        with ranges.range("data"):
+            data = next(steps)
+        waited = time.perf_counter() - started
+        with ranges.range("step"):
+            report = train_step(self.trainee, data.batches, self.step, stopping=bool(stop))
+        self.step += 1
+        self.epoch, self.position = data.epoch, data.next_position
+        self.unreadable += [{"step": self.step} | asdict(dropped) for dropped in data.skipped]
+        self.meter.add(report)
+        must_log = self._is_due(self.config.training.log_every)
+        self.guard.handle(self.meter.collect(leave=0 if must_log else 1))
+        self.meter.time(time.perf_counter() - started, waited)
+        self.display.advance(self.step)
+        if must_log:
+            self._log()
+
+    def _is_due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.config.training.max_steps
+
+    def _log(self) -> None:
+        line = self.meter.line(self.step, self.epoch)
+        self._list_unreadable()
+        if self.world.is_main:
+            self.directory.metrics(line)
+        self.display.metrics(line)
+
+    def _validate(self) -> bool:
+        """Validate; return whether no validation before was as good."""
+        if self.validator is None or self.meter.stopping:
+            return False
+        average(self.trainee.statistics, self.world)
+        with ranges.range("validation"):
+            evaluations = self.validator(self.trainee.average)
+        for name, evaluation in evaluations.items():
+            self._record(name, evaluation)
+        wer = merge(list(evaluations.values())).wer
+        # NaN, where no reference has a word, is never an improvement.
+        improved = wer < self.best
+        self.best = wer if improved else self.best
+        return improved
+
+    def _record(self, name: str, evaluation: Evaluation) -> None:
+        errors = evaluation.errors
+        self.display.say(
+            f"step {self.step}: {name}: WER {100 * errors.wer:.2f} % of {errors.words} words, "
+            f"RTFx {evaluation.rtfx:.0f}, {len(evaluation.failures)} failed"
+        )
+        if self.world.is_main:
+            line = {"step": self.step, "epoch": self.epoch, "set": name}
+            self.directory.validation(line | evaluation.summary())
+            save_evaluation(evaluation, self.directory.path / "evaluation" / name)
+
+    def _list_unreadable(self) -> None:
+        """Write what all ranks could not read to unreadable.jsonl."""
+        if self.config.data.on_bad_audio == "skip":
+            lists = self.world.gather(self.unreadable)
+            if self.world.is_main:
+                self.directory.unreadable(line for lines in lists for line in lines)
+            self.unreadable = []
+
+    def _save(self, *, is_best: bool) -> None:
+        self._list_unreadable()
+        self.guard.handle(self.meter.collect(leave=0))
+        average(self.trainee.statistics, self.world)
+        if not self.world.is_main:
+            return
+        state = self._state()
+        with ranges.range("checkpoint"), averaged(self.trainee.average):
+            self.checkpoints.save(self.step, self.model, self.tokenizer, state)
+        if is_best:
+            self.checkpoints.mark_best(self.step)
+
+    def _state(self) -> dict[str, Any]:
+        """All that decides how the run goes on, but for the weights to evaluate."""
+        trained = None
+        if self.trainee.average is not None:
+            trained = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        return {
+            "step": self.step,
+            "best": self.best,
+            "config": configuration.to_mapping(self.config),
+            "corpus": self.corpus.fingerprint,
+            "epoch": self.epoch,
+            "position": list(self.position),
+            "optimizer": self.trainee.optimizer.state_dict(),
+            "objective": self.trainee.objective.state_dict(),
+            "meter": self.meter.state_dict(),
+            "trained": trained,
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.best = state["best"]
+        self.epoch = state["epoch"]
+        self.position = tuple(state["position"])
+        self.trainee.optimizer.load_state_dict(state["optimizer"])
+        self.trainee.objective.load_state_dict(state["objective"])
+        self.meter.load_state_dict(state["meter"])
+        if state["trained"] is not None:
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    parameter.copy_(state["trained"][name])
+
+    def _find_checkpoint(self, *, restart: bool) -> Saved | None:
+        """The newest checkpoint that is whole; rank 0 decides which."""
+        found = None
+        if self.world.is_main:
+            if restart and (aside := self.directory.set_aside()):
+                log.warning("what was in %s is now in %s", self.directory.path, aside)
+            found = self.checkpoints.newest()
+        path = self.world.broadcast(found and found[0])
+        if path is None:
+            return None
+        return Saved(path, found[1] if found else self.checkpoints.read(path))
+
+    def _open(self) -> ProgressDisplay:
+        if not self.world.is_main:
+            return SilentDisplay()
+        settings = self.config.training
+        text = configuration.dump(self.config)
+        self.directory.open(text, self.step, tensorboard=settings.tensorboard)
+        self.directory.dropped(map(asdict, self.corpus.dropped))
+        return ProgressDisplay(settings.max_steps, self.step, self.world.size)

@@ -1,0 +1,77 @@
+"""How positions enter the scores of attention: values, no code paths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from effasr_kernels.checks import wrong
+from effasr_kernels.packed import PackedLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    r"""Rotate queries and keys by their place in their own sequence (RoPE).
+
+    Of the D channels of a head the first R = ``fraction`` D turn, in pairs (c, c + R/2), by the
+    angle position times ``base ** (-2c / R)``: the "halves" convention, as GPT-NeoX's.
+
+    Attributes:
+        base: Of the wavelengths; the longest is about 2 pi ``base`` positions.
+        fraction: The share of the channels that turn, in (0, 1].
+
+    References:
+        Su et al., 2021, https://arxiv.org/abs/2104.09864.
+    """
+
+    base: float = 10000.0
+    fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.base > 0:
+            raise ValueError(f"Rotary: `base` must be positive, but is {self.base}.")
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"Rotary: `fraction` must be in (0, 1], but is {self.fraction}.")
+
+    def rotated(self, head_width: int) -> int:
+        """How many of ``head_width`` channels turn: even."""
+        return 2 * int(head_width * self.fraction / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeBias:
+    r"""Score by content and by distance, as Transformer-XL does.
+
+    .. math::
+        s_{ij} = \mathrm{scale} \, \bigl( (q_i + u)^\top k_j + (q_i + v)^\top r_{i-j} \bigr)
+
+    NeMo's Conformer and Hugging Face's Parakeet compute the same; their position embeddings run
+    from the largest distance to the smallest, so theirs is this table upside down.
+
+    Attributes:
+        content_bias: u, (H, D).
+        position_bias: v, (H, D).
+        table: r, (2 L - 1, H, D). Row ``L - 1 + d`` belongs to distance d = i - j; L is at least
+            the longest sequence.
+
+    References:
+        Dai et al., 2019, https://arxiv.org/abs/1901.02860.
+    """
+
+    content_bias: Tensor
+    position_bias: Tensor
+    table: Tensor
+
+    def reach(self, *layouts: PackedLayout) -> int:
+        """L, checked against the layouts' longest sequence.
+
+        Raises:
+            ValueError: The table is too short for it.
+        """
+        reach = (self.table.shape[0] + 1) // 2
+        longest = max(layout.max_seqlen for layout in layouts)
+        if reach < longest:
+            rule = f"have at least 2 * {longest} - 1 rows, for the longest sequence"
+            raise wrong("attention", "position.table", rule, tuple(self.table.shape))
+        return reach

@@ -1,0 +1,197 @@
+"""Checks of arguments, with messages of one form: ``op: `arg` must RULE, but is VALUE``.
+
+A message is put together only when it is raised: calls are frequent, and torch.compile traces them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.packed import PackedLayout
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGER = (torch.int32, torch.int64)
+
+
+def wrong(op: str, name: str, rule: str, value: Any) -> ValueError:
+    """The error for an argument that breaks a rule."""
+    return ValueError(f"{op}: `{name}` must {rule}, but is {value}.")
+
+
+def check_shape(op: str, name: str, tensor: Tensor, letters: str, *sizes: int | None) -> None:
+    """Check a shape; a size of None may be anything.
+
+    Args:
+        op: The operation, for the message.
+        name: The argument, for the message.
+        tensor: Its value.
+        letters: The shape in the project's letters, such as ``"(T, H, D)"``.
+        sizes: What each dimension must be.
+
+    Raises:
+        ValueError: The shape is another one.
+    """
+    shape = tensor.shape
+    if len(shape) == len(sizes) and all(
+        size is None or size == found for size, found in zip(sizes, shape, strict=True)
+    ):
+        return
+    expected = ", ".join("any" if size is None else str(size) for size in sizes)
+    expected += "," if len(sizes) == 1 else ""
+    raise wrong(op, name, f"have shape {letters} = ({expected})", tuple(shape))
+
+
+def check_rows(op: str, name: str, tensor: Tensor, layout_name: str, layout: PackedLayout) -> None:
+    """Check that a packed tensor has its layout's rows, and lives where the layout does.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if tensor.shape[0] != layout.rows:
+        rule = f"have {layout.rows} rows, as `{layout_name}` does"
+        raise wrong(op, name, rule, tuple(tensor.shape))
+    if tensor.device != layout.device:
+        raise wrong(op, layout_name, f"be on {tensor.device}, as `{name}` is", layout.device)
+
+
+def check_same_sequences(
+    op: str, name: str, layout: PackedLayout, like_name: str, like: PackedLayout
+) -> None:
+    """Check that two layouts hold equally many sequences.
+
+    Raises:
+        ValueError: They do not.
+    """
+    found, wanted = layout.cu_seqlens.shape[0] - 1, like.cu_seqlens.shape[0] - 1
+    if found != wanted:
+        raise wrong(op, name, f"have {wanted} sequences, as `{like_name}` does", found)
+
+
+def check_floating(op: str, **tensors: Tensor | None) -> None:
+    """Check that all are floating point, of one dtype and on one device; None is passed over.
+
+    Raises:
+        ValueError: They are not.
+    """
+    first_name, first = "", None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if first is None:
+            first_name, first = name, tensor
+            if tensor.dtype not in _FLOATING:
+                rule = "be float16, bfloat16, float32 or float64"
+                raise wrong(op, name, rule, tensor.dtype)
+        elif tensor.dtype != first.dtype:
+            raise wrong(op, name, f"be {first.dtype}, as `{first_name}` is", tensor.dtype)
+        elif tensor.device != first.device:
+            raise wrong(op, name, f"be on {first.device}, as `{first_name}` is", tensor.device)
+
+
+def check_integers(op: str, name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    """Check that class numbers are int32 or int64, and where ``like`` is.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if tensor.dtype not in _INTEGER:
+        raise wrong(op, name, "be int32 or int64", tensor.dtype)
+    if tensor.device != like.device:
+        raise wrong(op, name, f"be on {like.device}, as `{like_name}` is", tensor.device)
+
+
+def check_attention(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout_q: PackedLayout,
+    layout_k: PackedLayout,
+    dropout: float,
+) -> None:
+    """Check what every attention has in common, but for dtypes.
+
+    Raises:
+        ValueError: An argument does not fit.
+    """
+    check_shape(op, "q", q, "(T_q, H, D)", None, None, None)
+    check_rows(op, "q", q, "layout_q", layout_q)
+    heads, width = q.shape[1:]
+    for name, tensor in (("k", k), ("v", v)):
+        check_shape(op, name, tensor, "(T_k, H, D)", None, heads, width)
+        check_rows(op, name, tensor, "layout_k", layout_k)
+    check_same_sequences(op, "layout_k", layout_k, "layout_q", layout_q)
+    if not 0 <= dropout < 1:
+        raise wrong(op, "dropout", "be in [0, 1)", dropout)
+
+
+def check_transcripts(
+    op: str,
+    targets: Tensor,
+    layout: PackedLayout,
+    layout_frames: PackedLayout,
+    classes: int,
+    blank_id: int,
+) -> None:
+    """Check the labels that a lattice aligns to frames, but for their values.
+
+    Raises:
+        ValueError: They do not fit the layouts, or the blank is not one of the classes.
+    """
+    check_shape(op, "targets", targets, "(U,)", layout.rows)
+    check_rows(op, "targets", targets, "layout_targets", layout)
+    if targets.dtype not in _INTEGER:
+        raise wrong(op, "targets", "be int32 or int64", targets.dtype)
+    check_same_sequences(op, "layout_targets", layout, "layout_frames", layout_frames)
+    if not 0 <= blank_id < classes:
+        raise wrong(op, "blank_id", f"be in [0, {classes})", blank_id)
+
+
+def check_labels(
+    op: str, labels: Tensor, classes: int, exception: str, forbidden: int | None = None
+) -> None:
+    """Check the values of ``targets`` on a CPU; on a GPU that would wait for the device.
+
+    Args:
+        op: The operation, for the message.
+        labels: Those of the targets that count.
+        classes: How many classes there are.
+        exception: What else the rule says, for the message.
+        forbidden: A class that may not be there.
+
+    Raises:
+        ValueError: A label is out of range, or forbidden.
+    """
+    if not labels.is_cpu:
+        return
+    bad = (labels < 0) | (labels >= classes)
+    if forbidden is not None:
+        bad |= labels == forbidden
+    if bool(bad.any()):
+        raise wrong(
+            op, "targets", f"hold classes in [0, {classes}){exception}", labels[bad][0].item()
+        )
+
+
+def under_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Cast floating tensors as autocast would for a matrix product, where it is enabled.
+
+    Under autocast the inputs of one call arrive in several dtypes (parameters in float32,
+    activations in bfloat16). As torch does for its own matrix products, float64 is left alone.
+
+    Args:
+        tensors: The floating arguments; the first tells the kind of device. None stays None.
+    """
+    kind = next(tensor for tensor in tensors if tensor is not None).device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        tensor.to(dtype)
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        else tensor
+        for tensor in tensors
+    )

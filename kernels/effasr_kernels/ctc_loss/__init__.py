@@ -1,0 +1,77 @@
+"""A projection to the vocabulary and its connectionist temporal classification loss."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from effasr_kernels import checks
+from effasr_kernels.ctc_loss.registration import call, op
+from effasr_kernels.dispatch import Backend
+from effasr_kernels.packed import PackedLayout
+
+__all__ = ["ctc_loss", "op"]
+
+
+def ctc_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    layout_frames: PackedLayout,
+    layout_targets: PackedLayout,
+    *,
+    bias: Tensor | None = None,
+    blank_id: int,
+    backend: Backend | str | None = None,
+) -> Tensor:
+    r"""Negative log-likelihood of each transcript, over all its alignments to the frames.
+
+    .. math::
+        \ell_n = -\log \sum_{\pi \in B^{-1}(y_n)} \prod_t \mathrm{softmax}(W h_t + b)_{\pi_t}
+
+    where B removes repeats, then blanks. A transcript that needs more frames than there are (its
+    labels, and one more for each that repeats its predecessor) has loss +inf and zero gradient;
+    a sequence of no frames and no labels has loss 0. Sums are taken in float32 (in float64 for
+    float64), those over alignments in float64. Under autocast the floating arguments are cast as
+    for a matrix product.
+
+    Args:
+        hidden: h, (T, C), floating point.
+        weight: W, (V, C), the dtype of ``hidden``; V counts the blank.
+        targets: y, (U,), int32 or int64, each in [0, V) and not the blank; the tail is not read.
+        layout_frames: The sequences of ``hidden``.
+        layout_targets: The sequences of ``targets``, as many.
+        bias: b, (V,), the dtype of ``hidden``; zero by default.
+        blank_id: The blank's class, in [0, V).
+        backend: Implementation to use; the fastest that can serve the call by default.
+
+    Returns:
+        The loss of each sequence, (N,), float32 (float64 for float64).
+
+    Raises:
+        ValueError: An argument is not as above. The values of ``targets`` are checked on a CPU
+            only, as a check would wait for a GPU.
+        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+
+    References:
+        Graves et al., 2006, https://www.cs.toronto.edu/~graves/icml_2006.pdf.
+    """
+    hidden, weight, bias = checks.under_autocast(hidden, weight, bias)
+    checks.check_shape(op.name, "hidden", hidden, "(T, C)", None, None)
+    checks.check_rows(op.name, "hidden", hidden, "layout_frames", layout_frames)
+    checks.check_shape(op.name, "weight", weight, "(V, C)", None, hidden.shape[1])
+    if bias is not None:
+        checks.check_shape(op.name, "bias", bias, "(V,)", weight.shape[0])
+    checks.check_floating(op.name, hidden=hidden, weight=weight, bias=bias)
+    checks.check_transcripts(
+        op.name, targets, layout_targets, layout_frames, weight.shape[0], blank_id
+    )
+    return call(
+        hidden,
+        weight,
+        targets,
+        layout_frames,
+        layout_targets,
+        bias=bias,
+        blank_id=blank_id,
+        backend=backend,
+    )

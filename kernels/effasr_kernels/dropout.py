@@ -1,0 +1,39 @@
+"""Dropout that a seed repeats, so that a recomputed forward drops the same values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_SEEDS = 2**62
+
+
+def draw_seed() -> Tensor:
+    """Draw a seed from torch's global generator: int64 (), on the host."""
+    return torch.randint(_SEEDS, ())
+
+
+class Dropout:
+    """Drops values with a probability, and scales the rest so that the mean stays."""
+
+    def __init__(self, probability: float, seed: int | Tensor | None, device: torch.device):
+        """Start the generator; one object serves one call of an operation.
+
+        Args:
+            probability: In [0, 1). At zero nothing is drawn.
+            seed: Where the generator starts; needed unless ``probability`` is zero.
+            device: Of the values.
+        """
+        self.probability = probability
+        self._generator = None
+        if probability > 0 and seed is not None:
+            self._generator = torch.Generator(device)
+            self._generator.manual_seed(int(seed))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return ``x`` with some values set to zero."""
+        if self.probability == 0:
+            return x
+        keep = torch.empty_like(x, requires_grad=False)
+        keep.bernoulli_(1 - self.probability, generator=self._generator)
+        return x * keep.div_(1 - self.probability)

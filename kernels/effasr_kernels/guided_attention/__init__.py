@@ -1,0 +1,80 @@
+"""Cross-attention, and how far it strays from the diagonal."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from effasr_kernels import checks
+from effasr_kernels.dispatch import Backend
+from effasr_kernels.dropout import draw_seed
+from effasr_kernels.guided_attention.registration import call, op
+from effasr_kernels.packed import PackedLayout
+
+__all__ = ["guided_attention", "op"]
+
+
+def guided_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout_q: PackedLayout,
+    layout_k: PackedLayout,
+    *,
+    sigma: float,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    backend: Backend | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Attend from text to speech, with a penalty on attention away from the diagonal.
+
+    .. math::
+        y_i = \sum_j \mathrm{dropout}(A)_{ij} v_j, \qquad
+        p_i = \sum_j A_{ij} \Bigl(1 - e^{-(i / U_n - j / T_n)^2 / 2 \sigma^2}\Bigr), \qquad
+        A_{ij} = \mathrm{softmax}_j(\mathrm{scale} \; q_i^\top k_j)
+
+    with i and j counted from zero within their sequences, of U_n tokens and T_n frames. The
+    gradient flows through both results. Sums are taken in float32 (in float64 for float64). Rows in
+    the tail, or whose sequence has no key, give zeros. Under autocast the floating arguments are
+    cast as for a matrix product.
+
+    Args:
+        q: (U, H, D), floating point.
+        k: (T, H, D), the dtype of ``q``.
+        v: (T, H, D), the dtype of ``q``.
+        layout_q: The sequences of ``q``.
+        layout_k: Those of ``k`` and ``v``, as many.
+        sigma: Width of the diagonal, as a share of the whole; positive.
+        scale: Factor of the scores, ``D ** -0.5`` by default.
+        dropout: Probability, in [0, 1), to drop an attention weight on its way to the output.
+        seed: Where dropout starts to draw; from torch's global generator by default.
+        backend: Implementation to use; the fastest that can serve the call by default.
+
+    Returns:
+        The output (U, H, D), the dtype of ``q``, and the penalty (U, H), float32 (float64 for
+        float64), in [0, 1).
+
+    Raises:
+        ValueError: An argument is not as above.
+        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+
+    References:
+        Tachibana, Uenoyama and Aihara, 2017, https://arxiv.org/abs/1710.08969.
+    """
+    q, k, v = checks.under_autocast(q, k, v)
+    checks.check_attention(op.name, q, k, v, layout_q, layout_k, dropout)
+    checks.check_floating(op.name, q=q, k=k, v=v)
+    if not sigma > 0:
+        raise checks.wrong(op.name, "sigma", "be positive", sigma)
+    return call(
+        q,
+        k,
+        v,
+        layout_q,
+        layout_k,
+        sigma=sigma,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        dropout=dropout,
+        seed=draw_seed() if dropout and seed is None else seed,
+        backend=backend,
+    )

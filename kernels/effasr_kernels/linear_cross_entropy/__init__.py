@@ -1,0 +1,78 @@
+"""A projection to the vocabulary and its cross-entropy; the logits are never stored whole."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from effasr_kernels import checks
+from effasr_kernels.dispatch import Backend
+from effasr_kernels.linear_cross_entropy.registration import call, op
+
+__all__ = ["linear_cross_entropy", "op"]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    backend: Backend | str | None = None,
+) -> Tensor:
+    r"""Cross-entropy of each row's projection, with label smoothing as `torch.nn` defines it.
+
+    .. math::
+        \ell_u = L_u - (1 - \epsilon) z_{u, y_u} - \frac\epsilon V \sum_v z_{uv} + \zeta L_u^2,
+        \qquad z_u = W h_u + b, \qquad L_u = \log \sum_v e^{z_{uv}}
+
+    Rows whose target is ``ignore_index`` (prompts, and the tail of a static shape) give zero, and
+    no gradient, whatever they hold. Logits and sums are float32 (float64 for float64). Under
+    autocast the floating arguments are cast as for a matrix product.
+
+    Args:
+        hidden: h, (U, C), floating point.
+        weight: W, (V, C), the dtype of ``hidden``.
+        targets: y, (U,), int32 or int64, each in [0, V) or ``ignore_index``.
+        bias: b, (V,), the dtype of ``hidden``; zero by default.
+        label_smoothing: epsilon, in [0, 1].
+        ignore_index: The target of rows that do not count.
+        z_loss: zeta, not negative; keeps the logits' scale in bounds.
+        backend: Implementation to use; the fastest that can serve the call by default.
+
+    Returns:
+        The loss of each row, (U,), float32 (float64 for float64).
+
+    Raises:
+        ValueError: An argument is not as above. The values of ``targets`` are checked on a CPU
+            only, as a check would wait for a GPU.
+        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+
+    References:
+        Szegedy et al., 2015, https://arxiv.org/abs/1512.00567 (smoothing); Chowdhery et al., 2022,
+        https://arxiv.org/abs/2204.02311, section 5 (z-loss).
+    """
+    hidden, weight, bias = checks.under_autocast(hidden, weight, bias)
+    checks.check_shape(op.name, "hidden", hidden, "(U, C)", None, None)
+    checks.check_shape(op.name, "weight", weight, "(V, C)", None, hidden.shape[1])
+    checks.check_shape(op.name, "targets", targets, "(U,)", hidden.shape[0])
+    if bias is not None:
+        checks.check_shape(op.name, "bias", bias, "(V,)", weight.shape[0])
+    checks.check_floating(op.name, hidden=hidden, weight=weight, bias=bias)
+    checks.check_integers(op.name, "targets", targets, "hidden", hidden)
+    if not 0 <= label_smoothing <= 1:
+        raise checks.wrong(op.name, "label_smoothing", "be in [0, 1]", label_smoothing)
+    if not z_loss >= 0:
+        raise checks.wrong(op.name, "z_loss", "be at least 0", z_loss)
+    return call(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        z_loss=z_loss,
+        backend=backend,
+    )

@@ -1,0 +1,53 @@
+"""What the references share: one sequence at a time, in a dtype wide enough to sum in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.packed import PackedLayout
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which sums over ``x`` are taken: float64 stays, the rest is float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def widen(x: Tensor) -> Tensor:
+    """The same values in that dtype."""
+    return x.to(wide_dtype(x))
+
+
+def split_rows(x: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
+    """One view per sequence. The tail is left out, so its gradient is zero whatever it holds."""
+    pieces = x.split([*layout.lengths, layout.rows - layout.total])
+    return pieces[:-1]
+
+
+def join_rows(pieces: Sequence[Tensor], layout: PackedLayout, like: Tensor) -> Tensor:
+    """The inverse of `split_rows`, with zeros in the tail.
+
+    Args:
+        pieces: One tensor per sequence, (length, ...), in the wide dtype.
+        layout: The layout of the result.
+        like: A tensor whose dtype the result takes, and whose device.
+    """
+    width = pieces[0].shape[1:] if pieces else like.shape[1:]
+    tail = like.new_zeros(layout.rows - layout.total, *width, dtype=wide_dtype(like))
+    return torch.cat([*pieces, tail]).to(like.dtype)
+
+
+def split_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout_q: PackedLayout, layout_k: PackedLayout
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield q (H, T_q, D), k and v (H, T_k, D) of each sequence."""
+    parts = split_rows(q, layout_q), split_rows(k, layout_k), split_rows(v, layout_k)
+    for q_n, k_n, v_n in zip(*parts, strict=True):
+        yield q_n.transpose(0, 1), k_n.transpose(0, 1), v_n.transpose(0, 1)
+
+
+def zeroed(x: Tensor) -> Tensor:
+    """Zeros that still depend on ``x``, with zero gradient; NaN times zero would be NaN."""
+    return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)

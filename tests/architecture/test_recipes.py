@@ -1,0 +1,11 @@
+"""Every recipe that comes with effasr is a valid configuration."""
+
+import pytest
+
+from effasr import config
+from effasr.training.config import TrainConfig
+
+
+@pytest.mark.parametrize("recipe", config.recipes())
+def test_recipe_loads_and_is_named_after_its_file(recipe: str) -> None:
+    assert config.load(TrainConfig, recipe).name == recipe

@@ -1,0 +1,69 @@
+"""Small recordings and manifests for the tests of the data folder."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from effasr.data.tokenizer import SentencePieceTokenizer, train_tokenizer
+
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+
+
+def _write_tone(
+    path: Path, seconds: float, *, rate: int = 16_000, channels: int = 1, hertz: float = 440.0
+) -> Path:
+    """Write a sine of amplitude 0.5; the format follows the suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    time = np.arange(round(seconds * rate)) / rate
+    tone = (0.5 * np.sin(2 * np.pi * hertz * time)).astype(np.float32)
+    soundfile.write(path, np.tile(tone[:, None], channels), rate)
+    return path
+
+
+def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def write_tone() -> Callable[..., Path]:
+    return _write_tone
+
+
+@pytest.fixture(scope="session")
+def write_lines() -> Callable[..., Path]:
+    return _write_lines
+
+
+@pytest.fixture
+def nemo(tmp_path: Path) -> Callable[..., Path]:
+    """Makes a NeMo manifest of ``count`` tones of 0.5 s and more, in tmp_path/corpus."""
+
+    def make(count: int = 12, **fields: Any) -> Path:
+        folder = tmp_path / "corpus"
+        rows = []
+        for index in range(count):
+            seconds = 0.5 + 0.1 * (index % 7)
+            _write_tone(folder / f"audio/u{index}.wav", seconds, hertz=200 + 10 * index)
+            text = " ".join(WORDS[(index + step) % 10] for step in range(1 + index % 2))
+            audio = f"audio/u{index}.wav"
+            rows.append(
+                {"audio_filepath": audio, "duration": seconds, "text": text, "lang": "en"} | fields
+            )
+        return _write_lines(folder / "train.jsonl", rows)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
+    """Trained on number words; English, and German speech without German text."""
+    texts = [" ".join(WORDS[(a + b) % 10] for b in range(4)) for a in range(40)]
+    out = tmp_path_factory.mktemp("tokenizer")
+    return train_tokenizer({"en": texts}, out, vocab_size=40, model_type="bpe", sources=["de"])

@@ -1,0 +1,100 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effasr.data.batch import IGNORED, Example, StaticShape, collate, encoder_frames
+
+EOS, PAD = 2, 1
+
+
+def example(samples: int, text: list[int], *, monotonic: bool = True, name: str = "u") -> Example:
+    audio = np.arange(1, samples + 1, dtype=np.float32)
+    return Example(name, audio, [10, 11, 12], text, monotonic)
+
+
+def test_exact_sizes() -> None:
+    batch = collate(
+        [example(1600, [5, 6]), example(3000, [7], monotonic=False, name="v")],
+        eos_id=EOS,
+        pad_id=PAD,
+    )
+    assert batch.ids == ("u", "v")
+    assert batch.audio.layout.cu_seqlens_host == (0, 1600, 4600)
+    assert batch.audio.values[1599:1602].tolist() == [1600.0, 1.0, 2.0]
+    assert batch.frames.lengths == (encoder_frames(1600), encoder_frames(3000)) == (2, 3)
+    assert batch.tokens.values.tolist() == [10, 11, 12, 5, 6, 10, 11, 12, 7]
+    expected = [IGNORED, IGNORED, 5, 6, EOS, IGNORED, IGNORED, 7, EOS]
+    assert batch.targets.tolist() == expected
+    assert batch.text.values.tolist() == [5, 6]
+    assert batch.text.layout.lengths == (2, 0)
+    assert batch.monotonic.tolist() == [True, False]
+    assert (batch.num_targets, batch.num_monotonic_targets) == (5, 3)
+    assert batch.audio_seconds == pytest.approx(4600 / 16_000)
+
+
+def test_the_tail_of_a_static_shape_is_empty() -> None:
+    shape = StaticShape(frame_budget=10, token_budget=8, max_sequences=4)
+    batch = collate([example(1600, [5])], shape, eos_id=EOS, pad_id=PAD)
+    assert batch.audio.values.shape == (14 * 1280,)
+    assert not batch.audio.values[1600:].any()
+    assert batch.frames.rows == 10
+    assert batch.frames.lengths == (2, 0, 0, 0)
+    assert batch.tokens.values.tolist() == [10, 11, 12, 5] + [PAD] * 4
+    assert batch.targets.tolist() == [IGNORED, IGNORED, 5, EOS] + [IGNORED] * 4
+    assert batch.text.values.tolist() == [5] + [PAD] * 7
+    assert batch.monotonic.tolist() == [True, False, False, False]
+    layouts = (batch.audio.layout, batch.frames, batch.tokens.layout, batch.text.layout)
+    assert {layout.num_sequences for layout in layouts} == {4}
+
+
+def test_no_utterance_at_all_is_a_batch_of_tails() -> None:
+    batch = collate([], StaticShape(10, 8, 4), eos_id=EOS, pad_id=PAD)
+    assert batch.audio.values.shape == (14 * 1280,)
+    assert batch.tokens.layout.total == 0
+    assert (batch.targets == IGNORED).all()
+    assert (batch.num_targets, batch.audio_seconds, batch.ids) == (0, 0.0, ())
+
+
+@given(st.lists(st.integers(0, 20_000), min_size=1, max_size=6))
+def test_audio_always_fits_where_its_frames_do(samples: list[int]) -> None:
+    frames = sum(map(encoder_frames, samples))
+    shape = StaticShape(max(1, frames), 8 * len(samples), len(samples))
+    batch = collate([example(n, [5]) for n in samples], shape, eos_id=EOS, pad_id=PAD)
+    assert batch.frames.total == frames
+    assert batch.audio.layout.total == sum(samples)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (StaticShape(3, 99, 9), "must fit in `frame_budget` = 3, but fills 4: give it fewer"),
+        (StaticShape(99, 7, 9), "must fit in `token_budget` = 7, but fills 8"),
+        (StaticShape(99, 99, 1), "must fit in `max_sequences` = 1, but fills 2"),
+    ],
+)
+def test_over_full_batches_are_refused(shape: StaticShape, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        collate([example(1600, [5]), example(1600, [6])], shape, eos_id=EOS, pad_id=PAD)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    bare = Example("u", np.zeros(1600, np.float32), [], [5])
+    with pytest.raises(ValueError, match="u: `prompt` must have at least one token"):
+        collate([bare], eos_id=EOS, pad_id=PAD)
+
+
+@pytest.mark.parametrize("name", ["frame_budget", "token_budget", "max_sequences"])
+def test_a_shape_must_not_be_empty(name: str) -> None:
+    sizes = {"frame_budget": 1, "token_budget": 1, "max_sequences": 1} | {name: 0}
+    with pytest.raises(ValueError, match=f"`{name}` must be at least 1, but is 0"):
+        StaticShape(**sizes)
+
+
+def test_dtypes() -> None:
+    batch = collate([example(1600, [5])], eos_id=EOS, pad_id=PAD)
+    assert batch.audio.values.dtype == torch.float32
+    assert {batch.tokens.values.dtype, batch.targets.dtype, batch.text.values.dtype} == {
+        torch.int64
+    }

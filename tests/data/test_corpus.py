@@ -1,0 +1,140 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from effasr.data.audio import AudioError
+from effasr.data.batch import encoder_frames
+from effasr.data.config import DataConfig
+from effasr.data.corpus import Corpus
+from effasr.data.manifests import load_audio, read
+from effasr.data.prepare import prepare
+from effasr.data.tokenizer import Tokenizer
+
+
+def load(path: Path, tokenizer: Tokenizer, **options: object) -> Corpus:
+    config = DataConfig(**({"train": str(path), "frame_budget": 60} | options))  # type: ignore[arg-type]
+    return Corpus.load(config.train, tokenizer, config)
+
+
+def test_examples_are_those_of_the_manifest(
+    nemo: Callable[..., Path], tokenizer: Tokenizer
+) -> None:
+    manifest = nemo(12)
+    corpus = load(manifest, tokenizer)
+    assert len(corpus) == 12
+    assert not corpus.dropped
+    for index, cut in enumerate(read(manifest)):
+        example = corpus.example(index)
+        assert (example.id, corpus.cut(index)) == (cut.id, cut)
+        assert (example.audio == load_audio(cut)).all()
+        assert tokenizer.decode(example.text) == cut.supervisions[0].text
+        assert len(example.prompt) == 5
+        assert corpus.lengths.frames[index] == encoder_frames(example.audio.shape[0])
+        assert corpus.lengths.tokens[index] == len(example.prompt) + len(example.text)
+    assert corpus.seconds == pytest.approx(sum(cut.duration for cut in read(manifest)))
+
+
+def test_a_prepared_folder_gives_the_same_corpus_without_opening_audio(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    manifest = nemo(5)
+    direct = load(manifest, tokenizer)
+    prepare(manifest, tmp_path / "out")
+    for file in (manifest.parent / "audio").iterdir():
+        file.rename(file.with_suffix(".away"))
+    prepared = load(tmp_path / "out", tokenizer)
+    assert prepared.fingerprint == direct.fingerprint
+    assert [prepared.cut(i) for i in range(5)] == [direct.cut(i) for i in range(5)]
+    with pytest.raises(AudioError, match=r"utterance 'u3': .*u3\.wav: there is no such file"):
+        prepared.example(3)
+
+
+def test_what_cannot_be_trained_on_is_listed(
+    nemo: Callable[..., Path], tokenizer: Tokenizer
+) -> None:
+    manifest = nemo(7)
+    (manifest.parent / "audio/u2.wav").unlink()
+    corpus = load(manifest, tokenizer, min_duration=0.6, max_duration=1.0, token_budget=40)
+    assert [(drop.id, drop.reason) for drop in corpus.dropped] == [
+        ("u0", "too_short"),
+        ("u2", "missing_audio"),
+        ("u6", "too_long"),
+    ]
+    assert [corpus.cut(index).id for index in range(4)] == ["u1", "u3", "u4", "u5"]
+
+
+def test_over_budgets(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, write_lines: Callable[..., Path]
+) -> None:
+    manifest = nemo(7)
+    frames = load(manifest, tokenizer, frame_budget=10, token_budget=60)
+    assert {drop.reason for drop in frames.dropped} == {"over_frame_budget"}
+    rows = [{"audio_filepath": f"audio/u{index % 7}.wav", "text": "one"} for index in range(1500)]
+    rows[9]["text"] = "one four two eight"
+    many = write_lines(manifest.parent / "many.jsonl", rows)
+    config = DataConfig(frame_budget=16)
+    derived = Corpus.load([many], tokenizer, config, ctc=False)
+    (drop,) = derived.dropped
+    assert (drop.reason, drop.id) == ("over_token_budget", "u2-2")
+    assert "was derived from `frame_budget`: set `token_budget`" in drop.details
+    assert len(derived) == 1499
+    assert derived.example(9).id == "u3-2"
+    assert tokenizer.decode(derived.example(9).text) == "one"
+
+
+def test_the_shape_is_derived_where_it_is_not_given(
+    nemo: Callable[..., Path], tokenizer: Tokenizer
+) -> None:
+    manifest = nemo(12)
+    corpus = load(manifest, tokenizer, frame_budget=200)
+    ratio = corpus.lengths.tokens.sum() / corpus.lengths.frames.sum()
+    assert corpus.shape.token_budget == pytest.approx(200 * ratio, abs=1)
+    assert corpus.shape.max_sequences == 25
+    given = load(manifest, tokenizer, token_budget=33, max_sequences=4)
+    assert (given.shape.token_budget, given.shape.max_sequences) == (33, 4)
+
+
+def test_the_fingerprint_follows_texts_and_order(
+    nemo: Callable[..., Path], tokenizer: Tokenizer
+) -> None:
+    manifest = nemo(4)
+    first = load(manifest, tokenizer).fingerprint
+    assert load(manifest, tokenizer).fingerprint == first
+    lines = manifest.read_text().splitlines()
+    manifest.write_text("\n".join(reversed(lines)))
+    assert load(manifest, tokenizer).fingerprint != first
+    manifest.write_text("\n".join(lines).replace('"one two"', '"one six"'))
+    assert load(manifest, tokenizer).fingerprint != first
+
+
+def test_a_corpus_without_anything_to_train_on_is_refused(
+    nemo: Callable[..., Path], tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"no utterance can be trained on \(3 dropped; the first: "
+    ):
+        load(nemo(3), tokenizer, min_duration=5.0)
+    with pytest.raises(ValueError, match=r"no manifest: no utterance can be trained on"):
+        Corpus.load([], tokenizer, DataConfig())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"frame_budget": 0}, "`frame_budget` must be at least 1, but is 0"),
+        ({"micro_batches": 0}, "`micro_batches` must be at least 1, but is 0"),
+        ({"token_budget": 0}, "`token_budget` must be at least 1, but is 0: leave it out"),
+        ({"workers": -1}, "`workers` must be at least 0, but is -1"),
+        ({"on_bad_audio": "ignore"}, "`on_bad_audio` must be 'raise' or 'skip'"),
+        ({"min_duration": 9, "max_duration": 3}, "`min_duration` must be greater than 0"),
+    ],
+)
+def test_the_configuration_is_checked(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**fields)
+
+
+def test_one_path_or_several() -> None:
+    assert DataConfig(train="a").train == ("a",)
+    assert DataConfig(train=("a", "b")).train == ("a", "b")

@@ -1,0 +1,68 @@
+"""The library is global to a process, so these tests run it in processes of their own."""
+
+import json
+import subprocess
+import sys
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from effasr.data.demo.voices import VARIANTS, voices
+
+pytest.importorskip("espeakng_loader")
+
+SPECTRA = """
+import json, sys
+import numpy as np
+from effasr.data.demo.espeak import Espeak
+espeak = Espeak()
+spectra = {}
+for name in json.loads(sys.argv[1]):
+    espeak.select(name)
+    audio = espeak.speak(sys.argv[2], rate=175, pitch=50)
+    audio /= np.sqrt(np.mean(audio**2))
+    frames = np.lib.stride_tricks.sliding_window_view(audio, 512)[::220] * np.hanning(512)
+    power = np.abs(np.fft.rfft(frames))[:, :240].reshape(len(frames), 24, 10) ** 2
+    warp = np.linspace(0, len(frames) - 1, 100).round().astype(int)
+    spectra[name] = np.log(power.mean(2) + 1e-2)[warp].tolist()
+json.dump(spectra, sys.stdout)
+"""
+REFUSED = """
+import sys
+from effasr.data.demo.espeak import Espeak
+try:
+    Espeak().select(sys.argv[1])
+except ValueError as error:
+    sys.stdout.write(str(error))
+"""
+
+
+def run(code: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["en-us+nosuch", "nosuch", "nosuch+f1", "en-gb+f1"])
+def test_a_voice_that_does_not_exist_is_refused(name: str) -> None:
+    answer = run(REFUSED, name)
+    assert repr(name) in answer
+    assert "must be an accent and a variant" in answer
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [("en", "seven four two eight one"), ("de", "sieben vier zwei acht eins")],
+)
+def test_every_voice_exists_and_the_held_out_ones_are_others(language: str, text: str) -> None:
+    split_of = {voice.name: split for split in VARIANTS for voice in voices(split, language)}
+    answer = json.loads(run(SPECTRA, json.dumps(list(split_of)), text))
+    spectra = {name: np.array(spectrum) for name, spectrum in answer.items()}
+    assert set(spectra) == set(split_of)
+    for one, other in combinations(split_of, 2):
+        if one.partition("+")[0] == other.partition("+")[0]:
+            least = 0.3 if split_of[one] == split_of[other] else 0.6
+            assert np.abs(spectra[one] - spectra[other]).mean() > least, (one, other)

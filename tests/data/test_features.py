@@ -1,0 +1,167 @@
+import numpy as np
+import pytest
+import torch
+
+from effasr.data.features import FeatureConfig, LogMel, MelFrames, mel_filterbank
+from effasr_kernels import PackedLayout, pack
+
+
+def utterances(*samples: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [0.1 * torch.randn(count, generator=generator) for count in samples]
+
+
+def log_mel(
+    config: FeatureConfig, audio: list[torch.Tensor], spare: int = 0, extra: int = 0
+) -> MelFrames:
+    lengths = [config.encoder_frames(len(wave)) for wave in audio]
+    count = len(audio) + extra
+    packed = pack(audio, rows=sum(map(len, audio)) + 1280 * spare, num_sequences=count)
+    rows = sum(lengths) + spare
+    frames = PackedLayout.from_lengths(lengths, rows=rows, num_sequences=count)
+    return LogMel(config)(packed, frames)
+
+
+def real_rows(mel: MelFrames) -> list[torch.Tensor]:
+    starts = [8 * start for start in mel.layout.cu_seqlens_host]
+    return [
+        mel.values[start : start + int(length)]
+        for start, length in zip(starts, mel.lengths, strict=False)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "mel", "frames"), [(0, 0, 0), (159, 0, 0), (160, 1, 1), (1439, 8, 1), (1440, 9, 2)]
+)
+def test_frame_counts(samples: int, mel: int, frames: int) -> None:
+    assert FeatureConfig().mel_frames(samples) == mel
+    assert FeatureConfig().encoder_frames(samples) == frames
+
+
+@pytest.mark.parametrize(("mel_bins", "n_fft"), [(64, 512), (80, 512), (128, 512), (128, 1024)])
+def test_filterbank_is_that_of_transformers(mel_bins: int, n_fft: int) -> None:
+    audio_utils = pytest.importorskip("transformers.audio_utils")
+    expected = audio_utils.mel_filter_bank(
+        num_frequency_bins=n_fft // 2 + 1,
+        num_mel_filters=mel_bins,
+        min_frequency=0.0,
+        max_frequency=8000.0,
+        sampling_rate=16_000,
+        norm="slaney",
+        mel_scale="slaney",
+    )
+    ours = mel_filterbank(FeatureConfig(mel_bins=mel_bins, n_fft=n_fft))
+    np.testing.assert_allclose(ours, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("mel_bins", [80, 128])
+def test_a_pack_gives_what_transformers_gives_for_each_utterance(mel_bins: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    extractor = transformers.ParakeetFeatureExtractor(feature_size=mel_bins)
+    audio = utterances(7000, 1439, 320, 16_001, 1280)
+    mel = log_mel(FeatureConfig(mel_bins=mel_bins), audio, spare=3, extra=2)
+    for wave, ours in zip(audio, real_rows(mel), strict=False):
+        expected = extractor(wave.numpy(), sampling_rate=16_000, return_tensors="pt")
+        theirs = expected.input_features[0][expected.attention_mask[0]]
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_that_are_not_real_are_zero() -> None:
+    mel = log_mel(FeatureConfig(), utterances(1600, 100, 2000), spare=2, extra=1)
+    assert mel.lengths.tolist() == [10, 0, 12, 0]
+    assert mel.mask.sum() == 22
+    assert mel.values[~mel.mask].abs().max() == 0
+    assert mel.values.shape == (8 * 6, 80)
+
+
+def test_features_do_not_depend_on_the_neighbours() -> None:
+    first, second, third = utterances(3000, 2719, 5000)
+    packed = real_rows(log_mel(FeatureConfig(), [first, second, third], spare=4))[1]
+    alone = real_rows(log_mel(FeatureConfig(), [second]))[0]
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+    loud = [torch.full_like(first, torch.nan), second, torch.full_like(third, torch.nan)]
+    assert torch.equal(real_rows(log_mel(FeatureConfig(), loud, spare=4))[1], packed)
+
+
+def test_short_and_silent_utterances_are_finite() -> None:
+    mel = log_mel(FeatureConfig(), [torch.zeros(3200), *utterances(160, 200, 320, 0)])
+    assert torch.isfinite(mel.values).all()
+    # One row has no variance: it is its own mean.
+    assert real_rows(mel)[1].abs().max() == 0
+
+
+def test_a_batch_of_nothing_has_no_rows() -> None:
+    assert log_mel(FeatureConfig(), utterances(100, 0)).values.shape == (0, 80)
+    tail = log_mel(FeatureConfig(), utterances(100), spare=2)
+    assert not tail.values.any()
+
+
+def test_bands_have_zero_mean_and_unit_variance() -> None:
+    for rows in real_rows(log_mel(FeatureConfig(), utterances(16_000, 4_000))):
+        torch.testing.assert_close(rows.mean(0), torch.zeros(80), atol=1e-4, rtol=0)
+        torch.testing.assert_close(rows.std(0), torch.ones(80), atol=1e-4, rtol=0)
+
+
+def test_without_normalisation_the_log_of_the_energy_stays() -> None:
+    quiet, loud = (
+        real_rows(log_mel(FeatureConfig(normalize=False, preemphasis=0.0), [scale * wave]))[0]
+        for wave in utterances(8000)
+        for scale in (1.0, 10.0)
+    )
+    torch.testing.assert_close(
+        loud - quiet, torch.full_like(quiet, np.log(100.0)), atol=1e-3, rtol=0
+    )
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    audio = utterances(9000, 4000)
+    whole = log_mel(FeatureConfig(), audio).values
+    monkeypatch.setattr("effasr.data.features._CHUNK_ROWS", {"cpu": 24})
+    torch.testing.assert_close(log_mel(FeatureConfig(), audio).values, whole, atol=1e-6, rtol=0)
+
+
+def test_autocast_does_not_round() -> None:
+    audio = utterances(9000)
+    expected = log_mel(FeatureConfig(), audio).values
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(log_mel(FeatureConfig(), audio).values, expected)
+
+
+def test_another_dtype_of_the_weights_does_not_round_either() -> None:
+    features = LogMel(FeatureConfig())
+    expected = features.filterbank.clone()
+    for dtype in (torch.bfloat16, torch.float64):
+        assert features.to(dtype).window.dtype == torch.float32
+        assert torch.equal(features.filterbank, expected)
+
+
+def test_wrong_frames_are_refused() -> None:
+    packed = pack(utterances(3200, 1600))
+    with pytest.raises(ValueError, match=r"`frames` must have lengths \(3, 2\).*has \(3, 1\)"):
+        LogMel(FeatureConfig())(packed, PackedLayout.from_lengths([3, 1]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("mel_bins", 60, "multiple of 8"),
+        ("window", 600, "raise `n_fft`"),
+        ("hop", 0, "at least 1"),
+        ("hop", 20, "raise `hop`"),
+        ("preemphasis", 1.5, r"in \[0, 1\]"),
+    ],
+)
+def test_a_wrong_configuration_names_the_remedy(field: str, value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FeatureConfig(**{field: value})
+
+
+def test_buffers_are_not_in_the_checkpoint_and_survive_the_meta_device() -> None:
+    expected = LogMel(FeatureConfig()).filterbank
+    with torch.device("meta"):
+        features = LogMel(FeatureConfig())
+    assert not features.state_dict()
+    assert torch.equal(features.filterbank, expected)
+    features.to_empty(device="cpu")
+    features.reset_parameters()
+    assert torch.equal(features.filterbank, expected)

@@ -1,0 +1,119 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lhotse.cut import Cut
+
+from effasr.data.filters import Limits, Reason, Unfit, check, frames_for_ctc, rate_outliers
+from effasr.data.manifests import read
+from effasr.data.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def cut_of(
+    tmp_path: Path, write_tone: Callable[..., Path], write_lines: Callable[..., Path]
+) -> Callable[..., Cut]:
+    def make(text: str = "one two", seconds: float = 2.0, **fields: str) -> Cut:
+        write_tone(tmp_path / "a.wav", seconds)
+        row = {"audio_filepath": "a.wav", "text": text} | fields
+        return read(write_lines(tmp_path / "m.jsonl", [row]))[0]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("cut", "limits", "reason", "details"),
+    [
+        ({"seconds": 0.05}, {}, Reason.TOO_SHORT, "0.050 s, under 0.1 s"),
+        ({"seconds": 2.0}, {"max_duration": 1.5}, Reason.TOO_LONG, "2.000 s, over 1.5 s"),
+        ({"text": ""}, {}, Reason.EMPTY_TEXT, "the text is empty"),
+        ({"text": "  "}, {}, Reason.EMPTY_TEXT, "the text is empty"),
+        ({}, {"frame_budget": 24}, Reason.FRAME_BUDGET, "25 encoder frames, over 24"),
+        ({}, {"token_budget": 5}, Reason.TOKEN_BUDGET, r"\d+ tokens, over 5"),
+        ({"lang": "fr"}, {}, Reason.UNKNOWN_LANGUAGE, "must be one of de, en, but is 'fr'"),
+        ({"text": "жц"}, {}, Reason.UNKNOWN_TEXT, "the vocabulary spells nothing of 'жц'"),
+        (
+            {"text": "four three two one", "seconds": 0.2},
+            {},
+            Reason.CTC_INFEASIBLE,
+            r"CTC needs \d+ encoder frames for \d+ tokens, and there are 3",
+        ),
+        ({}, {"max_tokens_per_second": 0.5}, Reason.TOKEN_RATE, r"\d\.\d per second, over 0\.5"),
+    ],
+)
+def test_reasons(
+    cut_of: Callable[..., Cut],
+    tokenizer: Tokenizer,
+    cut: dict,
+    limits: dict,
+    reason: Reason,
+    details: str,
+) -> None:
+    with pytest.raises(Unfit, match=details) as caught:
+        check(cut_of(**cut), Limits(**limits), tokenizer)
+    assert caught.value.reason == reason
+
+
+def test_a_good_cut_gives_its_tokens(cut_of: Callable[..., Cut], tokenizer: Tokenizer) -> None:
+    cut = cut_of()
+    tokens = check(cut, Limits(frame_budget=25, token_budget=30), tokenizer)
+    assert tokens is not None
+    assert tokens.text == tokenizer.encode("one two", "en")
+    assert len(tokens.prompt) == 5
+    assert tokens.monotonic
+
+
+def test_ctc_asks_nothing_of_translations_and_of_models_without_it(
+    cut_of: Callable[..., Cut], tokenizer: Tokenizer
+) -> None:
+    long = {"text": "four three two one", "seconds": 0.2}
+    assert check(cut_of(**long), Limits(ctc=False), tokenizer) is not None
+    translated = check(cut_of(**long, lang="de", target_lang="en"), Limits(), tokenizer)
+    assert translated is not None
+    assert not translated.monotonic
+
+
+def test_without_a_tokenizer_characters_are_counted(cut_of: Callable[..., Cut]) -> None:
+    assert check(cut_of(), Limits()) is None
+    with pytest.raises(Unfit, match=r"3\.5 per second, over 3") as caught:
+        check(cut_of(), Limits(max_characters_per_second=3))
+    assert caught.value.reason == Reason.CHARACTER_RATE
+
+
+@pytest.mark.parametrize(
+    ("text", "frames"), [([], 0), ([4], 1), ([4, 5], 2), ([4, 4], 3), ([4, 4, 4, 5], 6)]
+)
+def test_frames_for_ctc(text: list[int], frames: int) -> None:
+    assert frames_for_ctc(text) == frames
+
+
+def test_outliers_are_found_among_utterances_of_their_length() -> None:
+    rng = np.random.default_rng(0)
+    durations = np.exp(rng.normal(1, 0.8, 3000))
+    # Short utterances are spoken faster: their rates alone are no outliers.
+    rates = 8 / np.sqrt(durations) * np.exp(rng.normal(0, 0.2, 3000))
+    wrong = np.array([5, 700, 2999])
+    rates[wrong] *= 6
+    found = np.flatnonzero(rate_outliers(rates, durations))
+    np.testing.assert_array_equal(found, wrong)
+
+
+def test_equal_rates_have_no_outliers() -> None:
+    assert not rate_outliers(np.full(500, 5.0), np.linspace(1, 9, 500)).any()
+    # Hardly faster, though many standard deviations away.
+    assert not rate_outliers(np.append(np.full(500, 5.0), 5.5), np.linspace(1, 9, 501)).any()
+    assert rate_outliers(np.zeros(0), np.zeros(0)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_duration": 0}, "`min_duration` must be greater than 0"),
+        ({"min_duration": 5, "max_duration": 4}, "at most `max_duration`, but they are 5 and 4"),
+        ({"frame_budget": 0}, "`frame_budget` must be greater than 0, but is 0"),
+    ],
+)
+def test_limits_are_checked(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Limits(**fields)

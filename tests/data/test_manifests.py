@@ -1,0 +1,231 @@
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from lhotse import CutSet
+
+from effasr.data.manifests import load_audio, read, request
+from effasr.data.prompt import Prompt
+
+
+@pytest.fixture
+def line(
+    tmp_path: Path, write_tone: Callable[..., Path], write_lines: Callable[..., Path]
+) -> Callable[..., Path]:
+    """Makes a manifest of one line about a second of audio, with fields put in or left out."""
+    write_tone(tmp_path / "a.wav", 1.0)
+
+    def make(**fields: Any) -> Path:
+        row = {"audio_filepath": "a.wav", "duration": 1.0, "text": "one two"} | fields
+        kept = {name: value for name, value in row.items() if value is not ...}
+        return write_lines(tmp_path / "m.jsonl", [kept])
+
+    return make
+
+
+def test_a_nemo_line_becomes_a_cut(line: Callable[..., Path], tmp_path: Path) -> None:
+    (cut,) = read(line(text="  one two ", lang="en", pnc="no"))
+    assert cut.id == "a"
+    assert cut.duration == 1.0
+    assert cut.recording.sources[0].source == str(tmp_path / "a.wav")
+    assert cut.supervisions[0].text == "one two"
+    assert cut.supervisions[0].language == "en"
+    assert cut.custom == {"target_lang": "en", "task": "transcribe", "pnc": False}
+    assert load_audio(cut).shape == (16_000,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, Prompt("en", "en", "transcribe", True)),
+        ({"lang": "de"}, Prompt("de", "de", "transcribe", True)),
+        ({"source_lang": "de", "target_lang": "en"}, Prompt("de", "en", "translate", True)),
+        ({"source_lang": "de", "lang": "en"}, Prompt("de", "en", "translate", True)),
+        ({"lang": "de", "target_lang": "en", "task": "ast"}, Prompt("de", "en", "translate")),
+        (
+            {"lang": "de", "target_lang": "en", "taskname": "s2t_translation"},
+            Prompt("de", "en", "translate"),
+        ),
+        ({"task": "ASR", "pnc": "nopnc"}, Prompt("en", "en", "transcribe", False)),
+        ({"pnc": "yes"}, Prompt()),
+        ({"pnc": False}, Prompt(punctuation=False)),
+    ],
+)
+def test_prompt_fields(line: Callable[..., Path], fields: dict, expected: Prompt) -> None:
+    (cut,) = read(line(**fields))
+    assert request(cut) == expected
+
+
+def test_the_default_language_is_an_argument(line: Callable[..., Path]) -> None:
+    assert request(read(line(), language="fr")[0]) == Prompt("fr", "fr")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"audio_filepath": ...}, "neither a NeMo line"),
+        ({"audio_filepath": 3}, "`audio_filepath` must be a string, but is 3"),
+        ({"text": ...}, "`text` is missing: every line needs it"),
+        ({"text": None}, "`text` must be a string, but is None"),
+        ({"text": ["a"]}, r"`text` must be a string, but is \['a'\]"),
+        ({"duration": "long"}, "`duration` must be a number of seconds, but is 'long'"),
+        ({"duration": True}, "`duration` must be a number of seconds, but is True"),
+        ({"duration": -1}, "`duration` must be greater than 0, but is -1"),
+        ({"duration": 0}, "`duration` must be greater than 0, but is 0"),
+        ({"duration": float("nan")}, "`duration` must be a number of seconds, but is nan"),
+        ({"offset": -0.5}, r"`offset` must be at least 0, but is -0\.5"),
+        ({"lang": 7}, "`lang` must be a string, but is 7"),
+        ({"task": "sing"}, "`task` must be one of asr, .*, but is 'sing'"),
+        ({"pnc": "maybe"}, "`pnc` must be true, false or one of .*, but is 'maybe'"),
+        ({"lang": "de", "target_lang": "en", "task": "asr"}, "use the task 'translate'"),
+        ({"task": "translate"}, "use the task 'transcribe'"),
+        ({"id": 5}, "`id` must be a string, but is 5"),
+        ({"audio_filepath": "b.wav"}, "b.wav: there is no such file.*`effasr prepare` leaves"),
+        ({"duration": 3.0}, "`duration` is 3 s, but the file holds 1 s"),
+        ({"duration": 0.4}, r"`duration` is 0.4 s, but the file holds 1 s \(a part .* `offset`"),
+        ({"offset": 2.0}, "`offset` is 2 s, but the file ends at 1 s"),
+    ],
+)
+def test_a_malformed_line_is_named(line: Callable[..., Path], fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"m\.jsonl:1: .*{message}"):
+        read(line(**fields))
+
+
+def test_the_line_number_counts_blank_lines(
+    tmp_path: Path, write_tone: Callable[..., Path]
+) -> None:
+    write_tone(tmp_path / "a.wav", 1.0)
+    good = json.dumps({"audio_filepath": "a.wav", "text": "one"})
+    (tmp_path / "m.jsonl").write_text(f"{good}\n\n  \n{{broken\n")
+    with pytest.raises(ValueError, match=r"m\.jsonl:4: not valid JSON .*column 2"):
+        read(tmp_path / "m.jsonl")
+    (tmp_path / "m.jsonl").write_text(f"{good}\n[1]\n")
+    with pytest.raises(ValueError, match=r"m\.jsonl:2: must be a JSON object, but is a list"):
+        read(tmp_path / "m.jsonl")
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_an_empty_manifest_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "m.jsonl").write_text(content)
+    with pytest.raises(ValueError, match="holds no utterances"):
+        read(tmp_path / "m.jsonl")
+
+
+def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no such file or folder"):
+        read(tmp_path / "m.jsonl")
+
+
+def test_bytes_that_are_not_utf8_are_located(line: Callable[..., Path]) -> None:
+    path = line()
+    path.write_bytes(path.read_bytes() + '{"text": "Tür"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"m\.jsonl:2: must be UTF-8, but has the byte 0xfc"):
+        read(path)
+
+
+def test_a_damaged_gzip_file_is_refused(line: Callable[..., Path], tmp_path: Path) -> None:
+    packed = tmp_path / "m.jsonl.gz"
+    packed.write_bytes(gzip.compress(line().read_bytes())[:-9])
+    with pytest.raises(ValueError, match=r"m\.jsonl\.gz: cannot be read"):
+        read(packed)
+
+
+def test_durations_become_exact(line: Callable[..., Path]) -> None:
+    assert read(line(duration=1.04))[0].duration == 1.0
+    assert read(line(duration=...))[0].duration == 1.0
+    part = read(line(offset=0.25, duration=0.5))[0]
+    assert (part.start, part.duration) == (0.25, 0.5)
+    assert read(line(offset=0.25, duration=...))[0].duration == 0.75
+
+
+def test_stereo_files_are_averaged(
+    tmp_path: Path, write_tone: Callable[..., Path], write_lines: Callable[..., Path]
+) -> None:
+    write_tone(tmp_path / "a.wav", 0.5, channels=2)
+    (cut,) = read(write_lines(tmp_path / "m.jsonl", [{"audio_filepath": "a.wav", "text": "x"}]))
+    assert cut.channel == [0, 1]
+    assert load_audio(cut).shape == (8000,)
+
+
+def test_made_up_ids_are_made_unique_in_order(
+    tmp_path: Path, write_tone: Callable[..., Path], write_lines: Callable[..., Path]
+) -> None:
+    write_tone(tmp_path / "a.wav", 1.0)
+    write_tone(tmp_path / "x" / "a.wav", 1.0)
+    rows = [
+        {"audio_filepath": "a.wav", "text": "x", "offset": 0.0, "duration": 0.5},
+        {"audio_filepath": "a.wav", "text": "x", "offset": 0.5, "duration": 0.5},
+        {"audio_filepath": "x/a.wav", "text": "x"},
+    ]
+    assert list(read(write_lines(tmp_path / "m.jsonl", rows)).ids) == ["a", "a-2", "a-3"]
+
+
+def test_given_ids_must_be_unique(
+    tmp_path: Path, write_tone: Callable[..., Path], write_lines: Callable[..., Path]
+) -> None:
+    write_tone(tmp_path / "a.wav", 1.0)
+    rows = [{"id": "u", "audio_filepath": "a.wav", "text": "x"}] * 2
+    with pytest.raises(ValueError, match=r"m\.jsonl:2: the id 'u' is taken .*give every"):
+        read(write_lines(tmp_path / "m.jsonl", rows))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_lhotse_cuts_come_back(line: Callable[..., Path], tmp_path: Path, suffix: str) -> None:
+    cuts = read(line(source_lang="de", target_lang="en", pnc=False))
+    cuts.to_file(tmp_path / f"cuts{suffix}")
+    again = read(tmp_path / f"cuts{suffix}")
+    assert again[0] == cuts[0]
+    assert request(again[0]) == Prompt("de", "en", "translate", False)
+
+
+def test_plain_lhotse_cuts_get_the_missing_fields(
+    line: Callable[..., Path], tmp_path: Path
+) -> None:
+    (cut,) = read(line(lang="de"))
+    cut.custom = {"channel_type": "far"}
+    cut.recording.sources[0].source = "a.wav"
+    CutSet.from_cuts([cut]).to_file(tmp_path / "cuts.jsonl")
+    (again,) = read(tmp_path / "cuts.jsonl")
+    assert again.custom == {
+        "channel_type": "far",
+        "target_lang": "de",
+        "task": "transcribe",
+        "pnc": True,
+    }
+    assert load_audio(again).shape == (16_000,)
+
+
+def test_cuts_that_cannot_be_used_are_refused(line: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "cuts.jsonl"
+    (cut,) = read(line())
+
+    def refused(message: str, *cuts: Any) -> None:
+        CutSet.from_cuts(cuts).to_file(path)
+        with pytest.raises(ValueError, match=rf"cuts\.jsonl:1: .*{message}"):
+            read(path)
+
+    refused("must have one supervision, but has 0", cut.drop_supervisions())
+    refused("must be a MonoCut or a MultiCut, but is a MixedCut", cut.pad(duration=2.0))
+    silent = read(line())[0]
+    silent.supervisions[0].text = None
+    refused("text` must be a string, but is None", silent)
+    path.write_text('{"supervisions": [], "type": "Tape"}\n')
+    with pytest.raises(ValueError, match=r"cuts\.jsonl:1: not a cut that lhotse can read"):
+        read(path)
+
+
+def test_parts_of_one_recording_hold_different_audio(
+    tmp_path: Path, write_lines: Callable[..., Path]
+) -> None:
+    time = np.arange(16_000) / 16_000
+    soundfile.write(tmp_path / "a.wav", np.float32(0.5 * time), 16_000, subtype="FLOAT")
+    rows = [
+        {"audio_filepath": "a.wav", "text": "x", "offset": at, "duration": 0.25} for at in (0, 0.5)
+    ]
+    first, second = map(load_audio, read(write_lines(tmp_path / "m.jsonl", rows)))
+    np.testing.assert_allclose(second - first, 0.25, atol=1e-6)

@@ -1,0 +1,170 @@
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from effasr.data.filters import Limits
+from effasr.data.manifests import load_audio, read
+from effasr.data.prepare import prepare
+from effasr.data.tokenizer import Tokenizer
+
+
+def dropped_lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "dropped.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, nemo: Callable[..., Path]) -> Path:
+    """Twelve good utterances with a faulty one after every second of them."""
+    manifest = nemo(12)
+    audio = manifest.parent / "audio"
+    good = manifest.read_text().splitlines()
+    (audio / "zero.wav").write_bytes(b"")
+    (audio / "noise.wav").write_bytes(os.urandom(0) + b"not audio" * 50)
+    soundfile.write(audio / "silent.wav", np.zeros(8000), 16_000)
+    whole = (audio / "u0.wav").read_bytes()
+    soundfile.write(audio / "cut.flac", np.random.default_rng(0).normal(0, 0.1, 32_000), 16_000)
+    (audio / "cut.flac").write_bytes((audio / "cut.flac").read_bytes()[:9000])
+    (audio / "long.wav").write_bytes(whole)
+    faults = [
+        {"audio_filepath": "audio/gone.wav", "duration": 1.0, "text": "one"},
+        {"audio_filepath": "audio/zero.wav", "duration": 1.0, "text": "one"},
+        {"audio_filepath": "audio/noise.wav", "text": "one"},
+        {"audio_filepath": "audio/silent.wav", "text": "one"},
+        {"audio_filepath": "audio/cut.flac", "text": "one"},
+        {"audio_filepath": "audio/long.wav", "duration": 9.0, "text": "one"},
+    ]
+    lines = []
+    for index, fault in enumerate(faults):
+        lines += [*good[2 * index : 2 * index + 2], json.dumps(fault)]
+    manifest.write_text("\n".join(lines) + "\n")
+    return manifest
+
+
+def test_every_fault_is_dropped_counted_and_listed(faulty: Path, tmp_path: Path) -> None:
+    report = prepare(faulty, tmp_path / "out", jobs=2)
+    assert [cut.id for cut in read(tmp_path / "out")] == [f"u{index}" for index in range(12)]
+    lines = dropped_lines(tmp_path / "out")
+    assert [(line["id"], line["reason"]) for line in lines] == [
+        ("gone", "missing_audio"),
+        ("zero", "empty_audio"),
+        ("noise", "unreadable_audio"),
+        ("silent", "silent_audio"),
+        ("cut", lines[4]["reason"]),
+        ("long", "duration_mismatch"),
+    ]
+    assert lines[4]["reason"] in ("duration_mismatch", "unreadable_audio")
+    assert all(line["audio"].startswith(str(faulty.parent)) and line["details"] for line in lines)
+    assert (report.kept.utterances, report.dropped.utterances) == (12, 6)
+    assert report.kept.hours * 3600 == pytest.approx(
+        sum(c.duration for c in read(faulty.parent / "../out")), abs=0.01
+    )
+    assert sum(share.utterances for share in report.by_reason.values()) == 6
+    assert report.by_language["en"].utterances == 12
+    assert json.loads((tmp_path / "out/report.json").read_text())["kept"]["utterances"] == 12
+
+
+def test_damage_inside_a_file_goes_unseen_without_decoding(faulty: Path, tmp_path: Path) -> None:
+    prepare(faulty, tmp_path / "out", decode=False)
+    assert {"cut", "silent"} <= set(read(tmp_path / "out").ids)
+
+
+def test_the_output_can_be_read_from_anywhere(
+    nemo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = nemo(3)
+    monkeypatch.chdir(manifest.parent)
+    prepare("train.jsonl", tmp_path / "out")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    moved = (tmp_path / "out").rename(tmp_path / "elsewhere" / "moved")
+    assert [load_audio(cut).shape for cut in read(moved)] == [(8000,), (9600,), (11_200,)]
+
+
+def test_the_same_source_gives_the_same_files(faulty: Path, tmp_path: Path) -> None:
+    for name, jobs in (("a", 1), ("b", 4)):
+        prepare(faulty, tmp_path / name, jobs=jobs)
+    prepare(faulty, tmp_path / "b", jobs=3)
+    for file in ("cuts.jsonl.gz", "dropped.jsonl", "report.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        "cuts.jsonl.gz",
+        "dropped.jsonl",
+        "report.json",
+    ]
+    prepare(tmp_path / "a", tmp_path / "c")
+    assert read(tmp_path / "c") == read(tmp_path / "a")
+
+
+def test_checks_that_need_a_tokenizer(
+    nemo: Callable[..., Path], tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    manifest = nemo(6)
+    rows = [json.loads(line) for line in manifest.read_text().splitlines()]
+    rows[1]["lang"] = "fr"
+    rows[2]["text"] = "жжж"
+    rows[3]["text"] = "one two three four five six"
+    rows[4] |= {"source_lang": "de", "target_lang": "en", "lang": None, "text": "one ж"}
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = prepare(manifest, tmp_path / "out", tokenizer=tokenizer)
+    assert [line["reason"] for line in dropped_lines(tmp_path / "out")] == [
+        "unknown_language",
+        "unknown_text",
+        "ctc_infeasible",
+    ]
+    assert {name: share.utterances for name, share in report.by_language.items()} == {
+        "en": 2,
+        "de>en": 1,
+    }
+    assert report.unknown_tokens == 1
+    assert report.tokens > 6
+
+
+def test_rate_outliers_are_dropped(nemo: Callable[..., Path], tmp_path: Path) -> None:
+    manifest = nemo(40)
+    rows = [json.loads(line) for line in manifest.read_text().splitlines()]
+    for row in rows:
+        row["text"] = "one two three"
+    rows[17]["text"] = "one two three " * 30
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare(manifest, tmp_path / "out")
+    (line,) = dropped_lines(tmp_path / "out")
+    assert (line["id"], line["reason"]) == ("u17", "character_rate_outlier")
+    assert "far more than others of 0.8 s" in line["details"]
+    assert line["audio"].endswith("u17.wav")
+
+
+def test_limits_and_progress(nemo: Callable[..., Path], tmp_path: Path) -> None:
+    seen: list[int] = []
+    limits = Limits(min_duration=0.6, max_duration=1.0)
+    report = prepare(nemo(7), tmp_path / "out", limits=limits, progress=seen.append)
+    assert seen == [1, 2, 3, 4, 5, 6, 7]
+    assert (report.by_reason["too_short"].utterances, report.by_reason["too_long"].utterances) == (
+        1,
+        1,
+    )
+
+
+def test_malformed_sources_stop_it(nemo: Callable[..., Path], tmp_path: Path) -> None:
+    manifest = nemo(2)
+    with manifest.open("a") as file:
+        file.write("{\n")
+    with pytest.raises(ValueError, match=r"train\.jsonl:3: not valid JSON"):
+        prepare(manifest, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+    manifest.write_text("")
+    with pytest.raises(ValueError, match="holds no utterances"):
+        prepare(manifest, tmp_path / "out")
+
+
+def test_the_source_is_never_written_over(nemo: Callable[..., Path], tmp_path: Path) -> None:
+    manifest = nemo(2)
+    prepare(manifest, tmp_path / "out")
+    for out in (tmp_path / "out", manifest):
+        with pytest.raises(ValueError, match="`out` must be a folder of its own"):
+            prepare(tmp_path / "out", out)

@@ -1,0 +1,216 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effasr.data.prompt import Prompt
+from effasr.data.tokenizer import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    UnknownLanguageError,
+    load_tokenizer,
+    train_tokenizer,
+)
+
+ENGLISH = ["one two three four", "five six seven eight nine ten", "two ten five one"] * 20
+GERMAN = ["eins zwei drei vier fünf", "sechs sieben acht neun zehn", "zwei zehn fünf"] * 20
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
+    out = tmp_path_factory.mktemp("both")
+    return train_tokenizer({"en": ENGLISH, "de": GERMAN}, out, vocab_size=40, model_type="bpe")
+
+
+def names(tokenizer: SentencePieceTokenizer, ids: list[int]) -> list[str]:
+    by_id = {index: name for name, index in tokenizer.specials.items()}
+    return [by_id[token] for token in ids]
+
+
+def test_ids_are_specials_then_one_range_per_language(both: SentencePieceTokenizer) -> None:
+    assert both.languages == ("de", "en")
+    specials = len(both.specials)
+    assert sorted(both.specials.values()) == list(range(specials))
+    assert both.vocab_size == specials + 2 * 40
+    german, english = both.encode("zwei", "de"), both.encode("two", "en")
+    assert all(specials <= token < specials + 40 for token in german)
+    assert all(specials + 40 <= token < both.vocab_size for token in english)
+    assert both.blank_id == both.vocab_size
+
+
+@given(words=st.lists(st.sampled_from(" ".join(ENGLISH).split()), max_size=12))
+def test_decode_is_the_inverse_of_encode(words: list[str], both: SentencePieceTokenizer) -> None:
+    text = " ".join(words)
+    ids = both.encode(text, "en")
+    assert both.decode(ids) == text
+    assert both.decode([both.specials["<|en|>"], *ids, both.eos_id]) == text
+
+
+def test_runs_of_languages_are_decoded_each_by_its_own_pieces(both: SentencePieceTokenizer) -> None:
+    ids = both.encode("zwei drei", "de") + both.encode("two ten", "en") + both.encode("fünf", "de")
+    assert both.decode(ids) == "zwei drei two ten fünf"
+
+
+def test_the_prompt(both: SentencePieceTokenizer) -> None:
+    assert names(both, both.prompt(Prompt())) == [
+        "<|startoftranscript|>",
+        "<|en|>",
+        "<|transcribe|>",
+        "<|en|>",
+        "<|pnc|>",
+    ]
+    assert names(both, both.prompt(Prompt("de", "en", "translate", False)))[1:] == [
+        "<|de|>",
+        "<|translate|>",
+        "<|en|>",
+        "<|nopnc|>",
+    ]
+
+
+def test_unknown_languages_are_refused_with_the_known_ones(tokenizer, both) -> None:
+    with pytest.raises(UnknownLanguageError, match="must be one of de, en, but is 'fr'"):
+        both.encode("un", "fr")
+    with pytest.raises(UnknownLanguageError, match="must be one of de, en, but is 'fr'"):
+        both.prompt(Prompt("fr", "fr"))
+    # German is spoken in this one, but never written.
+    assert len(tokenizer.prompt(Prompt("de", "en", "translate"))) == 5
+    with pytest.raises(UnknownLanguageError, match="text must be one of en, but is 'de'"):
+        tokenizer.prompt(Prompt("en", "de", "translate"))
+
+
+def test_unknown_characters_are_counted(both: SentencePieceTokenizer) -> None:
+    assert both.count_unknown(both.encode("one two", "en")) == 0
+    assert both.count_unknown(both.encode("one ж two ц", "en")) == 2
+
+
+def test_ids_outside_the_vocabulary_are_refused(both: SentencePieceTokenizer) -> None:
+    with pytest.raises(ValueError, match=f"must be in 0 .. {both.vocab_size - 1}, but one is"):
+        both.decode([both.blank_id])
+
+
+def test_save_and_load(both: SentencePieceTokenizer, tmp_path: Path) -> None:
+    both.save(tmp_path / "copy")
+    again = load_tokenizer(tmp_path / "copy")
+    assert isinstance(again, SentencePieceTokenizer)
+    assert again.vocab_size == both.vocab_size
+    assert again.specials == both.specials
+    assert again.encode("drei vier", "de") == both.encode("drei vier", "de")
+
+
+def test_training_is_deterministic_and_silent(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    for name in ("a", "b"):
+        train_tokenizer({"en": iter(ENGLISH)}, tmp_path / name, vocab_size=30)
+    for file in ("en.model", "effasr_tokenizer.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_small_corpus_gets_the_pieces_that_it_can_fill(tmp_path: Path) -> None:
+    small = train_tokenizer({"en": ENGLISH}, tmp_path, vocab_size=5000)
+    assert small.vocab_size < 200
+    assert small.decode(small.encode("seven ten", "en")) == "seven ten"
+
+
+def test_byte_fallback_spells_everything(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer({"en": ENGLISH}, tmp_path, vocab_size=300, byte_fallback=True)
+    ids = tokenizer.encode("one ж", "en")
+    assert tokenizer.count_unknown(ids) == 0
+    assert tokenizer.decode(ids) == "one ж"
+
+
+@pytest.mark.parametrize(
+    ("texts", "size", "message"),
+    [
+        ({}, 40, "`texts_by_language` must name at least one language"),
+        ({"en": []}, 40, r"`texts_by_language\['en'\]` must hold text, but is empty"),
+        ({"en": ["  ", "\n"]}, 40, "must hold text, but is empty"),
+        (
+            {"en": ENGLISH},
+            5,
+            r"`vocab_size` must be at least \d+, the characters of 'en', but is 5",
+        ),
+    ],
+)
+def test_what_cannot_be_trained(tmp_path: Path, texts: dict, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_tokenizer(texts, tmp_path, vocab_size=size)
+
+
+def test_broken_folders_are_refused(both: SentencePieceTokenizer, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds neither effasr_tokenizer\.json nor"):
+        load_tokenizer(tmp_path)
+    both.save(tmp_path)
+    (tmp_path / "en.model").unlink()
+    with pytest.raises(ValueError, match=r"en\.model: the model of 'en' is missing"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "en.model").write_bytes(b"junk")
+    with pytest.raises(ValueError, match="the model of 'en' is no SentencePiece model"):
+        load_tokenizer(tmp_path)
+    metadata = json.loads((tmp_path / "effasr_tokenizer.json").read_text())
+    (tmp_path / "effasr_tokenizer.json").write_text(json.dumps(metadata | {"version": 99}))
+    with pytest.raises(ValueError, match="`version` must be 1, but is 99"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "effasr_tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+PROMPT_TOKENS = [
+    *("<unk>", "<pad>", "<|endoftext|>", "<|startofcontext|>", "<|startoftranscript|>"),
+    *("<|emo:undefined|>", "<|pnc|>", "<|nopnc|>", "<|noitn|>", "<|notimestamp|>"),
+    *("<|nodiarize|>", "<|de|>", "<|en|>"),
+]
+
+
+def write_hugging_face(folder: Path, specials: list[str]) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=80, special_tokens=specials, show_progress=False
+    )
+    tokenizer.train_from_iterator(ENGLISH + GERMAN, trainer)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+    return folder
+
+
+def test_hugging_face_tokenizer(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_hugging_face(tmp_path / "hf", PROMPT_TOKENS))
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    assert tokenizer.languages == ("de", "en")
+    assert (tokenizer.pad_id, tokenizer.eos_id) == (1, 2)
+    ids = tokenizer.encode("one two", "en")
+    assert tokenizer.decode([tokenizer.specials["<|en|>"], *ids, tokenizer.eos_id]) == "one two"
+    assert tokenizer.count_unknown(ids) == 0
+    assert tokenizer.count_unknown(tokenizer.encode("ж", "en")) == 1
+    expected = [
+        *("<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>"),
+        *("<|de|>", "<|en|>", "<|nopnc|>", "<|noitn|>", "<|notimestamp|>", "<|nodiarize|>"),
+    ]
+    prompt = tokenizer.prompt(Prompt("de", "en", "translate", punctuation=False))
+    assert names(tokenizer, prompt) == expected  # type: ignore[arg-type]
+    with pytest.raises(UnknownLanguageError, match="must be one of de, en, but is 'fr'"):
+        tokenizer.encode("un", "fr")
+
+
+def test_hugging_face_tokenizer_is_saved_unchanged(tmp_path: Path) -> None:
+    source = write_hugging_face(tmp_path / "hf", PROMPT_TOKENS)
+    load_tokenizer(source).save(tmp_path / "copy")
+    load_tokenizer(tmp_path / "copy").save(tmp_path / "copy")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "copy" / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_other_hugging_face_tokenizers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="prompt tokens of canary-1b-v2, but lacks <pad>"):
+        load_tokenizer(write_hugging_face(tmp_path / "a", ["<unk>"]))
+    folder = tmp_path / "b"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer that can be read"):
+        load_tokenizer(folder)

@@ -1,0 +1,53 @@
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+WORKERS = Path(__file__).parent / "workers.py"
+
+
+@pytest.fixture
+def run_ranks() -> Callable[..., list[subprocess.CompletedProcess]]:
+    """Run a scenario of workers.py in several processes, as torchrun would start them."""
+
+    def run(scenario: str, size: int = 2, limit_s: float = 60.0):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        processes = []
+        for rank in range(size):
+            environment = os.environ | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+            }
+            command = [sys.executable, str(WORKERS), scenario]
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    text=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                )
+            )
+        try:
+            results = []
+            for process in processes:
+                out, error = process.communicate(timeout=limit_s)
+                results.append(
+                    subprocess.CompletedProcess(scenario, process.returncode, out, error)
+                )
+            return results
+        finally:
+            for process in processes:
+                process.kill()
+
+    return run

@@ -1,0 +1,61 @@
+import builtins
+
+import pytest
+
+from effasr.inference.normalizer import get_normalizer
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hello, World!", "hello world"),
+        ("  two\tspaces \n", "two spaces"),
+        ("Don't stop", "don't stop"),
+        ("Don\u2019t stop", "don't stop"),
+        ("the dogs' 'quoted' bone", "the dogs quoted bone"),
+        ("well-known", "well known"),
+        ("¿Qué tal, señor?", "qué tal señor"),
+        ("Grüße, Ärger", "grüße ärger"),
+        ("cafe\u0301", "caf\u00e9"),
+        ("Привет, Мир!", "привет мир"),
+        ("नमस्ते, दुनिया।", "नमस्ते दुनिया"),
+        ("你好,世界。", "你好 世界"),
+        ("\uff21\uff22\uff23", "abc"),  # full-width letters
+        ("50% of $20", "50 of 20"),
+        ("a\ue000b", "a b"),
+        ("", ""),
+        ("...", ""),
+    ],
+)
+def test_basic(text, expected) -> None:
+    basic = get_normalizer("basic")
+    assert basic(text) == expected
+    assert basic(expected) == expected
+
+
+def test_none_changes_nothing() -> None:
+    assert get_normalizer("none")(" A,  b! ") == " A,  b! "
+
+
+def test_whisper_english() -> None:
+    pytest.importorskip("whisper_normalizer")
+    normalize = get_normalizer("whisper_english")
+    assert normalize("He's got twenty-five dollars, Mr. Smith") == ("he has got $25 mister smith")
+
+
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch) -> None:
+    actual = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("whisper_normalizer"):
+            raise ImportError(name)
+        return actual(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ValueError, match="pip install whisper-normalizer"):
+        get_normalizer("whisper_english")
+
+
+def test_an_unknown_name_is_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="none, basic, whisper_english, but is 'chime'"):
+        get_normalizer("chime")

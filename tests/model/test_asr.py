@@ -1,0 +1,339 @@
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from effasr.data.augment import AugmentConfig
+from effasr.data.batch import Batch, Example
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.encoder import EncoderConfig
+from effasr.model.losses import Losses
+
+VOCABULARY = 40
+Make = Callable[..., Batch]
+
+
+def total(losses: Losses) -> torch.Tensor:
+    return losses.cross_entropy + losses.ctc + losses.guided
+
+
+def variants(config: ModelConfig) -> dict[str, ModelConfig]:
+    encoder = config.encoder
+    small = dataclasses.replace(
+        encoder, conv_norm="layer_norm", subsampling_norm=True, input_positions=0.3
+    )
+    changed = {
+        "canary": encoder,
+        "small": small,
+        "rotary": dataclasses.replace(encoder, position="rotary", scale_input=True),
+        "no positions": dataclasses.replace(encoder, position="none", input_positions=1.0),
+        "no biases": dataclasses.replace(encoder, bias=False, convolution_bias=False),
+        "fixed reach": dataclasses.replace(encoder, max_frames=100),
+    }
+    return {name: dataclasses.replace(config, encoder=value) for name, value in changed.items()}
+
+
+VARIANTS = ["canary", "small", "rotary", "no positions", "no biases", "fixed reach"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_static_pack_is_the_sum_of_its_utterances(
+    variant: str, tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
+) -> None:
+    torch.manual_seed(0)
+    model = ASRModel(variants(tiny_config)[variant], VOCABULARY).eval()
+    options = {"label_smoothing": 0.1, "guided_sigma": 0.3}
+    packed = model(make_batch(examples, static=True), **options)
+    total(packed).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    alone = [model(make_batch([example]), **options) for example in examples]
+    for name in ("cross_entropy", "ctc", "guided"):
+        expected = torch.stack([getattr(losses, name) for losses in alone]).sum()
+        torch.testing.assert_close(getattr(packed, name), expected, rtol=1e-5, atol=1e-5)
+    each = torch.cat([losses.per_utterance for losses in alone] + [torch.zeros(2)])
+    torch.testing.assert_close(packed.per_utterance, each, rtol=1e-5, atol=1e-5)
+    torch.stack([total(losses) for losses in alone]).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        scale = float(parameter.grad.abs().max())
+        error = (gradients[name] - parameter.grad).abs().max()
+        assert error <= 1e-4 * max(scale, 1e-2), name
+
+
+def test_in_training_a_tail_changes_nothing(
+    tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
+) -> None:
+    results = []
+    for static in (False, True):
+        torch.manual_seed(0)
+        # In float64, because the gradient of a bias before batch normalisation is nothing but
+        # rounding errors.
+        model = ASRModel(tiny_config, VOCABULARY).double()
+        losses = model(make_batch(examples, static=static), guided_sigma=0.3)
+        total(losses).backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        buffers = {f"{name} itself": buffer for name, buffer in model.named_buffers()}
+        results.append({"losses": losses.per_utterance[:4], **gradients, **buffers})
+    exact, packed = results
+    for name, expected in exact.items():
+        torch.testing.assert_close(packed[name], expected, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_losses_count_what_they_should(
+    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make
+) -> None:
+    batch = make_batch(examples)
+    losses = tiny_model(batch, guided_sigma=0.3)
+    encoded = tiny_model.encode(batch)
+    hidden, penalty = tiny_model.decode(batch.tokens, encoded, guided_sigma=0.3)
+    rows = F.cross_entropy(tiny_model.logits(hidden), batch.targets, reduction="none")
+    torch.testing.assert_close(losses.cross_entropy, rows.sum())
+
+    # "translated" is not monotonic; "crowded" needs more frames than it has.
+    guided = []
+    for n in (0, 1, 3):
+        begin, end = batch.tokens.layout.cu_seqlens_host[n : n + 2]
+        guided.append(penalty[begin + 2 : end].sum())
+    torch.testing.assert_close(losses.guided, torch.stack(guided).sum())
+
+    scores = tiny_model.ctc_logits(encoded.values).log_softmax(-1).split(batch.frames.lengths)
+    expected = torch.stack(
+        [
+            F.ctc_loss(
+                scores[n][:, None],
+                torch.tensor([examples[n].text]),
+                [len(scores[n])],
+                [len(examples[n].text)],
+                blank=VOCABULARY,
+                reduction="sum",
+            )
+            for n in (0, 1)
+        ]
+    ).sum()
+    torch.testing.assert_close(losses.ctc, expected)
+    torch.testing.assert_close(losses.per_utterance.sum(), total(losses))
+    assert not losses.per_utterance.requires_grad
+
+
+def test_an_infeasible_utterance_has_no_ctc_and_no_gradient(
+    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make
+) -> None:
+    losses = tiny_model(make_batch([examples[3]]))
+    losses.ctc.backward()
+    assert losses.ctc == 0
+    assert not tiny_model.ctc_head.weight.grad.any()
+    assert not tiny_model.encoder.subsampling.linear.weight.grad.any()
+
+
+def test_nan_is_not_hidden_and_is_named(
+    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make
+) -> None:
+    audio = examples[1].audio.copy()
+    audio[100] = float("nan")
+    broken = [examples[0], dataclasses.replace(examples[1], audio=audio), examples[2]]
+    losses = tiny_model(make_batch(broken, static=True), guided_sigma=0.3)
+    assert losses.cross_entropy.isnan()
+    assert losses.ctc.isnan()
+    assert losses.per_utterance.isnan().tolist() == [False, True, False, False, False, False]
+
+
+def test_a_batch_of_tails_costs_nothing_but_reaches_every_parameter(
+    tiny_config: ModelConfig, make_batch: Make
+) -> None:
+    torch.manual_seed(0)
+    model = ASRModel(tiny_config, VOCABULARY)
+    losses = model(make_batch([], static=True), label_smoothing=0.1, guided_sigma=0.3)
+    assert total(losses) == 0
+    total(losses).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+def test_training_twice_from_one_seed_is_bitwise_equal(
+    tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
+) -> None:
+    encoder = dataclasses.replace(
+        tiny_config.encoder,
+        input_dropout=0.1,
+        residual_dropout=0.1,
+        activation_dropout=0.1,
+        attention_dropout=0.1,
+        position_dropout=0.1,
+    )
+    augment = AugmentConfig(freq_masks=1, freq_width=4, time_masks=2)
+    config = dataclasses.replace(tiny_config, encoder=encoder, augment=augment)
+    batch = make_batch(examples, static=True)
+
+    def run(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = ASRModel(config, VOCABULARY)
+        torch.manual_seed(seed)
+        losses = model(batch, guided_sigma=0.3)
+        total(losses).backward()
+        return [losses.per_utterance, *(p.grad for p in model.parameters())]
+
+    first, second, other = run(1), run(1), run(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], other[0])
+
+
+def test_augmentation_is_for_training_only(
+    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make
+) -> None:
+    augment = AugmentConfig(freq_masks=2, freq_width=8)
+    tiny_model.config = dataclasses.replace(tiny_model.config, augment=augment)
+    batch = make_batch(examples)
+    quiet = tiny_model.encode(batch).values
+    assert torch.equal(tiny_model.encode(batch).values, quiet)
+    tiny_model.train()
+    assert not torch.equal(tiny_model.encode(batch).values, tiny_model.encode(batch).values)
+
+
+def test_autocast_keeps_losses_in_float32_and_near(
+    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make
+) -> None:
+    batch = make_batch(examples, static=True)
+    tiny_model.train()
+    exact = tiny_model(batch, guided_sigma=0.3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = tiny_model(batch, guided_sigma=0.3)
+        encoded = tiny_model.encode(batch)
+        assert tiny_model.ctc_logits(encoded.values).dtype == torch.bfloat16
+    for name in ("cross_entropy", "ctc", "guided", "per_utterance"):
+        value = getattr(losses, name)
+        assert value.dtype == torch.float32, name
+        torch.testing.assert_close(value, getattr(exact, name), rtol=0.05, atol=0.5)
+    total(losses).backward()
+    assert all(p.grad.dtype == torch.float32 for p in tiny_model.parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-4), (torch.bfloat16, 0.05)])
+def test_weights_may_have_another_dtype(
+    variant: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    tiny_config: ModelConfig,
+    examples: Sequence[Example],
+    make_batch: Make,
+) -> None:
+    torch.manual_seed(0)
+    model = ASRModel(variants(tiny_config)[variant], VOCABULARY)
+    batch = make_batch(examples, static=True)
+    expected = model(batch, guided_sigma=0.3).per_utterance
+    losses = model.to(dtype)(batch, guided_sigma=0.3)
+    torch.testing.assert_close(
+        losses.per_utterance.float(), expected, rtol=tolerance, atol=tolerance
+    )
+    total(losses).backward()
+    assert all(parameter.grad.dtype == dtype for parameter in model.parameters())
+
+
+def test_a_few_steps_learn_the_batch(
+    tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
+) -> None:
+    torch.manual_seed(0)
+    model = ASRModel(variants(tiny_config)["small"], VOCABULARY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    batch = make_batch(examples, static=True)
+    history = []
+    for _ in range(60):
+        losses = model(batch, guided_sigma=0.3)
+        loss = losses.cross_entropy / batch.num_targets + losses.ctc / batch.num_monotonic_targets
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        history.append(loss.item())
+    assert history[-1] < 0.2 * history[0]
+
+
+@pytest.mark.parametrize(("decoder", "ctc"), [(True, False), (False, True)])
+def test_a_part_that_is_missing_has_no_loss(
+    decoder: bool,
+    ctc: bool,
+    tiny_config: ModelConfig,
+    examples: Sequence[Example],
+    make_batch: Make,
+) -> None:
+    config = dataclasses.replace(
+        tiny_config, decoder=tiny_config.decoder if decoder else None, ctc=ctc
+    )
+    model = ASRModel(config, VOCABULARY).eval()
+    batch = make_batch(examples)
+    losses = model(batch)
+    assert (losses.cross_entropy > 0) == decoder
+    assert (losses.ctc > 0) == ctc
+    assert losses.guided == 0
+    torch.testing.assert_close(losses.per_utterance.sum(), total(losses))
+    encoded = model.encode(batch)
+    if decoder:
+        with pytest.raises(ValueError, match="this model has no CTC head"):
+            model.ctc_logits(encoded.values)
+    else:
+        for call in (
+            lambda: model.decode(batch.tokens, encoded),
+            lambda: model.logits(encoded.values),
+            lambda: model.start_decoding(encoded, 4),
+        ):
+            with pytest.raises(ValueError, match="this model has none"):
+                call()
+
+
+def test_from_state_dict_is_the_same_model(
+    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make
+) -> None:
+    state = tiny_model.state_dict()
+    again = ASRModel.from_state_dict(tiny_model.config, VOCABULARY, state).eval()
+    batch = make_batch(examples)
+    assert torch.equal(again(batch).per_utterance, tiny_model(batch).per_utterance)
+    assert all(parameter.requires_grad for parameter in again.parameters())
+    # Without a copy: the same memory.
+    assert again.ctc_head.weight.data_ptr() == tiny_model.ctc_head.weight.data_ptr()
+    del state["ctc_head.bias"]
+    with pytest.raises(RuntimeError, match=r"ctc_head\.bias"):
+        ASRModel.from_state_dict(tiny_model.config, VOCABULARY, state)
+
+
+def test_an_empty_shell_can_be_reset(tiny_config: ModelConfig) -> None:
+    torch.manual_seed(0)
+    expected = ASRModel(tiny_config, VOCABULARY)
+    with torch.device("meta"):
+        model = ASRModel(tiny_config, VOCABULARY)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(7)
+    model.reset_parameters()
+    for name, value in expected.state_dict().items():
+        found = model.state_dict()[name]
+        assert found.shape == value.shape
+        assert not (found == 7).any(), name
+        if value.numel() >= 50:
+            assert abs(found.std() - value.std()) < 0.1, name
+    assert torch.equal(model.features.filterbank, expected.features.filterbank)
+
+
+def test_utterances_over_the_limits_are_refused(
+    tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
+) -> None:
+    encoder = dataclasses.replace(tiny_config.encoder, max_frames=10)
+    model = ASRModel(dataclasses.replace(tiny_config, encoder=encoder), VOCABULARY)
+    with pytest.raises(ValueError, match=r"`max_frames` must be at least the 11 frames.*is 10"):
+        model(make_batch(examples))
+    decoder = dataclasses.replace(tiny_config.decoder, max_positions=11)
+    model = ASRModel(dataclasses.replace(tiny_config, decoder=decoder), VOCABULARY)
+    with pytest.raises(ValueError, match=r"max_positions = 11 tokens.*has 12"):
+        model(make_batch(examples))
+
+
+def test_a_model_needs_an_output_and_a_vocabulary() -> None:
+    with pytest.raises(ValueError, match="set `ctc` or give a `decoder`"):
+        ModelConfig(decoder=None)
+    config = ModelConfig(encoder=EncoderConfig(width=8, layers=1), decoder=None, ctc=True)
+    with pytest.raises(ValueError, match="`vocab_size` must be at least 1, but is 0"):
+        ASRModel(config, 0)

@@ -1,0 +1,38 @@
+from typing import Any
+
+import pytest
+
+from effasr import config as configs
+from effasr.model.asr import ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import EncoderConfig
+from effasr.model.presets import PRESETS
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (EncoderConfig, {"layers": 0}, "`layers` must be at least 1, but is 0"),
+        (EncoderConfig, {"width": 30, "heads": 4}, "multiple of 2 and of heads = 4, but is 30"),
+        (EncoderConfig, {"conv_kernel": 8}, "`conv_kernel` must be odd, but is 8"),
+        (EncoderConfig, {"position": "absolute"}, "one of relative, rotary, none"),
+        (EncoderConfig, {"conv_norm": "group_norm"}, "one of batch_norm, layer_norm"),
+        (EncoderConfig, {"residual_dropout": 1.0}, r"in \[0, 1\), but is 1\.0"),
+        (EncoderConfig, {"input_positions": -0.1}, "at least 0"),
+        (EncoderConfig, {"max_frames": 0}, "at least 1 or null"),
+        (DecoderConfig, {"width": 33}, "even and at least 4"),
+        (DecoderConfig, {"width": 34, "heads": 4}, "or set `head_dim`"),
+        (DecoderConfig, {"head_dim": 0}, "`head_dim` must be at least 1"),
+        (DecoderConfig, {"attention_dropout": -0.5}, r"in \[0, 1\)"),
+        (DecoderConfig, {"max_positions": 0}, "`max_positions` must be at least 1"),
+    ],
+)
+def test_a_wrong_value_is_refused(cls: type, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cls(**options)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_configurations_survive_a_file(name: str) -> None:
+    mapping = configs.to_mapping(PRESETS[name])
+    assert configs.from_mapping(ModelConfig, mapping) == PRESETS[name]

@@ -1,0 +1,37 @@
+import pytest
+import torch
+from torch import nn
+
+from effasr.nn.convolution import Convolution
+from effasr_kernels import PackedLayout
+
+
+@pytest.mark.parametrize("norm", ["batch_norm", "layer_norm"])
+def test_a_pack_is_each_sequence_alone(norm: str) -> None:
+    torch.manual_seed(0)
+    module = Convolution(8, 5, norm=norm).eval()
+    layout = PackedLayout.from_lengths([4, 0, 9, 1], rows=17)
+    x = torch.randn(17, 8)
+    packed = module(x, layout, layout.mask()[:, None])[:14].split([4, 0, 9, 1])
+    for piece, rows in zip(packed, x[:14].split([4, 0, 9, 1]), strict=True):
+        alone = module(rows, PackedLayout.from_lengths([len(rows)]), None)
+        torch.testing.assert_close(piece, alone)
+
+
+def test_it_is_the_module_of_torch_layers() -> None:
+    torch.manual_seed(0)
+    module = Convolution(6, 3, norm="layer_norm")
+    x = torch.randn(7, 6)
+    gated = nn.functional.glu(module.pointwise1(x))
+    convolved = nn.functional.conv1d(
+        gated.T, module.depthwise.weight[:, None], module.depthwise.bias, padding=1, groups=6
+    ).T
+    expected = module.pointwise2(nn.functional.silu(module.norm(convolved)))
+    actual = module(x, PackedLayout.from_lengths([7]), None)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_biases_can_be_left_out() -> None:
+    module = Convolution(6, 3, norm="layer_norm", bias=False)
+    names = {name for name, _ in module.named_parameters() if "norm" not in name}
+    assert names == {"pointwise1.weight", "depthwise.weight", "pointwise2.weight"}

@@ -1,0 +1,66 @@
+"""What runs in every step must not ask the device for a value: the host would wait for it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from effasr.data.augment import AugmentConfig, spec_augment
+from effasr.data.batch import Example, StaticShape, collate
+from effasr.data.features import FeatureConfig, LogMel
+from effasr.model.losses import gather_losses
+from effasr.nn.norms import BatchNorm
+from effasr.nn.positions import decoder_sinusoids, relative_sinusoids
+from effasr.nn.subsampling import Subsampling
+
+# The operations that read a value, or whose output has a shape that depends on values.
+WAITS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten._unique2.default,
+}
+
+
+class NoWaiting(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert func not in WAITS, f"{func} waits for the device"
+        lists = [item for arg in args if isinstance(arg, list | tuple) for item in arg]
+        masks = [x for x in lists if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
+        assert not ("index" in str(func) and masks), f"{func} by a mask waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x.sum().item(), lambda x: x[x > 0]])
+def test_the_guard_notices(wrong: Any) -> None:
+    with NoWaiting(), pytest.raises(AssertionError, match="waits for the device"):
+        wrong(torch.ones(3))
+
+
+def test_nothing_waits_for_the_device() -> None:
+    examples = [
+        Example(id=str(n), audio=torch.randn(n).numpy(), prompt=[1], text=[2, 3], monotonic=True)
+        for n in (4000, 100, 2600)
+    ]
+    shape = StaticShape(frame_budget=12, token_budget=15, max_sequences=5)
+    batch = collate(examples, shape, eos_id=4, pad_id=0)
+    features, norm = LogMel(FeatureConfig(mel_bins=16)), BatchNorm(6)
+    subsampling = Subsampling(16, 4, 6)
+    augment = AugmentConfig(freq_masks=2, freq_width=3, time_masks=2)
+    with NoWaiting():
+        mel = features(batch.audio, batch.frames)
+        mel = mel.with_values(spec_augment(mel, augment))
+        x = subsampling(mel)
+        x = norm(x, batch.frames, batch.frames.mask()[:, None])
+        x.sum().backward()
+        relative_sinusoids(batch.frames.max_seqlen, 6, x.device)
+        decoder_sinusoids(batch.tokens.layout.positions(), 6)
+        rows = torch.ones(batch.tokens.layout.rows, requires_grad=True)
+        losses = gather_losses(batch, cross_entropy=rows, ctc=torch.ones(5), penalty=rows)
+        (losses.cross_entropy + losses.guided).backward()
+    assert losses.guided == batch.num_monotonic_targets

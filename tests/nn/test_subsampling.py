@@ -1,0 +1,98 @@
+import pytest
+import torch
+from torch import nn
+
+from effasr.data.features import MelFrames
+from effasr.nn.subsampling import Subsampling
+from effasr_kernels import PackedLayout
+
+BINS, CHANNELS, WIDTH = 16, 6, 10
+LENGTHS = (37, 1, 0, 8, 9, 64, 3)
+
+
+def mel_frames(lengths: tuple[int, ...], spare: int = 3, extra: int = 2) -> MelFrames:
+    torch.manual_seed(1)
+    frames = [-(-length // 8) for length in lengths]
+    layout = PackedLayout.from_lengths(
+        frames, rows=sum(frames) + spare, num_sequences=len(lengths) + extra
+    )
+    mel = MelFrames(
+        torch.randn(8 * layout.rows, BINS), layout, torch.tensor([*lengths, *[0] * extra])
+    )
+    mel.values.masked_fill_(~mel.mask[:, None], 0.0)
+    return mel
+
+
+def subsampling() -> Subsampling:
+    torch.manual_seed(0)
+    module = Subsampling(BINS, CHANNELS, WIDTH)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+def rows_of(mel: MelFrames, n: int) -> torch.Tensor:
+    start = 8 * mel.layout.cu_seqlens_host[n]
+    return mel.values[start : start + int(mel.lengths[n])]
+
+
+def alone(module: Subsampling, rows: torch.Tensor) -> torch.Tensor:
+    """The layers of one utterance without any padding: (L, BINS) to (n, WIDTH)."""
+    x = module.conv(rows[None, None]).relu()
+    for depthwise, pointwise in (
+        (module.depthwise1, module.pointwise1),
+        (module.depthwise2, module.pointwise2),
+    ):
+        x = pointwise(depthwise(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2).relu()
+    return module.linear(x[0].transpose(0, 1).flatten(1))
+
+
+def test_a_pack_is_each_utterance_alone() -> None:
+    module, mel = subsampling(), mel_frames(LENGTHS)
+    out = module(mel)
+    assert out.shape == (mel.layout.rows, WIDTH)
+    assert torch.isfinite(out).all()
+    pieces = out[: mel.layout.total].split(mel.layout.lengths)
+    for n, length in enumerate(LENGTHS):
+        if length:
+            torch.testing.assert_close(pieces[n], alone(module, rows_of(mel, n)))
+
+
+def test_gradients_are_those_of_each_utterance_alone() -> None:
+    module, mel = subsampling(), mel_frames(LENGTHS)
+    module(mel)[: mel.layout.total].square().sum().backward()
+    packed = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    for n, length in enumerate(LENGTHS):
+        if length:
+            alone(module, rows_of(mel, n)).square().sum().backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-4, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 8])
+def test_cutting_the_image_changes_nothing(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, mel = subsampling(), mel_frames(LENGTHS)
+    whole = module(mel)
+    monkeypatch.setattr("effasr.nn.subsampling._IMAGE_SLOTS", slots)
+    total = mel.layout.total
+    torch.testing.assert_close(module(mel)[:total], whole[:total])
+
+
+def test_a_neighbour_is_never_seen() -> None:
+    module, mel = subsampling(), mel_frames(LENGTHS)
+    expected = module(mel)
+    start, end = (8 * mel.layout.cu_seqlens_host[n] for n in (3, 4))
+    poisoned = mel.values.clone()
+    poisoned[:start] = torch.nan
+    poisoned[end:] = torch.nan
+    begin, stop = mel.layout.cu_seqlens_host[3:5]
+    assert torch.equal(module(mel.with_values(poisoned))[begin:stop], expected[begin:stop])
+
+
+def test_a_batch_of_nothing_has_no_frames() -> None:
+    module = subsampling()
+    assert module(mel_frames((0, 0), spare=0)).shape == (0, WIDTH)
+    out = module(mel_frames((0,), spare=4))
+    assert out.shape == (4, WIDTH)
+    out.sum().backward()

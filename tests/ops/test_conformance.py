@@ -1,0 +1,151 @@
+"""Each check of the contract fails on an operation that breaks it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
+
+from effasr_kernels import PackedLayout, depthwise_conv
+from effasr_kernels.conformance import (
+    CHECKS,
+    Case,
+    Packed,
+    Shared,
+    check_compiler,
+    check_dispatcher,
+    check_dtypes,
+    check_gradients,
+    check_neighbours,
+    check_order,
+    check_repeats,
+    check_static_shape,
+    check_strides,
+)
+from effasr_kernels.ragged import join_rows, split_rows
+from effasr_kernels.testing import AWKWARD_LENGTHS, assert_no_worse, poison
+
+
+def _case(run: Callable[[Packed, Shared], Tensor]) -> Case:
+    return Case(
+        run,
+        {"x": [torch.randn(n, 2, dtype=torch.float64) for n in (3, 0, 2)]},
+        {"weight": torch.randn(2, 3, dtype=torch.float64)},
+        results=("x",),
+    )
+
+
+def _good(packed: Packed, shared: Shared) -> Tensor:
+    return depthwise_conv(packed["x"].values, shared["weight"], packed["x"].layout)
+
+
+def _blind_to_ends(packed: Packed, shared: Shared) -> Tensor:
+    x = packed["x"].values
+    one = PackedLayout.from_lengths([x.shape[0]])
+    return depthwise_conv(x, shared["weight"], one)
+
+
+def _masked_by_zero(packed: Packed, shared: Shared) -> Tensor:
+    """Right but for ``0 * NaN``."""
+    mask = packed["x"].layout.mask()[:, None]
+    return (packed["x"].values * shared["weight"].sum()) * mask
+
+
+def _narrow(packed: Packed, shared: Shared) -> Tensor:
+    """Sums one sequence after the other in its own dtype."""
+    x, layout = packed["x"].values, packed["x"].layout
+    pieces = [(piece * 1.001).cumsum(0) * shared["weight"][0, 0] for piece in split_rows(x, layout)]
+    return join_rows(pieces, layout, x)
+
+
+def _by_place(packed: Packed, shared: Shared) -> Tensor:
+    y = _good(packed, shared)
+    return y * torch.arange(1, y.shape[0] + 1)[:, None]
+
+
+def _by_memory(packed: Packed, shared: Shared) -> Tensor:
+    """Reads the storage as if it were contiguous."""
+    x = packed["x"].values
+    again = x.as_strided(x.shape, (x.shape[1], 1))
+    return depthwise_conv(again, shared["weight"], packed["x"].layout)
+
+
+def _half_gradient(packed: Packed, shared: Shared) -> Tensor:
+    y = _good(packed, shared)
+    return (y + y.detach()) / 2
+
+
+def _random(packed: Packed, shared: Shared) -> Tensor:
+    return _good(packed, shared) * torch.rand(())
+
+
+def _past_the_dispatcher(packed: Packed, shared: Shared) -> Tensor:
+    x, layout = packed["x"].values, packed["x"].layout
+    pieces = [piece @ shared["weight"][:, :2] for piece in split_rows(x, layout)]
+    return join_rows(pieces, layout, x)
+
+
+def _breaks_the_graph(packed: Packed, shared: Shared) -> Tensor:
+    torch._dynamo.graph_break()
+    return _good(packed, shared)
+
+
+@pytest.mark.parametrize("rule", [*CHECKS, check_compiler])
+def test_a_good_operation_passes(rule: Callable[[Case], None]) -> None:
+    rule(_case(_good))
+
+
+@pytest.mark.parametrize(
+    ("rule", "run"),
+    [
+        (check_order, _by_place),
+        (check_order, _blind_to_ends),
+        (check_static_shape, _blind_to_ends),
+        (check_static_shape, _masked_by_zero),
+        (check_neighbours, _blind_to_ends),
+        (check_strides, _by_memory),
+        (check_repeats, _random),
+        (check_dispatcher, _past_the_dispatcher),
+        (check_dtypes, _narrow),
+    ],
+)
+def test_a_bad_operation_is_caught(
+    rule: Callable[[Case], None], run: Callable[[Packed, Shared], Tensor]
+) -> None:
+    with pytest.raises(AssertionError):
+        rule(_case(run))
+
+
+def test_a_wrong_gradient_is_caught() -> None:
+    with pytest.raises(GradcheckError):
+        check_gradients(_case(_half_gradient))
+
+
+def test_a_break_of_the_graph_is_caught() -> None:
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        check_compiler(_case(_breaks_the_graph))
+
+
+def test_no_worse_allows_twice_the_error_and_two_ulp() -> None:
+    gold = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    baseline = torch.tensor([1.0, 1.001])
+    assert_no_worse(torch.tensor([1.002, 1.0]), gold, baseline)
+    assert_no_worse(torch.tensor([1.0, 1.0 + 2**-22]), gold, torch.ones(2))
+    for bad in (1.0021, torch.nan):
+        with pytest.raises(AssertionError):
+            assert_no_worse(torch.tensor([1.0, bad]), gold, baseline)
+    assert_no_worse(torch.zeros(0), torch.zeros(0).double(), torch.zeros(0))
+
+
+def test_poison_fills_one_sequence_or_the_tail() -> None:
+    layout = PackedLayout.from_lengths([1, 2], rows=5)
+    filled = lambda sequence: poison(torch.zeros(5), layout, sequence).isnan().tolist()
+    assert filled(1) == [False, True, True, False, False]
+    assert filled(None) == [False, False, False, True, True]
+
+
+def test_awkward_lengths_hold_what_tends_to_fail() -> None:
+    assert any(set(lengths) == {1} for lengths in AWKWARD_LENGTHS.values())
+    assert any(set(lengths) == {0} for lengths in AWKWARD_LENGTHS.values())
+    assert any(0 in lengths and max(lengths) > 0 for lengths in AWKWARD_LENGTHS.values())

@@ -1,0 +1,247 @@
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from effasr_kernels import PackedLayout, pack, transducer_loss
+from effasr_kernels.conformance import Case, Packed, Shared, check_compiler
+from effasr_kernels.transducer_loss.lattice import log_likelihood, occupancies
+
+JOINT, CLASSES = 3, 5
+
+
+def _labels(length: int, blank_id: int) -> Tensor:
+    labels = torch.randint(CLASSES - 1, (length,))
+    return labels + (labels >= blank_id)
+
+
+def _case(
+    frames: tuple[int, ...],
+    *,
+    activation: str = "tanh",
+    blank_id: int = 2,
+    fastemit: float = 0.0,
+) -> Case:
+    """A transcript of a third of each length."""
+    labels = [_labels((n + 2) // 3, blank_id) for n in frames]
+
+    def run(packed: Packed, shared: Shared) -> Tensor:
+        encoded, targets = packed["encoded"], packed["targets"]
+        return transducer_loss(
+            encoded.values,
+            packed["predicted"].values,
+            targets.values,
+            encoded.layout,
+            targets.layout,
+            shared["weight"],
+            shared["bias"],
+            blank_id=blank_id,
+            activation=activation,  # type: ignore[arg-type]
+            fastemit=fastemit,
+        )
+
+    return Case(
+        run,
+        {
+            "encoded": [torch.randn(n, JOINT, dtype=torch.float64) for n in frames],
+            "predicted": [torch.randn(len(y) + 1, JOINT, dtype=torch.float64) for y in labels],
+            "targets": labels,
+        },
+        {
+            "weight": torch.randn(CLASSES, JOINT, dtype=torch.float64),
+            "bias": torch.randn(CLASSES, dtype=torch.float64),
+        },
+        one_more=frozenset({"predicted"}),
+        has_true_gradient=fastemit == 0,
+    )
+
+
+@pytest.mark.parametrize(("activation", "fastemit"), [("tanh", 0.0), ("relu", 0.0), ("relu", 0.1)])
+def test_keeps_the_contract(
+    check: Callable[[Case], None], lengths: tuple[int, ...], activation: str, fastemit: float
+) -> None:
+    check(_case(lengths, activation=activation, fastemit=fastemit))
+
+
+def test_compiles() -> None:
+    check_compiler(_case((5, 0, 2)))
+
+
+def _sum_over_paths(
+    encoded: Tensor,
+    predicted: Tensor,
+    labels: Tensor,
+    shared: Shared,
+    *,
+    activation: str = "tanh",
+    blank_id: int,
+    fastemit: float = 0.0,
+) -> Tensor:
+    """The loss of one sequence by listing every path: which steps but the last emit labels.
+
+    FastEmit scales the gradient of each label's log-probability, not its value.
+    """
+    act = torch.tanh if activation == "tanh" else torch.relu
+    logits = act(encoded[:, None] + predicted) @ shared["weight"].T + shared["bias"]
+    log_probs = logits.log_softmax(-1)
+    frames, count = encoded.shape[0], labels.shape[0]
+    paths = []
+    for emitting in itertools.combinations(range(frames - 1 + count), count):
+        t, u, total = 0, 0, torch.zeros((), dtype=torch.float64)
+        for step in range(frames + count):
+            if step in emitting:
+                label = log_probs[t, u, labels[u]]
+                total = total + label + fastemit * (label - label.detach())
+                u += 1
+            else:
+                total = total + log_probs[t, u, blank_id]
+                t += 1
+        paths.append(total)
+    return -torch.stack(paths).logsumexp(0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activation": "tanh", "blank_id": 2},
+        {"activation": "relu", "blank_id": 0},
+        {"activation": "tanh", "blank_id": 4, "fastemit": 0.3},
+    ],
+    ids=str,
+)
+def test_matches_the_sum_over_all_paths(settings: dict) -> None:
+    """The value and every gradient, each loss with a weight of its own."""
+    case = _case((1, 4, 3, 5), **settings)
+    # The third has no labels: one path, all blanks.
+    case.packed["targets"][2] = case.packed["targets"][2][:0]  # type: ignore[index]
+    case.packed["predicted"][2] = case.packed["predicted"][2][:1]  # type: ignore[index]
+    packed = {name: pack(list(pieces)) for name, pieces in case.packed.items()}
+    leaves = [packed["encoded"].values, packed["predicted"].values, *case.shared.values()]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    got = case.run(packed, case.shared)
+    assert isinstance(got, Tensor)
+    pieces = zip(*(x.unpack() for x in packed.values()), strict=True)
+    expected = torch.stack([_sum_over_paths(*each, case.shared, **settings) for each in pieces])
+    torch.testing.assert_close(got, expected)
+    for weights in (torch.ones(4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)):
+        for x, y in zip(
+            torch.autograd.grad(got, leaves, weights, retain_graph=True),
+            torch.autograd.grad(expected, leaves, weights, retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(x, y)
+
+
+def test_fastemit_leaves_the_value() -> None:
+    case, fast = _case((4, 2)), _case((4, 2), fastemit=0.5)
+    packed = {name: pack(list(pieces)) for name, pieces in case.packed.items()}
+    assert torch.equal(
+        torch.as_tensor(case.run(packed, case.shared)),
+        torch.as_tensor(fast.run(packed, case.shared)),
+    )
+
+
+def test_without_frames_only_the_empty_transcript_is_possible() -> None:
+    encoded = torch.randn(0, JOINT, requires_grad=True)
+    predicted = torch.randn(3, JOINT, requires_grad=True)
+    targets = pack([torch.zeros(0).long(), torch.tensor([1])])
+    layout = PackedLayout.from_lengths([0, 0])
+    weight, bias = torch.randn(CLASSES, JOINT, requires_grad=True), torch.randn(CLASSES)
+    loss = transducer_loss(
+        encoded, predicted, targets.values, layout, targets.layout, weight, bias, blank_id=0
+    )
+    assert loss.tolist() == [0, torch.inf]
+    loss.sum().backward()
+    for leaf in (predicted, weight):
+        assert leaf.grad is not None
+        assert bool((leaf.grad == 0).all())
+
+
+def test_an_impossible_label_costs_infinity_and_has_no_gradient() -> None:
+    bias = torch.zeros(CLASSES)
+    bias[3] = -torch.inf
+    encoded = torch.randn(4, JOINT, requires_grad=True)
+    layout = PackedLayout.from_lengths([2, 2])
+    labels = PackedLayout.from_lengths([1, 1])
+    loss = transducer_loss(
+        encoded,
+        torch.randn(4, JOINT),
+        torch.tensor([3, 1]),
+        layout,
+        labels,
+        torch.randn(CLASSES, JOINT),
+        bias,
+        blank_id=0,
+    )
+    assert loss[0] == torch.inf
+    assert bool(loss[1].isfinite())
+    loss.sum().backward()
+    assert encoded.grad is not None
+    assert bool((encoded.grad[:2] == 0).all())
+    assert bool((encoded.grad[2:] != 0).any())
+
+
+def test_every_path_crosses_each_diagonal_once() -> None:
+    """At a length where float32 logarithms would be off by a percent."""
+    frames, labels = 400, 80
+    log_probs = torch.randn(frames, labels + 1, 30).mul(3).log_softmax(-1)
+    log_blank, log_label = log_probs[..., 0], log_probs[:, :-1, 1]
+    total, took_blank, took_label = occupancies(log_blank, log_label)
+    occupied = took_blank + took_label
+    diagonal = torch.arange(frames)[:, None] + torch.arange(labels + 1)
+    sums = torch.zeros(frames + labels, dtype=torch.float64)
+    sums.index_add_(0, diagonal.flatten(), occupied.flatten())
+    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-9)
+    torch.testing.assert_close(log_likelihood(log_blank, log_label), total)
+
+
+def test_losses_of_narrow_inputs_are_float32() -> None:
+    layout = PackedLayout.from_lengths([2])
+    narrow = lambda *shape: torch.randn(*shape).bfloat16()
+    loss = transducer_loss(
+        narrow(2, JOINT),
+        narrow(3, JOINT),
+        torch.tensor([1, 2]),
+        layout,
+        layout,
+        narrow(CLASSES, JOINT),
+        narrow(CLASSES),
+        blank_id=0,
+    )
+    assert loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"encoded": torch.zeros(5, 3)}, "`encoded` must have 4 rows, as `layout_frames` does"),
+        (
+            {"predicted": torch.zeros(3, 3)},
+            r"`predicted` must have shape \(U \+ N, J\) = \(5, 3\), but is \(3, 3\)",
+        ),
+        ({"weight": torch.zeros(6, 2)}, r"`weight` must have shape \(V, J\) = \(any, 3\)"),
+        ({"bias": torch.zeros(5)}, r"`bias` must have shape \(V,\) = \(6,\), but is \(5,\)"),
+        ({"bias": torch.zeros(6).double()}, "`bias` must be torch.float32, as `encoded` is"),
+        ({"targets": torch.tensor([1, 2, 0])}, "other than the blank 0, but is 0"),
+        ({"targets": torch.tensor([1, 2, -1])}, r"`targets` must hold classes in \[0, 6\)"),
+        ({"activation": "gelu"}, '`activation` must be "relu" or "tanh", but is \'gelu\''),
+        ({"fastemit": -0.1}, "`fastemit` must be at least 0, but is -0.1"),
+        ({"blank_id": -1}, r"`blank_id` must be in \[0, 6\), but is -1"),
+    ],
+)
+def test_says_what_is_wrong(arguments: dict, message: str) -> None:
+    given = {
+        "encoded": torch.zeros(4, 3),
+        "predicted": torch.zeros(5, 3),
+        "targets": torch.ones(3).long(),
+        "layout_frames": PackedLayout.from_lengths([1, 3]),
+        "layout_targets": PackedLayout.from_lengths([1, 2]),
+        "weight": torch.zeros(6, 3),
+        "bias": torch.zeros(6),
+        "blank_id": 0,
+    }
+    with pytest.raises(ValueError, match="^transducer_loss: .*" + message):
+        transducer_loss(**(given | arguments))

@@ -1,0 +1,94 @@
+import sys
+
+import pytest
+import torch
+
+from effasr.optim.adamw import OptimizerConfig, apply_update, build_adamw, why_not_apex
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def parameter_and_optimizer(**settings):
+    parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    groups = [{"params": [parameter], "weight_decay": 0.1}]
+    return parameter, build_adamw(groups, OptimizerConfig(lr=0.1, **settings), CPU)
+
+
+def test_an_update_is_that_of_the_published_formula() -> None:
+    parameter, optimizer = parameter_and_optimizer()
+    first, second, expected = 0.0, 0.0, torch.tensor([1.0, -2.0], dtype=torch.float64)
+    for made in (1, 2, 3):
+        gradient = torch.tensor([0.5, 3.0 * made], dtype=torch.float64)
+        parameter.grad = gradient.float()
+        apply_update(optimizer, torch.tensor(True))
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.98 * second + 0.02 * gradient**2
+        scaled = (first / (1 - 0.9**made)) / ((second / (1 - 0.98**made)).sqrt() + 1e-8)
+        expected = expected * (1 - 0.1 * 0.1) - 0.1 * scaled
+    torch.testing.assert_close(parameter.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_that_is_not_finite_changes_nothing(fused) -> None:
+    """Neither the weights nor the moments nor the number of updates, on both ways."""
+
+    def train(finite: list[bool]) -> torch.Tensor:
+        parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+        optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=fused)
+        for good in finite:
+            parameter.grad = torch.full((2,), 0.3 if good else torch.nan)
+            apply_update(optimizer, torch.tensor(good))
+        return parameter.detach()
+
+    assert torch.equal(train([False, True, False, True]), train([True, True]))
+    assert not torch.equal(train([True, True]), train([True]))
+
+
+def test_apex_is_told_apart_from_its_namesake(monkeypatch, tmp_path) -> None:
+    assert "needs a GPU" in str(why_not_apex(CPU))
+    assert why_not_apex(CUDA) == "apex is not installed"
+    package = tmp_path / "apex"
+    package.mkdir()
+    # Importing it would fail: it is recognised without being imported.
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "another package" in str(why_not_apex(CUDA))
+    (package / "optimizers").mkdir()
+    (package / "optimizers" / "fused_adam.py").touch()
+    assert "without its CUDA extensions" in str(why_not_apex(CUDA))
+    (tmp_path / "amp_C.py").touch()
+    assert why_not_apex(CUDA) is None
+    assert "apex" not in sys.modules
+
+
+def test_apex_is_used_where_it_is_there(monkeypatch, tmp_path) -> None:
+    folder = tmp_path / "apex" / "optimizers"
+    folder.mkdir(parents=True)
+    (tmp_path / "apex" / "__init__.py").touch()
+    (folder / "fused_adam.py").touch()
+    (folder / "__init__.py").write_text(
+        "class FusedAdam:\n"
+        "    def __init__(self, groups, **settings):\n"
+        "        self.param_groups, self.settings = groups, settings\n"
+    )
+    (tmp_path / "amp_C.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    optimizer = build_adamw([{"params": []}], OptimizerConfig(lr=0.5), CUDA)
+    assert type(optimizer).__name__ == "FusedAdam"
+    assert optimizer.settings == {
+        "lr": 0.5, "betas": (0.9, 0.98), "eps": 1e-8, "adam_w_mode": True
+    }  # fmt: skip
+    for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_apex_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="apex needs a GPU"):
+        parameter_and_optimizer(implementation="apex")
+
+
+def test_bad_values_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="`lr` must be positive, but is 0"):
+        OptimizerConfig(lr=0.0)
+    with pytest.raises(ValueError, match="`betas` must lie in"):
+        OptimizerConfig(betas=(0.9, 1.0))

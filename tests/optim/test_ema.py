@@ -1,0 +1,51 @@
+import pytest
+import torch
+from torch import nn
+
+from effasr.optim.ema import WeightAverage
+
+
+def test_the_average_is_its_closed_form() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    values = [3.0, 1.0, 4.0, 1.0, 5.0]
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    average, expected = WeightAverage(model, 0.3), 2.0
+    for step, value in enumerate(values):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        average.update(step)
+        decay = min(0.3, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * value
+    assert average.average["weight"].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_weights_come_back_after_an_exchange_even_an_interrupted_one() -> None:
+    model = nn.Linear(2, 2)
+    average = WeightAverage(model, 0.9)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    trained, kept = model.weight.detach().clone(), average.average["weight"].clone()
+
+    def evaluate() -> None:
+        with average.in_place():
+            assert torch.equal(model.weight, kept)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        evaluate()
+    assert torch.equal(model.weight, trained)
+    assert torch.equal(average.average["weight"], kept)
+
+
+def test_an_average_of_another_model_is_refused() -> None:
+    average = WeightAverage(nn.Linear(2, 2), 0.9)
+    with pytest.raises(ValueError, match="must name the parameters of this model"):
+        average.load({"weight": torch.zeros(2, 2)})
+    average.load({"weight": torch.ones(2, 2), "bias": torch.zeros(2)})
+    assert average.average["weight"].sum() == 4
+
+
+def test_decay_must_be_a_fraction() -> None:
+    with pytest.raises(ValueError, match="`decay` must lie between 0 and 1, but is 1"):
+        WeightAverage(nn.Linear(2, 2), 1.0)

@@ -1,0 +1,221 @@
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+
+from effasr.checkpoint import (
+    CheckpointError,
+    RunCheckpoints,
+    load_model,
+    resolve,
+    save_model,
+)
+from effasr.data.prompt import Prompt
+from effasr.data.tokenizer import train_tokenizer
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import EncoderConfig
+
+CONFIG = ModelConfig(
+    encoder=EncoderConfig(width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4),
+    decoder=DecoderConfig(width=16, layers=1, heads=2, feed_forward=16),
+    ctc=True,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    texts = {"en": ["one two three four", "five six seven eight nine"]}
+    return train_tokenizer(texts, tmp_path_factory.mktemp("tokenizer"), vocab_size=24)
+
+
+@pytest.fixture
+def model(tokenizer) -> ASRModel:
+    torch.manual_seed(0)
+    return ASRModel(CONFIG, tokenizer.vocab_size)
+
+
+def assert_same_weights(first: torch.nn.Module, second: torch.nn.Module) -> None:
+    ours, theirs = first.state_dict(), second.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_a_model_directory_gives_back_model_and_tokenizer(tmp_path, model, tokenizer) -> None:
+    save_model(tmp_path / "model", model, tokenizer)
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "model.safetensors",
+        "model.yaml",
+        "tokenizer",
+    ]
+    loaded = load_model(tmp_path / "model")
+    assert loaded.model.config == CONFIG
+    assert not loaded.model.training
+    assert_same_weights(loaded.model, model)
+    assert loaded.tokenizer.prompt(Prompt()) == tokenizer.prompt(Prompt())
+    assert loaded.tokenizer.encode("one two", "en") == tokenizer.encode("one two", "en")
+
+
+def test_tied_weights_stay_tied(tmp_path, model, tokenizer) -> None:
+    save_model(tmp_path, model, tokenizer)
+    loaded = load_model(tmp_path).model
+    count = sum(parameter.numel() for parameter in loaded.parameters())
+    assert count == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_model_directory_is_replaced_but_nothing_else_is(tmp_path, model, tokenizer) -> None:
+    save_model(tmp_path / "model", model, tokenizer)
+    with torch.no_grad():
+        model.ctc_head.bias.fill_(5.0)
+    save_model(tmp_path / "model", model, tokenizer)
+    assert_same_weights(load_model(tmp_path / "model").model, model)
+    (tmp_path / "precious.txt").touch()
+    with pytest.raises(CheckpointError, match="must be new, empty or a model directory"):
+        save_model(tmp_path, model, tokenizer)
+    assert (tmp_path / "precious.txt").exists()
+
+
+def test_what_is_wrong_with_a_directory_is_said(tmp_path, model, tokenizer) -> None:
+    with pytest.raises(CheckpointError, match=r"has no model\.yaml"):
+        load_model(tmp_path / "nowhere")
+    save_model(tmp_path / "model", model, tokenizer)
+    weights = tmp_path / "model" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load_model(tmp_path / "model")
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
+        load_model(tmp_path / "model")
+    weights.write_bytes(content)
+    description = tmp_path / "model" / "model.yaml"
+    description.write_text(description.read_text().replace("layers: 1", "layers: 2", 1))
+    with pytest.raises(CheckpointError, match="of another architecture"):
+        load_model(tmp_path / "model")
+    description.write_text("vocab_size: 3\nmodel:\n  widht: 3\n")
+    with pytest.raises(CheckpointError, match=r"model\.yaml cannot be read: .*widht"):
+        load_model(tmp_path / "model")
+
+
+def state(step: int) -> dict:
+    return {"step": step, "moment": torch.arange(3.0), "config": {"betas": [0.9, 0.98]}}
+
+
+def folders(checkpoints: RunCheckpoints) -> list[str]:
+    return sorted(path.name for path in checkpoints.folder.iterdir() if path.is_dir())
+
+
+def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path, model, tokenizer) -> None:
+    checkpoints = RunCheckpoints(tmp_path / "run" / "checkpoints", keep=2)
+    assert checkpoints.newest() is None
+    for step in (10, 20, 30, 40):
+        checkpoints.save(step, model, tokenizer, state(step))
+        if step == 10:
+            checkpoints.mark_best(step)
+    assert folders(checkpoints) == ["step_00000010", "step_00000030", "step_00000040"]
+    assert (checkpoints.folder / "latest").read_text() == "step_00000040\n"
+    assert resolve(tmp_path / "run").name == "step_00000010"
+    checkpoints.mark_best(40)
+    assert folders(checkpoints) == ["step_00000030", "step_00000040"]
+    path, found = checkpoints.newest()
+    assert (path.name, found["step"]) == ("step_00000040", 40)
+    assert torch.equal(found["moment"], torch.arange(3.0))
+    assert found["config"] == {"betas": [0.9, 0.98]}
+    assert_same_weights(load_model(path).model, model)
+
+
+def test_a_checkpoint_written_again_replaces_the_old_one(tmp_path, model, tokenizer) -> None:
+    checkpoints = RunCheckpoints(tmp_path, keep=2)
+    checkpoints.save(10, model, tokenizer, state(10))
+    checkpoints.save(10, model, tokenizer, state(10) | {"again": True})
+    assert checkpoints.newest()[1]["again"]
+    assert folders(checkpoints) == ["step_00000010"]
+
+
+def cut_short(path) -> None:
+    file = path / "training.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def scribbled(path) -> None:
+    file = path / "training.pt"
+    file.write_bytes(b"x" * file.stat().st_size)
+
+
+def scribbled_weights(path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(b"\xff" * file.stat().st_size)
+
+
+def without_manifest(path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def without_tokenizer(path) -> None:
+    shutil.rmtree(path / "tokenizer")
+
+
+DAMAGES = [cut_short, scribbled, scribbled_weights, without_manifest, without_tokenizer]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
+    tmp_path, model, tokenizer, damage, caplog
+) -> None:
+    checkpoints = RunCheckpoints(tmp_path, keep=3)
+    for step in (10, 20):
+        checkpoints.save(step, model, tokenizer, state(step))
+    damage(checkpoints.path(20))
+    with caplog.at_level(logging.WARNING, "effasr"):
+        assert checkpoints.newest()[1]["step"] == 10
+    assert "step_00000020" in caplog.text
+    damage(checkpoints.path(10))
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be read"):
+        checkpoints.newest()
+
+
+def test_a_write_that_was_cut_off_leaves_the_checkpoint_before(
+    tmp_path, model, tokenizer, monkeypatch
+) -> None:
+    checkpoints = RunCheckpoints(tmp_path, keep=3)
+    checkpoints.save(10, model, tokenizer, state(10))
+
+    def power_cut(*_) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", power_cut)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(20, model, tokenizer, state(20))
+    assert checkpoints.newest()[1]["step"] == 10
+    assert resolve(tmp_path).name == "step_00000010"
+    checkpoints.save(20, model, tokenizer, state(20))
+    assert checkpoints.newest()[1]["step"] == 20
+    assert folders(checkpoints) == ["step_00000010", "step_00000020"]
+
+
+def test_a_run_is_resolved_without_its_pointers(tmp_path, model, tokenizer) -> None:
+    """A power cut between the first checkpoint and the file that points at it."""
+    checkpoints = RunCheckpoints(tmp_path / "checkpoints", keep=3)
+    path = checkpoints.save(10, model, tokenizer, state(10))
+    assert resolve(path) == path
+    (checkpoints.folder / "latest").unlink()
+    assert resolve(tmp_path) == path
+    shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match="must be a model directory or a run"):
+        resolve(tmp_path)
+
+
+def test_the_manifest_lists_every_file(tmp_path, model, tokenizer) -> None:
+    path = RunCheckpoints(tmp_path, keep=1).save(7, model, tokenizer, state(7))
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["step"] == 7
+    assert {"model.yaml", "model.safetensors", "training.pt"} < manifest["bytes"].keys()
+
+
+def test_keep_must_be_positive(tmp_path) -> None:
+    with pytest.raises(ValueError, match="`keep` must be at least 1, but is 0"):
+        RunCheckpoints(tmp_path, keep=0)

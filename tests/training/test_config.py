@@ -1,0 +1,94 @@
+import pytest
+import torch
+
+from effasr import config as configuration
+from effasr.checkpoint import save_model
+from effasr.data.tokenizer import load_tokenizer
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.training import assembly
+from effasr.training.config import EvaluationConfig, LoopConfig, TrainConfig, resolve_losses
+from effasr.training.objective import LossConfig
+
+BOTH = ModelConfig(ctc=True)
+CTC = ModelConfig(ctc=True, decoder=None)
+ATTENTION = ModelConfig(decoder=DecoderConfig(), ctc=False)
+
+
+@pytest.mark.parametrize(("model", "weight"), [(BOTH, 0.3), (CTC, 1.0), (ATTENTION, 0.0)])
+def test_the_weight_of_ctc_follows_the_model(model, weight) -> None:
+    assert resolve_losses(LossConfig(), model).ctc_weight == weight
+    given = LossConfig(ctc_weight=weight)
+    assert resolve_losses(given, model) == given
+
+
+@pytest.mark.parametrize(
+    ("loss", "model", "message"),
+    [
+        (LossConfig(ctc_weight=0.5), ATTENTION, "must not use CTC for a model without CTC head"),
+        (LossConfig(guided_after_ctc=1.0), ATTENTION, "must not use CTC"),
+        (LossConfig(ctc_weight=0.5), CTC, "must be CTC alone for a model without decoder"),
+        (LossConfig(guided_weight=1.0), CTC, "must be CTC alone"),
+    ],
+)
+def test_losses_that_the_model_has_not_are_refused(loss, model, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_losses(loss, model)
+
+
+def test_the_defaults_are_a_configuration_that_survives_yaml(tmp_path) -> None:
+    config = assembly.resolve(TrainConfig(), None)
+    path = tmp_path / "config.yaml"
+    path.write_text(configuration.dump(config))
+    assert configuration.load(TrainConfig, path) == config
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TrainConfig(name="a/b"), "`name` must be usable as a folder's name, but is 'a/b'"),
+        (lambda: TrainConfig(seed=-1), "`seed` must be at least 0"),
+        (lambda: LoopConfig(max_steps=0), "`max_steps` must be at least 1, but is 0"),
+        (lambda: LoopConfig(clip=0.0), "`clip` must be positive, but is 0.0"),
+        (lambda: LoopConfig(ema_decay=1.0), "`ema_decay` must lie between 0 and 1"),
+        (lambda: LoopConfig(threads=0), "`threads` must be at least 1 or null"),
+        (lambda: EvaluationConfig(max_utterances=0), "`max_utterances` must be at least 1"),
+    ],
+)
+def test_bad_values_are_refused_by_name(make, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_model_to_begin_with_brings_its_architecture_and_tokenizer(
+    tmp_path, tones, model_config
+) -> None:
+    tokenizer = load_tokenizer(tones / "tokenizer")
+    model = ASRModel(model_config, tokenizer.vocab_size)
+    save_model(tmp_path / "model", model, tokenizer)
+    config = assembly.resolve(TrainConfig(init_from=str(tmp_path / "model")), None)
+    assert config.model == model_config
+    assert config.loss.ctc_weight == 0.3
+    assert assembly.find_tokenizer(config, None).vocab_size == tokenizer.vocab_size
+    loaded = assembly.build_model(config, tokenizer.vocab_size, None, torch.device("cpu"))
+    assert loaded.training
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter)
+
+
+def test_without_data_or_tokenizer_the_message_says_what_is_missing(tones) -> None:
+    with pytest.raises(ValueError, match=r"`data\.tokenizer` must be a folder"):
+        assembly.find_tokenizer(TrainConfig(), None)
+    with pytest.raises(ValueError, match=r"`data\.train` must name at least one manifest"):
+        assembly.load_corpus(TrainConfig(), load_tokenizer(tones / "tokenizer"), None)
+
+
+def test_precision_follows_the_device() -> None:
+    cpu = torch.device("cpu")
+    for precision, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        with assembly.make_autocast(precision, cpu)():
+            product = torch.ones(2, 2) @ torch.ones(2, 2)
+        assert product.dtype == expected
+    with torch.no_grad():
+        gpu = assembly.make_autocast("auto", torch.device("cuda"))
+        assert gpu.args == ("cuda", torch.bfloat16)

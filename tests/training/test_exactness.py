@@ -1,0 +1,167 @@
+"""Runs that were killed, and runs on several ranks, against one that was left alone."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from effasr import config as configuration
+from effasr.checkpoint import load_model
+from effasr.training.config import TrainConfig
+from effasr.training.run_directory import read_lines
+from effasr.training.trainer import run
+
+MEASURED = {"data_wait_s", "step_s", "peak_memory_bytes"}
+STEPS = 20
+LONG = {"max_steps": STEPS, "checkpoint_every": 5, "keep": 10}
+
+
+def metrics(folder: Path) -> list[dict]:
+    lines = read_lines(folder / "metrics.jsonl")
+    return [{name: line[name] for name in line.keys() - MEASURED} for line in lines]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the last checkpoint: weights, statistics, moments, averages."""
+    path = folder / "checkpoints" / f"step_{STEPS:08d}"
+    found = {f"model.{name}": t for name, t in load_model(path).model.state_dict().items()}
+
+    def walk(value: object, name: str) -> None:
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                walk(item, f"{name}.{key}")
+
+    walk(torch.load(path / "training.pt", weights_only=True), "state")
+    return found
+
+
+def assert_same_end(first: Path, second: Path) -> None:
+    ours, theirs = tensors(first), tensors(second)
+    assert ours.keys() == theirs.keys()
+    assert len(ours) > 100
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert metrics(first) == metrics(second)
+    assert [line["step"] for line in metrics(first)] == list(range(1, STEPS + 1))
+
+
+class Processes:
+    """The ranks of a run, each a process of its own, as torchrun would start them."""
+
+    def __init__(self, config: TrainConfig, folder: Path, size: int) -> None:
+        recipe = folder / f"{config.name}.yaml"
+        recipe.write_text(configuration.dump(config))
+        self.folder = folder / config.name
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "effasr.train", str(recipe)],
+                env={**os.environ, **common, "MASTER_PORT": port, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            for rank in range(size)
+        ]
+
+    def kill_after(self, step: int) -> None:
+        """Kill every rank as soon as the log shows a step."""
+        deadline = time.perf_counter() + 60
+        try:
+            while time.perf_counter() < deadline:
+                lines = read_lines(self.folder / "metrics.jsonl")
+                if lines and lines[-1]["step"] >= step:
+                    return
+                assert self.ranks[0].poll() is None, self.ranks[0].communicate()[0]
+                time.sleep(0.005)
+            raise AssertionError(f"no step {step} within a minute")
+        finally:
+            for rank in self.ranks:
+                rank.kill()
+                rank.communicate()
+
+    def finish(self) -> None:
+        try:
+            for rank in self.ranks:
+                output, _ = rank.communicate(timeout=60)
+                assert rank.returncode == 0, output
+        finally:
+            for rank in self.ranks:
+                rank.kill()
+
+
+@pytest.fixture
+def straight(make_config, tmp_path) -> Path:
+    assert run(make_config(name="straight", training=LONG)) == 0
+    return tmp_path / "straight"
+
+
+def test_a_killed_run_ends_as_if_nothing_had_happened(make_config, tmp_path, straight) -> None:
+    config = make_config(name="killed", training=LONG)
+    Processes(config, tmp_path, 1).kill_after(7)
+    assert not (tmp_path / "killed" / "checkpoints" / f"step_{STEPS:08d}").exists()
+    assert run(config) == 0
+    assert_same_end(tmp_path / "killed", straight)
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_two_ranks_ends_as_if_nothing_had_happened(make_config, tmp_path) -> None:
+    """With data workers, which must not outlive their rank."""
+    configs = [
+        make_config(name=name, training=LONG, data={"workers": 1}) for name in ("killed", "left")
+    ]
+    Processes(configs[0], tmp_path, 2).kill_after(7)
+    for config in configs:
+        Processes(config, tmp_path, 2).finish()
+    assert_same_end(tmp_path / "killed", tmp_path / "left")
+
+
+@pytest.mark.slow
+def test_torchrun_on_two_ranks_has_the_loss_curve_of_one(make_config, tmp_path, straight) -> None:
+    """With dropout and augmentation on, whose draws no number of ranks may change."""
+    recipe = tmp_path / "two.yaml"
+    recipe.write_text(configuration.dump(make_config(name="two", training=LONG)))
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    result = subprocess.run(
+        [sys.executable, "-m", *command, "effasr.train", str(recipe)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    two, one = metrics(tmp_path / "two"), metrics(straight)
+    for name in ("loss", "cross_entropy", "ctc", "guided", "grad_norm"):
+        curve = [line[name] for line in one]
+        assert [line[name] for line in two] == pytest.approx(curve, rel=1e-5)
+    for name in ("tokens", "audio_seconds", "padding_frames", "padding_tokens", "lr", "epoch"):
+        assert [line[name] for line in two] == pytest.approx([line[name] for line in one])
+    assert any(line["rank_imbalance"] > 0 for line in two)
+
+
+@pytest.mark.slow
+def test_one_rank_that_is_asked_to_stop_stops_them_all(make_config, tmp_path) -> None:
+    """Even where the signal goes to its data workers as well, as batch systems send it."""
+    config = make_config(training={**LONG, "max_steps": 1000}, data={"workers": 1})
+    processes = Processes(config, tmp_path, 2)
+    deadline = time.perf_counter() + 60
+    while not read_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert time.perf_counter() < deadline
+        time.sleep(0.01)
+    os.killpg(processes.ranks[1].pid, signal.SIGTERM)
+    processes.finish()
+    last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
+    assert last < 1000
+    assert (tmp_path / "run" / "checkpoints" / f"step_{last:08d}" / "training.pt").is_file()

@@ -1,0 +1,51 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from effasr.training.progress import ProgressDisplay, SilentDisplay, describe
+
+LINE = {
+    "step": 50,
+    "loss": 1.23456,
+    "step_s": 0.5,
+    "audio_seconds": 200.0,
+    "padding_frames": 0.004,
+    "data_wait_s": 0.01,
+}
+
+
+def test_the_figures_are_those_of_the_line() -> None:
+    text = describe(LINE, ranks=2)
+    assert text == "loss 1.2346  200 audio-h/h per rank  padding 0.4 %  wait 2 %"
+    assert describe(LINE | {"loss": None}, ranks=1).startswith("loss -  400 audio-h/h")
+
+
+def test_without_a_terminal_there_is_one_plain_line_per_entry() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=False, width=40)
+    with ProgressDisplay(total=170, done=0, ranks=1, console=console) as display:
+        display.advance(49)
+        display.metrics(LINE)
+        display.say("validation: [WER] 0.1")
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("step 50/170  loss 1.2346")
+    assert first.endswith("ETA 0:01:00")
+    assert second == "validation: [WER] 0.1"
+
+
+@pytest.mark.parametrize("step", [50, 170])
+def test_on_a_terminal_there_is_a_bar(step) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=200)
+    with ProgressDisplay(total=170, done=40, ranks=1, console=console) as display:
+        display.metrics(LINE | {"step": step})
+    assert f"{step}/170" in out.getvalue()
+    assert "audio-h/h" in out.getvalue()
+
+
+def test_other_ranks_say_nothing(capsys) -> None:
+    with SilentDisplay() as display:
+        display.metrics(LINE)
+        display.say("hello")
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,41 @@
+import pytest
+
+from effasr.training.resume import check_same_run
+
+SAVED = {
+    "name": "a",
+    "seed": 0,
+    "model": {"encoder": {"layers": 2, "width": 8}, "decoder": None},
+    "data": {"manifest": "m", "workers": 2},
+    "optimizer": {"lr": 0.1},
+}
+
+
+def test_the_same_configuration_goes_on_without_a_word() -> None:
+    assert check_same_run(SAVED, {**SAVED}) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "`seed` must stay 0, .* but is 1"),
+        ({"data": {"manifest": "n", "workers": 2}}, "`data.manifest` must stay 'm'"),
+        (
+            {"model": {"encoder": {"layers": 3, "width": 8}, "decoder": None}},
+            "`model.encoder.layers` must stay 2, .* but is 3.*training.restart=true",
+        ),
+        (
+            {"model": {"encoder": {"layers": 2, "width": 8}, "decoder": {"layers": 1}}},
+            "`model.decoder` must stay None",
+        ),
+        ({"data": {"manifest": "m", "workers": 2, "new": 1}}, "`data.new` must stay None"),
+    ],
+)
+def test_another_model_or_another_order_of_data_is_refused(change, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_same_run(SAVED, SAVED | change)
+
+
+def test_other_changes_are_obeyed_and_reported() -> None:
+    now = SAVED | {"optimizer": {"lr": 0.2}, "data": {"manifest": "m", "workers": 8}}
+    assert check_same_run(SAVED, now) == ["data.workers: 2 -> 8", "optimizer.lr: 0.1 -> 0.2"]

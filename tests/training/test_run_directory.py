@@ -1,0 +1,65 @@
+import json
+
+import pytest
+
+from effasr.training.run_directory import RunDirectory, read_lines
+
+
+def steps(path) -> list[int]:
+    return [line["step"] for line in read_lines(path)]
+
+
+def test_resuming_removes_what_the_lost_stretch_wrote(tmp_path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.open("a: 1\n", 0, tensorboard=False)
+    for step in (1, 2, 3, 4):
+        run.metrics({"step": step, "loss": 0.5})
+    run.validation({"step": 4, "wer": 0.1})
+    run.skipped({"step": 3, "utterances": ["a"]})
+    # A process killed while it writes leaves half a line.
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+
+    again = RunDirectory(tmp_path / "run")
+    again.open("a: 2\n", 2, tensorboard=False)
+    assert steps(run.path / "metrics.jsonl") == [1, 2]
+    assert steps(run.path / "validation.jsonl") == steps(run.path / "skipped.jsonl") == []
+    again.metrics({"step": 3})
+    assert steps(run.path / "metrics.jsonl") == [1, 2, 3]
+    assert (run.path / "config.yaml").read_text() == "a: 2\n"
+
+
+def test_every_line_is_json_of_its_own_and_nan_is_an_error(tmp_path) -> None:
+    run = RunDirectory(tmp_path)
+    run.open("", 0, tensorboard=False)
+    run.dropped([{"id": "ä", "reason": "too long"}, {"id": "b", "reason": "silent"}])
+    lines = (tmp_path / "dropped.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["id"] for line in lines] == ["ä", "b"]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        run.metrics({"step": 1, "loss": float("nan")})
+
+
+def test_an_older_run_is_set_aside_under_a_free_name(tmp_path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    assert run.set_aside() is None
+    for number in (1, 2):
+        run.open("", 0, tensorboard=False)
+        assert run.set_aside() == tmp_path / f"run.old-{number}"
+    assert not run.path.exists()
+
+
+def test_curves_are_written_for_tensorboard(tmp_path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, last in ((0, 3), (2, 4)):
+        run = RunDirectory(tmp_path)
+        run.open("", first, tensorboard=True)
+        for step in range(first + 1, last + 1):
+            run.metrics({"step": step, "epoch": 0, "loss": float(10 * first + step), "mfu": None})
+        run.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["train/loss"]
+    curve = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert curve == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]

@@ -1,0 +1,249 @@
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from effasr import config as configuration
+from effasr.checkpoint import load_model, resolve, save_model
+from effasr.data.manifests import read
+from effasr.inference.evaluate import evaluate
+from effasr.optim.adamw import OptimizerConfig
+from effasr.training import trainer
+from effasr.training.config import TrainConfig
+from effasr.training.progress import ProgressDisplay
+from effasr.training.run_directory import read_lines
+from effasr.training.trainer import run
+
+FIELDS = {
+    "step", "epoch", "loss", "lr", "grad_norm", "audio_seconds", "tokens", "padding_frames",
+    "padding_tokens", "data_wait_s", "step_s", "mfu", "peak_memory_bytes", "rank_imbalance",
+}  # fmt: skip
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
+
+
+def at_step(monkeypatch, number: int, action) -> None:
+    """Do something when a step has been made, as the outside world would."""
+    advance = ProgressDisplay.advance
+
+    def watched(self, step: int) -> None:
+        advance(self, step)
+        if step == number:
+            action()
+
+    monkeypatch.setattr(ProgressDisplay, "advance", watched)
+
+
+def poison(monkeypatch, number: int) -> list[str]:
+    """Make the first utterance of a step NaN."""
+    names = []
+    train_step = trainer.train_step
+
+    def poisoned(trainee, batches, step, **options):
+        if step + 1 == number:
+            names.append(batches[0].ids[0])
+            batches[0].audio.values[50] = torch.nan
+        return train_step(trainee, batches, step, **options)
+
+    monkeypatch.setattr(trainer, "train_step", poisoned)
+    return names
+
+
+def test_a_run_writes_what_it_promises(make_config, tmp_path, capsys) -> None:
+    config = make_config(training={"keep": 2, "log_every": 3, "tensorboard": True})
+    assert run(config) == 0
+    folder = tmp_path / "run"
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [3, 6, 9, 12]
+    assert all(line.keys() > FIELDS for line in lines)
+    assert all(line["padding_frames"] < 0.2 and line["mfu"] is None for line in lines)
+    assert checkpoint_steps(folder) == [8, 12]
+    written = configuration.load(TrainConfig, folder / "config.yaml")
+    assert written == config
+    assert any((folder / "tensorboard").iterdir())
+    loaded = load_model(resolve(folder))
+    assert all(tensor.isfinite().all() for tensor in loaded.model.state_dict().values())
+    assert capsys.readouterr().err.count("audio-h/h") == 4
+
+
+def test_utterances_that_cannot_be_used_are_listed(make_config, tmp_path) -> None:
+    config = make_config(data={"min_duration": 0.5}, training={"max_steps": 1})
+    assert run(config) == 0
+    dropped = read_lines(tmp_path / "run" / "dropped.jsonl")
+    assert dropped
+    assert {line["reason"] for line in dropped} == {"too_short"}
+
+
+def test_audio_that_proves_unreadable_is_left_out_and_listed(make_config, tones, tmp_path) -> None:
+    """Its header is sound, so nothing shows before it is due."""
+    line = json.loads((tones / "train.jsonl").read_text().splitlines()[0])
+    audio = np.zeros(int(line["duration"] * 16_000), dtype=np.float32)
+    audio[9] = np.nan
+    soundfile.write(tmp_path / "broken.wav", audio, 16_000, subtype="FLOAT")
+    manifest = tmp_path / "train.jsonl"
+    good = (tones / "train.jsonl").read_text().replace("train-", f"{tones}/train-")
+    manifest.write_text(json.dumps(line | {"audio_filepath": "broken.wav"}) + "\n" + good)
+    data = {"train": str(manifest), "on_bad_audio": "skip"}
+    assert run(make_config(data=data, training={"log_every": 5, "max_steps": 7})) == 0
+    lines = read_lines(tmp_path / "run" / "unreadable.jsonl")
+    assert lines
+    assert {(line["id"], line["reason"]) for line in lines} == {("broken", "not_finite_audio")}
+    assert sorted(line["step"] for line in lines) == [line["step"] for line in lines]
+    with pytest.raises(ValueError, match="broken"):
+        run(make_config(data={"train": str(manifest)}, name="strict"))
+
+
+def test_a_finished_run_has_nothing_left_to_do(make_config, tmp_path, monkeypatch) -> None:
+    assert run(make_config(training={"max_steps": 2})) == 0
+    monkeypatch.setattr(trainer, "train_step", None)
+    assert run(make_config(training={"max_steps": 2})) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_to_stop_saves_and_exits_with_zero(
+    make_config, tmp_path, monkeypatch, number
+) -> None:
+    with monkeypatch.context() as patch:
+        at_step(patch, 5, lambda: os.kill(os.getpid(), number))
+        assert run(make_config()) == 0
+    folder = tmp_path / "run"
+    # The request arrives during step 5; the step after it is the one that ends.
+    assert checkpoint_steps(folder) == [4, 6]
+    assert run(make_config()) == 0
+    assert run(make_config(name="straight")) == 0
+    stopped, straight = (load_model(resolve(tmp_path / name)) for name in ("run", "straight"))
+    for name, tensor in straight.model.state_dict().items():
+        assert torch.equal(stopped.model.state_dict()[name], tensor), name
+
+
+def test_the_second_interrupt_ends_the_run_at_once(make_config, tmp_path, monkeypatch) -> None:
+    def interrupt_twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    at_step(monkeypatch, 2, interrupt_twice)
+    with pytest.raises(KeyboardInterrupt):
+        run(make_config())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_nan_stops_the_run_and_names_the_utterance(
+    make_config, tmp_path, monkeypatch, capsys
+) -> None:
+    with monkeypatch.context() as patch:
+        names = poison(patch, 8)
+        assert run(make_config(training={"log_every": 50, "checkpoint_every": 4})) == 1
+    error = capsys.readouterr().err
+    assert f"failed: step 8: the loss is not finite; utterances: {names[0]}." in error
+    folder = tmp_path / "run"
+    assert checkpoint_steps(folder) == [4]
+    (line,) = read_lines(folder / "skipped.jsonl")
+    assert line == {"step": 8, "reason": "loss", "utterances": names}
+    state = load_model(resolve(folder)).model.state_dict()
+    assert all(tensor.isfinite().all() for tensor in state.values())
+    assert run(make_config()) == 0
+    assert read_lines(folder / "skipped.jsonl") == []
+
+
+def test_nan_can_be_skipped(make_config, tmp_path, monkeypatch) -> None:
+    names = poison(monkeypatch, 3)
+    assert run(make_config(training={"on_nan": "skip"})) == 0
+    folder = tmp_path / "run"
+    assert [line["utterances"] for line in read_lines(folder / "skipped.jsonl")] == [names]
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [line["skipped"] for line in lines] == [0, 0, *[1] * 10]
+    assert [line["loss"] is None for line in lines] == [False, False, True, *[False] * 9]
+    state = load_model(resolve(folder)).model.state_dict()
+    assert all(tensor.isfinite().all() for tensor in state.values())
+
+
+def test_a_run_goes_on_only_as_the_run_it_was(make_config, tmp_path, tones, caplog) -> None:
+    short = {"max_steps": 2}
+    assert run(make_config(training=short)) == 0
+    with pytest.raises(ValueError, match=r"`data\.frame_budget` must stay 60.* but is 61"):
+        run(make_config(data={"frame_budget": 61}))
+    with pytest.raises(ValueError, match=r"`seed` must stay 3.* training\.restart=true"):
+        run(make_config(seed=4))
+    with pytest.raises(ValueError, match=r"`data\.train` must hold the very utterances"):
+        run(make_config(data={"train": str(tones / "test.jsonl")}))
+    assert run(make_config(training={"max_steps": 3})) == 0
+    assert "training.max_steps: 2 -> 3" in caplog.text
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    assert run(make_config(seed=4, training=short | {"restart": True})) == 0
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    assert checkpoint_steps(tmp_path / "run.old-1") == [2, 3]
+    assert "restart: false" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(
+    make_config, tmp_path, caplog
+) -> None:
+    assert run(make_config(training={"max_steps": 8})) == 0
+    damaged = tmp_path / "run" / "checkpoints" / "step_00000008" / "training.pt"
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    assert run(make_config()) == 0
+    assert "step_00000008" in caplog.text
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert checkpoint_steps(tmp_path / "run") == [4, 8, 12]
+
+
+def test_validation_is_that_of_evaluate_and_chooses_the_best(
+    make_config, tmp_path, tones, monkeypatch
+) -> None:
+    test = str(tones / "test.jsonl")
+    rates = iter([0.5, 0.2, 0.9])
+    monkeypatch.setattr(trainer, "merge", lambda _: SimpleNamespace(wer=next(rates)))
+    config = make_config(
+        data={"validation": test}, training={"validate_every": 4, "keep": 1, "max_steps": 12}
+    )
+    assert run(config) == 0
+    folder = tmp_path / "run"
+    lines = read_lines(folder / "validation.jsonl")
+    assert [(line["step"], line["set"]) for line in lines] == [
+        (4, "test"),
+        (8, "test"),
+        (12, "test"),
+    ]
+    assert checkpoint_steps(folder) == [8, 12]
+    best = resolve(folder)
+    assert best.name == "step_00000008"
+    loaded = load_model(best)
+    again = evaluate(loaded.model, loaded.tokenizer, read(test)).summary()
+    assert again["wer"] == lines[1]["wer"]
+    assert again["words"] == lines[1]["words"] > 0
+    for name in ("wer.json", "hypotheses.jsonl"):
+        assert (folder / "evaluation" / "test" / name).is_file()
+
+
+def test_a_bad_validation_is_refused_before_training(make_config, tmp_path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        run(make_config(data={"validation": str(tmp_path / "missing.jsonl")}))
+
+
+def test_fine_tuning_begins_with_the_model_that_is_given(make_config, tmp_path) -> None:
+    assert run(make_config(name="first", training={"max_steps": 4})) == 0
+    source = load_model(resolve(tmp_path / "first"))
+    save_model(tmp_path / "model", source.model, source.tokenizer)
+    for start in ("model", "first"):
+        config = make_config(
+            name=f"from-{start}",
+            init_from=str(tmp_path / start),
+            data={"tokenizer": ""},
+            training={"max_steps": 1, "ema_decay": None},
+            optimizer=OptimizerConfig(lr=1e-12),
+        )
+        assert run(config) == 0
+        tuned = load_model(resolve(tmp_path / f"from-{start}"))
+        for name, parameter in source.model.named_parameters():
+            torch.testing.assert_close(tuned.model.get_parameter(name), parameter)
+    with pytest.raises(ValueError, match=r"`data\.tokenizer` must be left out"):
+        run(make_config(name="both", init_from=str(tmp_path / "model")))
