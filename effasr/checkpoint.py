@@ -2,7 +2,8 @@
 
 A model directory is what import, export, evaluation and training exchange:
 
-    model.yaml          the configuration of the model, and the size of its vocabulary
+    model.yaml          the configuration of the model, the size of its vocabulary, and the prompt
+                        it was trained with most, which transcription uses unless told otherwise
     model.safetensors   its weights
     tokenizer/          its tokenizer
 
@@ -19,7 +20,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch
 import yaml
 
 from effasr import config as configuration
+from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 
@@ -42,15 +44,39 @@ class CheckpointError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Description:
+    """What model.yaml holds.
+
+    Attributes:
+        model: The architecture.
+        vocab_size: Tokens of the tokenizer.
+        prompt: What the model was asked most often in training.
+    """
+
+    model: ModelConfig
+    vocab_size: int
+    prompt: Prompt = field(default_factory=Prompt)
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in evaluation mode, and the tokenizer it was trained with."""
+    """A model in evaluation mode, its tokenizer, and the prompt it was trained with most."""
 
     model: ASRModel
     tokenizer: Tokenizer
+    prompt: Prompt
 
 
-def save_model(directory: str | Path, model: ASRModel, tokenizer: Tokenizer) -> None:
+def save_model(
+    directory: str | Path, model: ASRModel, tokenizer: Tokenizer, prompt: Prompt | None = None
+) -> None:
     """Write a model directory, replacing one that is there.
+
+    Args:
+        directory: The folder.
+        model: Its weights and architecture.
+        tokenizer: Its tokenizer.
+        prompt: What it was asked most often in training; English transcription by default.
 
     Raises:
         CheckpointError: ``directory`` is something else than a model directory.
@@ -61,7 +87,8 @@ def save_model(directory: str | Path, model: ASRModel, tokenizer: Tokenizer) -> 
             f"`directory` must be new, empty or a model directory, but {directory} is not: "
             "choose another."
         )
-    _write_folder(directory, lambda folder: _write_model(folder, model, tokenizer))
+    prompt = Prompt() if prompt is None else prompt
+    _write_folder(directory, lambda folder: _write_model(folder, model, tokenizer, prompt))
 
 
 def load_model(directory: str | Path, device: torch.device | str = "cpu") -> LoadedModel:
@@ -71,15 +98,15 @@ def load_model(directory: str | Path, device: torch.device | str = "cpu") -> Loa
         CheckpointError: It is none, or a file of it is missing or damaged.
     """
     directory = Path(directory)
-    config, vocab_size = read_description(directory)
+    description = read_description(directory)
     with _explaining(directory / _WEIGHTS) as path:
         weights = safetensors.torch.load_file(path, device=str(device))
-        model = ASRModel.from_state_dict(config, vocab_size, weights)
-    return LoadedModel(model.to(device).eval(), read_tokenizer(directory))
+        model = ASRModel.from_state_dict(description.model, description.vocab_size, weights)
+    return LoadedModel(model.to(device).eval(), read_tokenizer(directory), description.prompt)
 
 
-def read_description(directory: Path) -> tuple[ModelConfig, int]:
-    """The configuration in a model directory, and the size of the vocabulary.
+def read_description(directory: Path) -> Description:
+    """What a model directory holds.
 
     Raises:
         CheckpointError: ``model.yaml`` is missing or is not one of this version.
@@ -87,12 +114,12 @@ def read_description(directory: Path) -> tuple[ModelConfig, int]:
     path = directory / _DESCRIPTION
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return configuration.from_mapping(ModelConfig, content["model"]), content["vocab_size"]
+        return configuration.from_mapping(Description, content)
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory} must be a model directory, but has no {_DESCRIPTION}."
         ) from None
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+    except (yaml.YAMLError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
@@ -163,7 +190,12 @@ class RunCheckpoints:
         return self.folder / f"step_{step:08d}"
 
     def save(
-        self, step: int, model: ASRModel, tokenizer: Tokenizer, state: Mapping[str, Any]
+        self,
+        step: int,
+        model: ASRModel,
+        tokenizer: Tokenizer,
+        state: Mapping[str, Any],
+        prompt: Prompt | None = None,
     ) -> Path:
         """Write a checkpoint, point ``latest`` at it, and remove those no longer kept.
 
@@ -172,11 +204,13 @@ class RunCheckpoints:
             model: With the weights to evaluate.
             tokenizer: Its tokenizer.
             state: The rest: tensors and plain values, nested.
+            prompt: See `save_model`.
         """
+        prompt = Prompt() if prompt is None else prompt
         self.folder.mkdir(parents=True, exist_ok=True)
 
         def fill(folder: Path) -> None:
-            _write_model(folder, model, tokenizer)
+            _write_model(folder, model, tokenizer, prompt)
             torch.save(dict(state), folder / _STATE)
             sizes = {
                 str(file.relative_to(folder)): file.stat().st_size
@@ -244,12 +278,8 @@ class RunCheckpoints:
                 shutil.rmtree(path)
 
 
-def _write_model(folder: Path, model: ASRModel, tokenizer: Tokenizer) -> None:
-    content = {
-        "vocab_size": model.vocab_size,
-        "model": configuration.to_mapping(model.config),
-    }
-    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+def _write_model(folder: Path, model: ASRModel, tokenizer: Tokenizer, prompt: Prompt) -> None:
+    text = configuration.dump(Description(model.config, model.vocab_size, prompt))
     (folder / _DESCRIPTION).write_text(text, encoding="utf-8")
     safetensors.torch.save_file(model.state_dict(), folder / _WEIGHTS)
     tokenizer.save(folder / _TOKENIZER)

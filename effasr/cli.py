@@ -21,6 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
+    from effasr_kernels import allow_reference_on_gpu
+
+    # What no kernel serves yet runs all the same, and says so once for each operation.
+    allow_reference_on_gpu()
     try:
         return options.action(options)
     except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -143,14 +147,17 @@ def _transcribe(options: argparse.Namespace) -> int:
     from effasr.data.prompt import Prompt
     from effasr.inference.transcribe import render, transcribe
 
-    target = options.target_language or options.language
-    prompt = Prompt(
-        source=options.language,
-        target=target,
-        task="transcribe" if target == options.language else "translate",
-        punctuation=not options.no_punctuation,
-    )
     loaded = load_model(resolve(options.run), _device(options.device))
+    source = options.language or loaded.prompt.source
+    target = options.target_language or (source if options.language else loaded.prompt.target)
+    prompt = Prompt(
+        source=source,
+        target=target,
+        task="transcribe" if target == source else "translate",
+        punctuation=(
+            loaded.prompt.punctuation if options.punctuation is None else options.punctuation
+        ),
+    )
     results = transcribe(
         loaded.model, loaded.tokenizer, options.files, prompt=prompt, config=_decoding(options)
     )
@@ -178,10 +185,23 @@ def _import(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     from effasr.checkpoint import load_model, resolve
-    from effasr.model.huggingface import export_canary
+    from effasr.data.tokenizer import HuggingFaceTokenizer
+    from effasr.model.huggingface import SpecialTokens, export_canary
 
     loaded = load_model(resolve(options.model))
-    export_canary(loaded.model, options.out)
+    tokenizer = loaded.tokenizer
+    start = tokenizer.prompt(loaded.prompt)[0]
+    tokens = SpecialTokens(
+        pad_id=tokenizer.pad_id,
+        bos_id=tokenizer.specials.get("<|startoftranscript|>", start),
+        eos_id=tokenizer.eos_id,
+        decoder_start_id=start,
+    )
+    export_canary(loaded.model, options.out, tokens)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.save(options.out)
+    else:
+        _note("the tokenizer is effasr's own and stays behind: transformers cannot read it")
     _say(f"{options.out}: load it with CanaryForConditionalGeneration.from_pretrained")
     return 0
 
@@ -288,9 +308,13 @@ def _parser() -> argparse.ArgumentParser:
     one = command("transcribe", _transcribe, "Transcribe audio files of any rate and length.")
     one.add_argument("--run", type=Path, required=True, help="a run, or a model directory")
     one.add_argument("files", nargs="+", metavar="FILE")
-    one.add_argument("--language", default="en", help="spoken (default: en)")
+    one.add_argument("--language", help="spoken (default: what the model was trained on most)")
     one.add_argument("--target-language", help="written; another one translates")
-    one.add_argument("--no-punctuation", action="store_true", help="ask for plain text")
+    one.add_argument(
+        "--punctuation",
+        action=argparse.BooleanOptionalAction,
+        help="ask for punctuation and capitals, or for plain text (default: as trained)",
+    )
     one.add_argument("--json", action="store_true", help="one JSON object per line")
     _add_decoding(one)
 

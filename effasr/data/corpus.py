@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from effasr.data.audio import AudioError, load_audio
 from effasr.data.batch import Example, StaticShape
 from effasr.data.config import DataConfig
 from effasr.data.filters import Dropped, Limits, Reason, TokenizedText, Unfit, check, frames_of
-from effasr.data.manifests import named
+from effasr.data.manifests import named, request
+from effasr.data.prompt import Prompt
 from effasr.data.sampling.packing import suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sources.utterance import CutUtterance, Utterance
@@ -37,6 +39,7 @@ class Corpus:
         dropped: What the manifests hold beside, and why it was left out.
         seconds: Duration of all utterances.
         fingerprint: Changes if a length, a text or the order does; a resumed run compares it.
+        prompt: What is asked most often: what a model trained on this is best at.
         eos_id: The tokenizer's.
         pad_id: The tokenizer's.
     """
@@ -46,6 +49,7 @@ class Corpus:
     dropped: tuple[Dropped, ...]
     seconds: float
     fingerprint: str
+    prompt: Prompt
     eos_id: int
     pad_id: int
     _lines: _Ragged
@@ -140,6 +144,7 @@ class _Gathered:
         self.frames = array("i")
         self.durations = array("d")
         self.monotonic = array("b")
+        self.prompts: Counter[Prompt] = Counter()
 
     def add(self, name: str, utterance: Utterance, limits: Limits, tokenizer: Tokenizer) -> None:
         """Keep an utterance, or note why not."""
@@ -166,6 +171,7 @@ class _Gathered:
         self.frames.append(frames_of(cut))
         self.durations.append(cut.duration)
         self.monotonic.append(tokens.monotonic)
+        self.prompts[request(cut)] += 1
 
     def corpus(
         self, paths: Sequence[str | Path], config: DataConfig, tokenizer: Tokenizer
@@ -200,6 +206,7 @@ class _Gathered:
             dropped=tuple(dropped),
             seconds=float(np.array(self.durations)[kept].sum()),
             fingerprint=_fingerprint(lengths, tokens),
+            prompt=self.prompts.most_common(1)[0][0],
             eos_id=tokenizer.eos_id,
             pad_id=tokenizer.pad_id,
             _lines=lines,

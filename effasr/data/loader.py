@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
@@ -141,17 +143,21 @@ class Loader:
 
     def _steps(self, epoch: int, step: int) -> Generator[Step, None, None]:
         loaded = iter(self._data_loader(epoch, step))
-        while True:
-            count = self._config.micro_batches // self._world_size
-            parts = [_checked(_next(loaded)) for _ in range(count)]
-            place = parts[0].place
-            yield Step(
-                epoch=place.epoch,
-                step=place.step,
-                num_steps=place.num_steps,
-                batches=[part.batch for part in parts],
-                skipped=tuple(drop for part in parts for drop in part.skipped),
-            )
+        try:
+            while True:
+                count = self._config.micro_batches // self._world_size
+                parts = [_checked(_next(loaded)) for _ in range(count)]
+                place = parts[0].place
+                yield Step(
+                    epoch=place.epoch,
+                    step=place.step,
+                    num_steps=place.num_steps,
+                    batches=[part.batch for part in parts],
+                    skipped=tuple(drop for part in parts for drop in part.skipped),
+                )
+        finally:
+            # An error keeps this frame, but must not keep the workers.
+            del loaded
 
     def _places(self, epoch: int, step: int) -> Iterator[_Place]:
         """What to load, in order; the data loader asks a little ahead of the training."""
@@ -284,7 +290,15 @@ def _end_with_parent(worker: int) -> None:
     its step on SIGTERM and SIGINT, and for that it needs its workers.
     """
     del worker
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_obey_parent_alone, daemon=True).start()
+
+
+def _obey_parent_alone() -> None:
+    """End on the SIGTERM of the training process, with which multiprocessing ends leftovers."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

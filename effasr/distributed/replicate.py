@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from effasr.distributed.process_group import World
+
+# torch 2.13 renamed the option, and warns of the old name.
+_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = (
+    "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
+)
 
 
 def replicate(model: nn.Module, world: World) -> nn.Module:
@@ -21,7 +28,7 @@ def replicate(model: nn.Module, world: World) -> nn.Module:
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
-        broadcast_buffers=False,
+        **{_SYNC_BUFFERS: False},  # type: ignore[reportArgumentType]
         gradient_as_bucket_view=True,
     )
 

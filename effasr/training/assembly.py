@@ -43,7 +43,7 @@ def resolve(config: TrainConfig, saved: Saved | None) -> TrainConfig:
     """
     source = _source_of_model(config, saved)
     if source is not None and config.init_from is not None and config.model == ModelConfig():
-        config = replace(config, model=checkpoint.read_description(source)[0])
+        config = replace(config, model=checkpoint.read_description(source).model)
     loss = resolve_losses(config.loss, config.model)
     return replace(config, loss=loss, training=replace(config.training, restart=False))
 

@@ -19,6 +19,8 @@ class LoopConfig:
 
     Attributes:
         max_steps: Updates of the whole run.
+        stop_at: Stop after this step, with a checkpoint, as if asked to by a signal; the run goes
+            on from it when it is started again.
         log_every: Steps between two lines of metrics.jsonl.
         validate_every: Steps between two validations; the last step has one, too.
         checkpoint_every: Steps between two checkpoints; the last step has one, too.
@@ -39,6 +41,7 @@ class LoopConfig:
     """
 
     max_steps: int = 100_000
+    stop_at: int | None = None
     log_every: int = 50
     validate_every: int = 2000
     checkpoint_every: int = 1000
@@ -62,8 +65,10 @@ class LoopConfig:
                 raise ValueError(f"`{name}` must be positive, but is {getattr(self, name)}.")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"`ema_decay` must lie between 0 and 1, but is {self.ema_decay}.")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"`threads` must be at least 1 or null, but is {self.threads}.")
+        for name in ("stop_at", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1 or null, but is {value}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -142,8 +142,9 @@ class Trainer:
         with ranges.range("data"):
             data = next(steps)
         waited = time.perf_counter() - started
+        stopping = bool(stop) or self.step + 1 == self.config.training.stop_at
         with ranges.range("step"):
-            report = train_step(self.trainee, data.batches, self.step, stopping=bool(stop))
+            report = train_step(self.trainee, data.batches, self.step, stopping=stopping)
         self.step += 1
         self.epoch, self.position = data.epoch, data.next_position
         self.unreadable += [{"step": self.step} | asdict(dropped) for dropped in data.skipped]
@@ -207,7 +208,7 @@ class Trainer:
             return
         state = self._state()
         with ranges.range("checkpoint"), averaged(self.trainee.average):
-            self.checkpoints.save(self.step, self.model, self.tokenizer, state)
+            self.checkpoints.save(self.step, self.model, self.tokenizer, state, self.corpus.prompt)
         if is_best:
             self.checkpoints.mark_best(self.step)
 

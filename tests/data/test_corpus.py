@@ -9,6 +9,7 @@ from effasr.data.config import DataConfig
 from effasr.data.corpus import Corpus
 from effasr.data.manifests import load_audio, read
 from effasr.data.prepare import prepare
+from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 
 
@@ -32,6 +33,7 @@ def test_examples_are_those_of_the_manifest(
         assert len(example.prompt) == 5
         assert corpus.lengths.frames[index] == encoder_frames(example.audio.shape[0])
         assert corpus.lengths.tokens[index] == len(example.prompt) + len(example.text)
+    assert corpus.prompt == Prompt()
     assert corpus.seconds == pytest.approx(sum(cut.duration for cut in read(manifest)))
 
 

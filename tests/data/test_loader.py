@@ -1,5 +1,6 @@
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -145,6 +146,7 @@ def test_loading_leaves_the_global_generator_alone(make: Callable[..., Loader]) 
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_closing_ends_the_workers(make: Callable[..., Loader]) -> None:
     steps = make(workers=2).steps()
     next(steps)
@@ -152,6 +154,17 @@ def test_closing_ends_the_workers(make: Callable[..., Loader]) -> None:
     assert len(workers) >= 2
     steps.close()
     assert not running(workers)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_for_a_gpu_are_pinned(make: Callable[..., Loader], workers: int) -> None:
+    (batch, *_) = take(make(workers=workers), 1)[0].batches
+    assert all(tensor.is_pinned() for tensor in tensors(batch))
+    on_gpu = batch.to("cuda")
+    for moved, original in zip(tensors(on_gpu), tensors(batch), strict=True):
+        assert torch.equal(moved.cpu(), original)
 
 
 SCRIPT = """
@@ -174,6 +187,29 @@ def script(
     tokenizer.save(tmp_path / "tokenizer")
     files = [str(nemo(12)), str(tmp_path / "tokenizer")]
     return lambda rest: [sys.executable, "-c", SCRIPT + textwrap.dedent(rest), *files]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_error_ends_the_workers(make: Callable[..., Loader], tmp_path: Path) -> None:
+    loader = make(workers=1)
+    (tmp_path / f"corpus/audio/u{loader.plan(0).indices[0]}.wav").unlink()
+    before = set(children(os.getpid()))
+    with pytest.raises(AudioError) as caught:
+        next(loader.steps())
+    assert not running([*set(children(os.getpid())) - before])
+    assert caught.traceback
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_ignore_signals_that_are_not_their_parent_s(make: Callable[..., Loader]) -> None:
+    with closing(make(workers=1).steps()) as steps:
+        next(steps)
+        (worker,) = children(os.getpid())
+        for name in ("INT", "TERM"):
+            subprocess.run(["kill", f"-{name}", str(worker)], check=True)
+        assert running([worker], patience=0.2)
+        os.kill(worker, signal.SIGTERM)
+        assert not running([worker])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -113,7 +113,7 @@ def test_nobody_starves() -> None:
     assert sum(deferred.values()) <= 0.04 * epochs * len(lengths)
     assert max(deferred.values()) <= 0.5 * epochs
     long = np.flatnonzero(lengths.frames >= np.quantile(lengths.frames, 0.95)).tolist()
-    assert sum(deferred[index] for index in long) <= 0.1 * epochs * len(long)
+    assert sum(deferred[index] for index in long) <= 0.2 * epochs * len(long)
 
 
 def test_an_utterance_that_fills_the_budget_is_planned() -> None:
