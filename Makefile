@@ -31,11 +31,14 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/pip
 demo: $(VENV)/.demo
 	$(BIN)/effasr demo-data $(DEMO)
 	$(BIN)/effasr tokenizer $(DEMO)/train.jsonl $(DEMO)/tokenizer --vocab-size 160
-	$(TORCHRUN) effasr/train.py demo training.stop_at=300
-	@echo; echo "Stopped on purpose. The same command resumes exactly where it was:"
+	$(TORCHRUN) effasr/train.py demo training.stop_at=400 training.restart=true
+	@echo; echo "Stopped on purpose. The same command goes on exactly where it was:"; echo
 	$(TORCHRUN) effasr/train.py demo
+	@echo; echo "Held-out voices saying held-out sentences:"; echo
 	$(BIN)/effasr evaluate --run runs/demo --manifest $(DEMO)/test.jsonl
-	$(BIN)/effasr transcribe --run runs/demo $(DEMO)/sample.wav
+	@echo; echo "Three recordings of the test set, transcribed:"; echo
+	$(BIN)/effasr transcribe --run runs/demo $(DEMO)/test/audio/en-0420[0-2].wav
+	@echo; echo "What comes next: README.md, \"Your own recordings\"."
 
 test: $(VENV)/.test
 	$(BIN)/pytest -n 2 -m "not gpu"
@@ -45,6 +48,12 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+bench: $(VENV)/.test
+	$(BIN)/python profiling/bench_ops.py
+
+gpu: $(VENV)/.test
+	$(BIN)/python profiling/gpu_suite.py
 
 clean:
 	rm -rf $(VENV) runs data build *.egg-info
