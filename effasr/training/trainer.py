@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import asdict
@@ -125,6 +126,8 @@ class Trainer:
             TrainingFailed: A loss or gradient is not finite, and the run is to stop there.
         """
         settings = self.config.training
+        for line in self._summary():
+            self.display.say(line)
         if self.step:
             self.display.say(f"going on from step {self.step} of {settings.max_steps}")
         # A generator, whose end is that of the data workers.
@@ -136,6 +139,27 @@ class Trainer:
                     self._save(is_best=improved)
         if self.step < settings.max_steps:
             self.display.say(f"stopped at step {self.step}; the same command goes on from there")
+
+    def _summary(self) -> Iterator[str]:
+        """What is trained on what: the first lines that a run shows."""
+        shape, plan = self.corpus.shape, self.loader.plan(self.position[0])
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        yield (
+            f"{len(self.corpus)} utterances, {self.corpus.seconds / 3600:.2f} h, "
+            f"{parameters / 1e6:.2f} M parameters, {self.world.size} x {self.world.device}"
+        )
+        yield (
+            f"{self.config.data.micro_batches} micro-batches a step, each {shape.frame_budget} "
+            f"frames ({100 * plan.padding_frames:.1f} % padding) and {shape.token_budget} tokens "
+            f"({100 * plan.padding_tokens:.1f} %)"
+        )
+        if self.corpus.dropped:
+            reasons = Counter(dropped.reason for dropped in self.corpus.dropped)
+            listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+            yield (
+                f"dropped {len(self.corpus.dropped)} utterances ({listed}), each listed in "
+                f"{self.directory.path / 'dropped.jsonl'}"
+            )
 
     def _advance(self, steps: Iterator[Step], stop: StopRequest) -> None:
         started = time.perf_counter()
