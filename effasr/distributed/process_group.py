@@ -15,6 +15,12 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+_FIRST_FAILURE = "effasr/first_failure"
+
+
+class PeerFailed(RuntimeError):
+    """Another process of the run says why it failed: this one need not."""
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -74,45 +80,113 @@ def joined(
 
     Raises:
         ValueError: The device is unknown, or there is none for this rank.
+        PeerFailed: An error came out of the block, but another rank failed before.
     """
     environment = os.environ if environment is None else environment
     rank = int(environment.get("RANK", 0))
     size = int(environment.get("WORLD_SIZE", 1))
-    here = _choose_device(device, int(environment.get("LOCAL_RANK", 0)))
+    with one_voice(environment):
+        here = _rank_device(device, environment)
     if here.type == "cuda":
         torch.cuda.set_device(here)
     if size == 1:
         yield World(0, 1, here)
         return
+    timeout = timedelta(seconds=timeout_s)
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=timeout_s),
+        store=dist.PrefixStore("effasr/process_group", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
         device_id=here if here.type == "cuda" else None,
     )
     try:
         yield World(rank, size, here)
         # So that no rank takes the store down while another still talks to it.
         dist.barrier()
-    except BaseException:
+    except BaseException as error:
+        # Before this rank's connections close, for that makes the others fail.
+        earlier = _earlier_failure(store, rank, error) if isinstance(error, Exception) else None
         # NCCL's teardown would wait for peers that may be gone; the end of the process will do.
         if here.type != "cuda":
             dist.destroy_process_group()
+        if earlier is not None:
+            raise PeerFailed(earlier) from error
         raise
     dist.destroy_process_group()
 
 
-def _choose_device(name: str, local_rank: int) -> torch.device:
+@contextmanager
+def one_voice(environment: Mapping[str, str] | None = None) -> Iterator[None]:
+    """For what all processes do alike before they meet: of a node's, the first tells an error.
+
+    Args:
+        environment: Where torchrun says which process this is; ``os.environ`` by default.
+
+    Raises:
+        PeerFailed: In the others, in place of the error.
+    """
+    environment = os.environ if environment is None else environment
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        # LOCAL_WORLD_SIZE is there where LOCAL_RANK 0 is, too.
+        if "LOCAL_WORLD_SIZE" in environment and int(environment.get("LOCAL_RANK", 0)):
+            raise PeerFailed(str(error)) from error
+        raise
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that a user names: ``auto``, ``cpu``, ``cuda``, or ``cuda:1`` for the second GPU.
+
+    Raises:
+        ValueError: It is unknown, or is not there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or not (index.isdecimal() or name == kind):
+        raise ValueError(
+            f"`device` must be auto, cpu or cuda, but is {name!r}: cuda:1 is the second GPU."
+        )
+    if kind == "cpu":
         return torch.device("cpu")
-    if name != "cuda":
-        raise ValueError(f"`device` must be auto, cpu or cuda, but is {name!r}.")
     if not torch.cuda.is_available():
         raise ValueError("`device` must not be cuda here: PyTorch sees no GPU. Use cpu or auto.")
-    if local_rank >= torch.cuda.device_count():
+    if int(index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"`device`: local rank {local_rank} needs its own GPU, but there are "
+            f"`device` must be one of the {torch.cuda.device_count()} GPUs, of which the first is "
+            f"cuda:0, but is {name}."
+        )
+    return torch.device("cuda", int(index or 0))
+
+
+def _rank_device(name: str, environment: Mapping[str, str]) -> torch.device:
+    """The device of this process among those of its node."""
+    device = choose_device(name)
+    if device.type == "cpu":
+        return device
+    local_rank = int(environment.get("LOCAL_RANK", 0))
+    needed = int(environment.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if needed > torch.cuda.device_count():
+        raise ValueError(
+            f"`device`: {needed} processes of this node need a GPU each, but there are "
             f"{torch.cuda.device_count()}. Start fewer processes per node."
         )
     return torch.device("cuda", local_rank)
+
+
+def _earlier_failure(store: dist.Store, rank: int, error: BaseException) -> str | None:
+    """What the first rank to fail said, unless this one is it.
+
+    torchrun's store outlives the ranks. One that went down with its rank cannot tell any more.
+    """
+    own = f"rank {rank}: {' '.join(str(error).split()) or type(error).__name__}"
+    try:
+        first = store.compare_set(_FIRST_FAILURE, "", own).decode()
+    except RuntimeError:
+        return None
+    return None if first == own else first
