@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import shutil
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -134,12 +135,13 @@ def load_weights(model: ASRModel, directory: Path) -> None:
     Raises:
         CheckpointError: The file is missing or damaged, or is of another architecture.
     """
-    with _explaining(directory / _WEIGHTS) as path:
+    remedy = " Leave `model` out of the recipe to take the architecture with the weights."
+    with _explaining(directory / _WEIGHTS, remedy) as path:
         model.load_state_dict(safetensors.torch.load_file(path))
 
 
 @contextmanager
-def _explaining(path: Path) -> Iterator[Path]:
+def _explaining(path: Path, remedy: str = "") -> Iterator[Path]:
     """Turn what can go wrong with a file of weights into a `CheckpointError`."""
     try:
         yield path
@@ -148,7 +150,13 @@ def _explaining(path: Path) -> Iterator[Path]:
     except (safetensors.SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     except RuntimeError as error:
-        raise CheckpointError(f"{path} is of another architecture: {error}") from error
+        heading, *differences = str(error).splitlines() or [""]
+        if "loading state_dict" not in heading:
+            raise
+        first = textwrap.shorten(differences[0], 200, placeholder=" ...")
+        raise CheckpointError(
+            f"{path} is of another architecture, in {len(differences)} ways: {first}{remedy}"
+        ) from error
 
 
 def resolve(path: str | Path) -> Path:
@@ -222,6 +230,11 @@ class RunCheckpoints:
         path = self.path(step)
         _write_folder(path, fill)
         _point(self.folder / "latest", path)
+        # Later ones are damaged, for the run went back to one before; hidden ones were left by a
+        # process that was killed while it wrote.
+        later = [other for other in _newest_first(self.folder) if other.name > path.name]
+        for useless in [*later, *self.folder.glob(".step_*")]:
+            shutil.rmtree(useless, ignore_errors=True)
         self._prune()
         return path
 
@@ -233,15 +246,19 @@ class RunCheckpoints:
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest complete checkpoint and its state; None where there never was one.
 
-        A damaged one is passed over with a warning.
+        A damaged one is passed over with a warning. ``latest`` then points at the one found.
 
         Raises:
             CheckpointError: There are checkpoints, and all are damaged.
         """
+        self._restore_outdated()
         reasons = []
         for path in _newest_first(self.folder):
             try:
-                return path, self.read(path)
+                state = self.read(path)
+                # The process may have been killed between the checkpoint and its mark.
+                _point(self.folder / "latest", path)
+                return path, state
             except CheckpointError as error:
                 log.warning("%s Going back to the checkpoint before it.", error)
                 reasons.append(str(error))
@@ -271,11 +288,18 @@ class RunCheckpoints:
         except Exception as error:  # A damaged file makes torch and zipfile raise many kinds.
             raise CheckpointError(f"{path} is damaged or incomplete: {error!r}.") from error
 
+    def _restore_outdated(self) -> None:
+        """Put back what was to be replaced, where the process was killed just before it was."""
+        for outdated in self.folder.glob(".step_*.outdated"):
+            path = outdated.with_name(outdated.name[1:].removesuffix(".outdated"))
+            if not path.exists():
+                outdated.rename(path)
+
     def _prune(self) -> None:
         best = _follow(self.folder / "best")
         for path in _newest_first(self.folder)[self.keep :]:
             if path != best:
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_model(folder: Path, model: ASRModel, tokenizer: Tokenizer, prompt: Prompt) -> None:
@@ -299,10 +323,16 @@ def _write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     for leftover in (partial, outdated):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir()
-    fill(partial)
-    for file in partial.rglob("*"):
-        _flush(file)
-    _flush(partial)
+    try:
+        fill(partial)
+        for file in partial.rglob("*"):
+            _flush(file)
+        _flush(partial)
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        # A full disk is any of these, and a part of the files must not keep it full.
+        shutil.rmtree(partial, ignore_errors=True)
+        reason = " ".join(str(error).split())
+        raise OSError(f"{path} cannot be written; is the disk full? {reason}") from error
     if path.exists():
         path.rename(outdated)
     partial.rename(path)

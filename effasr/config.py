@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -97,7 +98,7 @@ def _find(recipe: str | Path) -> Path:
     if not named.is_file():
         raise ConfigError(
             f"`recipe` must be a YAML file or one of {', '.join(recipes())}, "
-            f"but is {str(recipe)!r}. {_nearest(str(recipe), recipes())}".rstrip()
+            f"but is {str(recipe)!r}: {_nearest(str(recipe), recipes()) or 'there is none such.'}"
         )
     return named
 
@@ -105,7 +106,7 @@ def _find(recipe: str | Path) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     try:
         mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if mapping is None:
         return {}
@@ -186,8 +187,8 @@ def _match(option: Any, value: Any, where: str) -> tuple[bool, Any]:
         if not isinstance(value, Mapping):
             return False, None
         return True, {k: _convert(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
-    if option is float and type(value) is int:
-        return True, float(value)
+    if option is float and type(value) in (int, float):
+        return math.isfinite(value), float(value)
     return isinstance(option, type) and type(value) is option, value
 
 
@@ -215,7 +216,7 @@ def _describe(annotation: Any) -> str:
     options = _options(annotation)
     if len(options) > 1:
         return " or ".join(_describe(option) for option in options)
-    names = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+    names = {int: "an integer", float: "a finite number", str: "text", bool: "true or false"}
     return names.get(annotation, f"a mapping ({getattr(annotation, '__name__', annotation)})")
 
 

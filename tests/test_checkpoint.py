@@ -1,6 +1,8 @@
 import json
 import logging
+import resource
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,6 +177,74 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     damage(checkpoints.path(10))
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be read"):
         checkpoints.newest()
+
+
+def test_a_run_that_went_back_keeps_what_it_writes_then(tmp_path, model, tokenizer) -> None:
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    checkpoints.save(10, model, tokenizer, state(10))
+    checkpoints.mark_best(10)
+    checkpoints.save(20, model, tokenizer, state(20))
+    cut_short(checkpoints.path(20))
+    assert checkpoints.newest()[1]["step"] == 10
+    checkpoints.save(15, model, tokenizer, state(15))
+    assert folders(checkpoints) == ["step_00000010", "step_00000015"]
+    assert checkpoints.newest()[1]["step"] == 15
+
+
+def test_a_checkpoint_that_is_not_marked_yet_counts(tmp_path, model, tokenizer) -> None:
+    checkpoints = RunCheckpoints(tmp_path, keep=2)
+    checkpoints.save(10, model, tokenizer, state(10))
+    checkpoints.save(20, model, tokenizer, state(20))
+    (tmp_path / "latest").write_text("step_00000010\n")
+    assert checkpoints.newest()[1]["step"] == 20
+    assert resolve(tmp_path).name == "step_00000020"
+    checkpoints.mark_best(20)
+    assert folders(checkpoints) == ["step_00000010", "step_00000020"]
+
+
+def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path, model, tokenizer) -> None:
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    (tmp_path / ".step_00000007.partial" / "tokenizer").mkdir(parents=True)
+    checkpoints.save(10, model, tokenizer, state(10))
+    assert folders(checkpoints) == ["step_00000010"]
+
+
+def test_a_checkpoint_whose_replacement_was_cut_off_is_put_back(
+    tmp_path, model, tokenizer, monkeypatch
+) -> None:
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    checkpoints.save(10, model, tokenizer, state(10))
+    rename = Path.rename
+
+    def killed(self, target) -> Path:
+        if self.name.endswith(".partial"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(10, model, tokenizer, state(10))
+    assert checkpoints.newest()[1]["step"] == 10
+    checkpoints.save(20, model, tokenizer, state(20))
+    assert folders(checkpoints) == ["step_00000020"]
+
+
+@pytest.mark.parametrize("room", [100, 10_000, 30_000])
+def test_a_full_disk_is_an_error_that_leaves_nothing_behind(
+    tmp_path, model, tokenizer, room
+) -> None:
+    checkpoints = RunCheckpoints(tmp_path, keep=3)
+    checkpoints.save(10, model, tokenizer, state(10))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(OSError, match="step_00000020 cannot be written"):
+            checkpoints.save(20, model, tokenizer, {"large": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert folders(checkpoints) == ["step_00000010"]
+    assert checkpoints.newest()[1]["step"] == 10
 
 
 def test_a_write_that_was_cut_off_leaves_the_checkpoint_before(

@@ -173,6 +173,8 @@ def audio_path(cut: Cut) -> str | None:
 
 
 def _opened(path: str | Path) -> soundfile.SoundFile:
+    if Path(path).is_dir():
+        raise AudioError(AudioProblem.UNREADABLE, f"{path}: not an audio file but a folder.")
     if not Path(path).is_file():
         raise AudioError(AudioProblem.MISSING, f"{path}: there is no such file.")
     if Path(path).stat().st_size == 0:

@@ -67,16 +67,26 @@ class DataConfig:
             )
         self.limits()
 
-    def limits(self, *, ctc: bool = True) -> Limits:
+    def limits(
+        self,
+        *,
+        ctc: bool = True,
+        max_frames: int | None = None,
+        max_positions: int | None = None,
+    ) -> Limits:
         """What an utterance may be under this configuration.
 
         Args:
             ctc: Whether the model has a CTC head, for which texts must not be too long.
+            max_frames: See `Limits`.
+            max_positions: See `Limits`.
         """
         return Limits(
             min_duration=self.min_duration,
             max_duration=self.max_duration,
             frame_budget=self.frame_budget,
             token_budget=self.token_budget,
+            max_frames=max_frames,
+            max_positions=max_positions,
             ctc=ctc,
         )

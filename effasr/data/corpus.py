@@ -65,6 +65,8 @@ class Corpus:
         config: DataConfig,
         *,
         ctc: bool = True,
+        max_frames: int | None = None,
+        max_positions: int | None = None,
     ) -> Corpus:
         """Read manifests, tokenize their texts and leave out what cannot be trained on.
 
@@ -73,12 +75,14 @@ class Corpus:
             tokenizer: For texts and prompts.
             config: Budgets, durations and the default language.
             ctc: Whether the model has a CTC head, so that texts must not be too long for it.
+            max_frames: Most encoder frames that the model can read; None for no limit.
+            max_positions: Most decoder tokens that it can write; None for no limit.
 
         Raises:
             ValueError: A manifest is malformed, or no utterance is left.
         """
         gathered = _Gathered()
-        limits = config.limits(ctc=ctc)
+        limits = config.limits(ctc=ctc, max_frames=max_frames, max_positions=max_positions)
         for path in paths:
             for name, utterance in named(path, language=config.language):
                 gathered.add(name, utterance, limits, tokenizer)

@@ -238,7 +238,8 @@ class LogMel(nn.Module):
             return audio.values
         previous = nn.functional.pad(audio.values, (1, 0))
         # An empty utterance may start one past the last row: there `previous` still has a row.
-        previous[audio.layout.cu_seqlens.long()] = 0.0
+        # `previous[...] = 0.0` would copy the number to the device, and wait.
+        previous.index_fill_(0, audio.layout.cu_seqlens.long(), 0.0)
         return torch.sub(audio.values, previous[:-1], alpha=self.config.preemphasis)
 
     def _normalized(self, mel: MelFrames) -> Tensor:

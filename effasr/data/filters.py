@@ -25,6 +25,7 @@ class Reason(enum.StrEnum):
     UNKNOWN_TEXT = "unknown_text"
     FRAME_BUDGET = "over_frame_budget"
     TOKEN_BUDGET = "over_token_budget"
+    MODEL = "over_model_length"
     CTC_INFEASIBLE = "ctc_infeasible"
     TOKEN_RATE = "token_rate_outlier"
     CHARACTER_RATE = "character_rate_outlier"
@@ -39,6 +40,8 @@ class Limits:
         max_duration: Seconds.
         frame_budget: Encoder frames; None for no limit.
         token_budget: Decoder tokens, the prompt included; None for no limit.
+        max_frames: Encoder frames that the model can read; None for no limit.
+        max_positions: Decoder tokens that the model can write, the prompt included; likewise.
         max_tokens_per_second: None for no fixed limit; see `rate_outliers`.
         max_characters_per_second: Likewise, where there is no tokenizer.
         ctc: Whether a transcription must leave CTC a path through its frames.
@@ -48,6 +51,8 @@ class Limits:
     max_duration: float = 40.0
     frame_budget: int | None = None
     token_budget: int | None = None
+    max_frames: int | None = None
+    max_positions: int | None = None
     max_tokens_per_second: float | None = None
     max_characters_per_second: float | None = None
     ctc: bool = True
@@ -61,6 +66,8 @@ class Limits:
         for name in (
             "frame_budget",
             "token_budget",
+            "max_frames",
+            "max_positions",
             "max_tokens_per_second",
             "max_characters_per_second",
         ):
@@ -160,6 +167,8 @@ def check(cut: Cut, limits: Limits, tokenizer: Tokenizer | None = None) -> Token
     frames = frames_of(cut)
     if limits.frame_budget is not None and frames > limits.frame_budget:
         raise Unfit(Reason.FRAME_BUDGET, f"{frames} encoder frames, over {limits.frame_budget}")
+    if limits.max_frames is not None and frames > limits.max_frames:
+        raise Unfit(Reason.MODEL, f"{frames} encoder frames, over `max_frames` {limits.max_frames}")
     if tokenizer is None:
         rate = len(text) / cut.duration
         _check_rate(Reason.CHARACTER_RATE, rate, limits.max_characters_per_second)
@@ -234,6 +243,8 @@ def _check_tokens(tokens: TokenizedText, frames: int, limits: Limits) -> None:
     count = len(tokens.prompt) + length
     if limits.token_budget is not None and count > limits.token_budget:
         raise Unfit(Reason.TOKEN_BUDGET, f"{count} tokens, over {limits.token_budget}")
+    if limits.max_positions is not None and count > limits.max_positions:
+        raise Unfit(Reason.MODEL, f"{count} tokens, over `max_positions` {limits.max_positions}")
     needed = frames_for_ctc(tokens.text)
     if limits.ctc and tokens.monotonic and needed > frames:
         raise Unfit(

@@ -270,8 +270,7 @@ def _checked(item: _Loaded | _Failure) -> _Loaded:
     if isinstance(item, _Failure):
         raise AudioError(
             item.problem,
-            f"{item.message} Run `effasr prepare` to leave it out, or set `on_bad_audio` to "
-            "'skip'.",
+            f"{item.message} Run `effasr prepare` to leave it out, or set data.on_bad_audio=skip.",
         )
     return item
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 
@@ -93,11 +97,11 @@ def joined(
         yield World(0, 1, here)
         return
     timeout = timedelta(seconds=timeout_s)
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo",
-        store=dist.PrefixStore("effasr/process_group", store),
+        store=PrefixStore("effasr/process_group", store),
         rank=rank,
         world_size=size,
         timeout=timeout,
@@ -137,6 +141,14 @@ def one_voice(environment: Mapping[str, str] | None = None) -> Iterator[None]:
         if "LOCAL_WORLD_SIZE" in environment and int(environment.get("LOCAL_RANK", 0)):
             raise PeerFailed(str(error)) from error
         raise
+
+
+def tell_torchrun(reason: str) -> None:
+    """Let torchrun's summary, which ends what its user sees, say why this process failed."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        content = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": content}))
 
 
 def choose_device(name: str) -> torch.device:
@@ -179,7 +191,7 @@ def _rank_device(name: str, environment: Mapping[str, str]) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _earlier_failure(store: dist.Store, rank: int, error: BaseException) -> str | None:
+def _earlier_failure(store: Store, rank: int, error: BaseException) -> str | None:
     """What the first rank to fail said, unless this one is it.
 
     torchrun's store outlives the ranks. One that went down with its rank cannot tell any more.

@@ -54,7 +54,9 @@ def split_at_pauses(
         remaining = len(audio) - start
         wanted = start + round(remaining / math.ceil(remaining / longest))
         latest = min(wanted + search, start + longest)
-        end = _quietest(audio, wanted - search, latest, wanted, sample_rate)
+        # Never at the cut before: where two cuts may move to one pause, both would.
+        earliest = max(wanted - search, start + 1)
+        end = _quietest(audio, earliest, latest, wanted, sample_rate)
         chunks.append(Chunk(start, end))
         start = end
     if start < len(audio):

@@ -81,13 +81,15 @@ def decode(
     if not count:
         return []
     if method == "ctc":
-        texts = ctc_greedy(model, model.encode(batch), blank_id=tokenizer.blank_id)
+        texts = ctc_greedy(model, model.encode(batch), blank_id=model.vocab_size)
         return [Decoded(tuple(tokens)) for tokens in texts[:count]]
     limits = [
         _limit(model, prompt, config.max_tokens(frames))
         for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
     ]
-    return attention_greedy(model, model.encode(batch), prompts, limits, tokenizer.eos_id)
+    return attention_greedy(
+        model, model.encode(batch), prompts, limits, tokenizer.eos_id, tokenizer.vocab_size
+    )
 
 
 def attention_greedy(
@@ -96,6 +98,7 @@ def attention_greedy(
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],
     eos_id: int,
+    classes: int | None = None,
 ) -> list[Decoded]:
     """Decode sequences of encoder output with the attention decoder and its caches.
 
@@ -107,6 +110,7 @@ def attention_greedy(
         prompts: At least one token each.
         limits: The most tokens each may say after its prompt, at least one.
         eos_id: Ends a transcript.
+        classes: How many of the model's classes are tokens, where not all are.
 
     Returns:
         One result for each prompt.
@@ -120,7 +124,7 @@ def attention_greedy(
     rows, tokens = every, [row.prompt[0] for row in every]
     for position in count(1):
         hidden = model.decode_step(torch.tensor(tokens, device=encoded.values.device), state)
-        likeliest = model.logits(hidden).argmax(-1).tolist()
+        likeliest = model.logits(hidden)[:, :classes].argmax(-1).tolist()
         tokens = [
             row.read(position, token, eos_id) for row, token in zip(rows, likeliest, strict=True)
         ]

@@ -16,6 +16,9 @@ from effasr.inference.wer import ErrorCounts
 if TYPE_CHECKING:
     from effasr.inference.evaluation import Evaluation
 
+_MOST_FAILURES = 20
+"""To be shown one by one: ``wer.json`` has them all."""
+
 _WIDE = 10_000
 """Columns, so that nothing is wrapped: a terminal does that itself."""
 
@@ -39,7 +42,10 @@ def wer_table(evaluation: Evaluation) -> str:
         lines.append(f"{evaluation.truncated} stopped at the longest text allowed")
     if evaluation.failures:
         lines.append(f"{len(evaluation.failures)} failed and are not counted:")
-        lines += [f"  {failure.id}: {failure.reason}" for failure in evaluation.failures]
+        shown = evaluation.failures[:_MOST_FAILURES]
+        lines += [f"  {failure.id}: {failure.reason}" for failure in shown]
+        if len(shown) < len(evaluation.failures):
+            lines.append(f"  and {len(evaluation.failures) - len(shown)} more")
     return "\n".join(lines) + "\n"
 
 

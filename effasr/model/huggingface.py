@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -189,7 +190,7 @@ def export_parakeet_ctc(model: ASRModel, directory: str | Path) -> None:
 
 
 def _read_config(directory: Path, model_type: str) -> dict[str, Any]:
-    mapping = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    mapping = _read_json(directory / "config.json")
     if mapping.get("model_type") != model_type:
         raise ValueError(
             f"`model_type` must be {model_type}, but is {mapping.get('model_type')} in "
@@ -201,7 +202,7 @@ def _read_config(directory: Path, model_type: str) -> dict[str, Any]:
 def _read_preprocessor(directory: Path) -> dict[str, Any]:
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (directory / name).is_file():
-            mapping = json.loads((directory / name).read_text(encoding="utf-8"))
+            mapping = _read_json(directory / name)
             return mapping.get("feature_extractor", mapping)
     return {}
 
@@ -210,13 +211,25 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
     index = directory / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(_read_json(index)["weight_map"].values()))
     weights: dict[str, Tensor] = {}
     for name in names:
-        weights |= load_file(directory / name)
+        if not (directory / name).is_file():
+            raise FileNotFoundError(f"{directory / name}: there is no such file.")
+        try:
+            weights |= load_file(directory / name)
+        except SafetensorError as error:
+            raise ValueError(f"{directory / name} is damaged: {error}: copy it again.") from error
     return {
         name: value for name, value in weights.items() if not any(part in name for part in _IGNORED)
     }
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}.") from error
 
 
 def _checked(

@@ -13,7 +13,7 @@ from effasr.data.segments import segment_sum
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Sums over the batch, float32, not yet divided by any count.
+    """Sums over the batch, float32 (float64 for a float64 model), not yet divided by any count.
 
     The counts are ``batch.num_targets`` for ``cross_entropy``, and for ``ctc`` and ``guided``
     ``batch.num_monotonic_targets``. A loss that the model or the call lacks is a zero without

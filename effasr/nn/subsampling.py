@@ -61,7 +61,8 @@ class Subsampling(nn.Module):
         rows, bins = mel.layout.rows, mel.values.shape[1]
         grid = _grid(mel)
         slots = F.pad(mel.values.view(rows, SUBSAMPLING * bins), (0, 0, 0, 1))
-        x = slots[grid.source].view(grid.source.shape[0], 1, -1, bins)
+        images, height = grid.source.shape
+        x = slots[grid.source].view(images, 1, height * SUBSAMPLING, bins)
         x = x.to(self.conv.weight.dtype)
         x = _masked(self.conv(x), grid.lengths, 4).relu_()
         # The second of a pair mixes no rows: one mask after it is the same as two.
@@ -74,7 +75,7 @@ class Subsampling(nn.Module):
 def _grid(mel: MelFrames) -> _Grid:
     layout, device = mel.layout, mel.layout.device
     spread = spread_layout(layout)
-    height = min(_IMAGE_SLOTS, spread.rows)
+    height = max(1, min(_IMAGE_SLOTS, spread.rows))
     images = -(-spread.rows // height)
     # The first slot of an image is the last of the one before.
     place = torch.arange(images, device=device)[:, None] * height

@@ -85,6 +85,25 @@ def why_not_apex(device: torch.device) -> str | None:
     return None
 
 
+def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Take the moments and counts of a saved ``state_dict``, but not its settings.
+
+    PyTorch's ``load_state_dict`` alone would bring back the learning rate, betas, epsilon and
+    weight decay of the time of saving, whatever the configuration says now.
+
+    Args:
+        optimizer: With the settings that are to apply.
+        state: Of an optimizer of the same groups of parameters.
+    """
+    settings = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+
+
 def apply_update(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
     """Make one update, or none at all where ``finite`` is false.
 

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from effasr import checkpoint
+from effasr.data.audio import SAMPLE_RATE
 from effasr.data.corpus import Corpus
+from effasr.data.features import FeatureConfig
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.distributed.batch_norm import running_statistics
 from effasr.distributed.process_group import World
@@ -44,8 +46,19 @@ def resolve(config: TrainConfig, saved: Saved | None) -> TrainConfig:
     source = _source_of_model(config, saved)
     if source is not None and config.init_from is not None and config.model == ModelConfig():
         config = replace(config, model=checkpoint.read_description(source).model)
+    _check_features(config.model.features)
     loss = resolve_losses(config.loss, config.model)
     return replace(config, loss=loss, training=replace(config.training, restart=False))
+
+
+def _check_features(features: FeatureConfig) -> None:
+    """What the data are planned and loaded for; a filter bank for another rate would not show."""
+    for name, loaded in (("sample_rate", SAMPLE_RATE), ("hop", FeatureConfig().hop)):
+        if getattr(features, name) != loaded:
+            raise ValueError(
+                f"`model.features.{name}` must be {loaded}, with which training loads audio, "
+                f"but is {getattr(features, name)}."
+            )
 
 
 def find_tokenizer(config: TrainConfig, saved: Saved | None) -> Tokenizer:
@@ -83,9 +96,12 @@ def build_model(
     Raises:
         ValueError: Weights to read do not fit.
     """
+    source = _source_of_model(config, saved)
+    if source is not None:
+        # A model of Hugging Face's may have more classes than its tokenizer has tokens.
+        vocab_size = checkpoint.read_description(source).vocab_size
     torch.manual_seed(config.seed)
     model = ASRModel(config.model, vocab_size)
-    source = _source_of_model(config, saved)
     if source is not None:
         checkpoint.load_weights(model, source)
     return model.to(device).train()
@@ -119,7 +135,15 @@ def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) 
     """
     if not config.data.train:
         raise ValueError("`data.train` must name at least one manifest, but is empty.")
-    corpus = Corpus.load(config.data.train, tokenizer, config.data, ctc=config.model.ctc)
+    decoder = config.model.decoder
+    corpus = Corpus.load(
+        config.data.train,
+        tokenizer,
+        config.data,
+        ctc=config.model.ctc,
+        max_frames=config.model.encoder.max_frames,
+        max_positions=None if decoder is None else decoder.max_positions,
+    )
     if saved is not None and saved.state["corpus"] != corpus.fingerprint:
         raise ValueError(
             "`data.train` must hold the very utterances, texts and order that the checkpoint was "

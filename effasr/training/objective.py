@@ -147,4 +147,6 @@ class Objective:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self._average = state["average"].to(self._average.device)
-        self._on = state["on"].to(self._on.device)
+        # Where nothing is waited for any more, nothing would ever turn it on.
+        without_wait = self.config.guided_after_ctc is None
+        self._on = state["on"].to(self._on.device) | without_wait

@@ -8,10 +8,20 @@ from typing import Any
 _DECISIVE = ("seed", "model", "data")
 """Parts of a configuration that decide what the weights are and which data comes when."""
 
+_DECISIVE_BESIDE = frozenset({"optimizer.exempt"})
+"""Fields of other parts that do: by it the optimizer groups, and so numbers, the parameters."""
+
 _HARMLESS = frozenset(
-    {"data.validation", "data.tokenizer", "data.train", "data.workers", "data.prefetch"}
+    {
+        "data.validation",
+        "data.tokenizer",
+        "data.train",
+        "data.workers",
+        "data.prefetch",
+        "data.on_bad_audio",
+    }
 )
-"""Fields of these parts that may change. Of the manifests and the tokenizer the content counts,
+"""Fields of decisive parts that may change. Of the manifests and the tokenizer the content counts,
 not the place: `effasr.data.corpus.Corpus` has a fingerprint of it, which is compared as well."""
 
 
@@ -31,13 +41,18 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     tolerated = []
     for path, old, new in _differences(saved, now):
         change = f"{path}: {old!r} -> {new!r}"
-        if path.split(".")[0] in _DECISIVE and path not in _HARMLESS:
+        if _decides(path):
             raise ValueError(
                 f"`{path}` must stay {old!r}, as in the checkpoint of this run, but is {new!r}. "
                 "Set it back, choose another `name`, or begin anew with training.restart=true."
             )
         tolerated.append(change)
     return tolerated
+
+
+def _decides(path: str) -> bool:
+    part = path.split(".")[0]
+    return path in _DECISIVE_BESIDE or (part in _DECISIVE and path not in _HARMLESS)
 
 
 def _differences(

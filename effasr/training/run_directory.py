@@ -122,7 +122,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    # Not `splitlines`: names may hold other characters that end a line for it.
+    for text in path.read_text(encoding="utf-8").removesuffix("\n").split("\n"):
         try:
             lines.append(json.loads(text))
         except json.JSONDecodeError:

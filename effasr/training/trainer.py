@@ -22,6 +22,7 @@ from effasr.distributed.batch_norm import average
 from effasr.distributed.process_group import World, joined
 from effasr.inference.evaluation import Evaluation, merge
 from effasr.inference.evaluation import save as save_evaluation
+from effasr.optim.adamw import restore
 from effasr.training import assembly
 from effasr.training.assembly import Saved
 from effasr.training.config import TrainConfig
@@ -115,6 +116,8 @@ class Trainer:
         self.epoch = 0
         self.position = (0, 0)
         self.best = math.inf
+        self.is_best = False
+        self.must_validate = False
         if saved is not None:
             self._restore(saved.state)
         self.display = self._open()
@@ -128,17 +131,28 @@ class Trainer:
         settings = self.config.training
         for line in self._summary():
             self.display.say(line)
-        if self.step:
+        if self.step >= settings.max_steps:
+            self.display.say(
+                f"all {settings.max_steps} steps have been made: training.max_steps allows more"
+            )
+        elif self.step:
             self.display.say(f"going on from step {self.step} of {settings.max_steps}")
         # A generator, whose end is that of the data workers.
         with closing(cast(Generator[Step], self.loader.steps(*self.position))) as steps:
+            if self.must_validate:
+                self._validate()
+                self._save()
             while self.step < settings.max_steps and not self.meter.stopping:
                 self._advance(steps, stop)
-                improved = self._is_due(settings.validate_every) and self._validate()
-                if improved or self.meter.stopping or self._is_due(settings.checkpoint_every):
-                    self._save(is_best=improved)
+                # A request to stop does not wait for it: it comes first when the run goes on.
+                if self.must_validate and not self.meter.stopping:
+                    self._validate()
+                if self.is_best or self.meter.stopping or self._is_due(settings.checkpoint_every):
+                    self._save()
         if self.step < settings.max_steps:
             self.display.say(f"stopped at step {self.step}; the same command goes on from there")
+        else:
+            self.display.say(f"done: {self.directory.path}")
 
     def _summary(self) -> Iterator[str]:
         """What is trained on what: the first lines that a run shows."""
@@ -171,6 +185,8 @@ class Trainer:
             report = train_step(self.trainee, data.batches, self.step, stopping=stopping)
         self.step += 1
         self.epoch, self.position = data.epoch, data.next_position
+        self.is_best = False
+        self.must_validate = self._is_due(self.config.training.validate_every)
         self.unreadable += [{"step": self.step} | asdict(dropped) for dropped in data.skipped]
         self.meter.add(report)
         must_log = self._is_due(self.config.training.log_every)
@@ -190,10 +206,11 @@ class Trainer:
             self.directory.metrics(line)
         self.display.metrics(line)
 
-    def _validate(self) -> bool:
-        """Validate; return whether no validation before was as good."""
-        if self.validator is None or self.meter.stopping:
-            return False
+    def _validate(self) -> None:
+        """Validate, and note whether no validation before was as good."""
+        self.must_validate = False
+        if self.validator is None:
+            return
         average(self.trainee.statistics, self.world)
         with ranges.range("validation"):
             evaluations = self.validator(self.trainee.average)
@@ -201,9 +218,8 @@ class Trainer:
             self._record(name, evaluation)
         wer = merge(list(evaluations.values())).wer
         # NaN, where no reference has a word, is never an improvement.
-        improved = wer < self.best
-        self.best = wer if improved else self.best
-        return improved
+        self.is_best = wer < self.best
+        self.best = wer if self.is_best else self.best
 
     def _record(self, name: str, evaluation: Evaluation) -> None:
         errors = evaluation.errors
@@ -224,7 +240,7 @@ class Trainer:
                 self.directory.unreadable(line for lines in lists for line in lines)
             self.unreadable = []
 
-    def _save(self, *, is_best: bool) -> None:
+    def _save(self) -> None:
         self._list_unreadable()
         self.guard.handle(self.meter.collect(leave=0))
         average(self.trainee.statistics, self.world)
@@ -233,7 +249,7 @@ class Trainer:
         state = self._state()
         with ranges.range("checkpoint"), averaged(self.trainee.average):
             self.checkpoints.save(self.step, self.model, self.tokenizer, state, self.corpus.prompt)
-        if is_best:
+        if self.is_best:
             self.checkpoints.mark_best(self.step)
 
     def _state(self) -> dict[str, Any]:
@@ -244,6 +260,8 @@ class Trainer:
         return {
             "step": self.step,
             "best": self.best,
+            "is_best": self.is_best,
+            "must_validate": self.must_validate,
             "config": configuration.to_mapping(self.config),
             "corpus": self.corpus.fingerprint,
             "epoch": self.epoch,
@@ -257,9 +275,14 @@ class Trainer:
     def _restore(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.best = state["best"]
+        self.is_best = state["is_best"]
+        self.must_validate = state["must_validate"] and self.validator is not None
+        if self.is_best and self.world.is_main:
+            # The run may have been killed between the checkpoint and its mark.
+            self.checkpoints.mark_best(self.step)
         self.epoch = state["epoch"]
         self.position = tuple(state["position"])
-        self.trainee.optimizer.load_state_dict(state["optimizer"])
+        restore(self.trainee.optimizer, state["optimizer"])
         self.trainee.objective.load_state_dict(state["objective"])
         self.meter.load_state_dict(state["meter"])
         if state["trained"] is not None:

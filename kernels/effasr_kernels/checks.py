@@ -143,8 +143,7 @@ def check_transcripts(
     """
     check_shape(op, "targets", targets, "(U,)", layout.rows)
     check_rows(op, "targets", targets, "layout_targets", layout)
-    if targets.dtype not in _INTEGER:
-        raise wrong(op, "targets", "be int32 or int64", targets.dtype)
+    check_integers(op, "targets", targets, "layout_frames", layout_frames.cu_seqlens)
     check_same_sequences(op, "layout_targets", layout, "layout_frames", layout_frames)
     if not 0 <= blank_id < classes:
         raise wrong(op, "blank_id", f"be in [0, {classes})", blank_id)

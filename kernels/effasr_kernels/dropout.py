@@ -14,7 +14,11 @@ def draw_seed() -> Tensor:
 
 
 class Dropout:
-    """Drops values with a probability, and scales the rest so that the mean stays."""
+    """Drops values with a probability, and scales the rest so that the mean stays.
+
+    Sequences draw in turn. So which values fall in one depends on the seed and on the sizes of
+    those before it, not on those after it, nor on a tail; in another order, others fall.
+    """
 
     def __init__(self, probability: float, seed: int | Tensor | None, device: torch.device):
         """Start the generator; one object serves one call of an operation.

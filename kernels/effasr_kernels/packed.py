@@ -66,8 +66,7 @@ class PackedLayout:
                 raise ValueError(f"`lengths[{n}]` must be at least 0, but is {length}.")
         host = tuple(accumulate(lengths, initial=0))
         rows = host[-1] if rows is None else rows
-        if rows > _INT32_MAX:
-            raise ValueError(f"`rows` must fit in int32, but is {rows}: use a smaller batch.")
+        rows = _fitting(rows)
         if rows < host[-1]:
             raise ValueError(f"`rows` must be at least sum(lengths) = {host[-1]}, but is {rows}.")
         if num_sequences is not None:
@@ -119,15 +118,24 @@ class PackedLayout:
         return torch.arange(self.rows, device=self.device) < self.cu_seqlens[-1]
 
     def scaled(self, factor: int) -> PackedLayout:
-        """The layout in which each row of this one is ``factor`` rows."""
+        """The layout in which each row of this one is ``factor`` rows.
+
+        Raises:
+            ValueError: The rows do not fit in int32.
+        """
+        rows = _fitting(self.rows * factor)
         host = tuple(offset * factor for offset in self.cu_seqlens_host)
-        return PackedLayout(self.cu_seqlens * factor, host, self.rows * factor)
+        return PackedLayout(self.cu_seqlens * factor, host, rows)
 
     def lengthened(self, count: int) -> PackedLayout:
-        """The layout in which each sequence has ``count`` rows more."""
+        """The layout in which each sequence has ``count`` rows more.
+
+        Raises:
+            ValueError: The rows do not fit in int32.
+        """
+        rows = _fitting(self.rows + self.num_sequences * count)
         host = tuple(offset + n * count for n, offset in enumerate(self.cu_seqlens_host))
         index = torch.arange(self.cu_seqlens.shape[0], dtype=torch.int32, device=self.device)
-        rows = self.rows + self.num_sequences * count
         return PackedLayout(self.cu_seqlens + index * count, host, rows)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedLayout:
@@ -196,3 +204,10 @@ def pack(
     )
     tail = first.new_zeros(layout.rows - layout.total, *first.shape[1:])
     return PackedSequence(torch.cat([*sequences, tail]), layout)
+
+
+def _fitting(rows: int) -> int:
+    """The number of rows, which offsets in int32 must be able to hold."""
+    if rows > _INT32_MAX:
+        raise ValueError(f"`rows` must fit in int32, but is {rows}: use a smaller batch.")
+    return rows

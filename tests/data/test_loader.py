@@ -122,7 +122,7 @@ def test_audio_that_breaks_is_named(
     assert "\n" not in message
     assert f"utterance '{name}': " in message
     assert f"{name}.wav: not a readable audio file" in message
-    assert "`on_bad_audio`" in message
+    assert "data.on_bad_audio=skip" in message
 
 
 def test_audio_that_breaks_can_be_skipped(make: Callable[..., Loader], tmp_path: Path) -> None:

@@ -96,6 +96,18 @@ def test_a_malformed_line_is_named(line: Callable[..., Path], fields: dict, mess
         read(line(**fields))
 
 
+def test_half_a_character_is_no_text(line: Callable[..., Path]) -> None:
+    path = line()
+    content = path.read_text()
+    for half in (r"\ud800", r"\uDC00"):
+        path.write_text(content.replace("one two", f"one {half} two"))
+        with pytest.raises(ValueError, match=r"m\.jsonl:1: must be text, but has '\\ud[c8]00'"):
+            read(path)
+    path.write_text(content.replace("one two", r"\ud83d\ude00 one"))
+    (cut,) = read(path)
+    assert cut.supervisions[0].text == "\U0001f600 one"
+
+
 def test_the_line_number_counts_blank_lines(
     tmp_path: Path, write_tone: Callable[..., Path]
 ) -> None:

@@ -29,6 +29,15 @@ def test_a_recording_that_fits_is_not_cut() -> None:
     assert split_at_pauses(_noise(10.0), RATE, chunk_seconds=10.0) == [Chunk(0, 10 * RATE)]
 
 
+def test_two_cuts_that_may_move_to_one_pause_do_not_meet_there() -> None:
+    pause = 10_560
+    audio = np.full(pause + RATE + 1, 0.1, np.float32)
+    audio[pause - 1600 : pause + 1600] = 0.0
+    chunks = split_at_pauses(audio, RATE, chunk_seconds=1.0, search_seconds=0.5)
+    assert all(0 < chunk.end - chunk.start <= RATE for chunk in chunks)
+    assert chunks[-1].end == len(audio)
+
+
 def test_no_samples_no_chunks() -> None:
     assert split_at_pauses(np.zeros(0, np.float32), RATE) == []
 

@@ -140,12 +140,13 @@ def test_nan_is_not_hidden_and_is_named(
     assert losses.per_utterance.isnan().tolist() == [False, True, False, False, False, False]
 
 
-def test_a_batch_of_tails_costs_nothing_but_reaches_every_parameter(
-    tiny_config: ModelConfig, make_batch: Make
+@pytest.mark.parametrize("static", [True, False], ids=["tails", "no sequence"])
+def test_a_batch_of_nothing_costs_nothing_but_reaches_every_parameter(
+    tiny_config: ModelConfig, make_batch: Make, static: bool
 ) -> None:
     torch.manual_seed(0)
     model = ASRModel(tiny_config, VOCABULARY)
-    losses = model(make_batch([], static=True), label_smoothing=0.1, guided_sigma=0.3)
+    losses = model(make_batch([], static=static), label_smoothing=0.1, guided_sigma=0.3)
     assert total(losses) == 0
     total(losses).backward()
     for name, parameter in model.named_parameters():

@@ -93,6 +93,7 @@ def test_a_neighbour_is_never_seen() -> None:
 def test_a_batch_of_nothing_has_no_frames() -> None:
     module = subsampling()
     assert module(mel_frames((0, 0), spare=0)).shape == (0, WIDTH)
+    assert module(mel_frames((), spare=0, extra=0)).shape == (0, WIDTH)
     out = module(mel_frames((0,), spare=4))
     assert out.shape == (4, WIDTH)
     out.sum().backward()

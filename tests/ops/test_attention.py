@@ -261,3 +261,17 @@ def test_says_what_is_wrong(arguments: dict, message: str) -> None:
 def test_rotary_says_what_is_wrong(arguments: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Rotary(**arguments)
+
+
+def test_a_seed_drops_by_what_came_before() -> None:
+    """As `Dropout` says: neither a tail nor later sequences matter, but the order does."""
+    x = torch.randn(9, 2, 4)
+
+    def drop(rows: Tensor, lengths: list[int]) -> Tensor:
+        layout = PackedLayout.from_lengths(lengths, rows=rows.shape[0])
+        return attention(rows, rows, rows, layout, dropout=0.5, seed=3)
+
+    expected = drop(x[:4], [4])
+    assert torch.equal(drop(x, [4])[:4], expected)
+    assert torch.equal(drop(x, [4, 5])[:4], expected)
+    assert not torch.equal(drop(torch.cat([x[4:], x[:4]]), [5, 4])[5:], expected)

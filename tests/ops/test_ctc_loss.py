@@ -159,6 +159,13 @@ def test_losses_of_narrow_inputs_are_float32() -> None:
         ({"bias": torch.zeros(2)}, r"`bias` must have shape \(V,\) = \(6,\)"),
         ({"bias": torch.zeros(6).half()}, "`bias` must be torch.float32, as `hidden` is"),
         ({"targets": torch.ones(3).long()}, r"`targets` must have shape \(U,\) = \(2,\)"),
+        (
+            {
+                "targets": torch.ones(2, device="meta").long(),
+                "layout_targets": PackedLayout.from_lengths([1, 1], "meta"),
+            },
+            "`targets` must be on cpu, as `layout_frames` is, but is meta",
+        ),
         ({"targets": torch.ones(2)}, "`targets` must be int32 or int64, but is torch.float32"),
         ({"targets": torch.tensor([1, 6])}, r"`targets` must hold classes in \[0, 6\).* is 6"),
         ({"targets": torch.tensor([0, 1])}, "other than the blank 0, but is 0"),

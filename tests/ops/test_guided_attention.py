@@ -79,6 +79,14 @@ def test_penalty_is_taken_before_dropout() -> None:
     assert torch.equal(again, y_dropped)
 
 
+def test_without_a_sequence_the_penalty_has_its_shape() -> None:
+    layout, x = PackedLayout.from_lengths([], rows=3), torch.ones(3, HEADS, WIDTH)
+    out, penalty = guided_attention(x, x, x, layout, layout, sigma=SIGMA)
+    assert (out.shape, penalty.shape) == (x.shape, (3, HEADS))
+    assert not out.any()
+    assert not penalty.any()
+
+
 def test_penalty_is_float32_for_narrow_inputs() -> None:
     q = pack([x.bfloat16() for x in _rows((6, 3))])
     y, penalty = guided_attention(q.values, q.values, q.values, q.layout, q.layout, sigma=SIGMA)

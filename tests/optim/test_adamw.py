@@ -1,9 +1,16 @@
+import copy
 import sys
 
 import pytest
 import torch
 
-from effasr.optim.adamw import OptimizerConfig, apply_update, build_adamw, why_not_apex
+from effasr.optim.adamw import (
+    OptimizerConfig,
+    apply_update,
+    build_adamw,
+    restore,
+    why_not_apex,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -92,3 +99,25 @@ def test_bad_values_are_refused_by_name() -> None:
         OptimizerConfig(lr=0.0)
     with pytest.raises(ValueError, match="`betas` must lie in"):
         OptimizerConfig(betas=(0.9, 1.0))
+
+
+def test_a_restored_optimizer_goes_on_with_its_moments_and_the_new_settings() -> None:
+    """As one whose settings were changed on the way, not with those of the time of saving."""
+
+    def update(parameter, optimizer) -> None:
+        parameter.grad = torch.tensor([0.5, 3.0])
+        apply_update(optimizer, torch.tensor(True))
+
+    changed, first = parameter_and_optimizer()
+    update(changed, first)
+    resumed, second = parameter_and_optimizer(betas=(0.5, 0.6))
+    with torch.no_grad():
+        resumed.copy_(changed)
+    state = copy.deepcopy(first.state_dict())
+    state["param_groups"][0]["weight_decay"] = 0.9
+    restore(second, state)
+    assert second.param_groups[0]["weight_decay"] == 0.1
+    first.param_groups[0]["betas"] = (0.5, 0.6)
+    update(changed, first)
+    update(resumed, second)
+    assert torch.equal(changed, resumed)

@@ -3,6 +3,7 @@ import torch
 
 from effasr import config as configuration
 from effasr.checkpoint import save_model
+from effasr.data.features import FeatureConfig
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
@@ -92,3 +93,11 @@ def test_precision_follows_the_device() -> None:
     with torch.no_grad():
         gpu = assembly.make_autocast("auto", torch.device("cuda"))
         assert gpu.args == ("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize(("field", "value"), [("sample_rate", 8_000), ("hop", 80)])
+def test_a_model_of_audio_that_is_not_loaded_is_refused(field, value) -> None:
+    features = FeatureConfig(**{"window": 400, field: value})
+    config = TrainConfig(model=ModelConfig(features=features))
+    with pytest.raises(ValueError, match=rf"`model\.features\.{field}` must be .* is {value}"):
+        assembly.resolve(config, None)

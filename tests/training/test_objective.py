@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -80,6 +80,14 @@ def test_the_gate_continues_from_its_state() -> None:
         objective.observe(torch.tensor(0.4), torch.tensor(True))
     assert bool(resumed.is_guided) == bool(second.is_guided) is True
     assert torch.equal(resumed.state_dict()["average"], second.state_dict()["average"])
+
+
+def test_a_penalty_that_need_not_wait_any_more_is_on_at_once() -> None:
+    waiting = Objective(GATED, CPU)
+    settings = {"guided_after_ctc": None, "ctc_weight_before": None}
+    resumed = Objective(replace(GATED, **settings), CPU)
+    resumed.load_state_dict(waiting.state_dict())
+    assert resumed.is_guided
 
 
 def test_an_open_weight_must_be_resolved_before() -> None:

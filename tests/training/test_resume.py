@@ -39,3 +39,11 @@ def test_another_model_or_another_order_of_data_is_refused(change, message) -> N
 def test_other_changes_are_obeyed_and_reported() -> None:
     now = SAVED | {"optimizer": {"lr": 0.2}, "data": {"manifest": "m", "workers": 8}}
     assert check_same_run(SAVED, now) == ["data.workers: 2 -> 8", "optimizer.lr: 0.1 -> 0.2"]
+
+
+def test_bad_audio_may_be_left_out_from_here_on_but_parameters_not_be_renumbered() -> None:
+    saved = {"data": {"on_bad_audio": "raise"}, "optimizer": {"exempt": ["biases"]}}
+    change = {"data": {"on_bad_audio": "skip"}}
+    assert check_same_run(saved, saved | change) == ["data.on_bad_audio: 'raise' -> 'skip'"]
+    with pytest.raises(ValueError, match=r"`optimizer\.exempt` must stay"):
+        check_same_run(saved, saved | {"optimizer": {"exempt": ["norms"]}})

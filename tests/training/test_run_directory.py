@@ -29,6 +29,15 @@ def test_resuming_removes_what_the_lost_stretch_wrote(tmp_path) -> None:
     assert (run.path / "config.yaml").read_text() == "a: 2\n"
 
 
+def test_a_name_with_another_line_separator_does_not_end_a_line(tmp_path) -> None:
+    run = RunDirectory(tmp_path)
+    run.open("", 0, tensorboard=False)
+    for step in (1, 2):
+        run.skipped({"step": step, "utterances": ["a\u2028b", "c\x85d"]})
+    run.open("", 2, tensorboard=False)
+    assert steps(tmp_path / "skipped.jsonl") == [1, 2]
+
+
 def test_every_line_is_json_of_its_own_and_nan_is_an_error(tmp_path) -> None:
     run = RunDirectory(tmp_path)
     run.open("", 0, tensorboard=False)

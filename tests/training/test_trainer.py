@@ -248,3 +248,44 @@ def test_fine_tuning_begins_with_the_model_that_is_given(make_config, tmp_path) 
             torch.testing.assert_close(tuned.model.get_parameter(name), parameter)
     with pytest.raises(ValueError, match=r"`data\.tokenizer` must be left out"):
         run(make_config(name="both", init_from=str(tmp_path / "model")))
+
+
+def test_a_validation_that_a_stop_put_off_comes_first_when_the_run_goes_on(
+    make_config, tmp_path, tones
+) -> None:
+    data = {"validation": str(tones / "test.jsonl")}
+    loop = {"validate_every": 4, "max_steps": 12}
+    # The last step counts as well, where nothing else is left to do.
+    for stop_at in (4, 12, None, None):
+        assert run(make_config(data=data, training=loop | {"stop_at": stop_at})) == 0
+    assert run(make_config(name="straight", data=data, training=loop)) == 0
+    stopped, straight = (
+        [(line["step"], line["wer"]) for line in read_lines(tmp_path / name / "validation.jsonl")]
+        for name in ("run", "straight")
+    )
+    assert [step for step, _ in straight] == [4, 8, 12]
+    assert stopped == straight
+
+
+def test_the_best_is_marked_even_if_the_run_was_killed_before(
+    make_config, tmp_path, tones, monkeypatch
+) -> None:
+    rates = iter([0.5, 0.9, 0.8])
+    monkeypatch.setattr(trainer, "merge", lambda _: SimpleNamespace(wer=next(rates)))
+    data = {"validation": str(tones / "test.jsonl")}
+
+    def killed(*_) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.RunCheckpoints, "mark_best", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(make_config(data=data, training={"validate_every": 4, "keep": 1}))
+    assert run(make_config(data=data, training={"validate_every": 4, "keep": 1})) == 0
+    assert checkpoint_steps(tmp_path / "run") == [4, 12]
+    assert resolve(tmp_path / "run").name == "step_00000004"
+
+
+def test_a_run_that_met_bad_audio_can_go_on_without_it(make_config, tmp_path) -> None:
+    assert run(make_config(training={"max_steps": 2})) == 0
+    assert run(make_config(data={"on_bad_audio": "skip"}, training={"max_steps": 4})) == 0

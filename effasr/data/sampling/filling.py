@@ -54,7 +54,9 @@ class Aim:
         # of the dimension with rows to spare, no more is wanted than goes with the other.
         aim_frames = max(1, min(shape.frame_budget, shape.token_budget * frames // tokens))
         aim_tokens = max(1, min(shape.token_budget, shape.frame_budget * tokens // frames))
-        stray = lengths.tokens.astype(np.int64) * aim_frames - lengths.frames * np.int64(aim_tokens)
+        # numpy 1 would leave the product of an int32 array and a scalar in int32.
+        stray = lengths.tokens.astype(np.int64) * aim_frames
+        stray -= lengths.frames.astype(np.int64) * aim_tokens
         return cls(
             shape,
             aim_frames,

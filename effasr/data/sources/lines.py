@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
+
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -43,7 +46,7 @@ def parse_object(line: str, origin: str) -> dict[str, Any]:
         origin: File and line number, for the message.
 
     Raises:
-        ValueError: It is not a JSON object.
+        ValueError: It is not a JSON object, or a string in it is not text.
     """
     try:
         value = json.loads(line)
@@ -56,6 +59,11 @@ def parse_object(line: str, origin: str) -> dict[str, Any]:
         raise ValueError(
             f"{origin}: must be a JSON object, but is a {type(value).__name__}: "
             "write one object per line."
+        )
+    # An escape can spell half of a character, which is no text for a tokenizer or a file.
+    if "\\u" in line and (half := _HALF.search(json.dumps(value, ensure_ascii=False))):
+        raise ValueError(
+            f"{origin}: must be text, but has {half.group()!a}, half of a character: remove it."
         )
     return value
 

@@ -88,7 +88,7 @@ def check_language(language: str, known: Collection[str], what: str) -> None:
     if language not in known:
         raise UnknownLanguageError(
             f"the language of the {what} must be one of {', '.join(known)}, but is {language!r}: "
-            "correct the manifest, or train a tokenizer with that language."
+            "name one of these, or train a tokenizer with that language."
         )
 
 

@@ -49,7 +49,8 @@ def attention(
         position: How positions enter the scores; not at all by default. All floating tensors in it
             have the dtype of ``q``.
         dropout: Probability, in [0, 1), to drop an attention weight.
-        seed: Where dropout starts to draw; from torch's global generator by default.
+        seed: Where dropout starts to draw; from torch's global generator by default. Equal
+            calls drop equal weights, with one implementation on one kind of device.
         backend: Implementation to use; the fastest that can serve the call by default.
 
     Returns:

@@ -47,7 +47,8 @@ def guided_attention(
         sigma: Width of the diagonal, as a share of the whole; positive.
         scale: Factor of the scores, ``D ** -0.5`` by default.
         dropout: Probability, in [0, 1), to drop an attention weight on its way to the output.
-        seed: Where dropout starts to draw; from torch's global generator by default.
+        seed: Where dropout starts to draw; from torch's global generator by default. Equal
+            calls drop equal weights, with one implementation on one kind of device.
         backend: Implementation to use; the fastest that can serve the call by default.
 
     Returns:

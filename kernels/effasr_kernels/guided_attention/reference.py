@@ -39,7 +39,7 @@ def run(
         outputs.append((drop(weights) @ v_n).transpose(0, 1))
         distance = _distance(q_n.shape[1], k_n.shape[1], sigma, q_wide)
         penalties.append((weights * distance).sum(-1).T)
-    return join_rows(outputs, layout_q, q), join_rows(penalties, layout_q, q_wide)
+    return join_rows(outputs, layout_q, q), join_rows(penalties, layout_q, q_wide[..., 0])
 
 
 def _distance(tokens: int, frames: int, sigma: float, like: Tensor) -> Tensor:

@@ -1,0 +1,279 @@
+"""What each command of ``effasr`` does with its options.
+
+A command imports what it needs when it runs, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effasr import config
+
+if TYPE_CHECKING:
+    from effasr.inference.decoding_config import DecodingConfig
+
+
+def demo_data(options: argparse.Namespace) -> int:
+    """Synthesise the demo corpus and show what it holds."""
+    from effasr.data.demo import build
+
+    with _counting("recordings") as show:
+        corpus = build(
+            options.out,
+            multilingual=options.multilingual,
+            utterances=options.utterances,
+            progress=show,
+        )
+    for name, split in corpus.statistics.items():
+        _say(
+            f"{name:6} {split.rows:6} utterances {split.hours:6.2f} h  {split.voices:4} voices  "
+            f"{split.shortest_s:.1f} to {split.longest_s:.1f} s, median {split.median_s:.1f} s"
+        )
+    return 0
+
+
+def prepare(options: argparse.Namespace) -> int:
+    """Check a manifest and show what was kept and what was left out."""
+    from effasr.data.prepare import prepare
+    from effasr.data.tokenizer import load_tokenizer
+
+    with _counting("utterances") as show:
+        report = prepare(
+            options.source,
+            options.out,
+            tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
+            language=options.language,
+            jobs=options.jobs,
+            progress=show,
+        )
+    _say(f"kept {report.kept.utterances} utterances, {report.kept.hours:.2f} h")
+    for language, share in sorted(report.by_language.items()):
+        _say(f"  {language:28} {share.utterances:8} {share.hours:10.2f} h")
+    listed = options.out / "dropped.jsonl"
+    _say(f"dropped {report.dropped.utterances} utterances, each listed in {listed}")
+    for reason, share in sorted(report.by_reason.items()):
+        _say(f"  {reason:28} {share.utterances:8} {share.hours:10.2f} h")
+    if not report.kept.utterances:
+        raise ValueError(f"{options.source}: no utterance is left; {listed} says why.")
+    return 0
+
+
+def tokenizer(options: argparse.Namespace) -> int:
+    """Train a tokenizer on the texts of manifests."""
+    from effasr.data.manifests import iterate, request
+    from effasr.data.tokenizer import train_tokenizer
+
+    texts: dict[str, list[str]] = {}
+    spoken = set()
+    for manifest in options.manifests:
+        for cut in iterate(manifest, language=options.language):
+            wanted = request(cut)
+            spoken.add(wanted.source)
+            texts.setdefault(wanted.target, []).append(cut.supervisions[0].text or "")
+    if not texts:
+        raise ValueError(f"{', '.join(map(str, options.manifests))}: no utterances to learn from.")
+    tokenizer = train_tokenizer(
+        texts,
+        options.out,
+        vocab_size=options.vocab_size,
+        model_type=options.model_type,
+        sources=sorted(spoken - texts.keys()),
+    )
+    _say(f"{options.out}: {tokenizer.vocab_size} tokens for {', '.join(sorted(texts))}")
+    return 0
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train, or show the configuration."""
+    from effasr.distributed.process_group import one_voice
+    from effasr.training.config import TrainConfig
+    from effasr.training.trainer import run
+
+    with one_voice():
+        settings = config.load(TrainConfig, options.recipe, options.overrides)
+    if options.show:
+        _say(config.dump(settings))
+        return 0
+    return run(settings)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Transcribe a manifest, show the error rates and keep them with the run."""
+    from effasr.checkpoint import load_model, resolve
+    from effasr.data.manifests import read
+    from effasr.distributed.process_group import choose_device
+    from effasr.inference.evaluate import evaluate
+    from effasr.inference.evaluation import save
+
+    loaded = load_model(resolve(options.run), choose_device(options.device))
+    cuts = list(read(options.manifest, language=options.language or loaded.prompt.source))
+    done = itertools.count(1)
+    with _counting("utterances") as show:
+        evaluation = evaluate(
+            loaded.model,
+            loaded.tokenizer,
+            cuts,
+            normalizer=options.normalizer,
+            config=_decoding(options),
+            on_result=lambda _: show(next(done), len(cuts)),
+        )
+    if not evaluation.utterances:
+        first = evaluation.failures[0]
+        raise ValueError(
+            f"{options.manifest}: none of its {len(cuts)} utterances can be evaluated; the first, "
+            f"{first.id}: {first.reason}"
+        )
+    _say(evaluation.text(worst=options.worst))
+    folder = options.output or _evaluation_folder(options.run, options.manifest)
+    if folder is None:
+        _say(f"written nowhere, as {options.run} is no run: --output FOLDER keeps the results")
+        return 0
+    save(evaluation, folder)
+    _say(f"written to {folder}")
+    return 0
+
+
+def _evaluation_folder(run: Path, manifest: Path) -> Path | None:
+    """runs/NAME/evaluation/SET; None for a model directory, which holds a model alone."""
+    if not (run / "checkpoints").is_dir():
+        return None
+    name = Path(os.path.abspath(manifest)).name
+    return run / "evaluation" / name.removesuffix(".gz").removesuffix(".jsonl")
+
+
+def transcribe(options: argparse.Namespace) -> int:
+    """Transcribe files: texts to standard output, what failed to standard error."""
+    from effasr.checkpoint import load_model, resolve
+    from effasr.data.prompt import Prompt
+    from effasr.distributed.process_group import choose_device
+    from effasr.inference.results import Failure
+    from effasr.inference.transcribe import render, transcribe
+
+    loaded = load_model(resolve(options.run), choose_device(options.device))
+    source = options.language or loaded.prompt.source
+    target = options.target_language or (source if options.language else loaded.prompt.target)
+    prompt = Prompt(
+        source=source,
+        target=target,
+        task="transcribe" if target == source else "translate",
+        punctuation=(
+            loaded.prompt.punctuation if options.punctuation is None else options.punctuation
+        ),
+    )
+    results = transcribe(
+        loaded.model, loaded.tokenizer, options.files, prompt=prompt, config=_decoding(options)
+    )
+    for result in results:
+        if isinstance(result, Failure):
+            _note("transcribe", result.reason)
+        if options.json or not isinstance(result, Failure):
+            sys.stdout.write(render(result, "jsonl" if options.json else "text"))
+            sys.stdout.flush()
+    sys.stderr.write(
+        f"{results.audio_seconds:.1f} s of audio in {results.seconds:.1f} s, RTFx "
+        f"{results.rtfx:.1f}" + (f", {results.failed} failed\n" if results.failed else "\n")
+    )
+    return 1 if results.failed else 0
+
+
+def import_(options: argparse.Namespace) -> int:
+    """Turn a folder of Hugging Face's into a model directory."""
+    from effasr.checkpoint import save_model
+    from effasr.data.tokenizer import HuggingFaceTokenizer
+    from effasr.model.asr import ASRModel
+    from effasr.model.huggingface import import_canary
+
+    if not (options.source / "config.json").is_file():
+        raise ValueError(
+            f"{options.source} must be a folder with a Canary of Hugging Face, but has no "
+            "config.json: `hf download nvidia/canary-1b-v2 --local-dir FOLDER` fetches one."
+        )
+    tokenizer = HuggingFaceTokenizer(options.source)
+    model = ASRModel.from_state_dict(*import_canary(options.source))
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"{options.source}: tokenizer.json must be the model's, but has {tokenizer.vocab_size} "
+            f"tokens, and the model has {model.vocab_size}."
+        )
+    save_model(options.out, model, tokenizer)
+    _say(f"{options.out}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
+    return 0
+
+
+def export(options: argparse.Namespace) -> int:
+    """Turn a model directory into a folder of Hugging Face's."""
+    from effasr.checkpoint import load_model, resolve
+    from effasr.data.tokenizer import HuggingFaceTokenizer
+    from effasr.model.huggingface import SpecialTokens, export_canary
+
+    if any((options.out / name).exists() for name in ("model.yaml", "checkpoints")):
+        raise ValueError(
+            f"{options.out} must be a new folder or an earlier export, but is a model of effasr, "
+            "which would be overwritten."
+        )
+    loaded = load_model(resolve(options.model))
+    tokenizer = loaded.tokenizer
+    start = tokenizer.prompt(loaded.prompt)[0]
+    tokens = SpecialTokens(
+        pad_id=tokenizer.pad_id,
+        bos_id=tokenizer.specials.get("<|startoftranscript|>", start),
+        eos_id=tokenizer.eos_id,
+        decoder_start_id=start,
+    )
+    export_canary(loaded.model, options.out, tokens)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.save(options.out)
+    else:
+        _note("export", "the tokenizer stays behind, as transformers cannot read effasr's own")
+    _say(f"{options.out}: load it with CanaryForConditionalGeneration.from_pretrained")
+    return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Show what this machine has."""
+    from effasr.inference.doctor import report
+
+    _say(report().text())
+    return 0
+
+
+def _decoding(options: argparse.Namespace) -> DecodingConfig:
+    from effasr.inference.decoding_config import DecodingConfig
+
+    return DecodingConfig(method=options.method, frame_budget=options.frame_budget)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+def _note(command: str, text: str) -> None:
+    sys.stderr.write(f"effasr {command}: {text}\n")
+
+
+@contextmanager
+def _counting(unit: str) -> Iterator[Callable[..., None]]:
+    """Gives a function of what is done, and of how much there is, for a person at a terminal."""
+    shown, due = sys.stderr.isatty(), 0.0
+
+    def show(done: int, total: int | None = None) -> None:
+        nonlocal due
+        if shown and time.monotonic() >= due:
+            due = time.monotonic() + 0.1
+            sys.stderr.write(f"\r{done}{'' if total is None else f'/{total}'} {unit}")
+            sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

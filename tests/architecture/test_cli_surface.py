@@ -1,0 +1,62 @@
+"""The commands and their options: to change them is to change this list as well."""
+
+import argparse
+
+from effasr.cli import build_parser
+
+RUN = ["--run RUN!"]
+DECODING = ["--device DEVICE", "--method {auto,attention,ctc}", "--frame-budget N"]
+SURFACE = {
+    "prepare": ["SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG", "--jobs N"],
+    "tokenizer": [
+        "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--model-type {unigram,bpe}",
+    ],
+    "demo-data": ["OUT", "--multilingual", "--utterances N"],
+    "train": ["RECIPE", "path.to.field=value...", "--show"],
+    "evaluate": [
+        *RUN, "--manifest MANIFEST!", "--language LANG", "--normalizer NORMALIZER",
+        "--output FOLDER", "--worst N", *DECODING,
+    ],
+    "transcribe": [
+        *RUN, "FILE...", "--language LANG", "--target-language LANG",
+        "--punctuation --no-punctuation", "--json", *DECODING,
+    ],
+    "import": ["HF_DIR", "OUT"],
+    "export": ["RUN_OR_MODEL", "HF_DIR"],
+    "doctor": [],
+}  # fmt: skip
+
+
+def shown(action: argparse.Action) -> str:
+    """An argument as a user would write it; ``!`` if an option must be given."""
+    value = action.metavar or (
+        f"{{{','.join(action.choices)}}}" if action.choices else action.dest.upper()
+    )
+    if not action.option_strings:
+        return f"{value}{'...' if action.nargs in ('+', '*') else ''}"
+    names = " ".join(action.option_strings)
+    return names if action.nargs == 0 else f"{names} {value}{'!' if action.required else ''}"
+
+
+def test_the_command_line_is_what_was_agreed() -> None:
+    parser = build_parser()
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    surface = {
+        name: [shown(action) for action in command._actions if action.dest != "help"]
+        for name, command in commands.choices.items()
+    }
+    assert surface == SURFACE
+    assert [shown(action) for action in parser._actions if action is not commands] == [
+        "-h --help",
+        "--version",
+    ]
+
+
+def test_everything_is_explained() -> None:
+    parser = build_parser()
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    for command in commands.choices.values():
+        assert command.description
+        assert all(action.help for action in command._actions), command.prog
+        assert parser.description is not None
+        assert command.description in parser.description

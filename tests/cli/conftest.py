@@ -1,0 +1,174 @@
+"""A corpus whose words are tones, and a model trained on it for a few steps through the CLI."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from effasr.checkpoint import resolve
+from effasr.cli import main
+
+WORDS = {"low": 300.0, "middle": 700.0, "high": 1500.0, "top": 3000.0}
+
+RECIPE = """\
+name: first
+output: {folder}/runs
+model:
+  ctc: true
+  features: {{mel_bins: 16}}
+  encoder: {{width: 16, layers: 1, heads: 2, feed_forward: 16, subsampling_channels: 4}}
+  decoder: {{width: 16, layers: 1, heads: 2, feed_forward: 16, max_positions: 64}}
+data:
+  train: {folder}/train
+  validation: {folder}/dev
+  tokenizer: {folder}/tokenizer
+  frame_budget: 60
+  micro_batches: 2
+  workers: 0
+training: {{max_steps: 4, log_every: 1, checkpoint_every: 2, validate_every: 4, device: cpu}}
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left: its exit code, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The one line that a failed command writes to standard error."""
+        assert self.code in (1, 2), self
+        lines = self.err.splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("effasr"), self.err
+        assert "Traceback" not in self.err
+        return lines[0]
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Everything that the commands made: see `workplace`."""
+
+    folder: Path
+
+    @property
+    def recipe(self) -> str:
+        return str(self.folder / "first.yaml")
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "runs" / "first"
+
+    @property
+    def wav(self) -> str:
+        return str(self.folder / "dev-0.wav")
+
+
+@pytest.fixture
+def effasr(capsys) -> Callable[..., Outcome]:
+    """Run a command in this process."""
+
+    def run(*arguments: Any) -> Outcome:
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as end:  # argparse's way of ending
+            code = int(end.code or 0)
+        written = capsys.readouterr()
+        return Outcome(code, written.out, written.err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory) -> Workplace:
+    """prepare, tokenizer and train have been run: train/, dev/, tokenizer/, runs/first/.
+
+    Tests read it, and write elsewhere: runs take another ``name`` or ``output``.
+    """
+    folder = tmp_path_factory.mktemp("workplace")
+    for name, count in (("train", 24), ("dev", 4)):
+        write_manifest(folder, name, count)
+        assert main(["prepare", f"{folder}/{name}.jsonl", f"{folder}/{name}"]) == 0
+    command = ["tokenizer", f"{folder}/train", f"{folder}/tokenizer", "--vocab-size", "30"]
+    assert main(command) == 0
+    (folder / "first.yaml").write_text(RECIPE.format(folder=folder))
+    assert main(["train", f"{folder}/first.yaml"]) == 0
+    return Workplace(folder)
+
+
+def write_manifest(folder: Path, name: str, count: int) -> None:
+    """Write NAME.jsonl and its recordings."""
+    generator = np.random.default_rng(count)
+    lines = []
+    for number in range(count):
+        words = generator.choice(list(WORDS), size=int(generator.integers(1, 4)))
+        audio = np.concatenate([tone(WORDS[word], generator) for word in words])
+        file = f"{name}-{number}.wav"
+        soundfile.write(folder / file, audio, 16_000)
+        line = {"audio_filepath": file, "text": " ".join(words), "lang": "en", "pnc": False}
+        lines.append(json.dumps(line) + "\n")
+    (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
+def tone(frequency: float, generator: np.random.Generator) -> np.ndarray:
+    seconds = np.arange(int(generator.integers(3_200, 6_400))) / 16_000
+    return (0.3 * np.sin(2 * np.pi * frequency * seconds)).astype(np.float32)
+
+
+@pytest.fixture
+def model(workplace, tmp_path) -> Path:
+    """A model directory that belongs to no run."""
+    folder = tmp_path / "model"
+    shutil.copytree(resolve(workplace.run), folder)
+    for name in ("training.pt", "manifest.json"):
+        (folder / name).unlink()
+    return folder
+
+
+@pytest.fixture
+def manifest(workplace, tmp_path) -> Callable[..., Path]:
+    """Writes a manifest; each line is a good one of the corpus with some fields changed."""
+
+    def write(*changes: dict[str, Any] | str) -> Path:
+        good = json.loads((workplace.folder / "train.jsonl").read_text().splitlines()[0])
+        good["audio_filepath"] = str(workplace.folder / good["audio_filepath"])
+        rows = [row if isinstance(row, str) else json.dumps(good | row) for row in changes]
+        path = tmp_path / f"manifest-{len(list(tmp_path.glob('manifest-*')))}.jsonl"
+        path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def train(effasr, workplace, tmp_path):
+    """Train a new run of this test, with overrides."""
+
+    def run(*overrides: str):
+        return effasr("train", workplace.recipe, f"output={tmp_path}/runs", *overrides)
+
+    return run
+
+
+@pytest.fixture
+def recordings(tmp_path) -> Path:
+    """Recordings that are not as they should be."""
+    (tmp_path / "garbage.wav").write_bytes(b"\x00\x01garbage" * 100)
+    (tmp_path / "garbage.flac").write_bytes(b"fLaC" + b"\x93" * 500)
+    (tmp_path / "empty.wav").write_bytes(b"")
+    soundfile.write(tmp_path / "no-samples.wav", np.zeros(0, np.float32), 16_000)
+    audio = np.sin(np.arange(16_000)).astype(np.float32)
+    soundfile.write(tmp_path / "whole.flac", audio, 16_000)
+    content = (tmp_path / "whole.flac").read_bytes()
+    (tmp_path / "cut-short.flac").write_bytes(content[: len(content) // 2])
+    return tmp_path

@@ -1,0 +1,178 @@
+"""What is wrong with a recipe, a manifest or a recording: one line that says what to do."""
+
+import pytest
+
+from effasr.training.run_directory import read_lines
+
+CHINESE = {"text": "你好世界"}
+
+BAD_AUDIO = {
+    "gone.wav": ("missing_audio", "there is no such file"),
+    "garbage.wav": ("unreadable_audio", "not a readable audio file"),
+    "garbage.flac": ("unreadable_audio", "not a readable audio file"),
+    "empty.wav": ("empty_audio", "the file is empty"),
+    "no-samples.wav": ("empty_audio", "the file holds no samples"),
+    "cut-short.flac": ("unreadable_audio", "the audio is damaged"),
+}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.encoder.layrs=3", "`model.encoder.layrs` is no field: did you mean `layers`?"),
+        ("nmae=x", "`nmae` is no field: did you mean `name`?"),
+        ("model.encoder.layers=three", "`model.encoder.layers` must be an integer, but is 'three'"),
+        ("model.ctc=1", "`model.ctc` must be true or false, but is 1"),
+        ("optimizer.lr=.nan", "`optimizer.lr` must be a finite number, but is nan"),
+        ("optimizer.lr=fast", "`optimizer.lr` must be a finite number, but is 'fast'"),
+        ("training.precision=half", "must be one of 'auto', 'float32', 'bfloat16', but is 'half'"),
+        ("model.encoder.heads=3", "model.encoder: `width` must be a multiple of"),
+        ("name", "an override must be `path.to.field=value`, but is 'name'"),
+        ("--name", "an override must be `path.to.field=value`, but is '--name'"),
+        ("name=a/b", "`name` must be usable as a folder's name"),
+        ("data.train=gone.jsonl", "gone.jsonl: there is no such file or folder"),
+        ("data.train=[]", "`data.train` must name at least one manifest"),
+        ("data.validation=gone.jsonl", "gone.jsonl: there is no such file or folder"),
+        ("data.tokenizer=gone", "train a tokenizer with `effasr tokenizer MANIFEST OUT`"),
+        ("data.tokenizer=''", "`data.tokenizer` must be a folder that `effasr tokenizer` wrote"),
+        ("data.frame_budget=2", "no utterance can be trained on (24 dropped; the first: "),
+        ("evaluation.normalizer=nope", "must be one of none, basic, whisper_english, but is"),
+        ("init_from=gone", "gone must be a model directory or a run with a checkpoint"),
+        ("training.device=tpu", "`training.device` must be one of 'auto', 'cpu', 'cuda'"),
+    ],
+)
+def test_a_wrong_field(train, tmp_path, override, message) -> None:
+    failed = train(override)
+    assert failed.code == 2
+    assert message in failed.error
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("dema", "did you mean `demo`?"),
+        ("x/y/z", "must be a YAML file or one of canary_180m_flash, "),
+        ("gone.yaml", "`recipe` must be a file that exists, but 'gone.yaml' does not"),
+        (b"a: [1", "not valid YAML"),
+        (b"\xff\xfe", "not valid YAML"),
+        (b"- 1", "a recipe must be a mapping"),
+        (b"data: 3", "`data` must be a mapping (DataConfig), but is 3"),
+    ],
+)
+def test_a_wrong_recipe(effasr, tmp_path, recipe, message) -> None:
+    if isinstance(recipe, bytes):
+        (tmp_path / "recipe.yaml").write_bytes(recipe)
+        recipe = tmp_path / "recipe.yaml"
+    failed = effasr("train", recipe)
+    assert failed.code == 2
+    assert message in failed.error
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ((), "holds no utterances", ),
+        (({}, "{oops"), ":2: not valid JSON"),
+        (({}, "[]"), ":2: must be a JSON object, but is a list"),
+        (({"duration": "long"},), ":1: `duration` must be a number of seconds, but is 'long'"),
+        (({"text": None},), ":1: `text` must be a string, but is None"),
+        (({"id": "a"}, {"id": "a"}), ":2: the id 'a' is taken by an earlier line"),
+        (('{"path": "a.wav"}',), ":1: neither a NeMo line (no `audio_filepath`) nor a lhotse cut"),
+    ],
+)  # fmt: skip
+def test_a_wrong_manifest(effasr, workplace, train, manifest, tmp_path, lines, message) -> None:
+    path = manifest(*lines)
+    commands = {
+        "prepare": (path, tmp_path / "out"),
+        "tokenizer": (path, tmp_path / "out"),
+        "evaluate": ("--run", workplace.run, "--manifest", path),
+    }
+    for command, arguments in commands.items():
+        failed = effasr(command, *arguments)
+        assert failed.code == 2
+        assert (message if lines else "no utterances") in failed.error
+    failed = train(f"data.train={path}")
+    assert failed.code == 2
+    assert (message if lines else "no utterance can be trained on (0 dropped)") in failed.error
+
+
+@pytest.mark.parametrize("name", BAD_AUDIO)
+def test_prepare_drops_bad_audio(effasr, manifest, recordings, name) -> None:
+    reason, details = BAD_AUDIO[name]
+    path = manifest({}, {"audio_filepath": str(recordings / name), "duration": None})
+    assert effasr("prepare", path, recordings / "out").code == 0
+    (line,) = read_lines(recordings / "out" / "dropped.jsonl")
+    assert line["reason"] == reason
+    assert details in line["details"]
+
+
+@pytest.mark.parametrize("name", BAD_AUDIO)
+def test_training_on_bad_audio_alone(train, manifest, recordings, name) -> None:
+    path = manifest({"audio_filepath": str(recordings / name), "duration": None})
+    failed = train(f"data.train={path}")
+    assert failed.code == 2
+    *_, line = failed.err.splitlines()
+    assert BAD_AUDIO[name][1] in line
+    # What is damaged behind a sound header shows when training has begun.
+    assert failed.err.count("effasr train: ") == 1
+    assert "Traceback" not in failed.err
+
+
+def test_prepare_with_nothing_left(effasr, workplace, manifest, tmp_path) -> None:
+    path = manifest(CHINESE, {"lang": "fr", "id": "french"})
+    tokenizer = workplace.folder / "tokenizer"
+    failed = effasr("prepare", path, tmp_path / "out", "--tokenizer", tokenizer)
+    assert failed.code == 2
+    assert f"no utterance is left; {tmp_path}/out/dropped.jsonl says why" in failed.error
+    reasons = [line["reason"] for line in read_lines(tmp_path / "out" / "dropped.jsonl")]
+    assert reasons == ["unknown_text", "unknown_language"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (CHINESE, "the vocabulary spells nothing of '你好世界'"),
+        ({"lang": "fr"}, "the language of the speech must be one of en, but is 'fr'"),
+        ({"target_lang": "de"}, "the language of the text must be one of en, but is 'de'"),
+        ({"text": ""}, "the text is empty"),
+        ({"text": "low " * 50}, "CTC needs"),
+    ],
+)
+def test_training_on_texts_that_do_not_fit(train, manifest, change, message) -> None:
+    failed = train(f"data.train={manifest(change)}")
+    assert failed.code == 2
+    assert f"(1 dropped; the first: {message}" in failed.error
+
+
+@pytest.mark.parametrize("limit", ["model.decoder.max_positions=7", "model.encoder.max_frames=9"])
+def test_what_is_too_long_for_the_model_is_dropped_and_not_met_in_training(
+    train, tmp_path, limit
+) -> None:
+    done = train(limit, "data.validation=[]")
+    assert done.code == 0, done.err
+    lines = read_lines(tmp_path / "runs" / "first" / "dropped.jsonl")
+    assert 0 < len(lines) < 24
+    assert {line["reason"] for line in lines} == {"over_model_length"}
+    assert limit.partition("=")[0].rpartition(".")[2] in lines[0]["details"]
+
+
+def test_a_run_goes_on_only_with_its_own_model(effasr, workplace) -> None:
+    failed = effasr("train", workplace.recipe, "model.encoder.width=32")
+    assert failed.code == 2
+    assert "`model.encoder.width` must stay 16, as in the checkpoint of this run" in failed.error
+    assert "training.restart=true" in failed.error
+
+
+def test_a_model_to_begin_with_brings_its_tokenizer(train, model) -> None:
+    failed = train(f"init_from={model}")
+    assert failed.code == 2
+    assert "`data.tokenizer` must be left out where `init_from` is given" in failed.error
+
+
+def test_a_model_to_begin_with_brings_its_architecture(train, model) -> None:
+    failed = train(f"init_from={model}", "data.tokenizer=''", "model.encoder.width=32")
+    assert failed.code == 2
+    assert "is of another architecture, in " in failed.error
+    assert "Leave `model` out of the recipe" in failed.error
+    assert len(failed.error) < 600

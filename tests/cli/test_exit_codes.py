@@ -1,0 +1,119 @@
+"""Places that cannot be written, failures of all kinds, and interruption."""
+
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from effasr import commands
+
+
+def outputs(workplace, out: Path) -> dict[str, tuple]:
+    return {
+        "prepare": (workplace.folder / "dev.jsonl", out),
+        "tokenizer": (workplace.folder / "dev", out, "--vocab-size", "30"),
+        "demo-data": (out, "--utterances", "8"),
+        "evaluate": (
+            "--run", workplace.run, "--manifest", workplace.folder / "dev", "--output", out
+        ),
+        "export": (workplace.run, out),
+        "train": (workplace.recipe, f"output={out}"),
+    }  # fmt: skip
+
+
+COMMANDS = ["prepare", "tokenizer", "demo-data", "evaluate", "export", "train"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_output_that_is_a_file(effasr, workplace, tmp_path, command) -> None:
+    (tmp_path / "file").write_text("precious")
+    failed = effasr(command, *outputs(workplace, tmp_path / "file")[command])
+    assert failed.code == 2
+    assert str(tmp_path / "file") in failed.error
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("obstacle", ["below a file", "name too long", "not writable"])
+def test_an_output_that_cannot_be_written(effasr, workplace, tmp_path, command, obstacle) -> None:
+    (tmp_path / "file").write_text("")
+    out = {
+        "below a file": tmp_path / "file" / "out",
+        "name too long": tmp_path / ("x" * 300),
+        "not writable": tmp_path / "locked" / "out",
+    }[obstacle]
+    if obstacle == "not writable":
+        out.parent.mkdir(mode=0o500)
+        if os.access(out.parent, os.W_OK):
+            pytest.skip("the superuser may write anywhere")
+    failed = effasr(command, *outputs(workplace, out)[command])
+    assert failed.code == 2
+    assert failed.err.splitlines()[-1].startswith(f"effasr {command}: {tmp_path}/")
+    assert "Errno" not in failed.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (PermissionError(13, "Permission denied", "/x"), 2, "/x: Permission denied."),
+        (OSError(28, "No space left on device", "/x"), 1, "/x: No space left on device."),
+        (OSError(28, "No space left on device"), 1, "[Errno 28] No space left on device"),
+        (OSError(30, "Read-only file system", "/x"), 2, "/x: Read-only file system."),
+        (RuntimeError("several\n  lines"), 1, "several lines"),
+        (RuntimeError(), 1, "RuntimeError"),
+        (ImportError("pip install it"), 1, "pip install it"),
+        (ValueError("`x` must be y."), 2, "`x` must be y."),
+    ],
+)
+def test_exit_codes(effasr, monkeypatch, error, code, line) -> None:
+    def fail(options):
+        raise error
+
+    monkeypatch.setattr(commands, "doctor", fail)
+    failed = effasr("doctor")
+    assert failed.code == code
+    assert failed.error == f"effasr doctor: {line}"
+    monkeypatch.setenv("EFFASR_TRACEBACK", "1")
+    assert "Traceback" in effasr("doctor").err
+
+
+def test_a_mistake_in_the_program_keeps_its_traceback(effasr, monkeypatch) -> None:
+    monkeypatch.setattr(commands, "doctor", lambda options: options.nothing)
+    with pytest.raises(AttributeError):
+        effasr("doctor")
+
+
+def test_interrupted(effasr, workplace, tmp_path, monkeypatch) -> None:
+    """As by ctrl-C in the middle of a file."""
+    from effasr.data import prepare
+
+    check = prepare._check_audio
+
+    def interrupt(cut) -> None:
+        signal.raise_signal(signal.SIGINT)
+        check(cut)
+
+    monkeypatch.setattr(prepare, "_check_audio", interrupt)
+    ended = effasr("prepare", workplace.folder / "dev.jsonl", tmp_path / "out")
+    assert ended.code == 130
+    assert "Traceback" not in ended.err
+    assert not (tmp_path / "out" / "cuts.jsonl.gz").exists()
+
+
+def test_warnings_bear_the_name_of_the_command(monkeypatch, capsys) -> None:
+    """Where nobody has set up logging before, as pytest has."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+
+    def warn(options) -> int:
+        logging.getLogger("effasr.somewhere").warning("mind the gap")
+        return 0
+
+    monkeypatch.setattr(commands, "doctor", warn)
+    from effasr.cli import main
+
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().err == "effasr doctor: mind the gap\n"

@@ -1,0 +1,135 @@
+"""A Canary of Hugging Face comes in, is trained on, and goes out again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from effasr.checkpoint import load_model, resolve
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+PROMPT_TOKENS = [
+    *("<unk>", "<pad>", "<|endoftext|>", "<|startofcontext|>", "<|startoftranscript|>"),
+    *("<|emo:undefined|>", "<|pnc|>", "<|nopnc|>", "<|noitn|>", "<|notimestamp|>"),
+    *("<|nodiarize|>", "<|de|>", "<|en|>"),
+]
+CLASSES = 64
+"""More than the tokenizer has tokens, as in models whose sizes were rounded up."""
+
+
+@pytest.fixture(scope="module")
+def canary(tmp_path_factory) -> Path:
+    """A Canary with random weights."""
+    folder = tmp_path_factory.mktemp("canary")
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    encoder = {
+        "model_type": "parakeet_encoder", "hidden_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 16, "num_mel_bins": 16,
+        "subsampling_conv_channels": 4,
+    }  # fmt: skip
+    decoder = {
+        "vocab_size": CLASSES, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    config = transformers.CanaryConfig(
+        encoder_config=encoder, decoder_config=decoder, vocab_size=CLASSES
+    )
+    transformers.CanaryForConditionalGeneration(config).save_pretrained(folder)
+    transformers.ParakeetFeatureExtractor(feature_size=16).save_pretrained(folder)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=40, special_tokens=PROMPT_TOKENS, show_progress=False
+    )
+    tokenizer.train_from_iterator(["low middle high top"] * 4, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_in_tuned_and_out(effasr, workplace, canary, tmp_path) -> None:
+    done = effasr("import", canary, tmp_path / "canary")
+    assert done.code == 0
+    assert done.err == ""
+    tuned = effasr(
+        "train", "finetune", f"output={tmp_path}/runs", f"init_from={tmp_path}/canary",
+        f"data.train={workplace.folder}/train", f"data.validation={workplace.folder}/dev",
+        "data.frame_budget=60", "data.workers=0", "training.max_steps=1", "training.device=cpu",
+    )  # fmt: skip
+    assert tuned.code == 0, tuned.err
+    run = tmp_path / "runs" / "finetune"
+    before, after = load_model(tmp_path / "canary"), load_model(resolve(run))
+    assert after.model.vocab_size == CLASSES > after.tokenizer.vocab_size
+    assert after.model.config == before.model.config
+    assert (
+        effasr("transcribe", "--run", run, "--language", "de", workplace.wav).code
+        == effasr("evaluate", "--run", run, "--manifest", workplace.folder / "dev").code
+        == 0
+    )
+
+    out = effasr("export", run, tmp_path / "hf")
+    assert out.code == 0, out.err
+    assert "stays behind" not in out.err
+    model = transformers.CanaryForConditionalGeneration.from_pretrained(tmp_path / "hf")
+    theirs = json.loads((canary / "tokenizer.json").read_text())
+    assert json.loads((tmp_path / "hf" / "tokenizer.json").read_text()) == theirs
+    assert model.config.vocab_size == CLASSES
+    assert model.generation_config.decoder_start_token_id == PROMPT_TOKENS.index(
+        "<|startofcontext|>"
+    )
+    assert effasr("export", run, tmp_path / "hf").code == 0  # again, over itself
+    assert effasr("import", tmp_path / "hf", tmp_path / "back").code == 0
+    again = load_model(tmp_path / "back").model.state_dict()
+    for name, value in after.model.state_dict().items():
+        assert torch.equal(again[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", None, "has no config.json: `hf download"),
+        ("config.json", "{", "config.json is not valid JSON"),
+        ("config.json", '{"model_type": "whisper"}', "`model_type` must be canary, but is whisper"),
+        ("model.safetensors", None, "model.safetensors: there is no such file."),
+        ("model.safetensors", "garbage", "model.safetensors is damaged"),
+        ("tokenizer.json", None, "tokenizer.json: there is no such file."),
+        ("tokenizer.json", "{}", "tokenizer.json: not a tokenizer that can be read"),
+    ],
+)
+def test_what_cannot_be_imported(effasr, canary, tmp_path, name, content, message) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in canary.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    if content is None:
+        (source / name).unlink()
+    else:
+        (source / name).write_text(content)
+    failed = effasr("import", source, tmp_path / "out")
+    assert failed.code == 2
+    assert message in failed.error
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_models_tokenizer_is_refused(effasr, canary, tmp_path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in canary.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    content = json.loads((source / "tokenizer.json").read_text())
+    content["model"]["vocab"]["zzz"] = 99
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    failed = effasr("import", source, tmp_path / "out")
+    assert "must be the model's" in failed.error
+
+
+def test_a_folder_with_something_else_in_it_is_not_replaced(effasr, canary, tmp_path) -> None:
+    (tmp_path / "diary.txt").write_text("dear")
+    failed = effasr("import", canary, tmp_path)
+    assert "must be new, empty or a model directory" in failed.error
+    assert (tmp_path / "diary.txt").read_text() == "dear"

@@ -1,0 +1,176 @@
+"""Models, devices and files that cannot be used: one line that says what to do."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from effasr.checkpoint import load_model, save_model
+from effasr.training.run_directory import read_lines
+
+
+def damage(model: Path, what: str) -> str:
+    """Damage a model directory; return what the message must say."""
+    description = model / "model.yaml"
+    if what == "no weights":
+        (model / "model.safetensors").unlink()
+        return "has no model.safetensors"
+    if what == "cut weights":
+        (model / "model.safetensors").write_bytes(b"abc")
+        return "model.safetensors is damaged"
+    if what == "other weights":
+        description.write_text(description.read_text().replace("width: 16", "width: 32"))
+        return "model.safetensors is of another architecture"
+    if what == "no tokenizer":
+        shutil.rmtree(model / "tokenizer")
+        return "tokenizer: holds neither"
+    if what == "cut tokenizer":
+        (model / "tokenizer" / "en.model").write_bytes(b"abc")
+        return "is no SentencePiece model"
+    if what == "no description":
+        description.unlink()
+        return "must be a model directory or a run with a checkpoint"
+    if what == "empty description":
+        description.write_text("")
+        return "model.yaml cannot be read"
+    description.write_text("a: [1")
+    return "model.yaml cannot be read"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "no weights", "cut weights", "other weights", "no tokenizer", "cut tokenizer",
+        "no description", "empty description", "cut description",
+    ],
+)  # fmt: skip
+def test_a_damaged_model_directory(effasr, workplace, train, model, tmp_path, what) -> None:
+    message = damage(model, what)
+    for outcome in (
+        effasr("evaluate", "--run", model, "--manifest", workplace.folder / "dev"),
+        effasr("transcribe", "--run", model, workplace.wav),
+        effasr("export", model, tmp_path / "out"),
+    ):
+        assert outcome.code == 2
+        assert message in outcome.error
+        assert outcome.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["gone", "empty"])
+def test_a_run_without_a_checkpoint(effasr, workplace, tmp_path, name) -> None:
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    for outcome in (
+        effasr("evaluate", "--run", tmp_path / name, "--manifest", workplace.folder / "dev"),
+        effasr("transcribe", "--run", tmp_path / name, workplace.wav),
+        effasr("export", tmp_path / name, tmp_path / "out"),
+    ):
+        assert outcome.code == 2
+        assert "must be a model directory or a run with a checkpoint" in outcome.error
+
+
+def test_a_manifest_in_another_language(effasr, workplace, manifest, tmp_path) -> None:
+    path = manifest({"lang": "fr"}, {"lang": "de", "id": "german"})
+    command = ("evaluate", "--run", workplace.run, "--manifest", path, "--output", tmp_path / "out")
+    failed = effasr(*command)
+    assert failed.code == 2
+    assert "none of its 2 utterances can be evaluated; the first, train-0: the language" in (
+        failed.error
+    )
+    assert failed.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_many_failures_do_not_flood_the_terminal(effasr, workplace, manifest, tmp_path) -> None:
+    path = manifest({}, *({"lang": "fr", "id": str(number)} for number in range(50)))
+    command = ("evaluate", "--run", workplace.run, "--manifest", path, "--output", tmp_path / "out")
+    done = effasr(*command)
+    assert done.code == 0
+    assert "50 failed and are not counted" in done.out
+    assert "  and 30 more\n" in done.out
+
+
+def test_evaluate_refuses_what_it_cannot_do(effasr, workplace, recordings, manifest) -> None:
+    command = ("evaluate", "--run", workplace.run, "--manifest")
+    dev = workplace.folder / "dev"
+    missing = manifest({}, {"audio_filepath": str(recordings / "gone.wav")})
+    for arguments, message in (
+        (("gone.jsonl",), "gone.jsonl: there is no such file or folder"),
+        ((missing,), "`effasr prepare` leaves such lines out"),
+        ((dev, "--normalizer", "nope"), "must be one of none, basic, whisper_english"),
+        ((dev, "--method", "beam"), "invalid choice: 'beam'"),
+        ((dev, "--frame-budget", "0"), "must be an integer from 1 on, but is '0'"),
+        ((dev, "--worst", "-1"), "must be an integer from 0 on, but is '-1'"),
+    ):
+        failed = effasr(*command, *arguments)
+        assert failed.code == 2
+        assert message in failed.error
+
+
+def test_one_bad_file_does_not_keep_the_others_from_being_transcribed(
+    effasr, workplace, recordings
+) -> None:
+    names = ("gone.wav", "garbage.wav", "empty.wav", ".")
+    files = (recordings / names[0], workplace.wav, *(recordings / name for name in names[1:]))
+    failed = effasr("transcribe", "--run", workplace.run, *files)
+    assert failed.code == 1
+    assert [line.split("\t")[0] for line in failed.out.splitlines()] == [workplace.wav]
+    lines = failed.err.splitlines()
+    assert lines[:4] == [
+        f"effasr transcribe: {recordings}/gone.wav: there is no such file.",
+        f"effasr transcribe: {recordings}/garbage.wav: not a readable audio file: "
+        "Format not recognised.",
+        f"effasr transcribe: {recordings}/empty.wav: the file is empty.",
+        f"effasr transcribe: {recordings}: not an audio file but a folder.",
+    ]
+    assert lines[4].endswith(", 4 failed")
+    told = effasr("transcribe", "--run", workplace.run, "--json", *files)
+    assert told.code == 1
+    assert told.out.count('"error"') == 4
+    assert told.out.count('"text"') == 2  # of the recording, and of its one segment
+
+
+@pytest.mark.parametrize("option", ["--language", "--target-language"])
+def test_a_language_that_the_model_does_not_know(effasr, workplace, option) -> None:
+    failed = effasr("transcribe", "--run", workplace.run, option, "fr", workplace.wav)
+    assert failed.code == 2
+    assert "must be one of en, but is 'fr'" in failed.error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(effasr, workplace, train) -> None:
+    outcomes = [
+        train("training.device=cuda"),
+        *(
+            effasr("evaluate", "--run", workplace.run, "--manifest", workplace.folder / "dev",
+                   "--device", device)
+            for device in ("cuda", "cuda:1")
+        ),
+        effasr("transcribe", "--run", workplace.run, workplace.wav, "--device", "cuda"),
+    ]  # fmt: skip
+    for outcome in outcomes:
+        assert outcome.code == 2
+        assert "PyTorch sees no GPU. Use cpu or auto." in outcome.error
+
+
+@pytest.mark.parametrize("device", ["nonsense", "meta", "cuda:", "cuda:x", "cpu:x", ""])
+def test_an_unknown_device(effasr, workplace, device) -> None:
+    for command in (("evaluate", "--manifest", workplace.folder / "dev"), ("transcribe", "x.wav")):
+        failed = effasr(*command, "--run", workplace.run, "--device", device)
+        assert failed.code == 2
+        assert "`device` must be auto, cpu or cuda" in failed.error
+
+
+def test_a_loss_that_is_not_finite_names_the_utterances(train, model, tmp_path) -> None:
+    loaded = load_model(model)
+    with torch.no_grad():
+        loaded.model.decoder.embed_tokens.weight[5] = torch.inf
+    save_model(model, loaded.model, loaded.tokenizer)
+    failed = train(f"init_from={model}", "data.tokenizer=''", "data.validation=[]")
+    assert failed.code == 1
+    assert "Traceback" not in failed.err
+    last = failed.err.splitlines()[-1]
+    assert "failed: step 1: the loss is not finite; utterances: train-" in last
+    (line,) = read_lines(tmp_path / "runs" / "first" / "skipped.jsonl")
+    assert line["utterances"]

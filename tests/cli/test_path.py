@@ -1,0 +1,208 @@
+"""From recordings to a model, and on to Hugging Face and back, with the commands alone."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from effasr.checkpoint import load_model, resolve
+from effasr.training.run_directory import read_lines
+
+METRICS = {
+    "step", "epoch", "loss", "lr", "grad_norm", "audio_seconds", "tokens", "padding_frames",
+    "padding_tokens", "data_wait_s", "step_s", "mfu", "peak_memory_bytes", "rank_imbalance",
+}  # fmt: skip
+WER = {"wer", "cer", "insertions", "deletions", "substitutions", "words", "utterances", "rtfx"}
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_model(resolve(run)).model.state_dict()
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_prepare_keeps_and_lists(effasr, workplace, manifest, tmp_path) -> None:
+    bad = manifest({}, {"audio_filepath": "gone.wav", "id": "lost"}, {"text": " ", "id": "mute"})
+    done = effasr("prepare", bad, tmp_path / "out")
+    assert done.code == 0
+    assert done.err == ""
+    assert "kept 1 utterances" in done.out
+    assert f"dropped 2 utterances, each listed in {tmp_path}/out/dropped.jsonl" in done.out
+    dropped = {line["id"]: line["reason"] for line in read_lines(tmp_path / "out/dropped.jsonl")}
+    assert dropped == {"lost": "missing_audio", "mute": "empty_text"}
+
+
+def test_a_run_holds_what_is_promised(workplace) -> None:
+    run = workplace.run
+    lines = read_lines(run / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line.keys() >= METRICS for line in lines)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "best", "latest", "step_00000002", "step_00000004",
+    ]  # fmt: skip
+    assert list((run / "tensorboard").glob("events.*"))
+    (validation,) = read_lines(run / "validation.jsonl")
+    assert (validation["step"], validation["set"]) == (4, "dev")
+    assert json.loads((run / "evaluation/dev/wer.json").read_text()).keys() >= WER
+
+
+def test_config_yaml_repeats_the_run(effasr, workplace) -> None:
+    assert effasr("train", workplace.run / "config.yaml", "name=again").code == 0
+    assert_same_weights(workplace.run, workplace.run.with_name("again"))
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(effasr, workplace, tmp_path) -> None:
+    command = ("train", workplace.recipe, f"output={tmp_path}")
+    stopped = effasr(*command, "training.stop_at=3")
+    assert stopped.code == 0
+    assert "stopped at step 3; the same command goes on from there" in stopped.err
+    resumed = effasr(*command)
+    assert resumed.code == 0
+    assert "going on from step 3 of 4" in resumed.err
+    assert_same_weights(workplace.run, tmp_path / "first")
+    finished = effasr(*command)
+    assert finished.code == 0
+    assert "all 4 steps have been made" in finished.err
+
+
+def test_overrides_may_have_the_dashes_of_other_trainers(effasr, workplace) -> None:
+    plain = effasr("train", workplace.recipe, "optimizer.lr=1e-3", "seed=3", "--show")
+    dashed = effasr("train", workplace.recipe, "--optimizer.lr=1e-3", "--seed=3", "--show")
+    assert dashed.code == 0
+    assert dashed.out == plain.out
+    assert "lr: 0.001\n" in plain.out
+    assert "seed: 3\n" in plain.out
+
+
+def test_evaluate_writes_into_the_run(effasr, workplace, tmp_path) -> None:
+    done = effasr("evaluate", "--run", workplace.run, "--manifest", workplace.folder / "dev")
+    assert done.code == 0
+    assert done.err == ""
+    folder = workplace.run / "evaluation" / "dev"
+    assert f"written to {folder}" in done.out
+    result = json.loads((folder / "wer.json").read_text())
+    assert result.keys() >= WER
+    assert result["utterances"] == 4
+    rows = read_lines(folder / "hypotheses.jsonl")
+    assert len(rows) == 4
+    assert all(row.keys() == {"id", "reference", "hypothesis", "duration"} for row in rows)
+    (validation,) = read_lines(workplace.run / "validation.jsonl")
+    assert result["wer"] == validation["wer"]
+
+
+def test_a_set_is_named_after_its_manifest(effasr, workplace, monkeypatch) -> None:
+    monkeypatch.chdir(workplace.folder / "dev")
+    assert effasr("evaluate", "--run", workplace.run, "--manifest", ".").code == 0
+    monkeypatch.chdir(workplace.folder)
+    done = effasr("evaluate", "--run", "runs/first", "--manifest", "dev/cuts.jsonl.gz")
+    assert "written to runs/first/evaluation/cuts\n" in done.out
+    written = {path.name for path in (workplace.run / "evaluation").iterdir()}
+    assert written == {"dev", "cuts"}
+
+
+def test_evaluate_does_not_write_into_a_model_directory(effasr, workplace, model, tmp_path) -> None:
+    before = sorted(model.rglob("*"))
+    command = ("evaluate", "--run", model, "--manifest", workplace.folder / "dev")
+    done = effasr(*command)
+    assert done.code == 0
+    assert "--output FOLDER" in done.out
+    assert effasr(*command, "--output", tmp_path / "kept").code == 0
+    assert (tmp_path / "kept" / "wer.json").is_file()
+    assert sorted(model.rglob("*")) == before
+    checkpoint = resolve(workplace.run)
+    before = sorted(checkpoint.rglob("*"))
+    done = effasr("evaluate", "--run", checkpoint, "--manifest", workplace.folder / "dev")
+    assert done.code == 0
+    assert sorted(checkpoint.rglob("*")) == before
+
+
+def test_lines_without_a_language_are_in_that_of_the_model(
+    effasr, workplace, model, manifest
+) -> None:
+    """A model for German is not asked for English."""
+    unmarked = manifest({"lang": None})
+    text = (model / "model.yaml").read_text()
+    text = text.replace("source: en", "source: de").replace("target: en", "target: de")
+    (model / "model.yaml").write_text(text)
+    failed = effasr("evaluate", "--run", model, "--manifest", unmarked)
+    assert "must be one of en, but is 'de'" in failed.error
+    assert effasr("evaluate", "--run", model, "--manifest", unmarked, "--language", "en").code == 0
+
+
+def test_transcribe_takes_any_rate_channels_and_length(effasr, workplace, tmp_path) -> None:
+    seconds = np.arange(45 * 8_000) / 8_000
+    audio = 0.1 * np.sin(2 * np.pi * 700 * seconds)
+    soundfile.write(tmp_path / "long.flac", np.stack([audio, audio], axis=1), 8_000)
+    files = (workplace.wav, tmp_path / "long.flac")
+    done = effasr("transcribe", "--run", workplace.run, *files)
+    assert done.code == 0
+    assert [line.split("\t")[0] for line in done.out.splitlines()] == [str(file) for file in files]
+    assert done.err.endswith("\n")
+    assert "RTFx" in done.err
+    told = effasr("transcribe", "--run", workplace.run, "--json", *files)
+    rows = [json.loads(line) for line in told.out.splitlines()]
+    assert [row["duration"] for row in rows][1] == 45
+    assert len(rows[1]["segments"]) == 2
+    assert done.out == "".join(f"{row['id']}\t{row['text']}\n" for row in rows)
+
+
+@pytest.mark.parametrize("method", ["attention", "ctc"])
+def test_the_prompt_is_the_models_unless_told_otherwise(
+    effasr, workplace, monkeypatch, method
+) -> None:
+    asked = Counter()
+    from effasr.data.tokenizer import SentencePieceTokenizer
+
+    original = SentencePieceTokenizer.prompt
+    monkeypatch.setattr(
+        SentencePieceTokenizer,
+        "prompt",
+        lambda self, prompt: asked.update([prompt.punctuation]) or original(self, prompt),
+    )
+    command = ("transcribe", "--run", workplace.run, "--method", method, workplace.wav)
+    assert effasr(*command).code == 0
+    assert set(asked) == {False}
+    asked.clear()
+    assert effasr(*command, "--punctuation").code == 0
+    assert set(asked) == {True}
+
+
+def test_export_loads_in_transformers(effasr, workplace, tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    done = effasr("export", workplace.run, tmp_path / "hf")
+    assert done.code == 0
+    assert "effasr export: the tokenizer stays behind" in done.err
+    transformers.utils.logging.disable_progress_bar()
+    loaded, report = transformers.CanaryForConditionalGeneration.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    ours = weights(workplace.run)
+    name = "decoder.embed_tokens.weight"
+    theirs = {key.removeprefix("model."): value for key, value in loaded.state_dict().items()}
+    assert torch.equal(theirs[name], ours[name])
+
+
+@pytest.mark.parametrize("name", ["model", "run"])
+def test_export_spares_models_of_ours(effasr, workplace, model, name) -> None:
+    """Both kinds call their weights model.safetensors."""
+    out = {"model": model, "run": workplace.run}[name]
+    assert "would be overwritten" in effasr("export", model, out).error
+    assert weights(model)
+
+
+def test_doctor_knows_the_backends(effasr) -> None:
+    done = effasr("doctor")
+    assert done.code == 0
+    assert done.err == ""
+    for name in ("torch", "lhotse", "ctc_loss on cpu"):
+        assert name in done.out

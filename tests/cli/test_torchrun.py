@@ -1,0 +1,83 @@
+"""Training as it is started in earnest: processes of their own, from any folder."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import effasr.train
+from effasr.training.run_directory import read_lines
+
+TRAIN = str(Path(effasr.train.__file__))
+TORCHRUN = [str(Path(sysconfig.get_path("scripts")) / "torchrun"), "--standalone"]
+
+pytestmark = pytest.mark.slow
+
+
+def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*TORCHRUN, "--nproc-per-node", "1", TRAIN],
+        [*TORCHRUN, "--nproc-per-node", "2", "-m", "effasr.train"],
+        [sys.executable, "-m", "effasr.cli", "train"],
+    ],
+    ids=["file", "module", "alone"],
+)
+def test_all_ways_to_train_from_another_folder(workplace, tmp_path, command) -> None:
+    done = start([*command, workplace.recipe, "output=here", "training.max_steps=1"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "here" / "first"
+    assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1]
+    assert (run / "checkpoints" / "step_00000001" / "model.safetensors").is_file()
+    # One voice, on however many ranks.
+    assert done.stderr.count("step 1/1 ") == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.encoder.layrs=3", "`model.encoder.layrs` is no field: did you mean `layers`?"),
+        ("data.micro_batches=3", "`micro_batches` must be a multiple of the number of ranks, 2"),
+    ],
+    ids=["before the ranks meet", "after they have met"],
+)
+def test_what_all_ranks_find_wrong_is_said_once(workplace, tmp_path, override, message) -> None:
+    command = [*TORCHRUN, "--nproc-per-node", "2", TRAIN, workplace.recipe, "output=here", override]
+    failed = start(command, tmp_path)
+    assert failed.returncode == 1
+    (line,) = (line for line in failed.stderr.splitlines() if line.startswith("effasr train:"))
+    assert message in line
+    # torchrun's own report, the last on the screen, has the reason as well.
+    *_, report = failed.stderr.partition("Root Cause (first observed failure):")
+    assert message in report
+    assert not (tmp_path / "here").exists()
+
+
+def test_what_one_rank_finds_wrong_is_not_lost_among_what_follows(workplace, tmp_path) -> None:
+    """The other rank sees a closed connection, and that is no news."""
+    (tmp_path / "gone.py").write_text(
+        "import os, sys\n"
+        "from effasr.data import loader\n"
+        "from effasr.cli import main\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    def checked(item):\n"
+        "        raise loader.AudioError(loader.AudioProblem.MISSING, 'u7: it is gone.')\n"
+        "    loader._checked = checked\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [*TORCHRUN, "--nproc-per-node", "2", "gone.py", "train", workplace.recipe]
+    failed = start([*command, "output=here"], tmp_path)
+    assert failed.returncode == 1
+    lines = [line for line in failed.stderr.splitlines() if line.startswith("effasr train:")]
+    assert lines == ["effasr train: u7: it is gone."]
+    assert "u7: it is gone." in failed.stderr.partition("Root Cause (first observed failure):")[2]

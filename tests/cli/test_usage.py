@@ -1,0 +1,112 @@
+"""What a person at a terminal sees."""
+
+import importlib.metadata
+import io
+import subprocess
+import sys
+
+import pytest
+
+from effasr import config
+
+COMMANDS = [
+    "prepare", "tokenizer", "demo-data", "train", "evaluate", "transcribe", "import", "export",
+    "doctor",
+]  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_help_without_arguments(effasr) -> None:
+    done = effasr()
+    assert done.code == 0
+    assert done.out == effasr("--help").out
+    for command in COMMANDS:
+        assert f"\n  {command} " in done.out
+    assert max(map(len, done.out.splitlines())) <= 90
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command(effasr, command) -> None:
+    done = effasr(command, "--help")
+    assert done.code == 0
+    assert done.out.startswith(f"usage: effasr {command} ")
+
+
+def test_help_of_train_lists_the_recipes(effasr) -> None:
+    text = effasr("train", "--help").out
+    for recipe in config.recipes():
+        assert f"\n  {recipe} " in text
+    assert "A Canary-type model of 1.2 M parameters that two CPU cores" in text
+
+
+def test_version(effasr) -> None:
+    assert effasr("--version").out == f"effasr {importlib.metadata.version('effasr')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("trian",), "effasr: argument COMMAND: invalid choice: 'trian'"),
+        (("train",), "effasr train: the following arguments are required: RECIPE (see "),
+        (("evaluate", "--run", "x"), "effasr evaluate: the following arguments are required: --m"),
+        (("doctor", "--fast"), "effasr doctor: there is no --fast (see effasr doctor --help)"),
+        (("transcribe", "--ru", "x", "f"), "effasr transcribe: the following arguments are requ"),
+        (("prepare", "a", "b", "--jobs", "0"), "effasr prepare: argument --jobs: must be an int"),
+        (("demo-data", "a", "--utterances", "7"), "effasr demo-data: argument --utterances: must"),
+    ],
+)
+def test_wrong_arguments_are_one_line(effasr, arguments, line) -> None:
+    failed = effasr(*arguments)
+    assert failed.code == 2
+    assert failed.error.startswith(line)
+
+
+def test_help_comes_at_once() -> None:
+    """Not after the seconds that PyTorch takes."""
+    code = "import sys; from effasr.cli import main; main([]); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_for_a_terminal_alone(
+    workplace, tmp_path, monkeypatch, effasr, terminal
+) -> None:
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert effasr("prepare", workplace.folder / "dev.jsonl", tmp_path / "out").code == 0
+    run = ("evaluate", "--run", workplace.run, "--manifest", workplace.folder / "dev")
+    assert effasr(*run, "--output", tmp_path / "evaluation").code == 0
+    written = stream.getvalue()
+    if not terminal:
+        assert written == ""
+        return
+    assert "\r1 utterances" in written
+    assert "\r1/4 utterances" in written
+    assert "\n" not in written
+    # The line is wiped, so that what follows begins in the first column.
+    assert written.endswith("\r\x1b[K")
+
+
+def test_progress_is_wiped_before_an_error(workplace, manifest, monkeypatch, effasr) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    path = manifest({}, "{oops")
+    assert effasr("prepare", path, path.with_suffix(".out")).code == 2
+    assert "\r\x1b[Keffasr prepare: " in stream.getvalue()
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path) -> None:
+    """As in `effasr train ... --show | head -1`."""
+    command = [sys.executable, "-m", "effasr.cli", "train", "small", "--show"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 0
+    process.stderr.close()

@@ -1,0 +1,175 @@
+"""Forward and backward of every kind of model on fake tensors of a made-up accelerator.
+
+Fake tensors hold no values, so whatever asks the device for one fails; and they know their device,
+so a tensor left on the host is noticed. The device is not called cuda, because autograd needs
+torch to be built for a device of that name. The operations are those of torch's dispatcher: their
+references, which may read lengths, do not run here.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from effasr.data.augment import AugmentConfig
+from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.features import FeatureConfig, LogMel
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import EncoderConfig
+from effasr_kernels import PackedLayout, PackedSequence
+
+DEVICE = "fakegpu"
+VOCABULARY = 40
+DROPOUT = {"input_dropout": 0.1, "residual_dropout": 0.1, "attention_dropout": 0.1}
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses tensors of the host beside those of the device; a copy between them waits."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        # An operation takes its dropout's seed from the host, and reads it there.
+        ours = "effasr." in str(func)
+        devices = {x.device.type for x in tensors if not (ours and x.ndim == 0)}
+        assert len(devices) <= 1, f"{func} mixes devices: {devices}"
+        # On CUDA the number of `x[index] = number` is copied from the host, and waited for.
+        number = "index_put" in str(func) and args[2].ndim == 0
+        assert not number, f"{func} puts a number: use index_fill_"
+        return out
+
+
+def batch_on_device(mode: FakeTensorMode, *, static: bool) -> Batch:
+    def example(samples: int, tokens: int, monotonic: bool = True) -> Example:
+        audio = np.zeros(samples, dtype=np.float32)
+        text = list(range(8, 8 + tokens))
+        return Example(id="", audio=audio, prompt=[7, 5], text=text, monotonic=monotonic)
+
+    def layout(x: PackedLayout) -> PackedLayout:
+        return PackedLayout(move(x.cu_seqlens), x.cu_seqlens_host, x.rows)
+
+    def packed(x: PackedSequence) -> PackedSequence:
+        return PackedSequence(move(x.values), layout(x.layout))
+
+    shape = StaticShape(frame_budget=40, token_budget=50, max_sequences=6)
+    examples = [example(14_005, 5), example(100, 1), example(8_000, 4, monotonic=False)]
+    real = collate(examples, shape if static else None, eos_id=3, pad_id=2)
+    move = lambda x: mode.from_tensor(x).to(DEVICE)
+    return replace(
+        real,
+        audio=packed(real.audio),
+        frames=layout(real.frames),
+        tokens=packed(real.tokens),
+        targets=move(real.targets),
+        text=packed(real.text),
+        monotonic=move(real.monotonic),
+    )
+
+
+def model_on_device(config: ModelConfig, mode: FakeTensorMode, dtype: torch.dtype) -> ASRModel:
+    """In training mode; the weights in ``dtype``, the features in float32 as always."""
+    with torch.device("meta"):
+        model = ASRModel(config, VOCABULARY).train()
+
+    def like(x: Tensor, wanted: torch.dtype) -> Tensor:
+        found = wanted if x.is_floating_point() else x.dtype
+        return torch.empty(x.shape, dtype=found, device=DEVICE)
+
+    with mode:
+        for module in model.modules():
+            wanted = torch.float32 if isinstance(module, LogMel) else dtype
+            for name, x in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(like(x, wanted)))
+            for name, x in list(module.named_buffers(recurse=False)):
+                setattr(module, name, like(x, wanted))
+    return model
+
+
+def variants() -> Iterator[ModelConfig]:
+    for position, norm, other in product(
+        ("relative", "rotary", "none"), ("batch_norm", "layer_norm"), (True, False)
+    ):
+        encoder = EncoderConfig(
+            width=32,
+            layers=1,
+            heads=4,
+            feed_forward=48,
+            subsampling_channels=8,
+            position=position,
+            conv_norm=norm,
+            position_dropout=0.1,
+            subsampling_norm=other,
+            scale_input=other,
+            input_positions=0.3 * other,
+            **DROPOUT,
+        )
+        decoder = DecoderConfig(
+            width=24, layers=1, heads=2, head_dim=8, tie_embeddings=other, **DROPOUT
+        )
+        yield ModelConfig(
+            features=FeatureConfig(mel_bins=16),
+            augment=AugmentConfig(freq_masks=2, freq_width=3, time_masks=2),
+            encoder=encoder,
+            decoder=decoder,
+            ctc=other,
+        )
+
+
+def check_step(config: ModelConfig, dtype: torch.dtype) -> None:
+    mode = FakeTensorMode()
+    model = model_on_device(config, mode, dtype)
+    with mode:
+        batch = batch_on_device(mode, static=config.ctc)
+    with mode, OneDevice():
+        losses = model(batch, label_smoothing=0.1, guided_sigma=0.3 if config.ctc else None)
+        (losses.cross_entropy + losses.ctc + losses.guided).backward()
+    for x in (losses.cross_entropy, losses.ctc, losses.guided, losses.per_utterance):
+        assert (x.device.type, x.dtype) == (DEVICE, torch.float32), (config, x)
+    assert losses.per_utterance.shape == (batch.frames.num_sequences,)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert (parameter.grad.device, parameter.grad.dtype) == (parameter.device, dtype), name
+
+
+def check_the_guard_notices() -> None:
+    wrongs: tuple[Callable[[Tensor], Any], ...] = (
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x * torch.ones(3),
+        lambda x: x.copy_(torch.ones(3)),
+        lambda x: x.__setitem__(x.long(), 0.0),
+        lambda x: torch.tensor([1, 2], device=x.device),
+    )
+    with FakeTensorMode():
+        x = torch.empty(3, device=DEVICE)
+        for number, wrong in enumerate(wrongs):
+            try:
+                with OneDevice():
+                    wrong(x)
+            except (AssertionError, RuntimeError):
+                continue
+            raise SystemExit(f"The guard does not notice wrong number {number}.")
+
+
+if __name__ == "__main__":
+    _setup_privateuseone_for_python_backend(DEVICE)
+    # `torch.autocast`, which the features turn off, asks the backend for this.
+    getattr(torch, DEVICE).get_amp_supported_dtype = lambda: [torch.bfloat16]
+    check_the_guard_notices()
+    count = 0
+    for index, config in enumerate(variants()):
+        check_step(config, (torch.float32, torch.bfloat16)[index % 4 // 2])
+        count += 1
+    sys.stdout.write(f"{count} forwards and backwards\n")
