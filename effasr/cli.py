@@ -68,8 +68,11 @@ def _run(options: argparse.Namespace) -> int:
     from effasr_kernels import allow_reference_on_gpu
 
     # What no kernel serves yet runs all the same, and says so once for each operation.
-    allow_reference_on_gpu()
-    code = options.action(options)
+    before = allow_reference_on_gpu()
+    try:
+        code = options.action(options)
+    finally:
+        allow_reference_on_gpu(before)
     sys.stdout.flush()
     return code
 

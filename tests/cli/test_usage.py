@@ -40,7 +40,7 @@ def test_help_of_train_lists_the_recipes(effasr) -> None:
     text = effasr("train", "--help").out
     for recipe in config.recipes():
         assert f"\n  {recipe} " in text
-    assert "A Canary-type model of 1.2 M parameters that two CPU cores" in text
+    assert "A Canary-type model of 1.26 M parameters that two CPU cores" in text
 
 
 def test_version(effasr) -> None:
