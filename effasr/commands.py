@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -145,8 +144,9 @@ def _evaluation_folder(run: Path, manifest: Path) -> Path | None:
     """runs/NAME/evaluation/SET; None for a model directory, which holds a model alone."""
     if not (run / "checkpoints").is_dir():
         return None
-    name = Path(os.path.abspath(manifest)).name
-    return run / "evaluation" / name.removesuffix(".gz").removesuffix(".jsonl")
+    from effasr.inference.evaluation import set_name
+
+    return run / "evaluation" / set_name(manifest)
 
 
 def transcribe(options: argparse.Namespace) -> int:

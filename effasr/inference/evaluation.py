@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,6 +132,12 @@ def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
         failures=tuple(f for evaluation in evaluations for f in evaluation.failures),
         seconds=max(evaluation.seconds for evaluation in evaluations),
     )
+
+
+def set_name(manifest: str | Path) -> str:
+    """What a set is called in ``runs/NAME/evaluation``: after its manifest's file or folder."""
+    name = Path(os.path.abspath(manifest)).name
+    return name.removesuffix(".gz").removesuffix(".jsonl")
 
 
 def save(evaluation: Evaluation, folder: str | Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from pathlib import Path
 
 from lhotse.cut import Cut
 
@@ -12,7 +11,7 @@ from effasr.data.manifests import read
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import World
 from effasr.inference.evaluate import evaluate, shard
-from effasr.inference.evaluation import Evaluation, merge
+from effasr.inference.evaluation import Evaluation, merge, set_name
 from effasr.inference.normalizer import get_normalizer
 from effasr.inference.recognizer import Recognizer
 from effasr.model.asr import ASRModel
@@ -72,7 +71,7 @@ def averaged(average: WeightAverage | None) -> AbstractContextManager[None]:
 
 def _free_name(path: str, taken: dict[str, list[Cut]]) -> str:
     """A set's folder in ``evaluation/``: after its manifest, and unlike those before."""
-    name = stem = Path(path).name.split(".")[0] or "validation"
+    name = stem = set_name(path)
     number = 1
     while name in taken:
         number += 1

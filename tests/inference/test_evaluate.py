@@ -10,7 +10,7 @@ from lhotse import MonoCut, Recording, SupervisionSegment
 from effasr.data.manifests import read
 from effasr.inference.decoding_config import DecodingConfig
 from effasr.inference.evaluate import evaluate, shard
-from effasr.inference.evaluation import Evaluation, ScoredUtterance, merge, save
+from effasr.inference.evaluation import Evaluation, ScoredUtterance, merge, save, set_name
 from effasr.inference.results import Failure
 from effasr.inference.tables import wer_table, worst_table
 from effasr.inference.transcribe import transcribe
@@ -279,3 +279,16 @@ def test_one_language_needs_no_sum_and_no_word_no_rate() -> None:
     assert " all " not in text
     assert " - " in text
     assert " all " in wer_table(Evaluation("none"))
+
+
+@pytest.mark.parametrize(
+    ("manifest", "name"),
+    [
+        ("data/dev", "dev"),
+        ("data/dev/", "dev"),
+        ("a/dev.v2.jsonl", "dev.v2"),
+        ("cuts.jsonl.gz", "cuts"),
+    ],
+)
+def test_a_set_is_called_after_its_manifest(manifest: str, name: str) -> None:
+    assert set_name(manifest) == name
