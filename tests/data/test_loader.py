@@ -218,8 +218,8 @@ def test_a_worker_that_dies_gives_a_readable_error(script: Callable[[str], list[
         """
         children = open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()
         try:
-            for child in children:
-                os.kill(int(child), signal.SIGKILL)
+            # One alone: torch reports each by a signal, which may come while the first is handled.
+            os.kill(int(children[0]), signal.SIGKILL)
             for step in steps:
                 pass
         except RuntimeError as error:
