@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
@@ -30,6 +31,8 @@ from effasr.data.sampling.packing import plan_epoch
 from effasr.data.sampling.plan import EpochPlan
 
 __all__ = ["Corpus", "DataConfig", "Loader", "Step"]
+
+_SIGNAL_PATIENCE_S = 1.0
 
 _PR_SET_PDEATHSIG = 1
 """From Linux's <sys/prctl.h>."""
@@ -256,13 +259,20 @@ def _as_it_is(item: Any) -> Any:
 
 def _next(loaded: Iterator[_Loaded | _Failure]) -> _Loaded | _Failure:
     try:
-        return next(loaded)
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+        try:
+            return next(loaded)
+        except (EOFError, ConnectionError):
+            # The pipe of a dead worker can break before the signal comes by which torch learns of
+            # its death: waiting for that gives one error, with the worker's name, and not two.
+            time.sleep(_SIGNAL_PATIENCE_S)
             raise
+    except (RuntimeError, EOFError, ConnectionError) as error:
+        if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
+            raise
+        what = " ".join(str(error).split()) or "its pipe broke"
         raise RuntimeError(
-            f"a loading process died ({' '.join(str(error).split())}): if memory or shared memory "
-            "(/dev/shm; docker's --shm-size) ran out, lower `workers` or `prefetch`."
+            f"a loading process died ({what}): if memory or shared memory (/dev/shm; docker's "
+            "--shm-size) ran out, lower `workers` or `prefetch`."
         ) from error
 
 
