@@ -15,8 +15,7 @@ import soxr
 from lhotse.cut import Cut
 from lhotse.cut.data import DataCut
 
-SAMPLE_RATE = 16_000
-"""Samples per second of every waveform the model sees."""
+from effasr.data.features import SAMPLE_RATE
 
 DURATION_TOLERANCE = 0.1
 """Seconds by which a file may miss the length that its manifest states.

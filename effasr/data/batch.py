@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from effasr.data.audio import SAMPLE_RATE
-from effasr.data.features import SUBSAMPLING, FeatureConfig
+from effasr.data.features import SAMPLE_RATE, SUBSAMPLING, FeatureConfig
 from effasr_kernels import PackedLayout, PackedSequence
 
 IGNORED = -100

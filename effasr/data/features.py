@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from effasr.data.segments import segment_sum
 from effasr_kernels import PackedLayout, PackedSequence
 
+SAMPLE_RATE = 16_000
+"""Samples per second of every waveform the model sees."""
+
 SUBSAMPLING = 8
 """Mel frames per encoder frame: the encoder's three convolutions of stride 2."""
 
@@ -37,7 +40,7 @@ class FeatureConfig:
         normalize: Give each band zero mean and unit variance over each utterance.
     """
 
-    sample_rate: int = 16_000
+    sample_rate: int = SAMPLE_RATE
     mel_bins: int = 80
     n_fft: int = 512
     window: int = 400

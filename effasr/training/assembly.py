@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from effasr import checkpoint
-from effasr.data.audio import SAMPLE_RATE
 from effasr.data.corpus import Corpus
-from effasr.data.features import FeatureConfig
+from effasr.data.features import SAMPLE_RATE, FeatureConfig
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.distributed.batch_norm import running_statistics
 from effasr.distributed.process_group import World
