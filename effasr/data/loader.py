@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -184,7 +185,7 @@ class Loader:
             pin_memory=self._pin_memory,
             # The default would draw from torch's global generator, and a resumed run would differ.
             generator=torch.Generator(),
-            worker_init_fn=_end_with_parent,
+            worker_init_fn=partial(_end_with_parent, os.getpid()),
             multiprocessing_context=_forking() if workers else None,
         )
 
@@ -292,7 +293,7 @@ def _forking() -> BaseContext | None:
     return None
 
 
-def _end_with_parent(worker: int) -> None:
+def _end_with_parent(parent: int, worker: int) -> None:
     """Let this worker end with the training process: at once when that dies, and not before.
 
     A batch system or a terminal sends its signal to all processes; the training process finishes
@@ -302,6 +303,9 @@ def _end_with_parent(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            # It died between the fork and the line above, of which the kernel then says nothing.
+            os._exit(1)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_obey_parent_alone, daemon=True).start()
 
