@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 
 import numpy as np
@@ -33,16 +33,26 @@ class StaticShape:
         frame_budget: T, encoder frames of a batch, the tail included.
         token_budget: U, decoder tokens (prompts and texts) of a batch, the tail included.
         max_sequences: N, utterances of a batch, empty ones included.
+        longest_frames: Encoder frames that no utterance exceeds; by default the budget.
+        longest_tokens: Decoder tokens that no utterance exceeds; by default the budget.
     """
 
     frame_budget: int
     token_budget: int
     max_sequences: int
+    longest_frames: int | None = None
+    longest_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("frame_budget", "token_budget", "max_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
+        for name, budget in (
+            ("longest_frames", self.frame_budget),
+            ("longest_tokens", self.token_budget),
+        ):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, budget)
 
     @property
     def audio_rows(self) -> int:
@@ -119,6 +129,39 @@ class Batch:
             self.num_monotonic_targets,
         )
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of the batch, in a fixed order."""
+        return (
+            self.audio.values,
+            self.audio.layout.cu_seqlens,
+            self.frames.cu_seqlens,
+            self.tokens.values,
+            self.tokens.layout.cu_seqlens,
+            self.targets,
+            self.text.values,
+            self.text.layout.cu_seqlens,
+            self.monotonic,
+        )
+
+    def rewritable(self) -> Batch:
+        """The same batch in memory of its own, which may be overwritten with another's tensors.
+
+        Its counts and names stay those of this one.
+        """
+        audio, tokens, text = (
+            PackedSequence(packed.values.clone(), packed.layout.rewritable())
+            for packed in (self.audio, self.tokens, self.text)
+        )
+        return replace(
+            self,
+            audio=audio,
+            frames=self.frames.rewritable(),
+            tokens=tokens,
+            targets=self.targets.clone(),
+            text=text,
+            monotonic=self.monotonic.clone(),
+        )
+
     def pin_memory(self) -> Batch:
         """The same batch in pinned memory; called by torch's DataLoader."""
         return Batch(
@@ -167,17 +210,21 @@ def collate(
     texts = [example.text if example.monotonic else [] for example in examples]
     counted = [len(example.text) + 1 for example in examples]
     count, frame_rows, token_rows, audio_rows = len(examples), None, None, None
+    longest_frames = longest_tokens = None
     if shape is not None:
         _check_fits(shape, len(examples), sum(frames), sum(map(len, tokens)))
         count, audio_rows = shape.max_sequences, shape.audio_rows
         frame_rows, token_rows = shape.frame_budget, shape.token_budget
+        longest_frames, longest_tokens = shape.longest_frames, shape.longest_tokens
     monotonic = [example.monotonic for example in examples]
     return Batch(
         audio=_pack_audio(examples, audio_rows, count),
-        frames=PackedLayout.from_lengths(frames, rows=frame_rows, num_sequences=count),
-        tokens=_pack_ids(tokens, token_rows, count, pad_id),
-        targets=_pack_ids(targets, token_rows, count, IGNORED).values,
-        text=_pack_ids(texts, token_rows, count, pad_id),
+        frames=PackedLayout.from_lengths(
+            frames, rows=frame_rows, num_sequences=count, longest=longest_frames
+        ),
+        tokens=_pack_ids(tokens, token_rows, count, pad_id, longest_tokens),
+        targets=_pack_ids(targets, token_rows, count, IGNORED, longest_tokens).values,
+        text=_pack_ids(texts, token_rows, count, pad_id, longest_tokens),
         monotonic=torch.tensor(monotonic + [False] * (count - len(examples)), dtype=torch.bool),
         ids=tuple(example.id for example in examples),
         audio_seconds=sum(example.audio.shape[0] for example in examples) / SAMPLE_RATE,
@@ -198,10 +245,10 @@ def _check_fits(shape: StaticShape, sequences: int, frames: int, tokens: int) ->
 
 
 def _pack_ids(
-    sequences: Sequence[list[int]], rows: int | None, count: int, fill: int
+    sequences: Sequence[list[int]], rows: int | None, count: int, fill: int, longest: int | None
 ) -> PackedSequence:
     lengths = [len(sequence) for sequence in sequences]
-    layout = PackedLayout.from_lengths(lengths, rows=rows, num_sequences=count)
+    layout = PackedLayout.from_lengths(lengths, rows=rows, num_sequences=count, longest=longest)
     values = torch.full((layout.rows,), fill, dtype=torch.int64)
     values[: layout.total] = torch.tensor(
         [token for sequence in sequences for token in sequence], dtype=torch.int64

@@ -7,7 +7,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -202,6 +202,11 @@ class _Gathered:
         kept = np.flatnonzero(lengths.tokens <= token_budget)
         dropped = [*self.dropped, *self._over_budget(lines, lengths, token_budget)]
         lengths = UtteranceLengths(lengths.frames[kept], lengths.tokens[kept])
+        shape = replace(
+            shape,
+            longest_frames=max(1, int(lengths.frames.max(initial=0))),
+            longest_tokens=max(1, int(lengths.tokens.max(initial=0))),
+        )
         lines = lines.select(kept)
         tokens = _ragged(_int32(self.tokens), self.token_lengths).select(kept)
         return Corpus(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -87,42 +87,40 @@ class MelFrames:
         values: float32 (8 T, mel_bins); zero in the rows that are not real.
         layout: Of the encoder frames, T rows.
         lengths: int64 (N,), real mel rows of each utterance.
+        slot_ids: int64 (T,), the utterance of each slot, N in the tail.
+        slot_positions: int64 (T,), the place of each slot in its utterance.
+        row_positions: int64 (8 T,), the place of each mel row in its utterance.
+        mask: bool (8 T,), which mel rows are real.
     """
 
     values: Tensor
     layout: PackedLayout
     lengths: Tensor
+    slot_ids: Tensor = field(init=False)
+    slot_positions: Tensor = field(init=False)
+    row_positions: Tensor = field(init=False)
+    mask: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        layout, keep = self.layout, object.__setattr__
+        keep(self, "slot_ids", layout.sequence_ids())
+        rows = torch.arange(layout.rows, device=layout.device)
+        keep(self, "slot_positions", rows - layout.cu_seqlens.long()[self.slot_ids])
+        step = torch.arange(SUBSAMPLING, device=layout.device)
+        positions = (self.slot_positions[:, None] * SUBSAMPLING + step).flatten()
+        keep(self, "row_positions", positions)
+        keep(self, "mask", positions < self.per_row(self.lengths))
 
     def with_values(self, values: Tensor) -> MelFrames:
         """Other values of the same frames."""
-        return MelFrames(values, self.layout, self.lengths)
-
-    @cached_property
-    def slot_ids(self) -> Tensor:
-        """The utterance of each slot: int64 (T,), N in the tail."""
-        return self.layout.sequence_ids()
-
-    @cached_property
-    def slot_positions(self) -> Tensor:
-        """The place of each slot in its utterance: int64 (T,)."""
-        rows = torch.arange(self.layout.rows, device=self.layout.device)
-        return rows - self.layout.cu_seqlens.long()[self.slot_ids]
-
-    @cached_property
-    def row_positions(self) -> Tensor:
-        """The place of each mel row in its utterance: int64 (8 T,)."""
-        step = torch.arange(SUBSAMPLING, device=self.layout.device)
-        return (self.slot_positions[:, None] * SUBSAMPLING + step).flatten()
+        other = copy.copy(self)
+        object.__setattr__(other, "values", values)
+        return other
 
     def per_row(self, values: Tensor) -> Tensor:
         """Give each mel row the value of its utterance: (N, ...) to (8 T, ...), 0 in the tail."""
         padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
         return padded[self.slot_ids].repeat_interleave(SUBSAMPLING, 0)
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """Which mel rows are real: bool (8 T,)."""
-        return self.row_positions < self.per_row(self.lengths)
 
 
 class LogMel(nn.Module):
@@ -186,6 +184,8 @@ class LogMel(nn.Module):
             return mel
 
     def _check(self, audio: PackedLayout, frames: PackedLayout) -> None:
+        if torch.compiler.is_compiling():
+            return  # What is compiled must not depend on lengths.
         expected = tuple(self.config.encoder_frames(samples) for samples in audio.lengths)
         if frames.lengths != expected:
             raise ValueError(
@@ -260,10 +260,7 @@ def _utterance_sum(values: Tensor, mel: MelFrames) -> Tensor:
 
 def spread_layout(frames: PackedLayout) -> PackedLayout:
     """The layout in which one spare row follows each sequence; row t moves to t + its id."""
-    count = frames.num_sequences
-    extra = torch.arange(count + 1, dtype=torch.int32, device=frames.device)
-    host = tuple(offset + n for n, offset in enumerate(frames.cu_seqlens_host))
-    return PackedLayout(frames.cu_seqlens + extra, host, frames.rows + count)
+    return frames.lengthened(1)
 
 
 def mel_filterbank(config: FeatureConfig) -> np.ndarray:

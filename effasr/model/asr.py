@@ -158,7 +158,8 @@ class ASRModel(nn.Module):
                     label_smoothing=label_smoothing,
                 )
         losses = gather_losses(batch, cross_entropy=cross_entropy, ctc=ctc, penalty=penalty)
-        if 0 in (batch.frames.total, batch.tokens.layout.total):
+        compiled = torch.compiler.is_compiling()
+        if not compiled and 0 in (batch.frames.total, batch.tokens.layout.total):
             # An operation on nothing may leave its weights out of the graph, but the processes of
             # a group wait for the gradient of every parameter.
             reached = sum(parameter.sum() for parameter in self.parameters()) * 0.0

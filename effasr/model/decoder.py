@@ -168,10 +168,10 @@ class Decoder(nn.Module):
             ValueError: A transcript has more tokens than ``config.max_positions``.
         """
         layout, positions = tokens.layout, self.config.max_positions
-        if layout.max_seqlen > positions:
+        if layout.bound > positions:
             raise ValueError(
                 f"`tokens` must have at most max_positions = {positions} tokens per sequence, but "
-                f"has {layout.max_seqlen}: raise `model.decoder.max_positions` or drop the "
+                f"has {layout.bound}: raise `model.decoder.max_positions` or drop the "
                 "utterance."
             )
         x = self._embed(tokens.values, layout.positions())

@@ -197,17 +197,16 @@ class Encoder(nn.Module):
         reach = config.max_frames
         if reach is None:
             # Few different sizes, so that memory blocks are used again.
-            reach = -(-max(layout.max_seqlen, 1) // _REACH_STEP) * _REACH_STEP
-        elif reach < layout.max_seqlen:
+            reach = -(-max(layout.bound, 1) // _REACH_STEP) * _REACH_STEP
+        elif reach < layout.bound:
             raise ValueError(
-                f"`max_frames` must be at least the {layout.max_seqlen} frames of the longest "
+                f"`max_frames` must be at least the {layout.bound} frames of the longest "
                 f"utterance, but is {reach}: raise `model.encoder.max_frames` or cut the utterance."
             )
         return relative_sinusoids(reach, config.width, layout.device).to(dtype)
 
     def _context(self, layout: PackedLayout, embeddings: Tensor | None) -> _Context:
-        has_tail = layout.rows > layout.total
-        mask = layout.mask()[:, None] if has_tail else None
+        mask = layout.mask()[:, None] if layout.has_tail else None
         if self.config.position != "relative" or embeddings is None:
             return _Context(layout, mask, None)
         dropped = F.dropout(embeddings, self.config.position_dropout, self.training)

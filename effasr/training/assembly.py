@@ -24,8 +24,9 @@ from effasr.optim.ema import WeightAverage
 from effasr.optim.groups import parameter_groups
 from effasr.optim.schedules import learning_rate_ratio
 from effasr.training.config import TrainConfig, resolve_losses
+from effasr.training.graph import MicroBatchGraph
 from effasr.training.objective import Objective
-from effasr.training.step import Trainee
+from effasr.training.step import Trainee, run_micro_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,10 @@ def build_trainee(config: TrainConfig, model: ASRModel, world: World) -> Trainee
     groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.exempt)
     decay = config.training.ema_decay
     peak, schedule, steps = config.optimizer.lr, config.schedule, config.training.max_steps
-    return Trainee(
+    if config.training.compile:
+        # In place: the state dict keeps its names.
+        model.compile(fullgraph=True, dynamic=False)
+    trainee = Trainee(
         model=replicate(model, world),
         optimizer=build_adamw(groups, config.optimizer, world.device),
         learning_rate=lambda step: peak * learning_rate_ratio(schedule, step, steps),
@@ -124,6 +128,29 @@ def build_trainee(config: TrainConfig, model: ASRModel, world: World) -> Trainee
         clip=config.training.clip,
         label_smoothing=config.loss.label_smoothing,
     )
+    return _recorded(trainee) if config.training.cuda_graph else trainee
+
+
+def _recorded(trainee: Trainee) -> Trainee:
+    """The trainee, whose micro-batches are a CUDA graph.
+
+    Raises:
+        ValueError: It is not on a GPU, or there are several processes.
+    """
+    world = trainee.world
+    if world.device.type != "cuda":
+        raise ValueError(
+            f"`training.cuda_graph` needs a GPU, but the run is on {world.device.type}: set it to "
+            "false."
+        )
+    if world.size > 1:
+        raise ValueError(
+            f"`training.cuda_graph` needs one process, but there are {world.size}: set it to false."
+        )
+    parameters = (p for p in trainee.model.parameters() if p.requires_grad)
+    run = partial(run_micro_batch, trainee)
+    graph = MicroBatchGraph(run, world.device, parameters, trainee.model.buffers())
+    return replace(trainee, graph=graph)
 
 
 def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) -> Corpus:

@@ -37,6 +37,10 @@ class LoopConfig:
         device: ``auto``: a GPU where there is one.
         threads: Of PyTorch on the CPU; null leaves PyTorch's choice.
         timeout_s: How long a rank waits for another before it takes it for lost.
+        compile: Whether torch.compile makes the model's forward and backward; the first step then
+            takes minutes.
+        cuda_graph: Whether the forward and backward of a micro-batch are recorded once as a CUDA
+            graph and replayed, so that the host launches no kernels; needs a GPU, and one process.
         tensorboard: Whether to write curves for TensorBoard.
     """
 
@@ -54,6 +58,8 @@ class LoopConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     timeout_s: float = 600.0
+    compile: bool = False
+    cuda_graph: bool = False
     tensorboard: bool = True
 
     def __post_init__(self) -> None:

@@ -137,16 +137,16 @@ class Objective:
             return
         blended = torch.lerp(ctc, self._average, _MEMORY)
         updated = torch.where(self._average.isnan(), ctc, blended)
-        self._average = torch.where(valid, updated, self._average)
-        self._on = self._on | (self._average < self.config.guided_after_ctc)
+        # In place: a recorded step reads them where they are.
+        self._average.copy_(torch.where(valid, updated, self._average))
+        self._on |= self._average < self.config.guided_after_ctc
 
     def state_dict(self) -> dict[str, Any]:
         """The running average, and whether the penalty is on."""
-        return {"average": self._average, "on": self._on}
+        return {"average": self._average.clone(), "on": self._on.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
-        self._average = state["average"].to(self._average.device)
+        self._average.copy_(state["average"])
         # Where nothing is waited for any more, nothing would ever turn it on.
-        without_wait = self.config.guided_after_ctc is None
-        self._on = state["on"].to(self._on.device) | without_wait
+        self._on.copy_(state["on"] | (self.config.guided_after_ctc is None))

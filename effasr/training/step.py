@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from effasr.distributed.replicate import without_exchange
 from effasr.optim.adamw import apply_update
 from effasr.optim.ema import WeightAverage
 from effasr.training.counts import Counts, HostCopy
+from effasr.training.graph import MicroBatchGraph
 from effasr.training.objective import Objective
 
 
@@ -38,6 +40,7 @@ class Trainee:
         seed: Of the run.
         clip: Largest norm of the gradient.
         label_smoothing: Of the cross-entropy.
+        graph: Replays the micro-batches; None to run each.
     """
 
     model: nn.Module
@@ -51,6 +54,7 @@ class Trainee:
     seed: int
     clip: float
     label_smoothing: float
+    graph: MicroBatchGraph | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,8 @@ def train_step(
         step: Number of the global step since the beginning of the run, from 0.
         stopping: Whether this rank was asked to stop; the others learn it from the counts.
     """
-    model, world, objective = trainee.model, trainee.world, trainee.objective
+    world, objective = trainee.world, trainee.objective
+    run = trainee.graph or partial(run_micro_batch, trainee)
     with ranges.range("counts"):
         counts = world.sum(Counts.of(micro_batches, world, stopping).tensor(world.device))
         counts_seen = HostCopy(counts)
@@ -97,22 +102,13 @@ def train_step(
     losses_seen = []
     for index, batch in enumerate(micro_batches):
         torch.manual_seed(micro_batch_seed(trainee.seed, step, world.rank + index * world.size))
-        with without_exchange(model, index < len(micro_batches) - 1):
-            with ranges.range("forward"), trainee.autocast():
-                losses = model(
-                    batch.to(world.device),
-                    label_smoothing=trainee.label_smoothing,
-                    guided_sigma=objective.sigma,
-                )
-                share = objective.parts(losses, *Counts.targets_of(counts))
-            with ranges.range("backward"):
-                # Gradients are averaged over the ranks, but the loss is a mean over all of them.
-                (share[0] * world.size).backward()
-        parts += share.detach()
-        losses_seen.append((batch, losses.per_utterance))
+        with without_exchange(trainee.model, index < len(micro_batches) - 1):
+            share, per_utterance = run(batch, counts)
+        parts += share
+        losses_seen.append((batch, per_utterance))
     with ranges.range("update"):
         parts = world.sum(parts)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), trainee.clip)
+        norm = nn.utils.clip_grad_norm_(trainee.model.parameters(), trainee.clip)
         finite = parts.isfinite().all() & norm.isfinite()
         values_seen = HostCopy(torch.stack([*parts, norm, finite, objective.is_guided]))
         lr = _update(trainee, step, finite)
@@ -121,13 +117,40 @@ def train_step(
     return StepReport(step, lr, counts_seen, values_seen, losses_seen)
 
 
+def run_micro_batch(trainee: Trainee, batch: Batch, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Add the gradient of one micro-batch to that of the step.
+
+    Args:
+        trainee: What is trained.
+        batch: The micro-batch.
+        counts: Of the global step, as `Counts.tensor` puts them.
+
+    Returns:
+        Its share of loss, cross-entropy, CTC and penalty, (4,), and the loss of each of its
+        utterances, (N,).
+    """
+    world, objective = trainee.world, trainee.objective
+    with ranges.range("forward"), trainee.autocast():
+        losses = trainee.model(
+            batch.to(world.device),
+            label_smoothing=trainee.label_smoothing,
+            guided_sigma=objective.sigma,
+        )
+        share = objective.parts(losses, *Counts.targets_of(counts))
+    with ranges.range("backward"):
+        # Gradients are averaged over the ranks, but the loss is a mean over all of them.
+        (share[0] * world.size).backward()
+    return share.detach(), losses.per_utterance
+
+
 def _update(trainee: Trainee, step: int, finite: Tensor) -> float:
     """Move the weights, where ``finite``, and their average; return the learning rate."""
     lr = trainee.learning_rate(step)
     for group in trainee.optimizer.param_groups:
         group["lr"] = lr
     apply_update(trainee.optimizer, finite)
-    trainee.optimizer.zero_grad()
+    # A recorded graph adds to gradients where they were when it was recorded.
+    trainee.optimizer.zero_grad(set_to_none=trainee.graph is None)
     if trainee.average is not None:
         trainee.average.update(step)
     return lr

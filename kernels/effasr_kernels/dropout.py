@@ -8,9 +8,19 @@ from torch import Tensor
 _SEEDS = 2**62
 
 
-def draw_seed() -> Tensor:
-    """Draw a seed from torch's global generator: int64 (), on the host."""
-    return torch.randint(_SEEDS, ())
+def draw_seed(device: torch.device) -> Tensor:
+    """Draw a seed from the global generator of a device, and leave it there: int64 ().
+
+    So nobody waits for it, and a CUDA graph draws another at each replay.
+    """
+    return torch.randint(_SEEDS, (), device=device)
+
+
+def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    """The seed where kernels read it: int64 (1,), on the device; 0 where there is none."""
+    if isinstance(seed, Tensor) and seed.device == device:
+        return seed.reshape(1)
+    return torch.full((1,), 0 if seed is None else int(seed), dtype=torch.int64, device=device)
 
 
 class Dropout:

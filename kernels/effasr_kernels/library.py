@@ -1,10 +1,10 @@
 """The operations as torch's dispatcher sees them: schemas, shapes, gradients and FLOP counts.
 
 Registered with `torch.library`, an operation is one node of a torch.compile graph, works on fake
-tensors, and counts its true work under `FlopCounterMode`. The registered backward runs the
-implementation again, with autograd, and differentiates that: each implementation is written once,
-and needs no second gradient for the compiler. The price is a second forward, and lengths that are
-read from the device; so a plain eager call goes past all this, straight to the implementation.
+tensors, and counts its true work under `FlopCounterMode`. A kernel brings its own backward
+(`effasr_kernels.kernel`), and what that needs travels through the graph as further results. Of a
+reference the registered backward runs the forward again, with autograd, and differentiates that.
+A plain eager call goes past all this, straight to the implementation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from effasr_kernels.dispatch import Backend, Op
-from effasr_kernels.packed import PackedLayout
+from effasr_kernels.kernel import Kernel
+from effasr_kernels.packed import OffsetsOnDemand, PackedLayout
 
 _NAMESPACE = "effasr"
 
@@ -46,10 +47,18 @@ def plain(type_name: str) -> Kind:
     return Kind((type_name + " {}",), lambda value: (value,), lambda value: value)
 
 
-def _restore_layout(cu_seqlens: Tensor, rows: int) -> PackedLayout:
+def _flatten_layout(layout: PackedLayout) -> tuple[Tensor, int, int | None]:
+    longest = layout.longest
+    if longest is None and not layout.cu_seqlens.is_cpu:
+        # Kernels size buffers by it. On a CPU it would only have the compiler trace every length.
+        longest = layout.bound
+    return layout.cu_seqlens, layout.rows, longest
+
+
+def _restore_layout(cu_seqlens: Tensor, rows: int, longest: int | None) -> PackedLayout:
     # Fake tensors hold no lengths, and shapes do not depend on them.
-    host = () if is_fake(cu_seqlens) else tuple(cu_seqlens.tolist())
-    return PackedLayout(cu_seqlens, host, rows)
+    host = () if is_fake(cu_seqlens) else OffsetsOnDemand(cu_seqlens)
+    return PackedLayout(cu_seqlens, host, rows, longest)
 
 
 def _flatten_seed(seed: int | Tensor | None) -> tuple[Tensor | None]:
@@ -63,12 +72,12 @@ FLOAT = plain("float")
 BOOL = plain("bool")
 STRING = plain("str")
 LAYOUT = Kind(
-    ("Tensor {}", "SymInt {}_rows"),
-    lambda layout: (layout.cu_seqlens, layout.rows),
+    ("Tensor {}", "SymInt {}_rows", "SymInt? {}_longest"),
+    _flatten_layout,
     _restore_layout,
 )
 SEED = Kind(("Tensor? {}",), _flatten_seed, lambda seed: seed)
-"""An int, or an int64 tensor () on the host; see `effasr_kernels.dropout`."""
+"""An int, or an int64 tensor (); see `effasr_kernels.dropout`."""
 
 
 class Registered:
@@ -93,18 +102,22 @@ class Registered:
             flops: Called like ``run``: the floating-point operations of the forward, counted
                 sequence by sequence. The backward is counted as twice that, as for matrix
                 products; what is merely computed again is not counted.
-            returns: The schema of the results.
+            returns: ``"Tensor"``, or ``"(Tensor, Tensor)"`` and so on for several results.
         """
         self.op = op
         self.arguments = dict(arguments)
+        self.parts = [part.format(n) for n, kind in arguments.items() for part in kind.schema]
+        self.names = [part.split()[-1] for part in self.parts]
         self._outputs = outputs
         self._flops = flops
+        self._single = returns == "Tensor"
+        self._results = returns.count("Tensor")
         self._library = torch.library.Library(_NAMESPACE, "FRAGMENT")
-        parts = [part.format(n) for n, kind in self.arguments.items() for part in kind.schema]
-        schema = ", ".join([*parts, "str backend"])
+        schema = ", ".join([*self.parts, "str backend"])
         backward = f"{op.name}_backward"
-        self._library.define(f"{op.name}({schema}) -> {returns}")
-        self._library.define(f"{backward}(Tensor[] grads, bool[] wanted, {schema}) -> Tensor[]")
+        given = "Tensor[] grads, Tensor[] outputs, bool[] wanted"
+        self._library.define(f"{op.name}({schema}) -> Tensor[]")
+        self._library.define(f"{backward}({given}, {schema}) -> Tensor[]")
         self._register(op.name, self._run, self._fake)
         self._register(backward, self._run_backward, self._fake_backward)
         self._forward = getattr(getattr(torch.ops, _NAMESPACE), op.name)
@@ -121,77 +134,152 @@ class Registered:
     def __call__(self, *args: Any, backend: Backend | str | None = None, **kwargs: Any) -> Any:
         """Run the operation, through the dispatcher if torch compiles, fakes or counts."""
         if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-            return self._forward(*self.flatten(*args, backend=backend, **kwargs))
+            outputs = self._forward(*self.flatten(*args, backend=backend, **kwargs))
+            return outputs[0] if self._single else tuple(outputs[: self._results])
         return self.op(*args, backend=backend, **kwargs)
+
+    def kernel(self, module: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+        """The ``run`` of a kernel's module; see `effasr_kernels.kernel.Kernel`."""
+        return Kernel(self, module, forward, backward)
 
     def flatten(self, *args: Any, backend: Backend | str | None = None, **kwargs: Any) -> list[Any]:
         """The arguments of ``torch.ops.effasr.NAME`` for this call."""
         given = dict(zip(self.arguments, args, strict=False)) | kwargs
-        flat = [x for name, kind in self.arguments.items() for x in kind.flatten(given[name])]
-        return [*flat, "" if backend is None else str(backend)]
+        return [*self.flat(given), "" if backend is None else str(backend)]
 
-    def _register(self, name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-        self._library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=self._library)
+    def flat(self, given: Mapping[str, Any]) -> list[Any]:
+        """The values of the schema's parts, in the order of `names`."""
+        return [x for name, kind in self.arguments.items() for x in kind.flatten(given[name])]
 
-    def _restore(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """The arguments by name, of the flat ones without the backend."""
+    def restore(self, flat: Sequence[Any]) -> dict[str, Any]:
+        """The arguments by name, the inverse of `flat`."""
         values = iter(flat)
         return {
             name: kind.restore(*(next(values) for _ in kind.schema))
             for name, kind in self.arguments.items()
         }
 
-    def _run(self, *flat: Any) -> Any:
-        with torch.no_grad():
-            result = self._call(flat)
+    def pack(self, results: tuple[Tensor, ...]) -> Any:
+        """What a call returns."""
+        return results[0] if self._single else results
+
+    def _register(self, name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+        self._library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=self._library)
+
+    def _select(self, arguments: dict[str, Any], backend: str) -> Callable[..., Any]:
+        return self.op.select(**arguments, backend=backend or None)
+
+    def _run(self, *flat: Any) -> list[Tensor]:
+        arguments = self.restore(flat[:-1])
+        with torch.no_grad(), _without_autocast(flat):
+            run = self._select(arguments, flat[-1])
+            if isinstance(run, Kernel):
+                results, saved = run.forward(**arguments)
+            else:
+                results, saved = run(**arguments), ()
+        results = (results,) if isinstance(results, Tensor) else results
         # Strides as `_fake` promises them; the compiler relies on it.
-        if isinstance(result, Tensor):
-            return result.contiguous()
-        return tuple(part.contiguous() for part in result)
+        return [part.contiguous() for part in (*results, *saved)]
 
-    def _call(self, flat: Sequence[Any]) -> Any:
-        return self.op(**self._restore(flat[:-1]), backend=flat[-1] or None)
+    def _fake(self, *flat: Any) -> list[Tensor]:
+        arguments = self.restore(flat[:-1])
+        results = self._outputs(**arguments)
+        results = (results,) if isinstance(results, Tensor) else results
+        run = self._select(arguments, flat[-1])
+        saved = run.saved_like(**arguments) if isinstance(run, Kernel) else ()
+        return [*results, *saved]
 
-    def _fake(self, *flat: Any) -> Any:
-        return self._outputs(**self._restore(flat[:-1]))
-
-    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
         ctx.rest = [None if isinstance(value, Tensor) else value for value in inputs]
-        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
+        given = [value for value in inputs if isinstance(value, Tensor)]
+        saved = output[self._results :]
+        # A reference needs none of its results again; a kernel that saves nothing, neither.
+        kept = output if saved else []
+        ctx.given = len(given)
+        ctx.mark_non_differentiable(*saved)
+        ctx.save_for_backward(*given, *kept)
 
-    def _differentiate(self, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = iter(ctx.saved_tensors)
+    def _differentiate(self, ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
+        given, kept = ctx.saved_tensors[: ctx.given], ctx.saved_tensors[ctx.given :]
+        tensors = iter(given)
         flat = [
             next(tensors) if is_tensor else value
             for is_tensor, value in zip(ctx.is_tensor, ctx.rest, strict=True)
         ]
         wanted = list(ctx.needs_input_grad)
-        found = iter(self._backward(list(grads), wanted, *flat))
+        upstream = list(grads[: self._results])
+        found = iter(self._backward(upstream, list(kept), wanted, *flat))
         return tuple(next(found) if is_wanted else None for is_wanted in wanted)
 
-    def _run_backward(self, grads: list[Tensor], wanted: list[bool], *flat: Any) -> list[Tensor]:
+    def _run_backward(
+        self, grads: list[Tensor], outputs: list[Tensor], wanted: list[bool], *flat: Any
+    ) -> list[Tensor]:
+        arguments = self.restore(flat[:-1])
+        with _without_autocast(flat):
+            run = self._select(arguments, flat[-1])
+            if isinstance(run, Kernel):
+                return self._from_kernel(run, grads, outputs, wanted, flat, arguments)
+            return self._from_autograd(grads, wanted, flat)
+
+    def _from_kernel(
+        self,
+        kernel: Kernel,
+        grads: list[Tensor],
+        outputs: list[Tensor],
+        wanted: list[bool],
+        flat: Sequence[Any],
+        arguments: dict[str, Any],
+    ) -> list[Tensor]:
+        results, saved = tuple(outputs[: self._results]), tuple(outputs[self._results :])
+        with torch.no_grad():
+            upstream = tuple(gradient.contiguous() for gradient in grads)
+            found = kernel.backward(upstream, results, saved, **arguments)
+        names = [*self.names, "backend"]
+        return [
+            torch.zeros_like(value, memory_format=torch.contiguous_format)
+            if found.get(name) is None
+            else found[name].contiguous()
+            for name, value, is_wanted in zip(names, flat, wanted, strict=True)
+            if is_wanted
+        ]
+
+    def _from_autograd(
+        self, grads: list[Tensor], wanted: list[bool], flat: Sequence[Any]
+    ) -> list[Tensor]:
         with _recording():
             again = [
                 value.detach().requires_grad_() if is_wanted else value
                 for is_wanted, value in zip(wanted, flat, strict=True)
             ]
-            results = self._call(again)
+            results = self.op(**self.restore(again[:-1]), backend=again[-1] or None)
             results = [results] if isinstance(results, Tensor) else list(results)
             leaves = [value for is_wanted, value in zip(wanted, again, strict=True) if is_wanted]
-            found = torch.autograd.grad(results, leaves, grads, materialize_grads=True)
+            pairs = [(x, dx) for x, dx in zip(results, grads, strict=True) if x.requires_grad]
+            found = torch.autograd.grad(
+                [x for x, _ in pairs], leaves, [dx for _, dx in pairs], materialize_grads=True
+            )
         return [gradient.contiguous() for gradient in found]
 
-    def _fake_backward(self, grads: list[Tensor], wanted: list[bool], *flat: Any) -> list[Tensor]:
+    def _fake_backward(
+        self, grads: list[Tensor], outputs: list[Tensor], wanted: list[bool], *flat: Any
+    ) -> list[Tensor]:
         pairs = zip(wanted, flat, strict=True)
         return [value.new_empty(value.shape) for is_wanted, value in pairs if is_wanted]
 
     def _count(self, *flat: Any, out_val: Any = None) -> int:
-        return self._flops(**self._restore(flat[:-1]))
+        return self._flops(**self.restore(flat[:-1]))
 
-    def _count_backward(self, grads: Any, wanted: Any, *flat: Any, out_val: Any = None) -> int:
+    def _count_backward(
+        self, grads: Any, outputs: Any, wanted: Any, *flat: Any, out_val: Any = None
+    ) -> int:
         return 2 * self._count(*flat)
+
+
+def _without_autocast(flat: Sequence[Any]) -> Any:
+    kind = next(value for value in flat if isinstance(value, Tensor)).device.type
+    return torch.autocast(kind, enabled=False)
 
 
 _AUTOGRAD = (

@@ -14,9 +14,10 @@ A batch of a static shape carries more rows than its sequences fill: the rows pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,14 +32,17 @@ class PackedLayout:
     Attributes:
         cu_seqlens: int32 (N + 1,), on the device of the values. Sequence n is
             rows ``cu_seqlens[n]:cu_seqlens[n + 1]``.
-        cu_seqlens_host: The same numbers as Python ints, so that sizing a grid
-            or an output never waits for the device.
+        cu_seqlens_host: The same numbers as Python ints, so that sizing an output
+            never waits for the device.
         rows: Rows of every tensor with this layout, the tail included.
+        longest: A number that no length exceeds, the same for every batch of a static shape; None
+            where it is not known beforehand. See `bound`.
     """
 
     cu_seqlens: Tensor
-    cu_seqlens_host: tuple[int, ...]
+    cu_seqlens_host: Sequence[int]
     rows: int
+    longest: int | None = None
 
     @classmethod
     def from_lengths(
@@ -48,6 +52,7 @@ class PackedLayout:
         *,
         rows: int | None = None,
         num_sequences: int | None = None,
+        longest: int | None = None,
     ) -> PackedLayout:
         """Build the layout of sequences of these lengths; a length may be zero.
 
@@ -56,14 +61,19 @@ class PackedLayout:
             device: Where ``cu_seqlens`` lives.
             rows: Rows of the tensors, for a static shape; ``sum(lengths)`` by default.
             num_sequences: N, for a static shape: empty sequences fill up to it.
+            longest: What no length exceeds, for a static shape.
 
         Raises:
-            ValueError: A length is negative, the total does not fit in int32, or the
-                sequences do not fit in ``rows`` or ``num_sequences``.
+            ValueError: A length is negative or above ``longest``, the total does not fit in int32,
+                or the sequences do not fit in ``rows`` or ``num_sequences``.
         """
         for n, length in enumerate(lengths):
             if length < 0:
                 raise ValueError(f"`lengths[{n}]` must be at least 0, but is {length}.")
+            if longest is not None and length > longest:
+                raise ValueError(
+                    f"`lengths[{n}]` must be at most `longest` = {longest}, but is {length}."
+                )
         host = tuple(accumulate(lengths, initial=0))
         rows = host[-1] if rows is None else rows
         rows = _fitting(rows)
@@ -76,12 +86,12 @@ class PackedLayout:
                     f"but is {num_sequences}."
                 )
             host += (host[-1],) * (num_sequences - len(lengths))
-        return cls(torch.tensor(host, dtype=torch.int32, device=device), host, rows)
+        return cls(torch.tensor(host, dtype=torch.int32, device=device), host, rows, longest)
 
     @property
     def num_sequences(self) -> int:
         """N, the number of sequences, empty ones included."""
-        return len(self.cu_seqlens_host) - 1
+        return self.cu_seqlens.shape[0] - 1
 
     @property
     def total(self) -> int:
@@ -97,6 +107,16 @@ class PackedLayout:
     def max_seqlen(self) -> int:
         """The longest length; 0 where there is no sequence."""
         return max(self.lengths, default=0)
+
+    @property
+    def bound(self) -> int:
+        """What no length exceeds: ``longest`` where that is given, so that sizes stay the same."""
+        return self.max_seqlen if self.longest is None else self.longest
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether rows may follow the last sequence: of a static shape always, to be one code."""
+        return self.longest is not None or self.rows > self.total
 
     @property
     def device(self) -> torch.device:
@@ -124,8 +144,9 @@ class PackedLayout:
             ValueError: The rows do not fit in int32.
         """
         rows = _fitting(self.rows * factor)
-        host = tuple(offset * factor for offset in self.cu_seqlens_host)
-        return PackedLayout(self.cu_seqlens * factor, host, rows)
+        host = self._derived(lambda n, offset: offset * factor)
+        longest = None if self.longest is None else self.longest * factor
+        return PackedLayout(self.cu_seqlens * factor, host, rows, longest)
 
     def lengthened(self, count: int) -> PackedLayout:
         """The layout in which each sequence has ``count`` rows more.
@@ -134,18 +155,52 @@ class PackedLayout:
             ValueError: The rows do not fit in int32.
         """
         rows = _fitting(self.rows + self.num_sequences * count)
-        host = tuple(offset + n * count for n, offset in enumerate(self.cu_seqlens_host))
+        host = self._derived(lambda n, offset: offset + n * count)
         index = torch.arange(self.cu_seqlens.shape[0], dtype=torch.int32, device=self.device)
-        return PackedLayout(self.cu_seqlens + index * count, host, rows)
+        longest = None if self.longest is None else self.longest + count
+        return PackedLayout(self.cu_seqlens + index * count, host, rows, longest)
+
+    def _derived(self, change: Callable[[int, int], int]) -> tuple[int, ...]:
+        """The host's offsets, each changed; none in compiled code, which would depend on each."""
+        if torch.compiler.is_compiling():
+            return ()
+        return tuple(change(n, offset) for n, offset in enumerate(self.cu_seqlens_host))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedLayout:
         """The same layout with ``cu_seqlens`` on another device."""
         moved = self.cu_seqlens.to(device, non_blocking=non_blocking)
-        return PackedLayout(moved, self.cu_seqlens_host, self.rows)
+        return PackedLayout(moved, self.cu_seqlens_host, self.rows, self.longest)
+
+    def rewritable(self) -> PackedLayout:
+        """The same layout in memory of its own, which may be overwritten with other offsets."""
+        own = self.cu_seqlens.clone()
+        return PackedLayout(own, OffsetsOnDemand(own), self.rows, self.longest)
 
     def pin_memory(self) -> PackedLayout:
         """The same layout with ``cu_seqlens`` in pinned memory."""
-        return PackedLayout(self.cu_seqlens.pin_memory(), self.cu_seqlens_host, self.rows)
+        pinned = self.cu_seqlens.pin_memory()
+        return PackedLayout(pinned, self.cu_seqlens_host, self.rows, self.longest)
+
+
+class OffsetsOnDemand(Sequence[int]):
+    """``cu_seqlens_host`` of a layout whose numbers only the device knows.
+
+    Who asks, waits for the device; while a CUDA graph is recorded, that is an error. Kernels do not
+    ask, references do.
+    """
+
+    def __init__(self, cu_seqlens: Tensor):
+        """Hold the tensor, which may change."""
+        self._cu_seqlens = cu_seqlens
+
+    def __len__(self) -> int:
+        return self._cu_seqlens.shape[0]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._cu_seqlens.tolist())
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._cu_seqlens.tolist()[index]
 
 
 @dataclass(frozen=True, slots=True)

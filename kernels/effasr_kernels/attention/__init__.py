@@ -85,7 +85,7 @@ def attention(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         position=position,
         dropout=dropout,
-        seed=draw_seed() if dropout and seed is None else seed,
+        seed=draw_seed(q.device) if dropout and seed is None else seed,
         backend=backend,
     )
 

@@ -76,6 +76,6 @@ def guided_attention(
         sigma=sigma,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         dropout=dropout,
-        seed=draw_seed() if dropout and seed is None else seed,
+        seed=draw_seed(q.device) if dropout and seed is None else seed,
         backend=backend,
     )

@@ -1,0 +1,119 @@
+"""Implementations that bring their own backward, as one autograd function for all of them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+
+class Flattening(Protocol):
+    """What `Kernel` needs to know of its operation: `effasr_kernels.library.Registered`."""
+
+    arguments: dict[str, Any]
+    names: list[str]
+
+    def flat(self, given: Mapping[str, Any]) -> list[Any]:
+        """The arguments as tensors and plain values, as `names` calls them."""
+        ...
+
+    def restore(self, flat: Sequence[Any]) -> dict[str, Any]:
+        """The inverse."""
+        ...
+
+    def pack(self, results: tuple[Tensor, ...]) -> Any:
+        """One tensor or several, as callers expect."""
+        ...
+
+
+class Kernel:
+    """The ``run`` of a module that defines ``forward``, ``saved_like`` and ``backward``.
+
+    Each is called with the arguments of the operation by name:
+
+    ``forward(**arguments) -> (results, saved)``
+        Two tuples of tensors: what the operation returns, and what the backward needs besides.
+    ``saved_like(**arguments) -> saved``
+        Empty tensors like those, also of fake arguments.
+    ``backward(grads, results, saved, **arguments) -> dict``
+        The gradients by the names that the operation's schema gives to tensors; one that is
+        missing or None is zero. ``grads`` has a contiguous tensor for each result.
+    """
+
+    def __init__(
+        self,
+        operation: Flattening,
+        module: str,
+        forward: Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...]]],
+        backward: Callable[..., Mapping[str, Tensor | None]],
+    ):
+        """Join the parts.
+
+        Args:
+            operation: Which is implemented.
+            module: The name of the module, where ``saved_like`` is.
+            forward: As above.
+            backward: As above.
+        """
+        self.operation = operation
+        self.forward, self.backward = forward, backward
+        self._module = module
+        self.__signature__ = inspect.signature(forward)
+
+    def saved_like(self, **arguments: Any) -> tuple[Tensor, ...]:
+        """Empty tensors like the ``saved`` of these arguments."""
+        return sys.modules[self._module].saved_like(**arguments)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the operation; autograd knows the way back."""
+        given = dict(zip(self.operation.arguments, args, strict=False)) | kwargs
+        flat = self.operation.flat(given)
+        if torch.is_grad_enabled() and any(
+            isinstance(value, Tensor) and value.requires_grad for value in flat
+        ):
+            return self.operation.pack(_Differentiable.apply(self, *flat))  # type: ignore[arg-type]
+        with torch.no_grad():
+            return self.operation.pack(self.forward(**given)[0])
+
+
+class _Differentiable(Function):
+    @staticmethod
+    def forward(ctx: Any, kernel: Kernel, *flat: Any) -> tuple[Tensor, ...]:
+        results, saved = kernel.forward(**kernel.operation.restore(flat))
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        ctx.kernel, ctx.counts = kernel, (len(tensors), len(results))
+        ctx.rest = [None if isinstance(value, Tensor) else value for value in flat]
+        ctx.is_tensor = [isinstance(value, Tensor) for value in flat]
+        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
+        ctx.save_for_backward(*tensors, *results, *saved)
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        operation, kept = ctx.kernel.operation, ctx.saved_tensors
+        inputs, results = ctx.counts
+        tensors = iter(kept[:inputs])
+        flat = [
+            next(tensors) if is_tensor else value
+            for is_tensor, value in zip(ctx.is_tensor, ctx.rest, strict=True)
+        ]
+        found = ctx.kernel.backward(
+            tuple(gradient.contiguous() for gradient in grads),
+            kept[inputs : inputs + results],
+            kept[inputs + results :],
+            **operation.restore(flat),
+        )
+        gradients = [
+            found.get(name) if is_needed else None
+            for name, is_needed in zip(operation.names, ctx.needs_input_grad[1:], strict=True)
+        ]
+        return None, *gradients

@@ -1,0 +1,114 @@
+"""One shape for every step: nothing is compiled twice, and nothing grows."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from effasr.data.augment import AugmentConfig
+from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.training.step import train_step
+
+SHAPE = StaticShape(60, 50, 6, longest_frames=30, longest_tokens=20)
+
+
+def make_batch(seed: int) -> Batch:
+    """Utterances of other numbers and lengths, in the same shape."""
+    generator = np.random.default_rng(seed)
+    examples = [
+        Example(
+            str(n),
+            generator.normal(size=int(generator.integers(3_000, 20_000))).astype(np.float32),
+            [1, 2],
+            generator.integers(3, 12, size=int(generator.integers(0, 6))).tolist(),
+        )
+        for n in range(int(generator.integers(2, 5)))
+    ]
+    return collate(examples, SHAPE, eos_id=1, pad_id=0)
+
+
+def make_model(config: ModelConfig) -> ASRModel:
+    """Without randomness, which a compiler may draw otherwise."""
+    quiet = {"residual_dropout": 0.0, "attention_dropout": 0.0}
+    torch.manual_seed(0)
+    return ASRModel(
+        replace(
+            config,
+            augment=AugmentConfig(),
+            encoder=replace(config.encoder, **quiet),
+            decoder=replace(config.decoder, **quiet),
+        ),
+        12,
+    ).train()
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# Torch's tracer of autograd functions does so itself.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_the_model_compiles_once_and_without_a_break(model_config) -> None:
+    model = make_model(model_config)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    for seed in range(4):
+        batch = make_batch(seed)
+        results = []
+        for call in (compiled, model):
+            model.zero_grad()
+            with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+                losses = call(batch, label_smoothing=0.1, guided_sigma=0.3)
+                (losses.cross_entropy + losses.ctc + losses.guided).backward()
+            results.append([losses.cross_entropy, losses.ctc, losses.guided, *_gradients(model)])
+        for x, y in zip(*results, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def _gradients(model: ASRModel) -> list[Tensor]:
+    return [x.grad.clone() for x in model.parameters() if x.grad is not None]
+
+
+class Sizes(TorchDispatchMode):
+    """Writes down the bytes of each result of the dispatcher's operations, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.found.append((str(func), x.numel() * x.element_size()))
+        return result
+
+
+def test_every_step_asks_for_the_same_memory(make_trainee) -> None:
+    _, trainee = make_trainee()
+    traces = []
+    for step in range(4):
+        batch = make_batch(step)
+        with Sizes() as sizes:
+            train_step(trainee, [batch], step)
+        traces.append(sizes.found)
+    # The first step makes the optimizer's state.
+    assert len(traces[1]) > 500
+    assert traces[2] == traces[1]
+    assert traces[3] == traces[1]
+
+
+def test_the_table_of_positions_does_not_follow_the_longest_utterance(model_config) -> None:
+    encoder = make_model(model_config).encoder
+    sizes = {
+        encoder._embeddings(make_batch(seed).frames, torch.float32).shape for seed in range(4)
+    }
+    assert len(sizes) == 1
