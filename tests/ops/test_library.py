@@ -180,9 +180,9 @@ def test_passes_the_checks_of_torch_library(name: str, monkeypatch: pytest.Monke
     torch.library.opcheck(operation.default, seen[0])
 
 
-def test_other_lengths_need_no_other_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_other_lengths_need_no_other_graph() -> None:
     """With static shapes a training run compiles once, however its batches are made up."""
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     torch._dynamo.reset()
 
     def block(x: Tensor, table: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:

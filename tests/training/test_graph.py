@@ -73,5 +73,5 @@ def test_refuses_another_shape(make_trainee, batches) -> None:
 
 
 def test_needs_a_gpu(make_trainee) -> None:
-    with pytest.raises(ValueError, match="`training.cuda_graph` needs a GPU"):
+    with pytest.raises(ValueError, match=r"`training\.cuda_graph` needs a GPU"):
         make_trainee(training=LoopConfig(cuda_graph=True))
