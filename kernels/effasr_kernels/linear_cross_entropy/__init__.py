@@ -47,7 +47,7 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: An argument is not as above. The values of ``targets`` are checked on a CPU
-            only, as a check would wait for a GPU.
+            only, as a check would wait for a GPU: there, one out of range makes its loss NaN.
         BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
 
     References:

@@ -23,7 +23,11 @@ def _flops(weight: Tensor, targets: Tensor, ignore_index: int, **_: Any) -> int:
 
 
 op = Op(
-    "linear_cross_entropy", {Backend.REFERENCE: "effasr_kernels.linear_cross_entropy.reference"}
+    "linear_cross_entropy",
+    {
+        Backend.TRITON: "effasr_kernels.linear_cross_entropy._triton",
+        Backend.REFERENCE: "effasr_kernels.linear_cross_entropy.reference",
+    },
 )
 
 call = Registered(

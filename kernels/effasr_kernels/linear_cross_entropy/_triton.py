@@ -1,0 +1,154 @@
+"""`linear_cross_entropy` in Triton: the shared projection, and the gradient of the logits."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from effasr_kernels import projection
+from effasr_kernels.launch import launch, refusal
+from effasr_kernels.linear_cross_entropy.registration import call
+
+_BLOCK_V = 1024
+
+
+def why_not(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    label_smoothing: float,
+    ignore_index: int,
+    z_loss: float,
+) -> str | None:
+    """Any shape is served."""
+    return refusal(hidden, weight, bias)
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    label_smoothing: float,
+    ignore_index: int,
+    z_loss: float,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The loss of each row, and the log-normalizers to save.
+
+    Targets are not checked, as that would wait for the GPU: one outside [0, V) makes the loss of
+    its row NaN, and with it the gradients of that row, of weight and of bias.
+    """
+    normalizer, own, mean = projection.row_statistics(
+        hidden,
+        weight,
+        bias,
+        targets,
+        ignore_index=ignore_index,
+        with_mean=label_smoothing != 0,
+    )
+    assert own is not None
+    # Where a row does not count, every term is zero.
+    expected = own if mean is None else (1 - label_smoothing) * own + label_smoothing * mean
+    loss = normalizer - expected
+    if z_loss != 0:
+        loss = loss.addcmul_(normalizer, normalizer, value=z_loss)
+    return (loss,), (normalizer,)
+
+
+def saved_like(hidden: Tensor, **_: object) -> tuple[Tensor, ...]:
+    """An empty tensor like the log-normalizers: (U,), float32."""
+    return (hidden.new_empty(hidden.shape[0], dtype=torch.float32),)
+
+
+def backward(
+    grads: tuple[Tensor, ...],
+    results: tuple[Tensor, ...],
+    saved: tuple[Tensor, ...],
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    label_smoothing: float,
+    ignore_index: int,
+    z_loss: float,
+) -> dict[str, Tensor | None]:
+    r"""The gradients of hidden, weight and bias.
+
+    .. math::
+        \frac{\partial}{\partial z_{uv}} = g_u \Big( (1 + 2 \zeta L_u) e^{z_{uv} - L_u}
+            - (1 - \epsilon) [v = y_u] - \frac\epsilon V \Big)
+
+    At its peak this holds, beside its arguments, ``U C b`` bytes for the gradient of hidden,
+    ``V C (4 + b)`` for that of weight in float32 and rounded, and ``n V (4 + b)`` for n =
+    `projection.chunk_rows` (V) rows of logits and their gradient, where b is the bytes of an
+    element of ``hidden``, and V not under C. For float32 the last two are ``4 V C`` and ``4 n V``.
+    """
+    (upstream,), (normalizer,) = grads, saved
+    targets, offsets = targets.contiguous(), None if bias is None else bias.contiguous()
+    count = weight.shape[0]
+    peak, uniform = 1.0 - label_smoothing, label_smoothing / max(1, count)
+
+    def fill(first: int, logits: Tensor, d_logits: Tensor) -> None:
+        rows = slice(first, first + logits.shape[0])
+        launch(
+            _differentiate,
+            (logits.shape[0], -(-count // _BLOCK_V)),
+            *(logits, d_logits, offsets, targets[rows], normalizer[rows], upstream[rows]),
+            *(count, logits.stride(0), ignore_index, peak, uniform, float(z_loss)),
+            num_warps=4,
+            num_stages=1,
+            BLOCK_V=_BLOCK_V,
+        )
+
+    d_hidden, d_weight, d_bias = projection.project_backward(
+        hidden, weight, bias, targets != ignore_index, fill, padded=True
+    )
+    return {"hidden": d_hidden, "weight": d_weight, "bias": d_bias}
+
+
+run = call.kernel(__name__, forward, backward)
+
+
+@triton.jit(do_not_specialize=["ignore_index", "peak", "uniform", "z_loss"])
+def _differentiate(
+    logits,
+    d_logits,
+    bias,
+    targets,
+    normalizer,
+    upstream,
+    count,
+    stride,
+    ignore_index,
+    peak,
+    uniform,
+    z_loss,
+    BLOCK_V: tl.constexpr,
+):
+    """Program (u, j) writes the gradient of the logits of row u in block j of the vocabulary.
+
+    An element depends on its own logit alone, so ``d_logits`` may be ``logits``. The smoothed
+    target is ``peak`` higher in its class than ``uniform``.
+    """
+    row = tl.program_id(0)
+    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    place = row.to(tl.int64) * stride + v
+    target = tl.load(targets + row)
+    counted = target != ignore_index
+    log_sum = tl.load(normalizer + row)
+    scale = tl.load(upstream + row)
+    exists = (target >= 0) & (target < count)
+    scale = tl.where(exists, scale, float("nan"))
+    z = tl.load(logits + place, mask=(v < count) & counted, other=0.0)
+    if bias is not None:
+        z += tl.load(bias + v, mask=v < count, other=0.0).to(tl.float32)
+    d = tl.exp(z - log_sum) * (1.0 + 2.0 * z_loss * log_sum) - uniform
+    d -= tl.where(v == target, peak, 0.0)
+    d = tl.where(counted, scale * d, 0.0)
+    tl.store(d_logits + place, d.to(d_logits.dtype.element_ty), mask=v < count)

@@ -1,0 +1,190 @@
+"""The Triton backend of `linear_cross_entropy` against the reference."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from effasr_kernels import linear_cross_entropy, projection
+from effasr_kernels.conformance import Case, check_kernel
+from effasr_kernels.linear_cross_entropy import _triton
+
+# NumPy says so where Triton's interpreter finds the maximum of a row of NaN.
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
+
+WIDTH, CLASSES = 24, 43
+
+
+def _targets(length: int, classes: int) -> Tensor:
+    """Classes, and about a third of rows that do not count."""
+    targets = torch.randint(classes, (length,))
+    return targets.masked_fill(torch.rand(length) < 0.3, -100)
+
+
+def _case_for(
+    lengths: tuple[int, ...],
+    *,
+    width: int = WIDTH,
+    classes: int = CLASSES,
+    bias: bool = True,
+    **options: float,
+) -> Callable[[str], Case]:
+    packed = {
+        "hidden": [torch.randn(n, width, dtype=torch.float64) for n in lengths],
+        "targets": [_targets(n, classes) for n in lengths],
+    }
+    shared = {"weight": torch.randn(classes, width, dtype=torch.float64) / width**0.5}
+    if bias:
+        shared["bias"] = torch.randn(classes, dtype=torch.float64)
+
+    def case_for(backend: str) -> Case:
+        return Case(
+            lambda packed, shared: linear_cross_entropy(
+                packed["hidden"].values,
+                shared["weight"],
+                packed["targets"].values,
+                bias=shared.get("bias"),
+                backend=backend,
+                **options,
+            ),
+            packed,
+            shared,
+            results=("hidden",),
+        )
+
+    return case_for
+
+
+def test_matches_the_reference(
+    lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    check_kernel(_case_for(lengths, label_smoothing=0.1, z_loss=0.01), dtype, device)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": False, "label_smoothing": 0.1},
+        {"bias": False, "z_loss": 0.1},
+        {"label_smoothing": 1.0},
+        {"width": 1, "classes": 1},
+        {"width": 130, "classes": 300},
+        {"width": 64, "classes": 256},
+    ],
+    ids=str,
+)
+def test_serves_any_options_and_widths(
+    options: dict, dtype: torch.dtype, device: torch.device
+) -> None:
+    check_kernel(_case_for((6, 0, 5), **options), dtype, device)
+
+
+def test_matches_torch(dtype: torch.dtype, device: torch.device) -> None:
+    """Not only our own reference, with targets of 32 bits and rows ignored by another number."""
+    hidden = torch.randn(19, WIDTH, device=device, dtype=dtype)
+    weight = torch.randn(CLASSES, WIDTH, device=device, dtype=dtype)
+    targets = torch.randint(CLASSES, (19,), device=device)
+    given = targets.int()
+    got = linear_cross_entropy(
+        hidden, weight, given, label_smoothing=0.2, ignore_index=3, backend="triton"
+    )
+    logits = hidden.double() @ weight.double().t()
+    expected = F.cross_entropy(
+        logits, targets, reduction="none", label_smoothing=0.2, ignore_index=3
+    )
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_chunks_make_no_difference(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Several chunks, the last one short; the reference knows of none."""
+    monkeypatch.setattr(projection, "chunk_rows", lambda width: 16)
+    check_kernel(_case_for((30, 9), label_smoothing=0.1), dtype, device)
+
+
+class _Largest(TorchDispatchMode):
+    """Records the bytes of the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for x in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(x, Tensor):
+                self.bytes = max(self.bytes, x.numel() * x.element_size())
+        return found
+
+
+def test_no_tensor_holds_all_logits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Nothing is larger than the logits of one chunk, or than an argument of whole blocks."""
+    monkeypatch.setattr(projection, "chunk_rows", lambda width: 16)
+    monkeypatch.setattr(projection, "_PROGRAMS", 1)
+    small = {"BLOCK_R": 16, "BLOCK_V": 16, "BLOCK_C": 16, "num_warps": 4, "num_stages": 2}
+    monkeypatch.setattr(projection, "_configuration", lambda *_: small)
+    rows, width, classes = 96, 8, 48
+    hidden = torch.randn(rows, width, device=device, dtype=dtype)
+    weight = torch.randn(classes, width, device=device, dtype=dtype)
+    arguments = {"hidden": hidden, "weight": weight, "targets": _targets(rows, classes).to(device)}
+    arguments |= {"bias": None, "label_smoothing": 0.1, "ignore_index": -100, "z_loss": 0.0}
+    with torch.no_grad(), _Largest() as mode:
+        results, saved = _triton.forward(**arguments)
+        _triton.backward((torch.ones_like(results[0]),), results, saved, **arguments)
+    assert mode.bytes == max(rows * 16 * hidden.element_size(), 16 * classes * 4)
+    assert mode.bytes < rows * classes * 4 / 2
+
+
+@pytest.mark.parametrize("count", [1, 30, 1025, 8192, 16_384, 262_144])
+def test_chunks_fit_the_workspace(count: int) -> None:
+    rows = projection.chunk_rows(count)
+    assert rows % 128 == 0
+    assert rows >= 1024
+    assert rows == 1024 or rows * count * 4 <= 64 * 2**20
+    assert rows == 1024 or (rows + 128) * count * 4 > 64 * 2**20
+
+
+def test_a_target_out_of_range_is_nan_and_alone(dtype: torch.dtype, device: torch.device) -> None:
+    hidden = torch.randn(4, WIDTH, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(CLASSES, WIDTH, device=device, dtype=dtype)
+    targets = torch.tensor([1, CLASSES, -1, 2**31 - 1], device=device)
+    losses = linear_cross_entropy(hidden, weight, targets, backend="triton")
+    assert losses.isnan().tolist() == [False, True, True, True]
+    (gradient,) = torch.autograd.grad(losses.sum(), hidden)
+    assert gradient.isnan().any(1).tolist() == [False, True, True, True]
+
+
+def test_all_rows_may_be_ignored(dtype: torch.dtype, device: torch.device) -> None:
+    hidden = torch.full((3, WIDTH), torch.nan, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(CLASSES, WIDTH, device=device, dtype=dtype, requires_grad=True)
+    targets = torch.full((3,), -100, device=device)
+    losses = linear_cross_entropy(hidden, weight, targets, z_loss=0.1, backend="triton")
+    upstream = torch.full((3,), torch.nan, device=device)
+    for x in (losses, *torch.autograd.grad(losses, (hidden, weight), upstream)):
+        assert bool((x == 0).all())
+
+
+def test_a_class_may_be_impossible(dtype: torch.dtype, device: torch.device) -> None:
+    """A bias of -inf takes a class out, in forward and backward."""
+    hidden = torch.randn(5, WIDTH, device=device, dtype=dtype)
+    weight = torch.randn(CLASSES, WIDTH, device=device, dtype=dtype)
+    bias = torch.zeros(CLASSES, device=device, dtype=dtype)
+    bias[7:] = -torch.inf
+    targets = torch.tensor([0, 6, 3, 2, 1], device=device)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    got = linear_cross_entropy(*leaves, targets, bias=bias, backend="triton")
+    fewer = [x.detach().double().requires_grad_() for x in (hidden, weight[:7])]
+    expected = F.cross_entropy(fewer[0] @ fewer[1].t(), targets, reduction="none")
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+    d_hidden, d_weight = torch.autograd.grad(got.sum(), leaves)
+    exact_hidden, exact_weight = torch.autograd.grad(expected.sum(), fewer)
+    torch.testing.assert_close(d_hidden.double(), exact_hidden, rtol=1e-2, atol=2e-2)
+    torch.testing.assert_close(d_weight[:7].double(), exact_weight, rtol=1e-2, atol=2e-2)
+    assert bool((d_weight[7:] == 0).all())
