@@ -42,6 +42,8 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/pytest -n 2 -m "not gpu"
+	@echo; echo "The kernels, in Triton's interpreter:"; echo
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/kernels
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,9 +1,12 @@
-"""Time each operation, each backend, forward alone and with backward, at real speech lengths.
+"""Time every operation against its peers, forward and with backward, at real speech lengths.
 
-    python profiling/bench_ops.py [--op attention ...] [--output profiling/results/ops.csv]
+    python profiling/bench_ops.py [--op attention ...] [--lengths MANIFEST] [--output ROWS.csv]
 
-Needs torch and effasr_kernels alone. One row per (op, backend, shape, dtype, mode): median and
-the 20th and 80th percentile in milliseconds, peak memory on a GPU, and what it was measured on.
+Needs torch and effasr_kernels alone; peers that are not installed are named and left out. Before
+anything is timed its results and gradients are compared with the reference's. One row for each
+(op, kind, backend, shape, dtype, mode), written as soon as it is known: percentiles in
+milliseconds, memory, useful work per second (padding is no work), and what it was measured on. On a
+CPU the sizes are tiny, and rows are written only where --output says.
 """
 
 from __future__ import annotations
@@ -12,193 +15,197 @@ import argparse
 import csv
 import datetime
 import platform
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from bench import attention, convolution, guided, losses, relative
+from bench.contender import Case, Contender, error, judge
+from bench.timing import OutOfTime, Timing, measure, time_limit
+from bench.workload import LISTED, Widths, Workload, drawn_durations, read_durations
 
-import effasr_kernels as kernels
-from effasr_kernels import Backend, BackendUnavailable, PackedLayout
+from effasr_kernels import OPERATIONS
 
-RESULTS = Path(__file__).parent / "results" / "ops.csv"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "profiling" / "results" / "ops.csv"
 COLUMNS = [
-    "op",
-    "backend",
-    "shape",
-    "dtype",
-    "mode",
-    "p20_ms",
-    "p50_ms",
-    "p80_ms",
-    "peak_bytes",
-    "device",
-    "torch",
-    "triton",
-    "git",
-    "date",
+    *("op", "kind", "backend", "shape", "dtype", "mode", "p20_ms", "p50_ms", "p80_ms", "host_ms"),
+    *("peak_bytes", "tflop_per_s", "gb_per_s", "error", "device", "torch", "triton", "git", "date"),
 ]
+GROUPS: tuple[Callable[[Workload], list[Case]], ...] = (
+    *(relative.cases, attention.cases, losses.cases, convolution.cases, guided.cases),
+)
+TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 2e-2, torch.float32: 1e-3}
+"""Of an error relative to the norm: enough to tell the same operation from another one."""
+Row = dict[str, object]
 
 
 @dataclass(frozen=True)
-class Size:
-    """How large a benchmark is: frames and tokens of one packed batch, and the model's widths."""
+class Limits:
+    """How long things may take, in seconds.
 
-    frames: int
-    tokens: int
-    heads: int
-    head_dim: int
-    vocabulary: int
-    warmup: int
+    Attributes:
+        deadline: On the clock `time.monotonic`.
+        case: For one operation in one configuration, with all its peers.
+        measurement: For the repeats of one call.
+        repeats: How many of them at most.
+    """
+
+    deadline: float
+    case: float
+    measurement: float
     repeats: int
 
-
-CPU = Size(1_000, 240, 4, 32, 512, 1, 5)
-GPU = Size(24_000, 6_000, 8, 64, 8_192, 5, 30)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One operation with its inputs; ``call`` takes the backend."""
-
-    name: str
-    shape: str
-    inputs: list[Tensor]
-    call: Callable[[str], Tensor]
+    def left(self) -> float:
+        """Until the deadline."""
+        return self.deadline - time.monotonic()
 
 
-def layouts(size: Size, device: str) -> tuple[PackedLayout, PackedLayout]:
-    """Log-normal utterances, median 6 s at 80 ms a frame, until the batch is full; 2 tokens/s."""
-    generator = torch.Generator().manual_seed(0)
-    lengths: list[int] = []
-    while sum(lengths) < size.frames:
-        drawn = torch.empty(1).log_normal_(1.8, 0.65, generator=generator).item()
-        lengths.append(min(max(int(drawn * 12.5), 4), 500, size.frames - sum(lengths)))
-    share = size.tokens / size.frames
-    tokens = [int(length * share) for length in lengths]
-    rows = PackedLayout.from_lengths(lengths, device, rows=size.frames)
-    return rows, PackedLayout.from_lengths(tokens, device, rows=size.tokens)
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--op", nargs="*", default=[], help="only these, such as attention")
+    parser.add_argument("--frames", nargs="*", type=int, help="frame rows of a batch")
+    parser.add_argument("--head-width", nargs="*", type=int, help="D")
+    parser.add_argument("--lengths", type=Path, help="durations: JSON lines, .tsv, or numbers")
+    parser.add_argument("--no-peers", action="store_true", help="our own backends alone")
+    parser.add_argument("--reference", action="store_true", help="time it on a GPU, too")
+    parser.add_argument("--exact", action="store_true", help="no empty sequences in the layouts")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--budget-s", type=float, default=420.0, help="for everything")
+    parser.add_argument("--case-s", type=float, default=45.0, help="for one operation and size")
+    parser.add_argument("--output", type=Path, help="rows are appended to this CSV file")
+    parser.add_argument("--list", action="store_true", help="print what would be measured")
+    return parser.parse_args(arguments)
 
 
-def cases(size: Size, device: str, dtype: torch.dtype) -> list[Case]:
-    """Every operation at this size."""
-    frames, tokens = layouts(size, device)
-    generator = torch.Generator(device).manual_seed(1)
-
-    def draw(*shape: int) -> Tensor:
-        values = torch.randn(*shape, device=device, generator=generator)
-        return values.to(dtype).requires_grad_()
-
-    heads, depth, width = size.heads, size.head_dim, size.heads * size.head_dim
-    q, k, v = (draw(size.frames, heads, depth) for _ in range(3))
-    query = draw(size.tokens, heads, depth)
-    bias = [draw(heads, depth), draw(heads, depth), draw(2 * frames.max_seqlen - 1, heads, depth)]
-    hidden, encoded = draw(size.tokens, width), draw(size.frames, width)
-    weight, taps = draw(size.vocabulary + 1, width), draw(width, 9)
-    targets = torch.randint(size.vocabulary, (size.tokens,), device=device, generator=generator)
-    shape = f"T={size.frames} N={frames.num_sequences} H={heads} D={depth}"
-    text = f"U={size.tokens} C={width} V={size.vocabulary}"
-    relative = kernels.RelativeBias(*bias)
+def workloads(options: argparse.Namespace) -> list[Workload]:
+    """The batches to measure with."""
+    device = torch.device(options.device)
+    gpu = device.type == "cuda"
+    path = options.lengths or LISTED
+    durations = read_durations(path) if path.exists() else drawn_durations()
+    frames = options.frames or ([24_000, 50_000] if gpu else [120])
+    head_widths = options.head_width or ([64, 128] if gpu else [8])
+    widths = Widths() if gpu else Widths(heads=2, vocabulary=32, channels=4, mels=8)
     return [
-        Case(
-            "attention", shape, [q, k, v], lambda b: kernels.attention(q, k, v, frames, backend=b)
-        ),
-        Case(
-            "attention_relative",
-            shape,
-            [q, k, v, *bias],
-            lambda b: kernels.attention(q, k, v, frames, position=relative, backend=b),
-        ),
-        Case(
-            "guided_attention",
-            f"{shape} U={size.tokens}",
-            [query, k, v],
-            lambda b: kernels.guided_attention(query, k, v, tokens, frames, sigma=0.2, backend=b)[
-                0
-            ],
-        ),
-        Case(
-            "linear_cross_entropy",
-            text,
-            [hidden, weight],
-            lambda b: kernels.linear_cross_entropy(
-                hidden, weight, targets, label_smoothing=0.1, backend=b
-            ),
-        ),
-        Case(
-            "ctc_loss",
-            f"T={size.frames} {text}",
-            [encoded, weight],
-            lambda b: kernels.ctc_loss(
-                encoded, weight, targets, frames, tokens, blank_id=size.vocabulary, backend=b
-            ),
-        ),
-        Case(
-            "depthwise_conv",
-            f"T={size.frames} C={width} K=9",
-            [encoded, taps],
-            lambda b: kernels.depthwise_conv(encoded, taps, frames, backend=b),
-        ),
+        Workload(
+            rows=rows,
+            head_width=head_width,
+            # Shorter on a CPU, so that a tiny batch still has several.
+            durations=durations if gpu else [x / 6 for x in durations],
+            device=device,
+            dtype=torch.bfloat16 if gpu else torch.float32,
+            widths=widths,
+            sequences=1 if options.exact else None,
+        )
+        for rows in frames
+        for head_width in head_widths
     ]
 
 
-def measure(case: Case, backend: str, size: Size, *, backward: bool) -> list[float]:
-    """Milliseconds of each repeat, after the warm-up."""
-    synchronize = torch.cuda.synchronize if case.inputs[0].is_cuda else lambda: None
-    times = []
-    for repeat in range(size.warmup + size.repeats):
-        for tensor in case.inputs:
-            tensor.grad = None
-        synchronize()
-        start = time.perf_counter()
-        if backward:
-            case.call(backend).sum().backward()
-        else:
-            with torch.no_grad():
-                case.call(backend)
-        synchronize()
-        if repeat >= size.warmup:
-            times.append(1e3 * (time.perf_counter() - start))
-    return times
-
-
-def rows(size: Size, device: str, dtype: torch.dtype, only: list[str]) -> list[dict[str, object]]:
-    """One row for each measurement; a backend that cannot serve a case has none."""
-    found = []
-    for case in cases(size, device, dtype):
-        if only and case.name not in only:
-            continue
-        for backend in Backend:
-            for mode, backward in (("forward", False), ("forward+backward", True)):
-                if device == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                try:
-                    times = measure(case, backend.value, size, backward=backward)
-                except BackendUnavailable:
-                    continue
-                p20, *_, p80 = statistics.quantiles(times, n=5)
-                found.append(
-                    {
-                        "op": case.name,
-                        "backend": backend.value,
-                        "shape": case.shape,
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "mode": mode,
-                        "p20_ms": round(p20, 4),
-                        "p50_ms": round(statistics.median(times), 4),
-                        "p80_ms": round(p80, 4),
-                        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else "",
-                    }
-                )
+def contenders(case: Case, options: argparse.Namespace) -> dict[str, Callable[[], Contender]]:
+    """What is measured, the reference last: it is slow, and time may run out."""
+    backends = [backend.value for backend in OPERATIONS[case.op].modules]
+    ours = {backend: lambda backend=backend: case.ours(backend) for backend in backends}
+    found = {name: make for name, make in ours.items() if name != "reference"}
+    if not options.no_peers:
+        found |= {f"peer: {name}": make for name, make in case.peers.items()}
+    if options.reference or options.device == "cpu":
+        found["reference"] = ours["reference"]
     return found
 
 
-def provenance(device: str) -> dict[str, str]:
+def say(what: str) -> None:
+    """A line about what has no row."""
+    sys.stderr.write(f"bench_ops: {what}\n")
+    sys.stderr.flush()
+
+
+def rows_of(
+    case: Case, workload: Workload, limits: Limits, options: argparse.Namespace
+) -> Iterator[Row]:
+    """Measure a case; what cannot be measured is said, and has no row."""
+    end = time.monotonic() + min(limits.case, limits.left())
+    try:
+        with time_limit(end - time.monotonic()):
+            gold = judge(case)
+    except (OutOfTime, Exception) as reason:
+        _excuse(case, "reference", reason)
+        return
+    for name, make in contenders(case, options).items():
+        left = end - time.monotonic()
+        if left <= 0:
+            say(f"{case.name}, {case.shape}: {name}: no time left")
+            continue
+        found: list[Row] = []
+        try:
+            with time_limit(left):
+                contender = make()
+                distance = error(contender.outcome(), gold)
+                if not distance <= TOLERANCE[workload.dtype]:
+                    raise ValueError(f"differs from the reference by {distance:.2g}")
+                for backward in (False, True):
+                    timing = _time(contender, backward, workload, limits)
+                    row = _row(case, name, workload, backward, timing)
+                    row["tflop_per_s"] = _per_second(gold.flops[backward], timing, 1e12)
+                    row["gb_per_s"] = _per_second(gold.bytes[backward], timing, 1e9)
+                    row["error"] = f"{distance:.2e}"
+                    found.append(row)
+        except (OutOfTime, Exception) as reason:
+            _excuse(case, name, reason)
+        yield from found
+
+
+def _excuse(case: Case, name: str, reason: BaseException) -> None:
+    """What is missing, or cannot do this, must not end the others; a GPU in disorder must."""
+    say(f"{case.name}, {case.shape}: {name}: {_short(reason)}")
+    if "CUDA error" in str(reason):
+        raise reason
+
+
+def _short(reason: BaseException) -> str:
+    return f"{type(reason).__name__}: {' '.join(str(reason).split())[:200]}"
+
+
+def _time(contender: Contender, backward: bool, workload: Workload, limits: Limits) -> Timing:
+    def forward() -> object:
+        with torch.no_grad():
+            return contender.results()
+
+    return measure(
+        contender.gradients if backward else forward,
+        workload.device,
+        repeats=limits.repeats,
+        seconds=limits.measurement,
+    )
+
+
+def _per_second(work: int, timing: Timing, unit: float) -> str:
+    return f"{work / (1e-3 * timing.p50) / unit:.4g}" if work else ""
+
+
+def _row(case: Case, name: str, workload: Workload, backward: bool, timing: Timing) -> Row:
+    return {
+        "op": case.op,
+        "kind": case.kind,
+        "backend": name,
+        "shape": case.shape,
+        "dtype": str(workload.dtype).removeprefix("torch."),
+        "mode": "forward+backward" if backward else "forward",
+        "p20_ms": round(timing.p20, 4),
+        "p50_ms": round(timing.p50, 4),
+        "p80_ms": round(timing.p80, 4),
+        "host_ms": round(timing.host, 4),
+        "peak_bytes": "" if timing.peak_bytes is None else timing.peak_bytes,
+    }
+
+
+def provenance(device: torch.device) -> Row:
     """What a row was measured on."""
     try:
         import triton
@@ -206,46 +213,94 @@ def provenance(device: str) -> dict[str, str]:
         triton_version = triton.__version__
     except ImportError:
         triton_version = ""
-    head = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    name = torch.cuda.get_device_name() if device == "cuda" else f"cpu {platform.machine()}"
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--match=none"]
+    head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    gpu = device.type == "cuda"
     return {
-        "device": name,
+        "device": torch.cuda.get_device_name(device) if gpu else f"cpu {platform.machine()}",
         "torch": torch.__version__,
         "triton": triton_version,
-        "git": head.stdout.strip(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "git": head,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 
-def main() -> None:
-    """Measure, print the table and append the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--op", nargs="*", default=[], help="only these")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    gpu = options.device == "cuda"
-    where = provenance(options.device)
-    dtype = torch.bfloat16 if gpu else torch.float32
-    table = [row | where for row in rows(GPU if gpu else CPU, options.device, dtype, options.op)]
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    new = not options.output.exists()
-    with options.output.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerows(table)
-    for row in table:
-        label = f"{row['op']:22} {row['backend']:10} {row['mode']:18}"
-        sys.stdout.write(f"{label} {row['p50_ms']:10.3f} ms   {row['shape']}\n")
-    sys.stdout.write(f"{len(table)} rows appended to {options.output}\n")
+class Table:
+    """Rows as they come: to a file, if there is one, and to the screen."""
+
+    def __init__(self, output: Path | None):
+        """Append to a CSV file, which is begun where it does not exist."""
+        self.rows: list[Row] = []
+        self._output = output
+        if output is not None and not output.exists():
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
+
+    def add(self, row: Row) -> None:
+        """Write a row."""
+        self.rows.append(row)
+        if self._output is not None:
+            with self._output.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+        name = f"{row['op']} {row['kind']}".strip()
+        label = f"{name:26} {row['backend']:30} {row['mode']:17}"
+        sys.stdout.write(f"{label} {row['p50_ms']:10.4f} ms   {row['shape']}\n")
+        sys.stdout.flush()
+
+    def ranking(self) -> str:
+        """How long each takes, as a multiple of our fastest."""
+        groups: dict[tuple[object, ...], list[Row]] = {}
+        for row in self.rows:
+            key = tuple(row[column] for column in ("op", "kind", "mode", "shape"))
+            groups.setdefault(key, []).append(row)
+        lines = ["", "Time as a multiple of ours (over 1: slower than ours)"]
+        for (op, kind, mode, shape), rows in groups.items():
+            times = {str(row["backend"]): float(str(row["p50_ms"])) for row in rows}
+            own = [name for name in ("cuda", "triton", "reference") if name in times]
+            if not own or len(times) == 1:
+                continue
+            lines.append(f"{op} {kind}, {mode}, {shape}; ours is {own[0]}".replace(" ,", ","))
+            for name, taken in sorted(times.items(), key=lambda item: item[1]):
+                lines.append(f"    {taken / times[own[0]]:8.2f}  {name}")
+        return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the rows as they come, rank at the end."""
+    options = parse(arguments)
+    if unknown := set(options.op) - set(OPERATIONS):
+        say(f"--op must be of {', '.join(OPERATIONS)}, but is {', '.join(sorted(unknown))}.")
+        return 2
+    gpu = options.device.startswith("cuda")
+    limits = Limits(
+        deadline=time.monotonic() + options.budget_s,
+        case=options.case_s,
+        measurement=1.0 if gpu else 0.2,
+        repeats=50 if gpu else 5,
+    )
+    output = options.output or (RESULTS if gpu and not options.list else None)
+    table = Table(output)
+    where = provenance(torch.device(options.device))
+    # The reference is judged by what it can do, not by TF32.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for workload in workloads(options):
+        for case in (case for group in GROUPS for case in group(workload)):
+            if options.op and case.op not in options.op:
+                continue
+            if options.list:
+                names = ", ".join(contenders(case, options))
+                sys.stdout.write(f"{case.name}; {case.shape}: {names}\n")
+            elif limits.left() <= 0:
+                say(f"{case.name}, {case.shape}: the budget is spent")
+            else:
+                for row in rows_of(case, workload, limits, options):
+                    table.add(row | where)
+    if not options.list:
+        sys.stdout.write(table.ranking())
+        kept = f" appended to {output}" if output else "; none kept, without --output"
+        sys.stdout.write(f"{len(table.rows)} rows{kept}\n")
+    return 0 if options.list or table.rows else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -34,6 +34,8 @@ _PACKAGES = {
     "espeakng-loader": "the speech of the demo",
 }
 _REQUIRED = frozenset({"lhotse", "sentencepiece", "jiwer", "tensorboard", "nvtx"})
+# The other backends are for attention alone.
+_EXPECTED = (Backend.CUDA, Backend.TRITON, Backend.REFERENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +132,25 @@ def _version(distribution: str) -> str | None:
 
 
 def _operation(probe: Probe, device: torch.device) -> Row:
-    """Which backend serves a call on the device, and why those preferred to it do not."""
+    """Which backend serves a call on the device, which others could, and why the rest cannot."""
     op = OPERATIONS[probe.operation]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     label = f"{probe.label} on {device.type}"
-    reasons = [f"{b.value}: not implemented" for b in Backend if b not in op.modules]
+    notes = [f"{b.value}: not implemented" for b in _EXPECTED if b not in op.modules]
+    serving = ""
     for backend in op.modules:
+        if serving and backend is Backend.REFERENCE:
+            continue
         reason = _why_not(probe, Inputs(device, dtype, backend))
         if reason is None and backend is Backend.REFERENCE and device.type == "cuda":
             reason = "slow on a GPU, so only on request"
-        if reason is None:
-            return Row("operations", label, backend.value, "; ".join(reasons))
-        reasons.append(f"{backend.value}: {reason}")
-    return Row("operations", label, "none", "; ".join(reasons))
+        if reason is not None:
+            notes.append(f"{backend.value}: {reason}")
+        elif serving:
+            notes.append(f"{backend.value}: on request")
+        else:
+            serving = backend.value
+    return Row("operations", label, serving or "none", "; ".join(notes))
 
 
 @torch.no_grad()

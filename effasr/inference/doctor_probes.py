@@ -18,11 +18,13 @@ from effasr_kernels import (
     depthwise_conv,
     guided_attention,
     linear_cross_entropy,
+    strided_depthwise,
+    subsampling_stem,
     transducer_loss,
 )
 
 _FRAMES, _TOKENS = (24, 16), (5, 3)
-_HEADS, _WIDTH, _CHANNELS, _VOCABULARY = 2, 64, 128, 256
+_HEADS, _WIDTH, _CHANNELS, _VOCABULARY, _MELS = 2, 64, 128, 256, 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,26 @@ def _depthwise_conv(inputs: Inputs) -> object:
     return depthwise_conv(x, weight, inputs.frames, backend=inputs.backend)
 
 
+def _lengths(inputs: Inputs, factor: int) -> Tensor:
+    return torch.tensor(_FRAMES, device=inputs.device) * factor
+
+
+def _subsampling_stem(inputs: Inputs) -> object:
+    taps, bias = inputs.ones(_CHANNELS, 9), inputs.ones(_CHANNELS)
+    x = inputs.ones(8 * sum(_FRAMES), _MELS)
+    return subsampling_stem(
+        x, taps, bias, taps, bias, inputs.frames, _lengths(inputs, 8), backend=inputs.backend
+    )
+
+
+def _strided_depthwise(inputs: Inputs) -> object:
+    taps, bias = inputs.ones(_CHANNELS, 9), inputs.ones(_CHANNELS)
+    x = inputs.ones(2 * sum(_FRAMES), _MELS // 4, _CHANNELS)
+    return strided_depthwise(
+        x, taps, bias, inputs.frames, _lengths(inputs, 2), backend=inputs.backend
+    )
+
+
 PROBES = (
     Probe("attention", "attention, relative", _relative_attention),
     Probe(
@@ -147,4 +169,6 @@ PROBES = (
     Probe("ctc_loss", "ctc_loss", _ctc_loss),
     Probe("transducer_loss", "transducer_loss", _transducer_loss),
     Probe("depthwise_conv", "depthwise_conv", _depthwise_conv),
+    Probe("subsampling_stem", "subsampling_stem", _subsampling_stem),
+    Probe("strided_depthwise", "strided_depthwise", _strided_depthwise),
 )

@@ -14,7 +14,10 @@ from effasr_kernels import PackedLayout, depthwise_conv
 
 
 class DepthwiseConv(nn.Module):
-    """A convolution over time of each channel by itself, which stops at the ends of sequences."""
+    """A convolution over time of each channel by itself, which stops at the ends of sequences.
+
+    Its input is gated as by `torch.nn.GLU`, but nothing is stored in between.
+    """
 
     def __init__(self, channels: int, taps: int, *, bias: bool = True):
         """Build the filters.
@@ -36,9 +39,17 @@ class DepthwiseConv(nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
-        """Convolve (T, C) with zeros beyond the ends of each sequence."""
-        return depthwise_conv(x, self.weight, layout, bias=self.bias)
+    def forward(
+        self, x: Tensor, layout: PackedLayout, *, statistics: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Gate and convolve (T, 2C) to (T, C), with zeros beyond the ends of each sequence.
+
+        With ``statistics``, the mean and the biased variance of each channel of the result follow
+        it, as `effasr.nn.norms.BatchNorm` takes them.
+        """
+        return depthwise_conv(
+            x, self.weight, layout, bias=self.bias, gated=True, statistics=statistics
+        )
 
 
 class Convolution(nn.Module):
@@ -73,6 +84,12 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor, layout: PackedLayout, mask: Tensor | None) -> Tensor:
         """Transform the rows of each sequence; ``mask`` as in `BatchNorm.forward`."""
-        x = self.depthwise(F.glu(self.pointwise1(x)), layout)
-        x = self.norm(x, layout, mask) if isinstance(self.norm, BatchNorm) else self.norm(x)
+        x = self.pointwise1(x)
+        if not isinstance(self.norm, BatchNorm):
+            x = self.norm(self.depthwise(x, layout))
+        elif self.training:
+            x, *statistics = self.depthwise(x, layout, statistics=True)
+            x = self.norm(x, layout, mask, statistics)
+        else:
+            x = self.norm(self.depthwise(x, layout), layout, mask)
         return self.pointwise2(F.silu(x))

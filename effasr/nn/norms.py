@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,13 +51,22 @@ class BatchNorm(nn.Module):
         for zeros in (self.bias, self.running_mean, self.num_batches_tracked):
             nn.init.zeros_(zeros)
 
-    def forward(self, x: Tensor, layout: PackedLayout, mask: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        layout: PackedLayout,
+        mask: Tensor | None,
+        statistics: Sequence[Tensor] | None = None,
+    ) -> Tensor:
         """Normalise each channel: in training with this batch's statistics, else the running ones.
 
         Args:
             x: (T, C).
             layout: The sequences of ``x``.
             mask: bool (T, 1), which rows are real; None where ``layout`` has no tail.
+            statistics: Mean and biased variance of the real rows, (C,), in the dtype of sums, from
+                whoever made ``x`` and knows them already; by default they are computed. The
+                gradient is the same either way. Only training uses them.
 
         Returns:
             (T, C), the dtype of ``x``; rows of the tail are finite.
@@ -64,9 +74,11 @@ class BatchNorm(nn.Module):
         if not self.training:
             return self._with_running_statistics(x)
         count = layout.cu_seqlens[-1].to(_wide(x).dtype)
-        y, mean, variance = _BatchNorm.apply(x, self.weight, self.bias, mask, count, self.eps)  # type: ignore[misc]
+        mean, variance = _statistics(x, mask, count) if statistics is None else statistics
         self._update(mean, variance, count)
-        return y
+        return _Normalise.apply(  # type: ignore[return-value]
+            x, self.weight, self.bias, mask, count, mean, (variance + self.eps).rsqrt()
+        )
 
     def _with_running_statistics(self, x: Tensor) -> Tensor:
         scale = self.weight * (self.running_var + self.eps).rsqrt()
@@ -82,7 +94,16 @@ class BatchNorm(nn.Module):
         self.num_batches_tracked.add_(1)
 
 
-class _BatchNorm(Function):
+@torch.no_grad()
+def _statistics(x: Tensor, mask: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor]:
+    count = count.clamp(min=1)
+    mean = _masked(_wide(x), mask).sum(0) / count
+    return mean, _masked(_wide(x) - mean, mask).square().sum(0) / count
+
+
+class _Normalise(Function):
+    """Scale and shift by statistics of x itself; the backward knows that they are."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -91,29 +112,26 @@ class _BatchNorm(Function):
         bias: Tensor,
         mask: Tensor | None,
         count: Tensor,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        count = count.clamp(min=1)
-        mean = _masked(_wide(x), mask).sum(0) / count
+        mean: Tensor,
+        rstd: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mask, mean, rstd, count.clamp(min=1))
         centred = _masked(_wide(x) - mean, mask)
-        variance = centred.square().sum(0) / count
-        rstd = (variance + eps).rsqrt()
-        ctx.save_for_backward(x, weight, mask, mean, rstd, count)
-        ctx.mark_non_differentiable(mean, variance)
-        return (centred * (rstd * weight) + bias).to(x.dtype), mean, variance
+        return torch.addcmul(bias, centred, rstd * weight).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, dy: Tensor, *_: Tensor
+        ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
+        (dy,) = grad_outputs
         x, weight, mask, mean, rstd, count = ctx.saved_tensors
         dy_wide = _masked(_wide(dy), mask)
         normal = _masked((_wide(x) - mean) * rstd, mask)
         dweight, dbias = (dy_wide * normal).sum(0), dy_wide.sum(0)
         dx = (dy_wide - (normal * dweight + dbias) / count) * (weight * rstd)
         dx = _masked(dx, mask).to(x.dtype)
-        return dx, dweight.to(weight.dtype), dbias.to(weight.dtype), None, None, None
+        return dx, dweight.to(weight.dtype), dbias.to(weight.dtype), None, None, None, None
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -18,6 +18,10 @@ from effasr_kernels.guided_attention import op as _guided_attention
 from effasr_kernels.linear_cross_entropy import linear_cross_entropy
 from effasr_kernels.linear_cross_entropy import op as _linear_cross_entropy
 from effasr_kernels.packed import PackedLayout, PackedSequence, pack
+from effasr_kernels.strided_depthwise import op as _strided_depthwise
+from effasr_kernels.strided_depthwise import strided_depthwise
+from effasr_kernels.subsampling_stem import op as _subsampling_stem
+from effasr_kernels.subsampling_stem import subsampling_stem
 from effasr_kernels.transducer_loss import op as _transducer_loss
 from effasr_kernels.transducer_loss import transducer_loss
 
@@ -30,6 +34,8 @@ OPERATIONS: dict[str, Op] = {
         _ctc_loss,
         _transducer_loss,
         _depthwise_conv,
+        _subsampling_stem,
+        _strided_depthwise,
     )
 }
 """Every operation by name; `Op.modules` names the backends that are implemented."""
@@ -51,5 +57,7 @@ __all__ = [
     "guided_attention",
     "linear_cross_entropy",
     "pack",
+    "strided_depthwise",
+    "subsampling_stem",
     "transducer_loss",
 ]

@@ -248,7 +248,7 @@ class Registered:
     def _from_autograd(
         self, grads: list[Tensor], wanted: list[bool], flat: Sequence[Any]
     ) -> list[Tensor]:
-        with _recording():
+        with recording():
             again = [
                 value.detach().requires_grad_() if is_wanted else value
                 for is_wanted, value in zip(wanted, flat, strict=True)
@@ -290,7 +290,7 @@ _AUTOGRAD = (
 
 
 @contextmanager
-def _recording() -> Iterator[None]:
+def recording() -> Iterator[None]:
     """Let autograd record inside a kernel, which the dispatcher may have called below autograd.
 
     That is so under a dispatch mode, such as `FlopCounterMode`; not in compiled code.

@@ -41,12 +41,11 @@ def keep_mask(
     w0, w1, w2, w3 = tl.philox(
         seed, rows + zero, columns + zero, head + zero, sequence + zero, _ROUNDS
     )
-    threshold = (probability * 65536 + 0.5).to(tl.uint32)
+    # The interpreter passes a float on as Python's own.
+    threshold = tl.full((), probability * 65536 + 0.5, tl.float32).to(tl.uint32)
     upper = tl.join(_halves(w0, threshold), _halves(w1, threshold))
     lower = tl.join(_halves(w2, threshold), _halves(w3, threshold))
-    split = tl.reshape(
-        tl.join(upper, lower), (BLOCK_M // 16, 8, BLOCK_N // 16, 4, 2, 2, 2)
-    )
+    split = tl.reshape(tl.join(upper, lower), (BLOCK_M // 16, 8, BLOCK_N // 16, 4, 2, 2, 2))
     # Block and place of a row, block and place of a column, odd column, column + 8, row + 8.
     return tl.reshape(tl.permute(split, (0, 6, 1, 2, 5, 3, 4)), (BLOCK_M, BLOCK_N))
 

@@ -81,6 +81,28 @@ def test_a_backend_that_refuses_or_breaks_is_named_with_its_reason(
     assert row.note == "cuda: wants an even day; triton: fails with RuntimeError: illegal address"
 
 
+def test_what_could_serve_on_request_is_said_as_well(modules, monkeypatch, tmp_path) -> None:
+    (tmp_path / "ready.py").write_text(
+        "def why_not(*args, **kwargs):\n    return None\n"
+        "def run(*args, **kwargs):\n    return None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    reference = modules[Backend.REFERENCE]
+    modules.clear()
+    modules |= {Backend.CUDA: "ready", Backend.TRITON: "ready", Backend.VARLEN: "no_such_module"}
+    modules[Backend.REFERENCE] = reference
+    row = _row(doctor.report(), "ctc_loss on cpu")
+    assert row.value == "cuda"
+    assert row.note.startswith("triton: on request; varlen: cannot be imported")
+
+
+def test_attention_says_why_the_packages_do_not_serve(found) -> None:
+    note = _row(found, "attention, causal on cpu").note
+    for backend in ("varlen", "flash_attn_2", "flash_attn_3", "flash_attn_4"):
+        assert f"{backend}: " in note
+    assert "flash_attn" not in _row(found, "ctc_loss on cpu").note
+
+
 def test_where_nothing_can_run_all_reasons_are_given(modules) -> None:
     modules.clear()
     modules[Backend.TRITON] = "no_such_module"

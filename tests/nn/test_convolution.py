@@ -31,6 +31,38 @@ def test_it_is_the_module_of_torch_layers() -> None:
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("tail", [0, 3])
+def test_batch_norm_in_training_is_that_of_torch(tail: int) -> None:
+    torch.manual_seed(0)
+    module = Convolution(6, 3, norm="batch_norm").double()
+    theirs = nn.BatchNorm1d(6).double()
+    layout = PackedLayout.from_lengths([4, 0, 7], rows=11 + tail)
+    x = torch.randn(11 + tail, 6, dtype=torch.float64, requires_grad=True)
+    actual = module(x, layout, layout.mask()[:, None] if tail else None)[:11]
+    gated = nn.functional.glu(module.pointwise1(x[:11]))
+    convolved = torch.cat(
+        [
+            nn.functional.conv1d(
+                piece.T,
+                module.depthwise.weight[:, None],
+                module.depthwise.bias,
+                padding=1,
+                groups=6,
+            ).T
+            for piece in gated.split([4, 7])
+        ]
+    )
+    expected = module.pointwise2(nn.functional.silu(theirs(convolved)))
+    torch.testing.assert_close(actual, expected)
+    leaves = [x, *(p for name, p in module.named_parameters() if "norm" not in name)]
+    torch.testing.assert_close(
+        torch.autograd.grad(actual.square().sum(), leaves),
+        torch.autograd.grad(expected.square().sum(), leaves),
+    )
+    torch.testing.assert_close(module.norm.running_mean, theirs.running_mean)
+    torch.testing.assert_close(module.norm.running_var, theirs.running_var)
+
+
 def test_biases_can_be_left_out() -> None:
     module = Convolution(6, 3, norm="layer_norm", bias=False)
     names = {name for name, _ in module.named_parameters() if "norm" not in name}

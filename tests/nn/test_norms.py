@@ -23,8 +23,9 @@ def pair(dtype: torch.dtype = torch.float32) -> tuple[BatchNorm, nn.BatchNorm1d]
     return ours, theirs
 
 
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("tail", [0, TAIL])
-def test_training_is_that_of_torch_over_the_real_rows(tail: int) -> None:
+def test_training_is_that_of_torch_over_the_real_rows(tail: int, given: bool) -> None:
     ours, theirs = pair(torch.float64)
     layout, mask = layout_and_mask(tail)
     for _ in range(3):
@@ -33,7 +34,8 @@ def test_training_is_that_of_torch_over_the_real_rows(tail: int) -> None:
         x.requires_grad_()
         real = x[: layout.total].detach().clone().requires_grad_()
         dy = torch.randn_like(real)
-        y, expected = ours(x, layout, mask), theirs(real)
+        statistics = (real.detach().mean(0), real.detach().var(0, correction=0))
+        y, expected = ours(x, layout, mask, statistics if given else None), theirs(real)
         torch.testing.assert_close(y[: layout.total], expected)
         assert torch.isfinite(y).all()
         ours.zero_grad()

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from effasr_kernels.conformance import Case, check_compiler
 CHANNELS = 3
 
 
-def _case(lengths: tuple[int, ...], *, taps: int = 5, causal: bool = False) -> Case:
+def _case(
+    lengths: tuple[int, ...], *, taps: int = 5, causal: bool = False, gated: bool = False
+) -> Case:
+    width = 2 * CHANNELS if gated else CHANNELS
     return Case(
         lambda packed, shared: depthwise_conv(
             packed["x"].values,
@@ -18,8 +22,9 @@ def _case(lengths: tuple[int, ...], *, taps: int = 5, causal: bool = False) -> C
             packed["x"].layout,
             bias=shared["bias"],
             causal=causal,
+            gated=gated,
         ),
-        {"x": [torch.randn(n, CHANNELS, dtype=torch.float64) for n in lengths]},
+        {"x": [torch.randn(n, width, dtype=torch.float64) for n in lengths]},
         {
             "weight": torch.randn(CHANNELS, taps, dtype=torch.float64),
             "bias": torch.randn(CHANNELS, dtype=torch.float64),
@@ -28,15 +33,89 @@ def _case(lengths: tuple[int, ...], *, taps: int = 5, causal: bool = False) -> C
     )
 
 
-@pytest.mark.parametrize(("taps", "causal"), [(5, False), (4, True), (1, False)])
+@pytest.mark.parametrize(
+    ("taps", "causal", "gated"), [(5, False, False), (4, True, True), (1, False, False)]
+)
 def test_keeps_the_contract(
-    check: Callable[[Case], None], lengths: tuple[int, ...], taps: int, causal: bool
+    check: Callable[[Case], None],
+    lengths: tuple[int, ...],
+    taps: int,
+    causal: bool,
+    gated: bool,
 ) -> None:
-    check(_case(lengths, taps=taps, causal=causal))
+    check(_case(lengths, taps=taps, causal=causal, gated=gated))
 
 
-def test_compiles() -> None:
-    check_compiler(_case((5, 0, 2)))
+@pytest.mark.parametrize("gated", [False, True])
+def test_compiles(gated: bool) -> None:
+    check_compiler(_case((5, 0, 2), gated=gated))
+
+
+@pytest.mark.parametrize("tail", [0, 3])
+def test_gates_as_torch_does(lengths: tuple[int, ...], tail: int) -> None:
+    rows = sum(lengths) + tail
+    layout = PackedLayout.from_lengths(lengths, rows=rows)
+    x = torch.randn(rows, 2 * CHANNELS, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(CHANNELS, 3, dtype=torch.float64)
+    y = depthwise_conv(x, weight, layout, gated=True)
+    expected = depthwise_conv(F.glu(x), weight, layout)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(y.square().sum(), x), torch.autograd.grad(expected.square().sum(), x)
+    )
+
+
+def _with_statistics(x: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, ...]:
+    weight = torch.linspace(-1, 1, 5).repeat(CHANNELS, 1).to(x.dtype)
+    bias = torch.full((CHANNELS,), 7.0, dtype=x.dtype)
+    return depthwise_conv(x, weight, layout, bias=bias, statistics=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tail", [0, 3])
+def test_statistics_are_those_of_the_real_rows(tail: int, dtype: torch.dtype) -> None:
+    x = torch.randn(11 + tail, CHANNELS, dtype=torch.float64).to(dtype).requires_grad_()
+    y, mean, variance = _with_statistics(x, PackedLayout.from_lengths((4, 0, 7), rows=11 + tail))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert mean.dtype == variance.dtype == wide
+    assert not mean.requires_grad
+    assert not variance.requires_grad
+    real = y.detach()[:11].to(wide)
+    torch.testing.assert_close(mean, real.mean(0))
+    torch.testing.assert_close(variance, real.var(0, correction=0))
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_statistics_of_nothing_are_zero(rows: int) -> None:
+    y, mean, variance = _with_statistics(
+        torch.full((rows, CHANNELS), torch.nan), PackedLayout.from_lengths((0,), rows=rows)
+    )
+    assert mean.shape == variance.shape == (CHANNELS,)
+    assert not y.any()
+    assert not mean.any()
+    assert not variance.any()
+
+
+def test_statistics_compile_and_leave_the_gradient_alone() -> None:
+    layout = PackedLayout.from_lengths((4, 0, 7), rows=12)
+    x = torch.randn(12, CHANNELS, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(_with_statistics, fullgraph=True, backend="aot_eager")
+    outcomes = []
+    for run in (_with_statistics, compiled):
+        y, mean, variance = run(x, layout)
+        loss = (y * mean + y.square() * variance).sum()
+        outcomes.append((y, mean, variance, *torch.autograd.grad(loss, x)))
+    for actual, expected in zip(*outcomes, strict=True):
+        torch.testing.assert_close(actual, expected)
+    _, mean, variance = outcomes[0][:3]
+    y = depthwise_conv(
+        x,
+        torch.linspace(-1, 1, 5).repeat(CHANNELS, 1).double(),
+        layout,
+        bias=torch.full((CHANNELS,), 7.0, dtype=torch.float64),
+    )
+    (expected,) = torch.autograd.grad((y * mean + y.square() * variance).sum(), x)
+    torch.testing.assert_close(outcomes[0][3], expected)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -68,10 +147,12 @@ def test_matches_torch_on_each_sequence(
         ({"weight": torch.zeros(3, 4)}, r"odd number of taps unless causal, but is 4"),
         ({"bias": torch.zeros(4)}, r"`bias` must have shape \(C,\) = \(3,\), but is \(4,\)"),
         ({"bias": torch.zeros(3).double()}, r"`bias` must be torch.float32, as `x` is.*float64"),
+        ({"x": torch.zeros(4, 5), "gated": True}, r"`x` must have an even width.*, but is 5"),
+        ({"gated": True, "x": torch.zeros(4, 4)}, r"`weight` must have shape .* = \(2, any\)"),
         ({"x": torch.zeros(4, 3).long()}, r"`x` must be float16, .*, but is torch.int64"),
     ],
 )
-def test_says_what_is_wrong(arguments: dict[str, torch.Tensor], message: str) -> None:
+def test_says_what_is_wrong(arguments: dict[str, Any], message: str) -> None:
     given = {"x": torch.zeros(4, 3), "weight": torch.zeros(3, 3)} | arguments
     with pytest.raises(ValueError, match="^depthwise_conv: .*" + message):
         depthwise_conv(layout=PackedLayout.from_lengths([1, 3]), **given)

@@ -21,6 +21,8 @@ from effasr_kernels import (
     depthwise_conv,
     guided_attention,
     linear_cross_entropy,
+    strided_depthwise,
+    subsampling_stem,
     transducer_loss,
 )
 from effasr_kernels.library import Registered
@@ -94,6 +96,20 @@ def _conv() -> Call:
     )
 
 
+def _stem() -> Call:
+    def call(x: Tensor, *parameters: Tensor) -> Tensor:
+        return subsampling_stem(x, *parameters, _layouts()[0], torch.tensor([40, 0, 21]))
+
+    return call, [_leaf(80, 4), _leaf(WIDTH, 9), _leaf(WIDTH), _leaf(WIDTH, 9), _leaf(WIDTH)]
+
+
+def _strided() -> Call:
+    return (
+        lambda x, w, b: strided_depthwise(x, w, b, _layouts()[0], torch.tensor([10, 0, 5])),
+        [_leaf(20, 4, WIDTH), _leaf(WIDTH, 9), _leaf(WIDTH)],
+    )
+
+
 CALLS: dict[str, tuple[Callable[[], Call], int]] = {
     "attention": (lambda: _attention("none"), 4 * HEADS * WIDTH * (5 * 5 + 3 * 3)),
     "attention, causal": (
@@ -108,6 +124,9 @@ CALLS: dict[str, tuple[Callable[[], Call], int]] = {
     "linear_cross_entropy": (_cross_entropy, 2 * 2 * CLASSES * WIDTH),
     "ctc_loss": (_ctc, 2 * 8 * CLASSES * WIDTH),
     "transducer_loss": (_transducer, 2 * (5 * 3 + 3 * 2) * CLASSES * WIDTH),
+    # Each of 8 frames is 4 rows of 2 columns after the first convolution, 2 of 1 after the second.
+    "subsampling_stem": (_stem, 2 * 9 * WIDTH * (4 * 8 * 2 + 2 * 8)),
+    "strided_depthwise": (_strided, 2 * 9 * WIDTH * 8 * 2),
     "depthwise_conv": (_conv, 2 * 8 * WIDTH * 3),
 }
 """A call of each operation, and the floating-point operations of its real rows."""
@@ -173,7 +192,11 @@ def test_fake_results_are_like_real_ones(name: str) -> None:
 def test_passes_the_checks_of_torch_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, leaves = CALLS[name][0]()
     seen: list[list[Any]] = []
-    note = lambda self, *args, **kwargs: seen.append(self.flatten(*args, **kwargs))
+
+    def note(self: Registered, *args: Any, **kwargs: Any) -> Any:
+        seen.append(self.flatten(*args, **kwargs))
+        return self.op(*args, **kwargs)
+
     monkeypatch.setattr(Registered, "__call__", note)
     call(*leaves)
     operation = getattr(torch.ops.effasr, name.split(",")[0])

@@ -55,6 +55,7 @@ def _case(
         },
         one_more=frozenset({"predicted"}),
         has_true_gradient=fastemit == 0,
+        rounds_inside=True,
     )
 
 

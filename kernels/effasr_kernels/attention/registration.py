@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from effasr_kernels.attention.order import order
 from effasr_kernels.attention.position import RelativeBias, Rotary
 from effasr_kernels.dispatch import Backend, Op
 from effasr_kernels.flops import pairs
@@ -51,7 +52,18 @@ def _flops(
     return 2 * products * pairs(layout_q, layout_k, causal) * q.shape[1] * q.shape[2]
 
 
-op = Op("attention", {Backend.REFERENCE: "effasr_kernels.attention.reference"})
+op = Op(
+    "attention",
+    {
+        Backend.TRITON: "effasr_kernels.attention._triton",
+        Backend.VARLEN: "effasr_kernels.attention._varlen",
+        Backend.FLASH_ATTN_2: "effasr_kernels.attention._flash_attn_2",
+        Backend.FLASH_ATTN_3: "effasr_kernels.attention._flash_attn_3",
+        Backend.FLASH_ATTN_4: "effasr_kernels.attention._flash_attn_4",
+        Backend.REFERENCE: "effasr_kernels.attention.reference",
+    },
+    order,
+)
 
 call = Registered(
     op,

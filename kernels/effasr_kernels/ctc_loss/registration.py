@@ -22,7 +22,13 @@ def _flops(weight: Tensor, layout_frames: PackedLayout, **_: Any) -> int:
     return 2 * sum(known_lengths(layout_frames)) * weight.numel()
 
 
-op = Op("ctc_loss", {Backend.REFERENCE: "effasr_kernels.ctc_loss.reference"})
+op = Op(
+    "ctc_loss",
+    {
+        Backend.TRITON: "effasr_kernels.ctc_loss._triton",
+        Backend.REFERENCE: "effasr_kernels.ctc_loss.reference",
+    },
+)
 
 call = Registered(
     op,

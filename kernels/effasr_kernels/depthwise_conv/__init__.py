@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 from torch import Tensor
 
 from effasr_kernels import checks
@@ -12,6 +14,7 @@ from effasr_kernels.packed import PackedLayout
 __all__ = ["depthwise_conv", "op"]
 
 
+@overload
 def depthwise_conv(
     x: Tensor,
     weight: Tensor,
@@ -19,41 +22,95 @@ def depthwise_conv(
     *,
     bias: Tensor | None = None,
     causal: bool = False,
+    gated: bool = False,
+    statistics: Literal[False] = False,
     backend: Backend | str | None = None,
-) -> Tensor:
+) -> Tensor: ...
+
+
+@overload
+def depthwise_conv(
+    x: Tensor,
+    weight: Tensor,
+    layout: PackedLayout,
+    *,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    gated: bool = False,
+    statistics: Literal[True],
+    backend: Backend | str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def depthwise_conv(
+    x: Tensor,
+    weight: Tensor,
+    layout: PackedLayout,
+    *,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    gated: bool = False,
+    statistics: bool = False,
+    backend: Backend | str | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     r"""Convolve each channel with its own taps, within each sequence.
 
-    .. math:: y_{tc} = b_c + \sum_{k=0}^{K-1} w_{ck} \, x_{t + k - P, \, c}
+    .. math:: y_{tc} = b_c + \sum_{k=0}^{K-1} w_{ck} \, u_{t + k - P, \, c}
 
     with P = K - 1 where ``causal``, else (K - 1) / 2; frames outside the sequence of t count as
-    zero. It is a correlation, as in `torch.nn.Conv1d`. Sums are taken in float32 (in float64
-    for float64). Under autocast the floating arguments are cast as for a matrix product.
+    zero. It is a correlation, as in `torch.nn.Conv1d`. The input u is x, or where ``gated``
+
+    .. math:: u_{tc} = x_{tc} \, \sigma(x_{t, \, C + c})
+
+    as in `torch.nn.GLU`, computed as x is read. Sums are taken in float32 (in float64 for
+    float64), and u is not rounded. Under autocast the floating arguments are cast as for a matrix
+    product.
 
     Args:
-        x: (T, C), floating point.
+        x: (T, C), or (T, 2C) where ``gated``; floating point.
         weight: w, (C, K), the dtype of ``x``; K is odd unless ``causal``.
         layout: The sequences of ``x``.
         bias: b, (C,), the dtype of ``x``; zero by default. Not added in the tail.
         causal: Whether a frame sees only itself and the K - 1 before it.
+        gated: Whether the second half of ``x`` gates the first.
+        statistics: Whether to return what batch normalisation needs to know of y as well.
         backend: Implementation to use; the fastest that can serve the call by default.
 
     Returns:
-        (T, C), the dtype of ``x``.
+        y, (T, C), the dtype of ``x``. With ``statistics``, after it, the mean and the biased
+        variance of each channel of y, as rounded to its dtype, over all rows but the tail: (C,),
+        float32 (float64 for float64), both 0 where no sequence has a row. No gradient flows
+        through them: the backward of batch normalisation accounts for what they depend on.
 
     Raises:
         ValueError: An argument is not as above.
         BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
     """
     x, weight, bias = checks.under_autocast(x, weight, bias)
-    checks.check_shape(op.name, "x", x, "(T, C)", None, None)
+    checks.check_shape(op.name, "x", x, "(T, 2C)" if gated else "(T, C)", None, None)
     checks.check_rows(op.name, "x", x, "layout", layout)
-    checks.check_shape(op.name, "weight", weight, "(C, K)", x.shape[1], None)
+    channels = x.shape[1]
+    if gated:
+        if channels % 2:
+            raise checks.wrong(op.name, "x", "have an even width, as it is gated", channels)
+        channels //= 2
+    checks.check_shape(op.name, "weight", weight, "(C, K)", channels, None)
     taps = weight.shape[1]
     if taps == 0:
         raise checks.wrong(op.name, "weight", "have at least one tap", taps)
     if taps % 2 == 0 and not causal:
         raise checks.wrong(op.name, "weight", "have an odd number of taps unless causal", taps)
     if bias is not None:
-        checks.check_shape(op.name, "bias", bias, "(C,)", x.shape[1])
+        checks.check_shape(op.name, "bias", bias, "(C,)", channels)
     checks.check_floating(op.name, x=x, weight=weight, bias=bias)
-    return call(x, weight, layout, bias=bias, causal=causal, backend=backend)
+    y, mean, variance = call(
+        x,
+        weight,
+        layout,
+        bias=bias,
+        causal=causal,
+        gated=gated,
+        statistics=statistics,
+        backend=backend,
+    )
+    return (y, mean.detach(), variance.detach()) if statistics else y

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -17,18 +18,40 @@ def why_not(*args: object, **kwargs: object) -> None:
 
 
 def run(
-    x: Tensor, weight: Tensor, layout: PackedLayout, *, bias: Tensor | None, causal: bool
-) -> Tensor:
-    """See `effasr_kernels.depthwise_conv.depthwise_conv`."""
+    x: Tensor,
+    weight: Tensor,
+    layout: PackedLayout,
+    *,
+    bias: Tensor | None,
+    causal: bool,
+    gated: bool,
+    statistics: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `effasr_kernels.depthwise_conv.depthwise_conv`; statistics not asked for are empty."""
     left = weight.shape[1] - 1 if causal else weight.shape[1] // 2
     total = layout.total
     # Row t of the spaced buffer is `t` plus one gap for each sequence up to its own.
     rows = torch.arange(total, device=x.device)
     rows += layout.sequence_ids()[:total] * (weight.shape[1] - 1)
-    y = _Convolve.apply(widen(x)[:total], widen(weight).T, rows, layout.num_sequences, left)
+    # The gradient of a slice is a copy.
+    u = widen(x if total == layout.rows else x[:total])
+    if gated:
+        u = F.glu(u)
+    y = _Convolve.apply(u, widen(weight).T, rows, layout.num_sequences, left)
     if bias is not None:
         y = y + widen(bias)
-    return torch.cat([y, y.new_zeros(layout.rows - total, y.shape[1])]).to(x.dtype)
+    y = y.to(x.dtype)
+    mean, variance = _statistics(widen(y) if statistics else widen(y)[:, :0])
+    if total < layout.rows:
+        y = F.pad(y, (0, 0, 0, layout.rows - total))
+    return y, mean, variance
+
+
+@torch.no_grad()
+def _statistics(y: Tensor) -> tuple[Tensor, Tensor]:
+    count = max(y.shape[0], 1)
+    mean = y.sum(0) / count
+    return mean, (y - mean).square_().sum(0) / count
 
 
 class _Convolve(torch.autograd.Function):

@@ -21,7 +21,13 @@ def _flops(q: Tensor, layout_q: PackedLayout, layout_k: PackedLayout, **_: Any) 
     return 4 * pairs(layout_q, layout_k) * q.shape[1] * q.shape[2]
 
 
-op = Op("guided_attention", {Backend.REFERENCE: "effasr_kernels.guided_attention.reference"})
+op = Op(
+    "guided_attention",
+    {
+        Backend.TRITON: "effasr_kernels.guided_attention._triton",
+        Backend.REFERENCE: "effasr_kernels.guided_attention.reference",
+    },
+)
 
 call = Registered(
     op,

@@ -1,0 +1,245 @@
+"""The kernels of `effasr_kernels.attention._relative.relative_backward`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from effasr_kernels.attention._relative_scores import STEP, is_below
+from effasr_kernels.tiles import find_tile
+
+
+@triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths"])
+def grad_queries(
+    grad_q,
+    grad_bias,
+    grad_scores,
+    table,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    sequences,
+    rows,
+    reach,
+    eighths,
+    scale,
+    heads,
+    stride_distance,
+    stride_table_head,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Write the gradient of a tile of queries, one head, and its sum over the tile.
+
+    The walk is that of `effasr_kernels.attention._relative_scores.scores`; here the skew is in the
+    addresses of the loads.
+
+    Args:
+        grad_q: (T_q, H, D), a pointer; the tail is set to zero.
+        grad_bias: float32 (tiles, H, D), a pointer.
+        grad_scores: (T_q, H, 8 eighths), a pointer.
+        table: (2 reach - 1, H, D), a pointer.
+        cu_seqlens_q: int32 (N + 1,), a pointer.
+        cu_seqlens_k: int32 (N + 1,), a pointer.
+        sequences: N.
+        rows: T_q.
+        reach: L.
+        eighths: An eighth of the width of ``grad_scores``.
+        scale: Factor of the scores.
+        heads: H.
+        stride_distance: Of ``table``, in elements, as is the other.
+        stride_table_head: Of ``table``.
+        WIDTH: D.
+        BLOCK_D: The power of two at or above D.
+        BLOCK_M: Queries of a tile.
+        BLOCK_W: Distances of a step.
+    """
+    tile, head = tl.program_id(0), tl.program_id(1)
+    sequence, begin, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_seqlens_q, sequences, rows, tile // STEP, BLOCK_M * STEP
+    )
+    start += tile % STEP
+    is_real = (sequence < sequences) & (start < length)
+    end_k = tl.load(cu_seqlens_k + sequence + 1, mask=is_real, other=0)
+    keys = end_k - tl.load(cu_seqlens_k + sequence, mask=is_real, other=0)
+
+    row = tl.arange(0, BLOCK_M)
+    # The last query of the tile that there is; none if it is negative.
+    last = tl.minimum((length - start + STEP - 1) // STEP, BLOCK_M) - 1
+    in_range = row <= last
+    channel = tl.arange(0, BLOCK_D)
+    in_width = channel < WIDTH
+    diagonal = tl.arange(0, BLOCK_W)
+    grad_scores += ((begin + start) * heads + head) * (eighths * 8)
+    # Pairs are loaded whole: what follows the last key of an odd number must be zero.
+    after = grad_scores + row * (heads * STEP * eighths * 8) + keys
+    zero = tl.zeros((BLOCK_M,), dtype=grad_scores.dtype.element_ty)
+    tl.store(after, zero, mask=in_range & (keys % STEP != 0))
+    tl.debug_barrier()
+    keys = tl.cdiv(keys, STEP) * STEP
+    grad_scores -= last * STEP
+    # A step of one row is a step of one key, too.
+    offset = (row * (STEP * (heads * eighths * 8 + 1)))[:, None] + diagonal[None, :]
+    first_key = diagonal[None, :] + ((row - last) * STEP)[:, None]
+    largest = reach - 1 + start + last * STEP
+    table += head * stride_table_head
+    total = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    # No step where there is no key, as for the tail and for a number without a tile.
+    for first in range(0, tl.where(keys > 0, keys + last * STEP, 0), BLOCK_W):
+        ds = tl.load(
+            grad_scores + first + offset,
+            mask=is_below(first + first_key, keys) & in_range[:, None],
+            other=0.0,
+        )
+        entry = largest - first - diagonal
+        window = tl.load(
+            table + entry.to(tl.int64)[:, None] * stride_distance + channel[None, :],
+            mask=is_below(entry, 2 * reach - 1)[:, None] & in_width[None, :],
+            other=0.0,
+        )
+        total = tl.dot(ds, window, total, input_precision="ieee")
+    total *= scale
+    grad_bias += (tile.to(tl.int64) * heads + head) * WIDTH
+    tl.store(grad_bias + channel, tl.sum(total, axis=0), mask=in_width)
+    grad_q += ((begin + start) * heads + head) * WIDTH
+    tl.store(
+        grad_q + (row * (heads * STEP * WIDTH))[:, None] + channel[None, :],
+        total.to(grad_q.dtype.element_ty),
+        mask=in_range[:, None] & in_width[None, :],
+    )
+
+
+@triton.jit
+def sequence_of(cu_seqlens, sequences, tile, BLOCK: tl.constexpr):
+    """The sequence of a tile number, N for the tail, as `effasr_kernels.tiles.find_tile` counts.
+
+    The count is a scalar from the start: with a sum after the loop, as there, the compiler (Triton
+    3.7) loses all alignments inside nested loops that begin at it.
+
+    Args:
+        cu_seqlens: int32 (N + 1,), a pointer.
+        sequences: N.
+        tile: The number.
+        BLOCK: Rows of a tile.
+    """
+    index = tl.arange(0, 128)
+    count = 0
+    for first in range(0, sequences + 1, 128):
+        n = first + index
+        begin = tl.load(cu_seqlens + n, mask=n <= sequences, other=0)
+        count += tl.sum(((begin // BLOCK + n <= tile) & (n <= sequences)).to(tl.int32))
+    return count - 1
+
+
+@triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths", "tiles", "splits"])
+def grad_table(
+    grad,
+    grad_scores,
+    q,
+    position_bias,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    sequences,
+    rows,
+    reach,
+    eighths,
+    tiles,
+    splits,
+    scale,
+    heads,
+    stride_row,
+    stride_head,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Sum the gradient of a block of distances, one head, over a share of the tiles of queries.
+
+    A share is a range of tile numbers (see `effasr_kernels.tiles`), thus about as many queries as
+    any other, and few sequences. Blocks of small distances have the most pairs, and come first.
+
+    Args:
+        grad: float32 (splits, 2 reach - 1, H, D), a pointer.
+        grad_scores: (T_q, H, 8 eighths), a pointer.
+        q: (T_q, H, D), a pointer.
+        position_bias: (H, D), a pointer.
+        cu_seqlens_q: int32 (N + 1,), a pointer.
+        cu_seqlens_k: int32 (N + 1,), a pointer.
+        sequences: N.
+        rows: T_q.
+        reach: L.
+        eighths: An eighth of the width of ``grad_scores``.
+        tiles: How many tile numbers of BLOCK_M queries there are.
+        splits: How many shares.
+        scale: Factor of the scores.
+        heads: H.
+        stride_row: Of ``q``, in elements, as is the other.
+        stride_head: Of ``q``.
+        WIDTH: D.
+        BLOCK_D: The power of two at or above D.
+        BLOCK_M: Queries of a step.
+        BLOCK_W: Distances of a block.
+    """
+    split, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    phase = split % STEP
+    # Blocks 0, -1, 1, -2, 2, ...
+    block = tl.program_id(1)
+    nearest = tl.where(block % 2 == 0, block // 2, -(block + 1) // 2) * BLOCK_W
+    share = tl.cdiv(tiles, splits // STEP)
+    first_tile = split // STEP * share
+    end_tile = tl.minimum(first_tile + share, tiles)
+    first_sequence = sequence_of(cu_seqlens_q, sequences, first_tile, BLOCK_M * STEP)
+    last_sequence = sequence_of(cu_seqlens_q, sequences, end_tile - 1, BLOCK_M * STEP)
+
+    row = tl.arange(0, BLOCK_M)
+    diagonal = tl.arange(0, BLOCK_W)
+    # In descending order, so that the keys of a query ascend; the first key of a row is even.
+    largest = nearest + BLOCK_W - phase
+    offset = (row * (STEP * (heads * eighths * 8 + 1)))[:, None] + diagonal[None, :]
+    first_key = diagonal[None, :] + (row * STEP)[:, None] - BLOCK_W
+    channel = tl.arange(0, BLOCK_D)
+    in_width = channel < WIDTH
+    bias = tl.load(position_bias + head * WIDTH + channel, mask=in_width, other=0.0)
+    bias = bias.to(tl.float32)[None, :]
+    query_offset = (row * (STEP * stride_row))[:, None] + channel[None, :]
+    total = tl.zeros((BLOCK_W, BLOCK_D), dtype=tl.float32)
+    q += head * stride_head
+    grad_scores += head * (eighths * 8) - BLOCK_W
+    for sequence in range(first_sequence, tl.minimum(last_sequence + 1, sequences)):
+        begin = tl.load(cu_seqlens_q + sequence)
+        length = tl.load(cu_seqlens_q + sequence + 1) - begin
+        keys = tl.load(cu_seqlens_k + sequence + 1) - tl.load(cu_seqlens_k + sequence)
+        keys = tl.cdiv(keys, STEP) * STEP
+        number = begin // (BLOCK_M * STEP) + sequence
+        # The queries that have a key at one of these distances.
+        low = tl.maximum(nearest, 0) // (BLOCK_M * STEP)
+        high = tl.cdiv(tl.minimum(length, tl.maximum(keys + largest, 0)), BLOCK_M * STEP)
+        low = tl.maximum(low, first_tile - number)
+        high = tl.minimum(high, end_tile - number)
+        for tile in range(low, high):
+            start = tile * (BLOCK_M * STEP)
+            in_range = start + phase + row * STEP < length
+            here = begin.to(tl.int64) + start + phase
+            # The key of the first query at the largest distance.
+            skip = start - nearest + 2 * phase
+            ds = tl.load(
+                grad_scores + here * (heads * eighths * 8) + skip + offset,
+                mask=is_below(skip + first_key, keys) & in_range[:, None],
+                other=0.0,
+            )
+            query = tl.load(
+                q + here * stride_row + query_offset,
+                mask=in_range[:, None] & in_width[None, :],
+                other=0.0,
+            )
+            query = (query.to(tl.float32) + bias).to(query.dtype)
+            total = tl.dot(tl.trans(ds), query, total, input_precision="ieee")
+    entry = reach - 1 + largest - diagonal
+    grad += (split.to(tl.int64) * (2 * reach - 1) * heads + head) * WIDTH
+    tl.store(
+        grad + entry.to(tl.int64)[:, None] * (heads * WIDTH) + channel[None, :],
+        total * scale,
+        mask=is_below(entry, 2 * reach - 1)[:, None] & in_width[None, :],
+    )

@@ -1,0 +1,180 @@
+"""torch's own attention on packed sequences, `torch.nn.attention.varlen.varlen_attn`.
+
+It is FlashAttention 2, as torch was built with. Its backward is deterministic only where torch is
+told to be so everywhere; therefore the backward here is the one beneath it, told for that call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.attention import packages
+from effasr_kernels.attention.position import RelativeBias, Rotary
+from effasr_kernels.attention.registration import call
+from effasr_kernels.packed import PackedLayout
+
+_FUNCTION = (
+    "torch.nn.attention.varlen",
+    "varlen_attn",
+    "'torch>=2.11'",
+    # Until 2.10 there was `is_causal`, and no scale.
+    ("query", "key", "value", "cu_seq_q", "max_q", "return_aux", "scale", "window_size"),
+)
+_CAUSAL, _FULL = (-1, 0), (-1, -1)
+_WIDEST_ON_SMALL_GPUS = 192
+
+
+def why_not(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout_q: PackedLayout,
+    layout_k: PackedLayout,
+    *,
+    causal: bool,
+    scale: float,
+    position: Rotary | RelativeBias | None,
+    dropout: float,
+    seed: int | Tensor | None,
+) -> str | None:
+    """Why it cannot serve the call, or None."""
+    function = packages.find(*_FUNCTION)
+    if isinstance(function, str):
+        return function
+    reason = packages.refusal(
+        q, layout_q, layout_k, causal=causal, position=position, dropout=dropout
+    )
+    if reason is not None:
+        return reason
+    if not _built_in():
+        return "torch was built without FlashAttention"
+    if _replaced():
+        return "torch.nn.attention.activate_flash_attention_impl has put another one in its place"
+    if q.shape[-1] > _WIDEST_ON_SMALL_GPUS and packages.capability(q.device) in ((8, 6), (8, 9)):
+        return f"serves head widths up to {_WIDEST_ON_SMALL_GPUS} on this GPU, not {q.shape[-1]}"
+    return None
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout_q: PackedLayout,
+    layout_k: PackedLayout,
+    *,
+    causal: bool,
+    scale: float,
+    position: Rotary | RelativeBias | None,
+    dropout: float,
+    seed: int | Tensor | None,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The output, and the log-sum-exp of each query's scores, (H, T_q)."""
+    if not (layout_q.bound and layout_k.bound):
+        return (q.new_zeros(q.shape),), (q.new_zeros(q.shape[1::-1], dtype=torch.float32),)
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    y, log_sums = varlen_attn(
+        _rows(q),
+        _rows(k),
+        _rows(v),
+        layout_q.cu_seqlens,
+        layout_k.cu_seqlens,
+        layout_q.bound,
+        layout_k.bound,
+        return_aux=AuxRequest(lse=True),
+        scale=scale,
+        window_size=_CAUSAL if causal else _FULL,
+    )
+    return (y.masked_fill_(packages.outside(layout_q, layout_k), 0),), (log_sums,)
+
+
+def saved_like(q: Tensor, **_: object) -> tuple[Tensor, ...]:
+    """As `forward` saves."""
+    return (q.new_empty(q.shape[1::-1], dtype=torch.float32),)
+
+
+def backward(
+    grads: tuple[Tensor, ...],
+    results: tuple[Tensor, ...],
+    saved: tuple[Tensor, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout_q: PackedLayout,
+    layout_k: PackedLayout,
+    *,
+    causal: bool,
+    scale: float,
+    position: Rotary | RelativeBias | None,
+    dropout: float,
+    seed: int | Tensor | None,
+) -> dict[str, Tensor | None]:
+    """The gradients of queries, keys and values, zero outside the sequences."""
+    if not (layout_q.bound and layout_k.bound):
+        return {"q": torch.zeros_like(q), "k": torch.zeros_like(k), "v": torch.zeros_like(v)}
+    window = _CAUSAL if causal else _FULL
+    with _deterministic():
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grads[0],
+            _rows(q),
+            _rows(k),
+            _rows(v),
+            results[0],
+            saved[0],
+            layout_q.cu_seqlens,
+            layout_k.cu_seqlens,
+            layout_q.bound,
+            layout_k.bound,
+            0.0,
+            causal,
+            # The state and the offset of a dropout that there is not.
+            torch.zeros(2, dtype=torch.uint64, device=q.device),
+            torch.empty(0, device=q.device),
+            scale=scale,
+            window_size_left=window[0],
+            window_size_right=window[1],
+        )
+    outside_k = packages.outside(layout_k, layout_q)
+    return {
+        "q": dq.masked_fill_(packages.outside(layout_q, layout_k), 0),
+        "k": dk.masked_fill_(outside_k, 0),
+        "v": dv.masked_fill_(outside_k, 0),
+    }
+
+
+run = call.kernel(__name__, forward, backward)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _built_in() -> bool:
+    return torch.backends.cuda.is_flash_attention_available()
+
+
+def _replaced() -> bool:
+    """Whether `varlen_attn` is another version's now, with other promises."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return current is not None and current() not in (None, "FA2")
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    # To find reads of uninitialised memory this would write every new tensor once more.
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

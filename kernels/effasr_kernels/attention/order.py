@@ -1,0 +1,66 @@
+"""Which implementation of `attention` to try first: by measurement, where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.attention.packages import capability
+from effasr_kernels.dispatch import Backend
+from effasr_kernels.packed import PackedLayout
+
+UNMEASURED = (
+    Backend.CUDA,
+    Backend.TRITON,
+    Backend.VARLEN,
+    Backend.FLASH_ATTN_2,
+    Backend.FLASH_ATTN_4,
+    Backend.REFERENCE,
+)
+"""Our own first, which keeps every promise; the others serve where it refuses.
+
+FlashAttention 3 runs on request alone: it serves inference but not training, and compiled code
+cannot tell the two apart when it runs.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A measured order, for one kind of GPU and calls up to a size.
+
+    Attributes:
+        capability: The compute capability.
+        dtype: Of the queries.
+        head_width: The widest head that was measured.
+        longest: The longest sequence that was measured.
+        backends: From the fastest on; what is not named comes behind, as in `UNMEASURED`.
+        source: The file of the measurements and the commit: ``profiling/results/ops.csv@1a2b3c``.
+    """
+
+    capability: tuple[int, int]
+    dtype: torch.dtype
+    head_width: int
+    longest: int
+    backends: tuple[Backend, ...]
+    source: str
+
+
+MEASURED: tuple[Row, ...] = ()
+"""The first row that covers a call decides. Nothing has been measured yet."""
+
+
+def order(
+    q: Tensor, k: Tensor, v: Tensor, layout_q: PackedLayout, layout_k: PackedLayout, **_: object
+) -> tuple[Backend, ...]:
+    """The backends for a call of `attention`, in the order in which to try them."""
+    found = capability(q.device) if MEASURED else None
+    if found is None:
+        return UNMEASURED
+    longest = max(layout_q.bound, layout_k.bound)
+    for row in MEASURED:
+        fits = q.shape[-1] <= row.head_width and longest <= row.longest
+        if row.capability == found and row.dtype == q.dtype and fits:
+            return (*row.backends, *(b for b in UNMEASURED if b not in row.backends))
+    return UNMEASURED

@@ -1,0 +1,206 @@
+r"""The sum over all alignments, one program per sequence, and the share of each in it.
+
+Before each label, and after the last, lies an optional blank. With :math:`b_j` the logarithmic mass
+of the alignments that end in the blank before label j and :math:`l_j` of those that end in label j,
+a frame with log-probabilities e takes
+
+.. math::
+    c_j  &= \log(\exp l_{j-1} + \exp b_j)                                      \\
+    b'_j &= c_j + e_{blank}                                                    \\
+    l'_j &= \log(\exp l_j + \exp(y_j = y_{j-1} \,?\; b_j : c_j)) + e_{y_j}
+
+so two sums of two terms each, and one shift. Both are kept in float64; float32 exponentials and
+logarithms are taken of their differences alone, so the error of a step does not grow with the mass,
+which falls by a few nats per frame.
+
+Each sum also gives the share of its first term: the probability, given the frames so far, of where
+an alignment came from. These shares are all that the way back needs. It begins in the two states in
+which alignments end, and hands the mass of each state to where it came from: sums and products of
+numbers in [0, 1], without exponentials, infinities or differences of large numbers. What lies in a
+state is its occupancy, the derivative of the log-likelihood by the log-probability of its class.
+
+On random logits of 2,000 frames and 300 labels an occupancy errs by up to 3e-7, less than what
+comes of rounding log-probabilities to float32 (1.4e-6). With the masses in float32, the largest of
+each frame being 0, it would be 4e-5; from forward and backward masses in float32 with a float64
+offset for each frame, 9e-4; `torch.nn.functional.ctc_loss` in float32 errs by 3e-2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_NOTHING = tl.constexpr(-1e30)
+"""The logarithm of no mass. Finite, as infinities differ by NaN; a mass this small is none."""
+
+
+@triton.jit
+def _merge(x, y):
+    """The logarithm of 2**x + 2**y, float64, and the first term's share, float32."""
+    small = tl.exp2((-tl.abs(x - y)).to(tl.float32))
+    whole = 1.0 + small
+    return tl.maximum(x, y) + tl.log2(whole).to(tl.float64), tl.where(x >= y, 1.0, small) / whole
+
+
+@triton.jit
+def _log2_probability(score, log_normalizer):
+    log_probability = (score.to(tl.float64) - log_normalizer.to(tl.float64)) * _LOG2E
+    return tl.where(log_probability < _NOTHING, _NOTHING, log_probability)
+
+
+@triton.jit
+def _extent(cu_seqlens, n):
+    begin = tl.load(cu_seqlens + n)
+    return begin.to(tl.int64), tl.load(cu_seqlens + n + 1) - begin
+
+
+@triton.jit
+def _transcript(targets, first_label, labels, BLOCK: tl.constexpr):
+    """The labels, -1 past their end, and which differ from their predecessor."""
+    j = tl.arange(0, BLOCK)
+    own = tl.load(targets + first_label + j, mask=j < labels, other=-1).to(tl.int64)
+    inner = (j > 0) & (j < labels)
+    before = tl.load(targets + first_label + j - 1, mask=inner, other=-2).to(tl.int64)
+    return own, own != before
+
+
+@triton.jit(do_not_specialize=["columns"])
+def sweep_forward(
+    scores,
+    log_normalizer,
+    targets,
+    cu_frames,
+    cu_targets,
+    moved,
+    ended,
+    loss,
+    columns,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The loss of one sequence, and where alignments came from at each frame.
+
+    Args:
+        scores: float32 (T, K + 1): logits of the blank, in column 0, and of each label. That of a
+            label is replaced by the share, of the mass in it, that was in it a frame before.
+        log_normalizer: float32 (T,).
+        targets: int32 or int64 (U,).
+        cu_frames: int32 (N + 1,).
+        cu_targets: int32 (N + 1,).
+        moved: float32 (T, K + 1), written: the share of label j - 1 in the mass c_j.
+        ended: float32 (N,), written: the share of alignments that end in the last label.
+        loss: float32 (N,), written.
+        columns: K + 1.
+        BLOCK: At least K + 1.
+        STAGES: Frames of which loads are under way at a time.
+    """
+    n = tl.program_id(0)
+    first_frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]
+    first_label, labels = _extent(cu_targets, n)
+    j = tl.arange(0, BLOCK)
+    _, differs = _transcript(targets, first_label, labels, BLOCK)
+    is_label = j < labels
+    repeats = tl.sum((is_label & (differs == 0)).to(tl.int32), axis=0)
+    # Without a step the start is all there is, and it is the end of an empty transcript alone.
+    steps = tl.where(frames < labels + repeats, 0, frames)
+
+    nothing = tl.full((BLOCK,), _NOTHING, tl.float64)
+    blank = tl.where(j == 0, 0.0, nothing)
+    label = nothing
+    left = tl.maximum(j - 1, 0)
+    for t in tl.range(0, steps, num_stages=STAGES):
+        frame = first_frame + t
+        row = frame * columns
+        label_score = tl.load(scores + row + 1 + j, mask=is_label, other=0.0)
+        blank_score = tl.load(scores + row)
+        normalizer = tl.load(log_normalizer + frame)
+        before = tl.where(j > 0, tl.gather(label, left, 0), nothing)
+        advanced, moved_share = _merge(before, blank)
+        label, stayed_share = _merge(label, tl.where(differs, advanced, blank))
+        tl.store(moved + row + j, moved_share, mask=j <= labels)
+        tl.store(scores + row + 1 + j, stayed_share, mask=is_label)
+        blank = advanced + _log2_probability(blank_score, normalizer)
+        label += _log2_probability(label_score, normalizer)
+
+    last_label = tl.sum(tl.where(j == labels - 1, label, 0.0), axis=0)
+    last_label = tl.where(labels > 0, last_label, _NOTHING)
+    last_blank = tl.sum(tl.where(j == labels, blank, 0.0), axis=0)
+    mass, ended_share = _merge(last_label, last_blank)
+    tl.store(ended + n, ended_share)
+    # Every possible loss is above this; a loss of NaN stays one.
+    tl.store(loss + n, tl.where(mass < 0.5 * _NOTHING, float("inf"), -mass * _LN2).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["columns", "blank_id"])
+def sweep_backward(
+    moved,
+    stayed,
+    ended,
+    loss,
+    grad_loss,
+    targets,
+    cu_frames,
+    cu_targets,
+    occupancies,
+    classes,
+    scale,
+    columns,
+    blank_id,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Occupancies of one sequence; also the factor of its frames, and which labels are its first.
+
+    Args:
+        moved: As `sweep_forward` wrote it.
+        stayed: What `sweep_forward` made of ``scores``.
+        ended: As `sweep_forward` wrote it.
+        loss: float32 (N,).
+        grad_loss: float32 (N,).
+        targets: int32 or int64 (U,).
+        cu_frames: int32 (N + 1,).
+        cu_targets: int32 (N + 1,).
+        occupancies: float32 (T, K + 1), written where the factor is not zero: of the blank, in
+            column 0, and of each label.
+        classes: int32 (U,), written: the class of a label that no earlier one of its transcript
+            has, and that is not the blank; else -1.
+        scale: float32 (T,), written: the gradient of the loss, 0 where that is infinite.
+        columns: K + 1.
+        blank_id: The blank's class.
+        BLOCK: At least K + 1.
+        STAGES: Frames of which loads are under way at a time.
+    """
+    n = tl.program_id(0)
+    first_frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]
+    first_label, labels = _extent(cu_targets, n)
+    j = tl.arange(0, BLOCK)
+    own, differs = _transcript(targets, first_label, labels, BLOCK)
+    is_label = j < labels
+    factor = tl.where(tl.load(loss + n) == float("inf"), 0.0, tl.load(grad_loss + n))
+    for start in range(0, frames, BLOCK):
+        tl.store(scale + first_frame + start + j, factor + j * 0.0, mask=start + j < frames)
+
+    seen = own == blank_id
+    for i in range(0, labels):
+        seen = seen | ((own == tl.load(targets + first_label + i)) & (i < j))
+    tl.store(classes + first_label + j, tl.where(seen, -1, own).to(tl.int32), mask=is_label)
+
+    steps = tl.where(factor == 0.0, 0, frames)
+    end_share = tl.load(ended + n).to(tl.float64)
+    label = tl.where(j == labels - 1, end_share, 0.0)
+    blank = tl.where(j == labels, 1.0 - end_share, 0.0)
+    right = tl.minimum(j + 1, BLOCK - 1)
+    for t in tl.range(0, steps, num_stages=STAGES):
+        row = (first_frame + steps - 1 - t) * columns
+        moved_share = tl.load(moved + row + j, mask=j <= labels, other=0.0).to(tl.float64)
+        stayed_share = tl.load(stayed + row + 1 + j, mask=is_label, other=0.0).to(tl.float64)
+        tl.store(occupancies + row, tl.sum(blank, axis=0).to(tl.float32))
+        tl.store(occupancies + row + 1 + j, label.to(tl.float32), mask=is_label)
+        stays = label * stayed_share
+        comes = label - stays
+        advanced = blank + tl.where(differs, comes, 0.0)
+        moves = advanced * moved_share
+        blank = advanced - moves + tl.where(differs, 0.0, comes)
+        label = stays + tl.where(j + 1 < BLOCK, tl.gather(moves, right, 0), 0.0)

@@ -1,0 +1,247 @@
+"""`ctc_loss` in Triton: logits of the blank and the labels alone, and one sweep of the lattice.
+
+Forward: normalizers of all frames from one fused pass over the vocabulary; logits of the blank and
+of each frame's own labels; a program per sequence that sums over alignments, and notes where they
+came from. Backward: a program per sequence that follows the notes back to occupancies; then the
+projection's gradient, some frames at a time, from softmax minus occupancy.
+
+With K labels in the longest transcript (`PackedLayout.bound`), 8 T (K + 1) bytes are kept for the
+backward, which takes 4 T (K + 1) more, and a chunk of logits of a fixed size: for 24,000 frames and
+K = 200, 39 MB, 19 MB and `effasr_kernels.projection`'s. The sweeps hold one row of the lattice in
+registers, as many as a power of two above K, from 64 to 2,048: the only way in which code depends
+on a length. It depends on the bound, not on the lengths, so a run of static shape compiles once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.ctc_loss._labels import (
+    label_gradient,
+    merge_repeats,
+    score_labels,
+    softmax_gradient,
+)
+from effasr_kernels.ctc_loss._lattice import sweep_backward, sweep_forward
+from effasr_kernels.ctc_loss.registration import call
+from effasr_kernels.launch import launch, refusal
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.projection import project_backward, row_statistics
+from effasr_kernels.tiles import count_tiles
+
+_NARROWEST, _WIDEST = 64, 2048
+_MERGED_FRAMES = 32
+
+
+def why_not(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    layout_frames: PackedLayout,
+    layout_targets: PackedLayout,
+    *,
+    bias: Tensor | None,
+    blank_id: int,
+) -> str | None:
+    """The reason for which these arguments cannot be served, or None."""
+    if layout_targets.bound >= _WIDEST:
+        return f"serves up to {_WIDEST - 1} labels in a sequence, not {layout_targets.bound}"
+    return refusal(hidden, weight, bias)
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    layout_frames: PackedLayout,
+    layout_targets: PackedLayout,
+    *,
+    bias: Tensor | None,
+    blank_id: int,
+) -> tuple[tuple[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """See `effasr_kernels.ctc_loss.ctc_loss`; saves what `saved_like` lists."""
+    hidden, weight, targets, bias = _dense(hidden, weight, targets, bias)
+    total = layout_frames.cu_seqlens[-1:]
+    log_normalizer = row_statistics(hidden, weight, bias, total=total).log_normalizer
+    _, moved, scores, ended = saved_like(
+        hidden, weight, targets, layout_frames, layout_targets, bias=bias, blank_id=blank_id
+    )
+    rows, columns = scores.shape
+    offsets = layout_frames.cu_seqlens, layout_targets.cu_seqlens
+    sequences = layout_frames.num_sequences
+    config = _product(hidden.dtype, hidden.shape[1])
+    launch(
+        score_labels,
+        (
+            count_tiles(rows, sequences, config["BLOCK_M"]),
+            _pieces(columns, config["BLOCK_N"]),
+        ),
+        *(hidden, weight, bias, targets, *offsets, scores),
+        *(sequences, rows, columns, *weight.shape),
+        *(hidden.stride(0), weight.stride(0), blank_id),
+        **config,
+    )
+    loss = hidden.new_empty(sequences, dtype=torch.float32)
+    launch(
+        sweep_forward,
+        (sequences,),
+        *(scores, log_normalizer, targets, *offsets, moved, ended, loss, columns),
+        **_sweep(columns),
+    )
+    return (loss,), (log_normalizer, moved, scores, ended)
+
+
+def saved_like(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    layout_frames: PackedLayout,
+    layout_targets: PackedLayout,
+    *,
+    bias: Tensor | None,
+    blank_id: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty tensors like what `forward` saves, all float32.
+
+    They are the normalizers (T,), and where alignments came from: the shares that moved on, or
+    stayed, at each frame, (T, K + 1) both, and that ended in the last label, (N,).
+    """
+    table = hidden.shape[0], layout_targets.bound + 1
+    shapes = hidden.shape[:1], table, table, (layout_frames.num_sequences,)
+    log_normalizer, moved, stayed, ended = (
+        hidden.new_empty(shape, dtype=torch.float32) for shape in shapes
+    )
+    return log_normalizer, moved, stayed, ended
+
+
+def backward(
+    grads: Sequence[Tensor],
+    results: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    layout_frames: PackedLayout,
+    layout_targets: PackedLayout,
+    *,
+    bias: Tensor | None,
+    blank_id: int,
+) -> dict[str, Tensor | None]:
+    """The gradients of ``hidden``, ``weight`` and ``bias``."""
+    hidden, weight, targets, bias = _dense(hidden, weight, targets, bias)
+    log_normalizer = saved[0]
+    occupancies, classes, scale = occupancies_of(
+        grads[0], results[0], saved[1:], targets, layout_frames, layout_targets, blank_id
+    )
+    columns, count = occupancies.shape[1], weight.shape[0]
+    sequence_ids = layout_frames.sequence_ids()
+
+    def fill(first: int, logits: Tensor, d_logits: Tensor) -> None:
+        rows, pitch = logits.shape[0], logits.stride(0)
+        common = logits, d_logits, bias, log_normalizer, scale
+        in_place = logits.dtype == hidden.dtype
+        launch(
+            softmax_gradient,
+            (_pieces(rows, 4),),
+            *(*common, first, rows, count, pitch),
+            num_warps=8,
+            num_stages=1,
+            IN_PLACE=in_place,
+            BLOCK_M=4,
+            BLOCK_N=1024,
+        )
+        launch(
+            label_gradient,
+            (_pieces(rows, 16), _pieces(columns, 64)),
+            *(*common, occupancies, classes, sequence_ids, layout_targets.cu_seqlens),
+            *(first, rows, columns, count, pitch, blank_id),
+            num_warps=4,
+            num_stages=1,
+            IN_PLACE=in_place,
+            BLOCK_M=16,
+            BLOCK_N=64,
+        )
+
+    # A sequence without gradient is left out of the products: it may hold NaN.
+    gradients = project_backward(hidden, weight, bias, scale != 0, fill, padded=True)
+    return dict(zip(("hidden", "weight", "bias"), gradients, strict=True))
+
+
+run = call.kernel(__name__, forward, backward)
+
+
+def occupancies_of(
+    grad_loss: Tensor,
+    loss: Tensor,
+    shares: Sequence[Tensor],
+    targets: Tensor,
+    layout_frames: PackedLayout,
+    layout_targets: PackedLayout,
+    blank_id: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Occupancies (T, K + 1), those of a class in its first column, and what `sweep_backward` adds.
+
+    Args:
+        grad_loss: (N,), float32.
+        loss: (N,), float32.
+        shares: The last three that `forward` saves.
+        targets: (U,).
+        layout_frames: T.
+        layout_targets: U.
+        blank_id: The blank's class.
+    """
+    moved, stayed, ended = shares
+    rows, columns = moved.shape
+    offsets = layout_frames.cu_seqlens, layout_targets.cu_seqlens
+    sequences = layout_frames.num_sequences
+    occupancies = torch.empty_like(moved)
+    classes = torch.empty_like(targets, dtype=torch.int32)
+    scale = moved.new_zeros(rows)
+    launch(
+        sweep_backward,
+        (sequences,),
+        *(moved, stayed, ended, loss, grad_loss, targets, *offsets),
+        *(occupancies, classes, scale, columns, blank_id),
+        **_sweep(columns),
+    )
+    launch(
+        merge_repeats,
+        (count_tiles(rows, sequences, _MERGED_FRAMES),),
+        *(occupancies, scale, targets, *offsets, sequences, rows, columns, blank_id),
+        num_warps=4,
+        num_stages=1,
+        BLOCK_M=_MERGED_FRAMES,
+        BLOCK_N=32,
+    )
+    return occupancies, classes, scale
+
+
+def _sweep(columns: int) -> dict[str, int]:
+    """How to cut a sweep over rows of ``columns``: two states a thread, as far as warps go."""
+    block = max(_NARROWEST, 1 << (columns - 1).bit_length())
+    return {"num_warps": min(16, block // 64), "num_stages": 1, "BLOCK": block, "STAGES": 4}
+
+
+def _product(dtype: torch.dtype, width: int) -> dict[str, int]:
+    """How to cut the product of `score_labels`, of rows of ``width``."""
+    if dtype == torch.float32:
+        # Without tensor cores, which would round to TF32, smaller tiles leave registers free.
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_C": 32, "num_warps": 4, "num_stages": 2}
+    # Rows that do not begin at multiples of 16 elements are read one by one, through registers.
+    block_c = 32 if width % 16 else 64
+    return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_C": block_c, "num_warps": 4, "num_stages": 3}
+
+
+def _pieces(length: int, block: int) -> int:
+    return -(-length // block)
+
+
+def _dense(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The same values, those of a row side by side."""
+    hidden, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (hidden, weight))
+    return hidden, weight, targets.contiguous(), None if bias is None else bias.contiguous()

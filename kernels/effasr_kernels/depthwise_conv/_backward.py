@@ -1,0 +1,115 @@
+"""The backward kernel of `depthwise_conv`: all gradients from one reading of its inputs."""
+
+from __future__ import annotations
+
+# ruff: noqa: RUF005 (Triton cannot unpack a tuple into another)
+# pyright: reportGeneralTypeIssues=false
+import triton
+import triton.language as tl
+
+from effasr_kernels.depthwise_conv._rows import load_taps, span
+from effasr_kernels.tiles import find_tile
+
+
+@triton.jit(do_not_specialize=["sequences", "rows"])
+def convolve_backward(
+    dy,
+    x,
+    taps,
+    dx,
+    partials,
+    cu_seqlens,
+    sequences,
+    rows,
+    x_stride,
+    channels,
+    TAPS: tl.constexpr,
+    LEFT: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    r"""Write one tile of dx, and what it adds to the gradients of the taps and the bias.
+
+    With u the gated input, du_s is the sum over k of w_k dy_{s - k + P}, and dw_k that over s of
+    u_s dy_{s - k + P}: one window of dy, kept in registers as in the forward, serves both.
+
+    Args:
+        dy: (rows, C).
+        x: (rows, C), or (rows, 2C) where GATED; x_stride is that of its rows.
+        taps: float32 (TAPS, C).
+        dx: As x, but contiguous.
+        partials: float32 (tiles, TAPS + 1, C): those of the taps, and that of the bias last.
+        cu_seqlens: int32 (N + 1,).
+        sequences: N.
+        rows: Of x, dx and dy.
+        x_stride: Elements from a row of x to the next.
+        channels: C.
+        TAPS: K.
+        LEFT: P, how many taps lie before the frame.
+        GATED: As in the forward; so are the rest.
+        BLOCK: Rows of a tile; GROUPS * STEP divides it.
+        BLOCK_C: Channels of a program.
+        GROUPS: How many rows are worked on at the same time.
+        STEP: How many rows a thread reads at a time.
+    """
+    tile = tl.program_id(0)
+    sequence, first, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
+    real = tl.where(sequence < sequences, length, 0)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    inside = c < channels
+    size, each, group = span(length, start, BLOCK, GROUPS, STEP)
+
+    # Without taps the rows of the tail become zeros.
+    w = load_taps(taps, c, inside & (sequence < sequences), group, channels, TAPS)
+    dx_stride = 2 * channels if GATED else channels
+    dy += (first + start) * channels + group * channels + c
+    x += (first + start) * x_stride + group * x_stride + c
+    dx += (first + start) * dx_stride + group * dx_stride + c
+    row = start + group
+    window, dw = (), ()
+    for k in tl.static_range(TAPS - 1):
+        ahead = k + LEFT + 1 - TAPS
+        mask = inside & (row + ahead >= 0) & (row + ahead < real)
+        fresh = tl.load(dy + ahead * channels, mask=mask, other=0.0)
+        window = window + (fresh.to(tl.float32),)
+    for _ in tl.static_range(TAPS + 1):
+        dw = dw + (tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32),)
+    for i in range(0, each, STEP):
+        news, values, gates = (), (), ()
+        for step in tl.static_range(STEP):
+            here = i + step
+            mask = inside & (row + (here + LEFT) < real)
+            news = news + (tl.load(dy + (here + LEFT) * channels, mask=mask, other=0.0),)
+            mask = inside & (row + here < real)
+            values = values + (tl.load(x + here * x_stride, mask=mask, other=0.0),)
+            if GATED:
+                gates = gates + (tl.load(x + here * x_stride + channels, mask=mask, other=0.0),)
+        for step in tl.static_range(STEP):
+            here = i + step
+            window = window + (tl.cast(news[step], tl.float32),)
+            du = tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32)
+            for k in tl.static_range(TAPS):
+                du += w[k] * window[TAPS - 1 - k]
+            within = inside & (group + here < size)
+            u = values[step].to(tl.float32)
+            if GATED:
+                share = tl.sigmoid(gates[step].to(tl.float32))
+                dgate = du * u * share * (1 - share)
+                tl.store(
+                    dx + here * dx_stride + channels, dgate.to(dx.dtype.element_ty), mask=within
+                )
+                du *= share
+                u *= share
+            tl.store(dx + here * dx_stride, du.to(dx.dtype.element_ty), mask=within)
+            summed = ()
+            for k in tl.static_range(TAPS):
+                summed = summed + (dw[k] + u * window[TAPS - 1 - k],)
+            dw = summed + (dw[TAPS] + window[TAPS - 1 - LEFT],)
+            window = window[1:]
+    partials += tile.to(tl.int64) * (TAPS + 1) * channels + c
+    for k in tl.static_range(TAPS + 1):
+        total = tl.sum(dw[k], axis=0, keep_dims=True)
+        tl.store(partials + k * channels, total, mask=inside)

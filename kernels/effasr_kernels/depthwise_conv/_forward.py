@@ -1,0 +1,168 @@
+"""The forward kernels of `depthwise_conv`: the convolution, and the merge of its statistics."""
+
+from __future__ import annotations
+
+# ruff: noqa: RUF005 (Triton cannot unpack a tuple into another)
+# pyright: reportGeneralTypeIssues=false
+import triton
+import triton.language as tl
+
+from effasr_kernels.depthwise_conv._rows import gate, load_taps, span
+from effasr_kernels.tiles import find_tile
+
+
+@triton.jit(do_not_specialize=["sequences", "rows"])
+def convolve(
+    x,
+    taps,
+    bias,
+    y,
+    counts,
+    means,
+    squares,
+    cu_seqlens,
+    sequences,
+    rows,
+    x_stride,
+    channels,
+    TAPS: tl.constexpr,
+    LEFT: tl.constexpr,
+    GATED: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Write one tile of y, and the number, mean and squared deviations of its real rows.
+
+    Each of the GROUPS of threads walks down consecutive rows with the last TAPS - 1 inputs in
+    registers, so that every input is read, and gated, about once rather than TAPS times.
+
+    Args:
+        x: (rows, C), or (rows, 2C) where GATED; x_stride is that of its rows.
+        taps: float32 (TAPS, C).
+        bias: (C,), or None.
+        y: (rows, C).
+        counts: float32 (tiles,), as `means` and `squares`, float32 (tiles, C), where STATISTICS.
+        means: Of the real rows of the tile.
+        squares: The sums of their squared deviations from it.
+        cu_seqlens: int32 (N + 1,).
+        sequences: N.
+        rows: Of x and y.
+        x_stride: Elements from a row of x to the next.
+        channels: C.
+        TAPS: K.
+        LEFT: P, how many taps lie before the frame.
+        GATED: Whether to convolve ``a * sigmoid(b)`` of the halves a and b of x.
+        STATISTICS: Whether to write them.
+        BLOCK: Rows of a tile; GROUPS * STEP divides it.
+        BLOCK_C: Channels of a program.
+        GROUPS: How many rows are worked on at the same time.
+        STEP: How many inputs a thread reads at a time.
+    """
+    tile = tl.program_id(0)
+    sequence, first, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
+    real = tl.where(sequence < sequences, length, 0)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    inside = c < channels
+    size, each, group = span(length, start, BLOCK, GROUPS, STEP)
+
+    # Without taps and bias the rows of the tail become zeros.
+    known = inside & (sequence < sequences)
+    w = load_taps(taps, c, known, group, channels, TAPS)
+    offset = tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32)
+    if bias is not None:
+        offset += tl.load(bias + c, mask=known, other=0.0).to(tl.float32)
+    x += (first + start) * x_stride + group * x_stride + c
+    y += (first + start) * channels + group * channels + c
+    row = start + group
+    window = ()
+    for k in tl.static_range(TAPS - 1):
+        ahead = k - LEFT
+        mask = inside & (row + ahead >= 0) & (row + ahead < real)
+        window = window + (gate(x + ahead * x_stride, mask, channels, GATED),)
+    mean = tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32)
+    square = tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32)
+    for i in range(0, each, STEP):
+        fresh = ()
+        for step in tl.static_range(STEP):
+            ahead = i + step + TAPS - 1 - LEFT
+            mask = inside & (row + ahead < real)
+            fresh = fresh + (gate(x + ahead * x_stride, mask, channels, GATED),)
+        for step in tl.static_range(STEP):
+            window = window + (fresh[step],)
+            total = offset
+            for k in tl.static_range(TAPS):
+                total += w[k] * window[k]
+            window = window[1:]
+            here = i + step
+            result = total.to(y.dtype.element_ty)
+            tl.store(y + here * channels, result, mask=inside & (group + here < size))
+            if STATISTICS:
+                # Welford's update; of what was stored, since that is what will be normalised.
+                stored = result.to(tl.float32)
+                away = tl.where(row + here < real, stored - mean, 0.0)
+                mean += away * (1.0 / (here + 1))
+                square += away * (stored - mean)
+    if STATISTICS:
+        number = tl.minimum(tl.maximum(tl.minimum(real - start, BLOCK) - group, 0), each)
+        number = number.to(tl.float32)
+        count = tl.sum(number)
+        whole = tl.sum(number * mean, axis=0, keep_dims=True) / tl.maximum(count, 1.0)
+        square += number * (mean - whole) * (mean - whole)
+        partial = tile.to(tl.int64) * channels + c
+        tl.store(means + partial, whole, mask=inside)
+        tl.store(squares + partial, tl.sum(square, axis=0, keep_dims=True), mask=inside)
+        tl.store(counts + tile, count, mask=tl.program_id(1) == 0)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def merge(
+    counts,
+    means,
+    squares,
+    mean,
+    variance,
+    tiles,
+    channels,
+    BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Merge the statistics of tiles into those of all real rows, as Chan et al. do, in two passes.
+
+    Args:
+        counts: float32 (tiles,).
+        means: float32 (tiles, C).
+        squares: float32 (tiles, C).
+        mean: float32 (C,), the result; 0 where there is no real row.
+        variance: float32 (C,), the result, biased; likewise.
+        tiles: How many partials there are.
+        channels: C.
+        BLOCK: Partials that are read at a time.
+        BLOCK_C: Channels of a program.
+    """
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    index = tl.arange(0, BLOCK)[:, None]
+    number = tl.zeros((BLOCK, 1), dtype=tl.float32)
+    weighted = tl.zeros((BLOCK, BLOCK_C), dtype=tl.float32)
+    for begin in range(0, tiles, BLOCK):
+        tile = begin + index
+        mask = (tile < tiles) & (c < channels)
+        count = tl.load(counts + tile, mask=tile < tiles, other=0.0)
+        number += count
+        place = tile.to(tl.int64) * channels + c
+        weighted += count * tl.load(means + place, mask=mask, other=0.0)
+    rows = tl.maximum(tl.sum(number), 1.0)
+    whole = tl.sum(weighted, axis=0, keep_dims=True) / rows
+    total = tl.zeros((BLOCK, BLOCK_C), dtype=tl.float32)
+    for begin in range(0, tiles, BLOCK):
+        tile = begin + index
+        mask = (tile < tiles) & (c < channels)
+        count = tl.load(counts + tile, mask=tile < tiles, other=0.0)
+        place = tile.to(tl.int64) * channels + c
+        away = tl.load(means + place, mask=mask, other=0.0) - whole
+        total += tl.load(squares + place, mask=mask, other=0.0) + count * away * away
+    tl.store(mean + c, whole, mask=c < channels)
+    spread = tl.sum(total, axis=0, keep_dims=True) / rows
+    tl.store(variance + c, spread, mask=c < channels)

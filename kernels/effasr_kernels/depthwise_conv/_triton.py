@@ -1,0 +1,185 @@
+"""`depthwise_conv` in Triton.
+
+Reading 2C values for every frame and writing C takes longer than the arithmetic, but not by much:
+so threads walk down the rows and keep the last K inputs in registers. Each is read and gated once
+by a group of threads, and again only by its neighbour, at the border. To gate anew for every tap
+would cost K exponentials and divisions for each value, which take longer than a second pass over
+memory would.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.depthwise_conv._backward import convolve_backward
+from effasr_kernels.depthwise_conv._forward import convolve, merge
+from effasr_kernels.depthwise_conv.registration import call
+from effasr_kernels.launch import launch, refusal
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.tiles import count_tiles
+
+_MOST_TAPS = 32
+_GROUPS, _STEP = 4, 4
+# The gradients of the taps are written once for each tile, so the backward takes larger ones.
+_BLOCK, _BLOCK_BACKWARD = 128, 256
+_MERGED, _MERGED_C = 128, 32
+
+
+def why_not(
+    x: Tensor,
+    weight: Tensor,
+    layout: PackedLayout,
+    *,
+    bias: Tensor | None,
+    causal: bool,
+    gated: bool,
+    statistics: bool,
+) -> str | None:
+    """Why these kernels cannot serve the call."""
+    if weight.shape[1] > _MOST_TAPS:
+        return f"more than {_MOST_TAPS} taps do not fit in registers"
+    return refusal(x, weight, bias)
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    layout: PackedLayout,
+    *,
+    bias: Tensor | None,
+    causal: bool,
+    gated: bool,
+    statistics: bool,
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor]]:
+    """See `effasr_kernels.depthwise_conv.depthwise_conv`; saves the taps, float32 (K, C)."""
+    x = _with_unit_stride(x)
+    channels, width = weight.shape
+    (taps,) = saved_like(weight)
+    taps.copy_(weight.T)
+    tiles = count_tiles(layout.rows, layout.num_sequences, _BLOCK)
+    y = x.new_empty(layout.rows, channels)
+    partials: tuple[Tensor | None, ...] = (None, None, None)
+    mean, variance = (_wide(x, channels if statistics else 0) for _ in range(2))
+    if statistics:
+        partials = _wide(x, tiles), _wide(x, tiles, channels), _wide(x, tiles, channels)
+    config, options = _configuration(width, channels)
+    launch(
+        convolve,
+        (tiles, _cover(channels, config["BLOCK_C"])),
+        x,
+        taps,
+        None if bias is None else bias.contiguous(),
+        y,
+        *partials,
+        layout.cu_seqlens,
+        layout.num_sequences,
+        layout.rows,
+        x.stride(0),
+        channels,
+        **options,
+        **config,
+        TAPS=width,
+        LEFT=_left(width, causal),
+        GATED=gated,
+        STATISTICS=statistics,
+        BLOCK=_BLOCK,
+    )
+    if statistics:
+        launch(
+            merge,
+            (_cover(channels, _MERGED_C),),
+            *partials,
+            mean,
+            variance,
+            tiles,
+            channels,
+            num_warps=8,
+            BLOCK=_MERGED,
+            BLOCK_C=_MERGED_C,
+        )
+    return (y, mean, variance), (taps,)
+
+
+def saved_like(weight: Tensor, **_: Any) -> tuple[Tensor]:
+    """Empty tensors like those that `forward` saves."""
+    return (_wide(weight, weight.shape[1], weight.shape[0]),)
+
+
+def backward(
+    grads: tuple[Tensor, ...],
+    results: tuple[Tensor, ...],
+    saved: tuple[Tensor, ...],
+    x: Tensor,
+    weight: Tensor,
+    layout: PackedLayout,
+    *,
+    bias: Tensor | None,
+    causal: bool,
+    gated: bool,
+    statistics: bool,
+) -> dict[str, Tensor | None]:
+    """Gradients; those that arrive at the statistics are not used, as the operation promises."""
+    x = _with_unit_stride(x)
+    channels, width = weight.shape
+    tiles = count_tiles(layout.rows, layout.num_sequences, _BLOCK_BACKWARD)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    partials = _wide(x, tiles, width + 1, channels)
+    config, options = _configuration(width, channels)
+    launch(
+        convolve_backward,
+        (tiles, _cover(channels, config["BLOCK_C"])),
+        grads[0],
+        x,
+        saved[0],
+        dx,
+        partials,
+        layout.cu_seqlens,
+        layout.num_sequences,
+        layout.rows,
+        x.stride(0),
+        channels,
+        **options,
+        **config,
+        TAPS=width,
+        LEFT=_left(width, causal),
+        GATED=gated,
+        BLOCK=_BLOCK_BACKWARD,
+    )
+    total = partials.sum(0)
+    return {
+        "x": dx,
+        "weight": total[:-1].T.to(weight.dtype, memory_format=torch.contiguous_format),
+        "bias": None if bias is None else total[-1].to(bias.dtype),
+    }
+
+
+def _configuration(taps: int, channels: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants and options: a thread has as many channels as leave room for their taps."""
+    per_thread = 4 if taps <= 11 else 2 if taps <= 17 else 1
+    # The widest of those that have the fewest channels too many.
+    blocks = (128, 64, 32) if per_thread > 1 else (64, 32)
+    block = min(blocks, key=lambda size: _cover(channels, size) * size)
+    warps = _GROUPS * block // (32 * per_thread)
+    return {"BLOCK_C": block, "GROUPS": _GROUPS, "STEP": _STEP}, {"num_warps": warps}
+
+
+def _cover(count: int, block: int) -> int:
+    return -(-count // block)
+
+
+def _left(taps: int, causal: bool) -> int:
+    return taps - 1 if causal else taps // 2
+
+
+def _wide(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+def _with_unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+run = call.kernel(__name__, forward, backward)

@@ -1,0 +1,53 @@
+"""What both passes share: where the other side's sequence lies, and how far the diagonal is."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+COUNTS = (
+    *("sequences", "rows_q", "rows_k", "heads"),
+    *("q_row", "q_head", "k_row", "k_head", "v_row", "v_head"),
+)
+"""The integers for whose values no kernel is compiled anew."""
+
+# Below this, 1 - exp(-x) loses digits that five terms of its series keep.
+_SMALL = tl.constexpr(0.2)
+
+
+@triton.jit
+def find_sequence(cu_seqlens, sequences, sequence):
+    """The first row of a sequence, int64, and its length; number N, the tail, has no rows."""
+    begin = tl.load(cu_seqlens + sequence)
+    end = tl.load(cu_seqlens + sequence + 1, mask=sequence < sequences, other=begin)
+    return begin.to(tl.int64), end - begin
+
+
+@triton.jit
+def in_tile(inside, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The mask of a tile of rows and a padded width: of a shape that goes with (BLOCK, BLOCK_D).
+
+    Args:
+        inside: bool (BLOCK,), which rows are within their sequence.
+        WIDTH: D.
+        BLOCK_D: What it is padded to; where it is not, loads are masked row by row.
+    """
+    mask = inside[:, None]
+    if WIDTH < BLOCK_D:
+        mask = mask & (tl.arange(0, BLOCK_D) < WIDTH)[None, :]
+    return mask
+
+
+@triton.jit
+def distance(token, frame, narrowness):
+    """How far tokens and frames are from the diagonal: ``1 - exp(-narrowness (token - frame)^2)``.
+
+    Args:
+        token: Positions in [0, 1), float32, of a shape that goes with that of ``frame``.
+        frame: Likewise.
+        narrowness: ``1 / (2 sigma^2)``.
+    """
+    apart = token - frame
+    x = apart * apart * narrowness
+    series = x * (1 + x * (-1 / 2 + x * (1 / 6 + x * (-1 / 24 + x * (1 / 120)))))
+    return tl.where(x < _SMALL, series, 1 - tl.exp(-x))

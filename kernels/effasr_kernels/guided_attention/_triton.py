@@ -1,0 +1,227 @@
+"""`guided_attention` in Triton: one pass forward, two kernels backward, nothing of U x T stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from effasr_kernels.dropout import seed_tensor
+from effasr_kernels.guided_attention._backward import guided_backward_kv, guided_backward_q
+from effasr_kernels.guided_attention._forward import guided_forward
+from effasr_kernels.guided_attention.registration import call
+from effasr_kernels.launch import capability, launch, refusal
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.tiles import count_tiles
+
+_WIDEST = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How one kernel is cut: queries and keys of a tile, warps, stages of its loads."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def configs(dtype: torch.dtype, block_d: int, major: int) -> tuple[Config, Config, Config]:
+    """How to cut the forward, the gradient of queries, and that of keys and values.
+
+    Chosen by what compiles without spills. Transcripts have few tokens, so the kernel that runs
+    through them takes few at a time.
+
+    Args:
+        dtype: Of the queries.
+        block_d: The padded width of a head, a power of two.
+        major: Compute capability, the first number.
+    """
+    if dtype == torch.float32:
+        # Without tensor cores, products take many registers.
+        if block_d <= 64:
+            return Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(16, 32, 4, 1)
+        if block_d <= 128:
+            return Config(16, 16, 4, 1), Config(16, 16, 8, 1), Config(16, 32, 4, 1)
+        return Config(16, 16, 4, 1), Config(16, 16, 4, 2), Config(16, 16, 8, 1)
+    if block_d <= 64:
+        return Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(16, 64, 4, 2)
+    if block_d <= 128:
+        # Eight warps spill on Blackwell, four on Ampere.
+        warps = 4 if major >= 10 else 8
+        return Config(64, 32, 8, 2), Config(64, 32, warps, 2), Config(16, 64, 8, 2)
+    return Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(16, 32, 8, 2)
+
+
+def why_not(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout_q: PackedLayout,
+    layout_k: PackedLayout,
+    *,
+    sigma: float,
+    scale: float,
+    dropout: float,
+    seed: int | Tensor | None,
+) -> str | None:
+    """The reason for which these arguments cannot be served, or None."""
+    if q.shape[-1] > _WIDEST:
+        return f"serves head widths up to {_WIDEST}, not {q.shape[-1]}"
+    return refusal(q, k, v)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout_q: PackedLayout,
+    layout_k: PackedLayout,
+    *,
+    sigma: float,
+    scale: float,
+    dropout: float,
+    seed: int | Tensor | None,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
+    """See `effasr_kernels.guided_attention.guided_attention`; saves the rows' logarithmic sums."""
+    this = _Call(q, k, v, layout_q, layout_k, sigma, scale, dropout, seed)
+    rows, heads, width = q.shape
+    cut = this.configs[0]
+    out = q.new_empty(this.q.shape)
+    penalty = q.new_empty(rows, heads, dtype=torch.float32)
+    (lse,) = saved_like(q)
+    launch(
+        guided_forward,
+        (count_tiles(rows, layout_q.num_sequences, cut.block_m), heads),
+        *this.inputs,
+        *(out, penalty, lse),
+        *(layout_q.num_sequences, rows, heads, *this.strides),
+        *this.numbers[1:],
+        **this.constants(cut),
+    )
+    return (_narrowed(out, width), penalty), (lse,)
+
+
+def saved_like(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
+    """An empty tensor like what `forward` saves: float32 (H, U)."""
+    return (q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32),)
+
+
+def backward(
+    grads: Sequence[Tensor],
+    results: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout_q: PackedLayout,
+    layout_k: PackedLayout,
+    *,
+    sigma: float,
+    scale: float,
+    dropout: float,
+    seed: int | Tensor | None,
+) -> dict[str, Tensor | None]:
+    """The gradients of ``q``, ``k`` and ``v``."""
+    this = _Call(q, k, v, layout_q, layout_k, sigma, scale, dropout, seed)
+    _, cut_q, cut_kv = this.configs
+    (rows_q, heads, width), rows_k, sequences = q.shape, k.shape[0], layout_q.num_sequences
+    (out, penalty), (lse,), (grad_out, grad_penalty) = results, saved, grads
+    out, grad_out = _aligned(out), _aligned(grad_out)
+    found = [x.new_empty(x.shape) for x in (this.q, this.k, this.v)]
+    per_query = lse.new_empty(2, heads, rows_q)
+    launch(
+        guided_backward_q,
+        (count_tiles(rows_q, sequences, cut_q.block_m), heads),
+        *this.inputs,
+        *(out, penalty, lse, grad_out, grad_penalty, per_query, found[0]),
+        *(sequences, rows_q, heads, *this.strides),
+        *this.numbers,
+        **this.constants(cut_q),
+    )
+    # After the first, which writes `per_query`.
+    launch(
+        guided_backward_kv,
+        (count_tiles(rows_k, sequences, cut_kv.block_n), heads),
+        *this.inputs,
+        *(lse, grad_out, per_query, *found[1:]),
+        *(sequences, rows_q, rows_k, heads, *this.strides),
+        *this.numbers,
+        **this.constants(cut_kv),
+    )
+    return {name: _narrowed(x, width) for name, x in zip("qkv", found, strict=True)}
+
+
+run = call.kernel(__name__, forward, backward)
+
+
+class _Call:
+    """The arguments that all three kernels take.
+
+    Attributes:
+        q: (U, H, D), with D and the strides as kernels need them.
+        k: (T, H, D), likewise.
+        v: (T, H, D), likewise.
+        configs: How to cut each kernel.
+        inputs: The pointers that kernels begin with.
+        strides: Elements between rows and between heads, divided by 8.
+        numbers: The floating arguments.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout_q: PackedLayout,
+        layout_k: PackedLayout,
+        sigma: float,
+        scale: float,
+        dropout: float,
+        seed: int | Tensor | None,
+    ):
+        self.q, self.k, self.v = _aligned(q), _aligned(k), _aligned(v)
+        self._width = self.q.shape[-1]
+        self._block_d = max(16, 1 << (self._width - 1).bit_length())
+        self._dropped = dropout > 0
+        self.configs = configs(q.dtype, self._block_d, capability(q.device)[0])
+        drawn = seed_tensor(seed, q.device) if dropout else None
+        offsets = layout_q.cu_seqlens, layout_k.cu_seqlens
+        self.inputs = (self.q, self.k, self.v, *offsets, drawn)
+        self.strides = tuple(x.stride(axis) // 8 for x in self.inputs[:3] for axis in (0, 1))
+        self.numbers = (scale, scale * math.log2(math.e), 0.5 / sigma**2, dropout)
+
+    def constants(self, cut: Config) -> dict[str, Any]:
+        """What the compiler knows, for one of the kernels."""
+        return {
+            "num_warps": cut.warps,
+            "num_stages": cut.stages,
+            "WIDTH": self._width,
+            "BLOCK_D": self._block_d,
+            "BLOCK_M": cut.block_m,
+            "BLOCK_N": cut.block_n,
+            "DROPOUT": self._dropped,
+        }
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The tensor, or a copy of it, whose width and strides are multiples of 8, the last one 1.
+
+    So that every load is of whole vectors: kernels are told so. A copy of an odd width is cheap
+    beside what loads of single elements cost, in time and in registers.
+    """
+    if x.shape[-1] % 8:
+        return functional.pad(x, (0, -x.shape[-1] % 8))
+    whole = x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1])
+    return x if whole else x.contiguous()
+
+
+def _narrowed(x: Tensor, width: int) -> Tensor:
+    """The first channels, as `_aligned` found them."""
+    return x if x.shape[-1] == width else x[..., :width].contiguous()

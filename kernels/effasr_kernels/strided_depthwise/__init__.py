@@ -1,0 +1,63 @@
+"""A convolution of each channel along time and frequency that halves both."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from effasr_kernels import checks
+from effasr_kernels.dispatch import Backend
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.strided_depthwise.registration import call, op
+
+__all__ = ["op", "strided_depthwise"]
+
+
+def strided_depthwise(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    layout: PackedLayout,
+    lengths: Tensor,
+    *,
+    backend: Backend | str | None = None,
+) -> Tensor:
+    r"""Convolve each channel with its own 3 x 3 taps, stride 2, within each sequence.
+
+    .. math::
+        y_{rfc} = b_c + \sum_{i,j=0}^{2} w_{c,3i+j} \, x_{2r+i-1, \, 2f+j-1, \, c}
+        \quad \text{for } 2r < L, \text{ else } 0
+
+    for a sequence of L rows; what lies outside it, or outside the bands, counts as zero, and so do
+    the rows of x past L, whatever they hold. It is `torch.nn.Conv2d` with ``groups=C, stride=2,
+    padding=1`` of each sequence alone, channels last. A sequence of n rows in the layout has 2 n
+    rows of x, and n rows of y. Sums are taken in float32 (in float64 for float64). Under autocast
+    the floating arguments are cast as for a matrix product.
+
+    Args:
+        x: (2 T, G, C), floating point; G is even.
+        weight: w, (C, 9), the dtype of ``x``.
+        bias: b, (C,), the dtype of ``x``.
+        layout: The rows of y of each sequence, T in all.
+        lengths: L, (N,), int32 or int64, on the device of ``x``. One over 2 n counts as 2 n.
+        backend: Implementation to use; the fastest that can serve the call by default.
+
+    Returns:
+        (T, G / 2, C), the dtype of ``x``. Zeros in the tail.
+
+    Raises:
+        ValueError: An argument is not as above.
+        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+    """
+    x, weight, bias = checks.under_autocast(x, weight, bias)
+    checks.check_shape(op.name, "x", x, "(2 T, G, C)", 2 * layout.rows, None, None)
+    if x.shape[1] % 2:
+        raise checks.wrong(op.name, "x", "have an even number of bands", tuple(x.shape))
+    channels = x.shape[2]
+    checks.check_shape(op.name, "weight", weight, "(C, 9)", channels, 9)
+    checks.check_shape(op.name, "bias", bias, "(C,)", channels)
+    checks.check_floating(op.name, x=x, weight=weight, bias=bias)
+    if x.device != layout.device:
+        raise checks.wrong(op.name, "layout", f"be on {x.device}, as `x` is", layout.device)
+    checks.check_shape(op.name, "lengths", lengths, "(N,)", layout.num_sequences)
+    checks.check_integers(op.name, "lengths", lengths, "x", x)
+    return call(x, weight, bias, layout, lengths, backend=backend)

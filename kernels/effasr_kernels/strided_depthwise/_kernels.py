@@ -1,0 +1,238 @@
+"""Strided depthwise convolution: forward, and all gradients in one pass over the data."""
+
+from __future__ import annotations
+
+# pyright: reportGeneralTypeIssues=false
+import triton
+import triton.language as tl
+
+from effasr_kernels.tiles import find_tile
+
+
+@triton.jit
+def _find_places(cu_places, lengths, sequences, places, tile, SPAN: tl.constexpr):
+    """Find a span of places, each a row and a column of the result, within one sequence.
+
+    Returns:
+        The sequence's first place, int64; how many it has; the span's first; real rows of the
+        input, 0 in the tail.
+    """
+    sequence, first, count, start = find_tile(cu_places, sequences, places, tile, SPAN)
+    length = tl.load(lengths + sequence, mask=sequence < sequences, other=0).to(tl.int32)
+    return first, count, start, length
+
+
+@triton.jit
+def _tap(weight, c, known, TAP: tl.constexpr):
+    """One tap of each channel, float32 (1, BLOCK_C)."""
+    return tl.load(weight + c * 9 + TAP, mask=known, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _wide(pointers, wanted, known):
+    """Load a tile in float32, zero where it is not wanted."""
+    mask = wanted[:, None] & known[None, :]
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["sequences", "places"])
+def strided_forward(
+    x,
+    weight,
+    bias,
+    cu_places,
+    lengths,
+    y,
+    sequences,
+    places,
+    BINS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """One span of places and one block of channels: program (span, block).
+
+    Args:
+        x: (2 T, G, C), a pointer, as are all up to ``y``, and contiguous.
+        weight: (C, 9).
+        bias: (C,).
+        cu_places: int32 (N + 1,), where the places of each sequence begin.
+        lengths: (N,), real rows of ``x``.
+        y: (T, G / 2, C), written; zeros where a row is not real.
+        sequences: N.
+        places: T G / 2.
+        BINS: G.
+        CHANNELS: C.
+        BLOCK_P: Places of a tile.
+        BLOCK_C: Channels of a tile.
+        SPAN: Places of a program, a multiple of BLOCK_P.
+    """
+    first, count, start, length = _find_places(
+        cu_places, lengths, sequences, places, tl.program_id(0), SPAN
+    )
+    if start >= count:
+        return
+    WIDTH: tl.constexpr = BINS // 2
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    known = c < CHANNELS
+    w0 = _tap(weight, c, known, 0)
+    w1 = _tap(weight, c, known, 1)
+    w2 = _tap(weight, c, known, 2)
+    w3 = _tap(weight, c, known, 3)
+    w4 = _tap(weight, c, known, 4)
+    w5 = _tap(weight, c, known, 5)
+    w6 = _tap(weight, c, known, 6)
+    w7 = _tap(weight, c, known, 7)
+    w8 = _tap(weight, c, known, 8)
+    offset = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
+    n = tl.arange(0, BLOCK_P)
+    # From 0: of a loop that begins at a number from memory, the compiler forgets all alignments.
+    for done in range(0, tl.minimum(SPAN, count - start), BLOCK_P):
+        begin = start + done
+        row = (begin + n) // WIDTH
+        column = (begin + n) % WIDTH
+        inside = begin + n < count
+        real = inside & (2 * row < length)
+        top = begin // WIDTH
+        # Place (r, f) reads from row 2 r, column 2 f on; four times as many numbers lie before it.
+        here = ((row - top) * (2 * BINS) + 2 * column)[:, None] * CHANNELS + c[None, :]
+        at = x + (4 * first + top * (2 * BINS)) * CHANNELS + here
+        above = real & (row > 0)
+        below = real & (2 * row + 1 < length)
+        not_first = column > 0
+        acc = _wide(at, real, known) * w4 + offset
+        acc += _wide(at - (BINS + 1) * CHANNELS, above & not_first, known) * w0
+        acc += _wide(at - BINS * CHANNELS, above, known) * w1
+        acc += _wide(at - (BINS - 1) * CHANNELS, above, known) * w2
+        acc += _wide(at - CHANNELS, real & not_first, known) * w3
+        acc += _wide(at + CHANNELS, real, known) * w5
+        acc += _wide(at + (BINS - 1) * CHANNELS, below & not_first, known) * w6
+        acc += _wide(at + BINS * CHANNELS, below, known) * w7
+        acc += _wide(at + (BINS + 1) * CHANNELS, below, known) * w8
+        acc = tl.where(real[:, None], acc, 0.0)
+        to = y + (first + begin) * CHANNELS + (n[:, None] * CHANNELS + c[None, :])
+        tl.store(to, acc.to(y.dtype.element_ty), mask=inside[:, None] & known[None, :])
+
+
+@triton.jit(do_not_specialize=["sequences", "places", "spans"])
+def strided_backward(
+    x,
+    weight,
+    cu_places,
+    lengths,
+    grad_y,
+    grad_x,
+    partials,
+    sequences,
+    places,
+    spans,
+    BINS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Every n-th span and one block of channels: program (n-th, block).
+
+    To each place (r, f) of the result belong the four inputs of rows 2 r and 2 r + 1, columns 2 f
+    and 2 f + 1. With them the results at (r, f), (r, f + 1), (r + 1, f) and (r + 1, f + 1) have
+    all nine taps in common, and no other does: so four loads of each suffice for all gradients,
+    and each input is read once.
+
+    Args:
+        x: (2 T, G, C), a pointer, as are all up to ``partials``, and contiguous.
+        weight: (C, 9).
+        cu_places: int32 (N + 1,), where the places of each sequence begin.
+        lengths: (N,), real rows of ``x``.
+        grad_y: (T, G / 2, C).
+        grad_x: (2 T, G, C), written; zeros where a row is not real.
+        partials: float32 (programs, 10, C), written: of the nine taps and the bias.
+        sequences: N.
+        places: T G / 2.
+        spans: How many spans there are.
+        BINS: G.
+        CHANNELS: C.
+        BLOCK_P: Places of a tile.
+        BLOCK_C: Channels of a tile.
+        SPAN: Places of a span, a multiple of BLOCK_P.
+    """
+    WIDTH: tl.constexpr = BINS // 2
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    known = c < CHANNELS
+    n = tl.arange(0, BLOCK_P)
+    w0 = _tap(weight, c, known, 0)
+    w1 = _tap(weight, c, known, 1)
+    w2 = _tap(weight, c, known, 2)
+    w3 = _tap(weight, c, known, 3)
+    w4 = _tap(weight, c, known, 4)
+    w5 = _tap(weight, c, known, 5)
+    w6 = _tap(weight, c, known, 6)
+    w7 = _tap(weight, c, known, 7)
+    w8 = _tap(weight, c, known, 8)
+    zeros = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    d0, d1, d2, d3, d4, d5, d6, d7, d8, total = (
+        zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros
+    )  # fmt: skip
+    for span in range(tl.program_id(0), spans, tl.num_programs(0)):
+        first, count, start, length = _find_places(
+            cu_places, lengths, sequences, places, span, SPAN
+        )
+        for done in range(0, tl.minimum(SPAN, count - start), BLOCK_P):
+            begin = start + done
+            row = (begin + n) // WIDTH
+            column = (begin + n) % WIDTH
+            inside = begin + n < count
+            top = begin // WIDTH
+            at = (4 * first + top * (2 * BINS)) * CHANNELS
+            at += ((row - top) * (2 * BINS) + 2 * column)[:, None] * CHANNELS + c[None, :]
+            from_y = grad_y + (first + begin) * CHANNELS + (n[:, None] * CHANNELS + c[None, :])
+
+            here = inside & (2 * row < length)
+            below = inside & (2 * row + 2 < length) & (begin + n + WIDTH < count)
+            not_last = column < WIDTH - 1
+            g = _wide(from_y, here, known)
+            g_right = _wide(from_y + CHANNELS, here & not_last, known)
+            g_below = _wide(from_y + WIDTH * CHANNELS, below, known)
+            g_aslant = _wide(from_y + (WIDTH + 1) * CHANNELS, below & not_last, known)
+            total += g
+
+            odd = here & (2 * row + 1 < length)
+            a = _wide(x + at, here, known)
+            d4 += g * a
+            grad_a = g * w4
+            b = _wide(x + at + CHANNELS, here, known)
+            d5 += g * b
+            d3 += g_right * b
+            grad_b = g * w5 + g_right * w3
+            e = _wide(x + at + BINS * CHANNELS, odd, known)
+            d7 += g * e
+            d1 += g_below * e
+            grad_e = g * w7 + g_below * w1
+            f = _wide(x + at + (BINS + 1) * CHANNELS, odd, known)
+            d8 += g * f
+            d6 += g_right * f
+            d2 += g_below * f
+            d0 += g_aslant * f
+            grad_f = g * w8 + g_right * w6 + g_below * w2 + g_aslant * w0
+
+            # The gradient of a row that is not real is zero: the results below are not, either.
+            dtype: tl.constexpr = grad_x.dtype.element_ty
+            mask = inside[:, None] & known[None, :]
+            grad_e = tl.where(odd[:, None], grad_e, 0.0)
+            grad_f = tl.where(odd[:, None], grad_f, 0.0)
+            tl.store(grad_x + at, grad_a.to(dtype), mask=mask)
+            tl.store(grad_x + at + CHANNELS, grad_b.to(dtype), mask=mask)
+            tl.store(grad_x + at + BINS * CHANNELS, grad_e.to(dtype), mask=mask)
+            tl.store(grad_x + at + (BINS + 1) * CHANNELS, grad_f.to(dtype), mask=mask)
+    to = partials + tl.program_id(0).to(tl.int64) * (10 * CHANNELS) + c
+    tl.store(to, tl.sum(d0, 0), mask=known)
+    tl.store(to + CHANNELS, tl.sum(d1, 0), mask=known)
+    tl.store(to + 2 * CHANNELS, tl.sum(d2, 0), mask=known)
+    tl.store(to + 3 * CHANNELS, tl.sum(d3, 0), mask=known)
+    tl.store(to + 4 * CHANNELS, tl.sum(d4, 0), mask=known)
+    tl.store(to + 5 * CHANNELS, tl.sum(d5, 0), mask=known)
+    tl.store(to + 6 * CHANNELS, tl.sum(d6, 0), mask=known)
+    tl.store(to + 7 * CHANNELS, tl.sum(d7, 0), mask=known)
+    tl.store(to + 8 * CHANNELS, tl.sum(d8, 0), mask=known)
+    tl.store(to + 9 * CHANNELS, tl.sum(total, 0), mask=known)

@@ -1,0 +1,33 @@
+"""The definition of `strided_depthwise`: what every other implementation must match."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.ragged import widen
+from effasr_kernels.strided import StridedTaps, by_pieces, first_rows, slot_table, unreal_rows
+
+_SLOTS = 4_096
+"""Slots that are widened at a time."""
+
+
+def why_not(*args: object, **kwargs: object) -> None:
+    """The reference serves every call."""
+
+
+def run(x: Tensor, weight: Tensor, bias: Tensor, layout: PackedLayout, lengths: Tensor) -> Tensor:
+    """See `effasr_kernels.strided_depthwise.strided_depthwise`."""
+    taps, offset = widen(weight.T).reshape(3, 3, -1), widen(bias)
+    first, left = slot_table(layout, lengths, 2)
+
+    def compute(part: slice) -> Tensor:
+        begins, rest = first[part], left[part]
+        real = widen(x[2 * part.start : 2 * part.stop])
+        real = real.index_fill(0, unreal_rows(rest, 2, 1), 0)
+        real = real.view(-1, 2, x.shape[1] // 2, 2, x.shape[2])
+        quarters = real.permute(1, 3, 0, 2, 4).contiguous()
+        rows = first_rows(begins, 1), unreal_rows(rest, 1, 2)
+        return StridedTaps.apply(quarters, taps, offset, *rows).to(x.dtype)
+
+    return by_pieces(layout.rows, _SLOTS, compute)

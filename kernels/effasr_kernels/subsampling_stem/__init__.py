@@ -1,0 +1,84 @@
+"""The first two convolutions of the encoder, fused: what lies between them is never stored."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from effasr_kernels import checks
+from effasr_kernels.dispatch import Backend
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.subsampling_stem.registration import call, op
+
+__all__ = ["op", "subsampling_stem"]
+
+
+def subsampling_stem(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    layout: PackedLayout,
+    lengths: Tensor,
+    *,
+    backend: Backend | str | None = None,
+) -> Tensor:
+    r"""Quarter time and frequency by two 3 x 3 convolutions of stride 2, within each utterance.
+
+    .. math::
+        z_{qgc} &= \max\Big(0, \; b_c + \sum_{i,j=0}^{2} w_{c,3i+j} \, x_{2q+i-1, \, 2g+j-1}\Big)
+        \quad \text{for } 2q < L, \text{ else } 0 \\
+        y_{rfc} &= b'_c + \sum_{i,j=0}^{2} w'_{c,3i+j} \, z_{2r+i-1, \, 2f+j-1, \, c}
+        \quad \text{for } 4r < L, \text{ else } 0
+
+    for an utterance of L mel rows; what lies outside it, or outside the bands, counts as zero, and
+    so do the rows of x past L, whatever they hold. These are the first layers of Hugging Face's
+    ``ParakeetEncoderSubsamplingConv2D`` with their masks, for each utterance alone. An utterance
+    of n encoder frames has 8 n rows of x, and 2 n rows of y.
+
+    Sums are taken in float32 (in float64 for float64), and z is never rounded. It is as large as
+    2^31 numbers at 52,000 encoder frames of 80 bands with 256 channels; kernels recompute it. They
+    give no gradient to x: the reference does. Under autocast the floating arguments are cast as
+    for a matrix product.
+
+    Args:
+        x: (8 T, F), floating point; F is a multiple of 4.
+        weight: w, (C, 9), the dtype of ``x``, as are all up to ``depthwise_bias``.
+        bias: b, (C,).
+        depthwise_weight: w', (C, 9).
+        depthwise_bias: b', (C,).
+        layout: The encoder frames of each utterance, T in all.
+        lengths: L, (N,), int32 or int64, on the device of ``x``. One over 8 n counts as 8 n.
+        backend: Implementation to use; the fastest that can serve the call by default.
+
+    Returns:
+        (2 T, F / 4, C), the dtype of ``x``. Zeros in the tail.
+
+    Raises:
+        ValueError: An argument is not as above.
+        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+    """
+    x, weight, bias, depthwise_weight, depthwise_bias = checks.under_autocast(
+        x, weight, bias, depthwise_weight, depthwise_bias
+    )
+    checks.check_shape(op.name, "x", x, "(8 T, F)", 8 * layout.rows, None)
+    if x.shape[1] % 4:
+        raise checks.wrong(op.name, "x", "have a multiple of 4 bands", tuple(x.shape))
+    checks.check_shape(op.name, "weight", weight, "(C, 9)", None, 9)
+    channels = weight.shape[0]
+    checks.check_shape(op.name, "bias", bias, "(C,)", channels)
+    checks.check_shape(op.name, "depthwise_weight", depthwise_weight, "(C, 9)", channels, 9)
+    checks.check_shape(op.name, "depthwise_bias", depthwise_bias, "(C,)", channels)
+    checks.check_floating(
+        op.name,
+        x=x,
+        weight=weight,
+        bias=bias,
+        depthwise_weight=depthwise_weight,
+        depthwise_bias=depthwise_bias,
+    )
+    if x.device != layout.device:
+        raise checks.wrong(op.name, "layout", f"be on {x.device}, as `x` is", layout.device)
+    checks.check_shape(op.name, "lengths", lengths, "(N,)", layout.num_sequences)
+    checks.check_integers(op.name, "lengths", lengths, "x", x)
+    return call(x, weight, bias, depthwise_weight, depthwise_bias, layout, lengths, backend=backend)

@@ -1,0 +1,163 @@
+"""`subsampling_stem` in Triton: the first convolution's activation lives in registers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.launch import capability, launch, refusal
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.subsampling_stem._kernels import stem_backward, stem_forward, stem_patches
+from effasr_kernels.subsampling_stem.registration import call
+from effasr_kernels.tiles import count_tiles
+
+_PROGRAMS = 198
+"""Rows of the backward's partial sums. With 256 channels, of which a program has 64, an H200 runs
+them in two rounds: three programs at a time fit into the registers of its 132 processors."""
+
+_PATCH_SPAN = 128
+
+_INT32_MAX = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How one kernel is cut: places and channels of a tile, places of a program, warps."""
+
+    block_p: int
+    block_c: int
+    span: int
+    warps: int
+
+
+def configs(dtype: torch.dtype, channels: int, major: int) -> tuple[Config, Config]:
+    """How to cut the forward and the backward.
+
+    Args:
+        dtype: Of the mel values.
+        channels: C.
+        major: Compute capability, the first number.
+    """
+    padded = max(16, 1 << (channels - 1).bit_length())
+    if dtype == torch.float32:
+        # Without tensor cores; products need both factors in registers.
+        return Config(32, 32, 256, 4), Config(32, 32, 256, 4)
+    wide = min(padded, 128)
+    return Config(32, wide, 256, 8 if wide == 128 else 4), Config(32, min(padded, 64), 256, 4)
+
+
+def why_not(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    layout: PackedLayout,
+    lengths: Tensor,
+) -> str | None:
+    """The reason for which these arguments cannot be served, or None."""
+    # Whatever the mode: torch.library calls this without recording, and wants gradients later.
+    if x.requires_grad:
+        return "gives no gradient to x, which are features"
+    if layout.rows * (x.shape[1] // 2) > _INT32_MAX:
+        return "counts places of the result in int32"
+    return refusal(x, weight, bias, depthwise_weight, depthwise_bias)
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    layout: PackedLayout,
+    lengths: Tensor,
+) -> tuple[tuple[Tensor], tuple[()]]:
+    """See `effasr_kernels.subsampling_stem.subsampling_stem`; saves nothing."""
+    bins, channels, sequences = x.shape[1], weight.shape[0], layout.num_sequences
+    cut, _ = configs(x.dtype, channels, capability(x.device)[0])
+    y = x.new_empty(2 * layout.rows, bins // 4, channels)
+    places = layout.rows * (bins // 2)
+    cu_places, lengths = layout.cu_seqlens * (bins // 2), lengths.contiguous()
+    launch(
+        stem_forward,
+        (count_tiles(places, sequences, cut.span), -(-channels // cut.block_c)),
+        _patches(x, cu_places, lengths),
+        *(t.contiguous() for t in (weight, bias, depthwise_weight, depthwise_bias)),
+        *(cu_places, lengths, y, sequences, places),
+        num_warps=cut.warps,
+        BINS=bins,
+        CHANNELS=channels,
+        BLOCK_P=cut.block_p,
+        BLOCK_C=cut.block_c,
+        SPAN=cut.span,
+    )
+    return (y,), ()
+
+
+def saved_like(*_: object, **__: object) -> tuple[()]:
+    """Nothing is saved: the backward computes the first convolution again."""
+    return ()
+
+
+def backward(
+    grads: Sequence[Tensor],
+    results: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    layout: PackedLayout,
+    lengths: Tensor,
+) -> dict[str, Tensor | None]:
+    """The gradients of both weights and both biases."""
+    bins, channels, sequences = x.shape[1], weight.shape[0], layout.num_sequences
+    _, cut = configs(x.dtype, channels, capability(x.device)[0])
+    places = layout.rows * (bins // 2)
+    spans = count_tiles(places, sequences, cut.span)
+    partials = x.new_empty(min(spans, _PROGRAMS), channels, 20, dtype=torch.float32)
+    cu_places, lengths = layout.cu_seqlens * (bins // 2), lengths.contiguous()
+    launch(
+        stem_backward,
+        (partials.shape[0], -(-channels // cut.block_c)),
+        _patches(x, cu_places, lengths),
+        *(t.contiguous() for t in (weight, bias, depthwise_weight)),
+        *(cu_places, lengths, grads[0], partials, sequences, places, spans),
+        num_warps=cut.warps,
+        BINS=bins,
+        CHANNELS=channels,
+        BLOCK_P=cut.block_p,
+        BLOCK_C=cut.block_c,
+        SPAN=cut.span,
+    )
+    sums = partials.sum(0).to(x.dtype)
+    return {
+        "weight": sums[:, :9].contiguous(),
+        "bias": sums[:, 9].contiguous(),
+        "depthwise_weight": sums[:, 10:19].contiguous(),
+        "depthwise_bias": sums[:, 19].contiguous(),
+    }
+
+
+def _patches(x: Tensor, cu_places: Tensor, lengths: Tensor) -> Tensor:
+    """What the first convolution multiplies: (4 T, F / 2, 16), a sixteenth of what it makes."""
+    rows, bins = x.shape
+    patches = x.new_empty(rows // 2, bins // 2, 16)
+    sequences, places = lengths.shape[0], rows * bins // 16
+    launch(
+        stem_patches,
+        (count_tiles(places, sequences, _PATCH_SPAN),),
+        *(x.contiguous(), cu_places, lengths, patches, sequences, places),
+        BINS=bins,
+        BLOCK_Q=64,
+        SPAN=_PATCH_SPAN,
+    )
+    return patches
+
+
+run = call.kernel(__name__, forward, backward)

@@ -1,0 +1,74 @@
+"""The definition of `subsampling_stem`: what every other implementation must match."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.ragged import widen
+from effasr_kernels.strided import StridedTaps, by_pieces, first_rows, slot_table, unreal_rows
+
+_SLOTS = 1_024
+"""Slots whose first convolution exists at a time."""
+
+
+def why_not(*args: object, **kwargs: object) -> None:
+    """The reference serves every call."""
+
+
+def run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    layout: PackedLayout,
+    lengths: Tensor,
+) -> Tensor:
+    """See `effasr_kernels.subsampling_stem.subsampling_stem`."""
+    slots = widen(x).view(layout.rows, 8, x.shape[1])
+    # Contiguous: the gradient of a transposed view would be a product in a slow order.
+    filters = widen(torch.cat([weight.T, bias[None]])).contiguous()
+    taps, offset = widen(depthwise_weight.T).reshape(3, 3, -1), widen(depthwise_bias)
+    first, left = slot_table(layout, lengths, 8)
+
+    def compute(part: slice) -> Tensor:
+        begins, rest = first[part], left[part]
+        patches = _patches(slots[part], begins, rest)
+        activation = (patches.flatten(1).T @ filters).relu_()
+        quarters = activation.view(*patches.shape[1:], weight.shape[0])
+        rows = first_rows(begins, 2), unreal_rows(rest, 2, 4)
+        return StridedTaps.apply(quarters, taps, offset, *rows).to(x.dtype)
+
+    return by_pieces(layout.rows, _SLOTS, compute)
+
+
+def _patches(slots: Tensor, first: Tensor, left: Tensor) -> Tensor:
+    """What the first convolution multiplies with its weights and its bias, at each place.
+
+    All ten numbers are zero where the row is not real, so that the result is, too.
+
+    Args:
+        slots: (T, 8, F), where rows that are not real may hold anything.
+        first: Whether each slot is the first of its sequence: (T,).
+        left: Real mel rows from each slot on: (T,).
+
+    Returns:
+        (10, 2, 2, 2 T, F / 4): places in the order of `StridedTaps`.
+    """
+    bins = slots.shape[2]
+    x = slots.flatten(0, 1).index_fill(0, unreal_rows(left, 8, 1), 0)
+    even, odd = x.view(-1, 2, bins).unbind(1)
+    unreal = unreal_rows(left, 4, 2)
+    # Of the three rows only this one may be real where the row of the result is not.
+    before = F.pad(odd, (0, 0, 1, 0))[:-1]
+    before = before.index_fill_(0, first_rows(first, 4), 0).index_fill_(0, unreal, 0)
+    rows = F.pad(torch.stack([before, even, odd]), (1, 0)).unfold(2, 3, 2)
+    rows = rows.view(3, -1, 2, bins // 4, 2, 3).permute(0, 5, 2, 4, 1, 3)
+    patches = x.new_empty(10, *rows.shape[2:])
+    patches[:9].view(rows.shape).copy_(rows)
+    ones = x.new_ones(even.shape[0]).index_fill_(0, unreal, 0)
+    patches[9] = ones.view(-1, 2).T[:, None, :, None]
+    return patches

@@ -1,0 +1,156 @@
+"""What is timed: one way to compute an operation, and how to compare it with another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from effasr_kernels import PackedLayout
+
+
+def as_it_is(name: str, x: Tensor) -> Tensor:
+    """A result or gradient that already has the shape of ours."""
+    return x
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to compute an operation, with its inputs in the form that it likes best.
+
+    Attributes:
+        leaves: The inputs that get a gradient.
+        call: Computes, from the leaves.
+        upstream: The gradient of each result.
+        packed: Turns a result (named ``result 0``, ...) or the gradient of a leaf into the shape of
+            ours, to compare.
+    """
+
+    leaves: Mapping[str, Tensor]
+    call: Callable[[], Tensor | Sequence[Tensor]]
+    upstream: Sequence[Tensor]
+    packed: Callable[[str, Tensor], Tensor] = as_it_is
+
+    def results(self) -> Sequence[Tensor]:
+        """Compute forward."""
+        results = self.call()
+        return (results,) if isinstance(results, Tensor) else results
+
+    def gradients(self) -> Sequence[Tensor]:
+        """Compute forward and backward."""
+        return torch.autograd.grad(self.results(), list(self.leaves.values()), self.upstream)
+
+    def outcome(self) -> dict[str, Tensor]:
+        """Results and gradients, in the shape of ours."""
+        results = self.results()
+        leaves = list(self.leaves.values())
+        gradients = torch.autograd.grad(results, leaves, self.upstream)
+        found = {f"result {i}": x for i, x in enumerate(results)}
+        found |= dict(zip(self.leaves, gradients, strict=True))
+        return {name: self.packed(name, x.detach()) for name, x in found.items()}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation in one configuration.
+
+    Attributes:
+        op: Its name in `effasr_kernels.OPERATIONS`.
+        kind: What is particular: ``causal``, ``relative``, ...
+        shape: The sizes, for the row.
+        ours: Makes the contender of one of our backends.
+        peers: Makes those of others, by name; may fail where a package is missing.
+    """
+
+    op: str
+    kind: str
+    shape: str
+    ours: Callable[[str], Contender]
+    peers: Mapping[str, Callable[[], Contender]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Operation and kind."""
+        return f"{self.op} {self.kind}".strip()
+
+
+@dataclass(frozen=True)
+class Gold:
+    """What the reference computes, and how much work that is.
+
+    Attributes:
+        outcome: Results and gradients.
+        flops: Floating-point operations of the forward, and of both passes; without padding.
+        bytes: What must move at least, likewise: each input and result once.
+    """
+
+    outcome: dict[str, Tensor]
+    flops: tuple[int, int]
+    bytes: tuple[int, int]
+
+
+def judge(case: Case) -> Gold:
+    """Compute by the reference."""
+    contender = case.ours("reference")
+    outcome = contender.outcome()
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        results = contender.results()
+    with FlopCounterMode(display=False) as both:
+        contender.gradients()
+    size = lambda tensors: sum(x.numel() * x.element_size() for x in tensors)
+    read, written = size(contender.leaves.values()), size(results)
+    # The backward reads the inputs again and the upstream gradient, and writes as many gradients.
+    moved = read + written, 3 * read + 2 * written
+    return Gold(outcome, (forward.get_total_flops(), both.get_total_flops()), moved)
+
+
+def error(outcome: Mapping[str, Tensor], gold: Gold) -> float:
+    """The largest error of a result or gradient, relative to its norm; infinity for NaN.
+
+    Raises:
+        ValueError: A result has another shape, or is missing.
+    """
+    worst = 0.0
+    for name, expected in gold.outcome.items():
+        found = outcome[name]
+        if found.shape != expected.shape:
+            raise ValueError(f"{name} is {tuple(found.shape)}, not {tuple(expected.shape)}")
+        expected = expected.double()
+        norm = expected.norm().clamp_min(1e-30)
+        distance = float((found.double() - expected).norm() / norm)
+        worst = max(worst, distance if distance == distance else float("inf"))
+    return worst
+
+
+class Padding:
+    """The same sequences as a padded batch; empty ones left out. Outside of what is timed."""
+
+    def __init__(self, layout: PackedLayout):
+        """Of a layout."""
+        self.layout = layout
+        self.kept = [n for n, length in enumerate(layout.lengths) if length]
+        lengths = [layout.lengths[n] for n in self.kept]
+        self.lengths = torch.tensor(lengths, device=layout.device)
+        starts = torch.tensor([layout.cu_seqlens_host[n] for n in self.kept], device=layout.device)
+        column = torch.arange(max(lengths), device=layout.device)
+        self.mask = column < self.lengths[:, None]
+        self.index = (starts[:, None] + column).clamp(max=layout.rows - 1)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """(rows, ...) to (B, longest, ...), a copy with zeros in the padding."""
+        mask = self.mask.reshape(*self.mask.shape, *[1] * (x.ndim - 1))
+        return torch.where(mask, x.detach()[self.index], 0)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """The inverse, with zeros in the tail."""
+        rows = x.new_zeros(self.layout.rows, *x.shape[2:])
+        rows[self.index[self.mask]] = x[self.mask]
+        return rows
+
+
+def leaf(x: Tensor) -> Tensor:
+    """The values as a contiguous leaf."""
+    return x.detach().contiguous().clone().requires_grad_()

@@ -1,0 +1,53 @@
+"""All kernels of a training step together: the same binaries and sizes for every batch."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from effasr_kernels import aot, library
+from effasr_kernels.launch import recording
+from tests.kernels.small_training import SHAPE, make_batch, make_trainee
+
+
+class Sizes(TorchDispatchMode):
+    """Writes down the bytes of each result, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.found.append((str(func), x.numel() * x.element_size()))
+        return result
+
+
+@pytest.fixture
+def _eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # A dispatch mode would see each operation as one call, and not what it allocates.
+    monkeypatch.setattr(library, "is_in_torch_dispatch_mode", lambda: False)
+    yield
+
+
+@pytest.mark.usefixtures("_eager")
+@pytest.mark.parametrize("position", ["relative", "rotary"])
+def test_a_step_launches_and_allocates_the_same_for_every_batch(position: str) -> None:
+    trainee = make_trainee(torch.device("cpu"), position, dropout=0.1)
+    seen = []
+    for seed in range(4):
+        batch = make_batch(seed, SHAPE)
+        with recording() as launches, Sizes() as sizes:
+            losses = trainee.model(batch, label_smoothing=0.1, guided_sigma=0.2)
+            (losses.cross_entropy + losses.ctc + losses.guided).backward()
+        trainee.model.zero_grad()
+        seen.append(([aot.key(x) for x in launches], [x.grid for x in launches], sizes.found))
+    assert len(seen[0][0]) > 20
+    for keys, grids, found in seen[1:]:
+        assert keys == seen[0][0]
+        assert grids == seen[0][1]
+        assert found == seen[0][2]

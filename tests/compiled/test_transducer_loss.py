@@ -1,0 +1,141 @@
+"""`transducer_loss` compiled for GPUs that need not be there."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from effasr_kernels import aot
+from effasr_kernels.launch import Launch, recording
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.transducer_loss import _triton, set_workspace
+
+CLASSES, WIDTH = 1024, 640
+OWN = {
+    "place_nodes",
+    "join",
+    "sweep_forward",
+    "sweep_backward",
+    "differentiate",
+    "fold",
+    "finish_frames",
+    "finish_states",
+}
+PRODUCTS = {"_partial_normalizers", "differentiate"}
+
+
+def _launches(
+    frames: Sequence[int] = (40, 0, 9),
+    labels: Sequence[int] = (12, 0, 3),
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    capability: tuple[int, int] = (9, 0),
+    classes: int = CLASSES,
+    width: int = WIDTH,
+    longest: int | None = 200,
+    activation: str = "relu",
+    targets_dtype: torch.dtype = torch.int64,
+    rows: tuple[int, int] | None = None,
+) -> list[Launch]:
+    """All launches, forward and backward."""
+    of_frames = PackedLayout.from_lengths(frames, rows=rows and rows[0])
+    of_targets = PackedLayout.from_lengths(labels, rows=rows and rows[1], longest=longest)
+    arguments: dict[str, Any] = {
+        "encoded": torch.zeros(of_frames.rows, width, dtype=dtype),
+        "predicted": torch.zeros(of_targets.rows + len(labels), width, dtype=dtype),
+        "targets": torch.zeros(of_targets.rows, dtype=targets_dtype),
+        "layout_frames": of_frames,
+        "layout_targets": of_targets,
+        "weight": torch.zeros(classes, width, dtype=dtype),
+        "bias": torch.zeros(classes, dtype=dtype),
+        "blank_id": 0,
+        "activation": activation,
+        "fastemit": 0.0,
+    }
+    with recording(capability) as launches:
+        results, saved = _triton.forward(**arguments)
+        _triton.backward((torch.ones_like(results[0]),), results, saved, **arguments)
+    return launches
+
+
+def _own(launches: Sequence[Launch]) -> list[Launch]:
+    return [x for x in launches if x.kernel.fn.__name__ in OWN | {"differentiate_kept"}]
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_compiles_for_every_architecture(
+    compiled_ok: Callable[..., dict[str, aot.Resources]], architecture: int
+) -> None:
+    launches = _launches(capability=(architecture // 10, 0))
+    found = compiled_ok(launches, architecture, products=PRODUCTS)
+    assert set(found) >= OWN
+
+
+def test_compiles_where_logits_are_kept(
+    compiled_ok: Callable[..., dict[str, aot.Resources]],
+) -> None:
+    """Nothing is kept from the forward where the layout has no bound."""
+    launches = _launches(longest=None)
+    names = {x.kernel.fn.__name__ for x in launches}
+    assert "differentiate_kept" in names
+    assert "differentiate" not in names
+    kept = [x for x in launches if x.args.get("logits") is not None]
+    found = compiled_ok(kept, 90, products={"_partial_normalizers"})
+    assert set(found) == {"_partial_normalizers", "differentiate_kept"}
+
+
+@pytest.mark.parametrize("bound", [0, 100, 400, 5000])
+def test_compiles_for_every_width_of_the_lattice(
+    compiled_ok: Callable[..., dict[str, aot.Resources]], bound: int
+) -> None:
+    launches = _launches(labels=(0, 0, 0), longest=bound)
+    compiled_ok([x for x in launches if x.kernel.fn.__name__.startswith("sweep")], 90)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.float16, "activation": "tanh", "targets_dtype": torch.int32},
+        {"dtype": torch.float32},
+        {"classes": 1025, "width": 177},
+    ],
+    ids=["float16", "float32", "odd"],
+)
+def test_compiles_for_other_inputs(
+    compiled_ok: Callable[..., dict[str, aot.Resources]], options: dict
+) -> None:
+    wide = options.get("dtype") == torch.float32
+    compiled_ok(_own(_launches(**options)), 90, products=() if wide else {"differentiate"})
+
+
+def test_a_new_batch_compiles_nothing() -> None:
+    """Neither other lengths, nor another division of the nodes."""
+    generator = random.Random(0)
+    names, keys = set(), set()
+    before = set_workspace(2**20)
+    try:
+        for number in range(200):
+            set_workspace(2**20 if number % 2 else 2**16)
+            count = generator.randint(1, 5)
+            frames = [generator.randint(0, 60) for _ in range(count)]
+            labels = [generator.randint(0, 20) for _ in range(count)]
+            spare = generator.randint(0, 9), generator.randint(0, 9)
+            rows = 1 + sum(frames) + spare[0], sum(labels) + spare[1]
+            launches = _own(_launches(frames, labels, rows=rows, classes=64, width=32))
+            keys |= {aot.key(x) for x in launches}
+            names |= {x.kernel.fn.__name__ for x in launches}
+    finally:
+        set_workspace(before)
+    # Rows are scored where logits are wanted, and else only where something passes.
+    assert len(keys) == len(names) + 1, sorted(key[0] for key in keys)
+
+
+def test_addresses_are_of_64_bit(
+    compiled_ok: Callable[..., dict[str, aot.Resources]],
+) -> None:
+    """A batch of 1,024 has 200 million nodes, of a thousand columns each."""
+    for name, resources in compiled_ok(_own(_launches()), 90).items():
+        wide = [x for x in resources.ttir.splitlines() if "i64" in x and "arith" in x]
+        assert any("mul" in x or "ext" in x for x in wide), f"{name} computes no 64-bit offset"

@@ -1,0 +1,60 @@
+"""A small model with its optimizer, and batches for it, with torch and numpy alone."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+
+from effasr.data.augment import AugmentConfig
+from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.distributed.process_group import World
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import EncoderConfig
+from effasr.training.objective import LossConfig, Objective
+from effasr.training.step import Trainee
+
+SHAPE = StaticShape(24, 20, 3, longest_frames=16, longest_tokens=10)
+VOCABULARY = 12
+
+
+def make_batch(seed: int, shape: StaticShape = SHAPE) -> Batch:
+    """Two utterances, of other lengths for each seed."""
+    generator = np.random.default_rng(seed)
+    examples = [
+        Example(
+            str(n),
+            generator.normal(size=samples - 640 * (seed % 4)).astype(np.float32),
+            [1, 2],
+            generator.integers(3, VOCABULARY, size=3).tolist(),
+        )
+        for n, samples in enumerate((14_000, 9_000))
+    ]
+    return collate(examples, shape, eos_id=1, pad_id=0)
+
+
+def make_trainee(device: torch.device, position: str, dropout: float = 0.0) -> Trainee:
+    """Every part that has a kernel, at its smallest."""
+    torch.manual_seed(0)
+    encoder = EncoderConfig(
+        width=32, layers=1, heads=2, feed_forward=32, subsampling_channels=8,
+        residual_dropout=dropout, attention_dropout=dropout, position=position,
+    )  # fmt: skip
+    decoder = DecoderConfig(width=32, layers=1, heads=2, feed_forward=32, residual_dropout=dropout)
+    config = ModelConfig(encoder=encoder, decoder=decoder, ctc=True, augment=AugmentConfig())
+    model = ASRModel(config, VOCABULARY).to(device).train()
+    return Trainee(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device.type == "cuda"),
+        learning_rate=lambda step: 1e-3,
+        objective=Objective(
+            LossConfig(ctc_weight=0.3, transducer_weight=0.0, guided_weight=1.0), device
+        ),
+        average=None,
+        statistics=[],
+        world=World(0, 1, device),
+        autocast=nullcontext,
+        seed=0,
+        clip=1.0,
+        label_smoothing=0.1,
+    )

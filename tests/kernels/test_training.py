@@ -1,0 +1,88 @@
+"""Training through the kernels: as the references do it, in one shape, and as a CUDA graph."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from effasr.training.graph import MicroBatchGraph
+from effasr.training.step import Trainee, run_micro_batch, train_step
+from effasr_kernels import OPERATIONS, Op, launch
+from effasr_kernels.kernel import Kernel
+from tests.kernels.small_training import make_batch, make_trainee
+
+
+def losses(trainee: Trainee, steps: int = 2) -> list[float]:
+    """Loss, cross-entropy, CTC, penalty and norm of the gradient of each step."""
+    reports = [train_step(trainee, [make_batch(step)], step) for step in range(steps)]
+    return [x for report in reports for x in report.values.read()]
+
+
+@pytest.mark.parametrize("position", ["relative", "rotary"])
+def test_two_steps_give_the_losses_of_the_references(
+    device: torch.device, position: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: set[tuple[str, bool]] = set()
+    select = Op.select
+
+    def watched(self: Op, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        run = select(self, *args, **kwargs)
+        served.add((self.name, isinstance(run, Kernel)))
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Op, "select", watched)
+        found = losses(make_trainee(device, position))
+    used = set(OPERATIONS) - {"transducer_loss"}
+    assert served == {(name, True) for name in used}
+    with monkeypatch.context() as patch:
+        # As on a machine without a GPU and without the interpreter.
+        patch.setattr(launch, "INTERPRETED", False)
+        expected = losses(make_trainee(torch.device("cpu"), position))
+    np.testing.assert_allclose(found, expected, rtol=2e-4)
+
+
+@pytest.fixture
+def gpu(device: torch.device) -> torch.device:
+    """A device that can record graphs and count its memory."""
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+    return device
+
+
+def test_a_cuda_graph_replays_the_same_steps(gpu: torch.device) -> None:
+    expected = losses(make_trainee(gpu, "relative", dropout=0.1), 6)
+    trainee = make_trainee(gpu, "relative", dropout=0.1)
+    model = trainee.model
+    graph = MicroBatchGraph(
+        partial(run_micro_batch, trainee), gpu, model.parameters(), model.buffers()
+    )
+    found = losses(replace(trainee, graph=graph), 6)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_memory_stays_what_the_second_step_takes(gpu: torch.device) -> None:
+    trainee = make_trainee(gpu, "relative")
+    peaks = []
+    for step in range(50):
+        torch.cuda.reset_peak_memory_stats()
+        train_step(trainee, [make_batch(step)], step)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    # The first step makes the optimizer's state.
+    assert set(peaks[2:]) == {peaks[1]}
+
+
+def test_a_compiled_model_trains_alike(gpu: torch.device) -> None:
+    expected = losses(make_trainee(gpu, "relative"), 4)
+    trainee = make_trainee(gpu, "relative")
+    trainee.model.compile(fullgraph=True, dynamic=False)
+    first = train_step(trainee, [make_batch(0)], 0)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        rest = [train_step(trainee, [make_batch(step)], step) for step in range(1, 4)]
+    found = [x for report in (first, *rest) for x in report.values.read()]
+    np.testing.assert_allclose(found, expected, rtol=1e-3)

@@ -1,0 +1,189 @@
+"""Predictors of packed transcripts, against reading one transcript after the other."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from effasr.nn.lanes import Lanes
+from effasr.nn.predictor import LSTMPredictor, StatelessPredictor, after_start
+from effasr.nn.recurrent import lstm
+from effasr_kernels import PackedLayout
+
+LABELS, WIDTH = 7, 6
+LAYOUTS = {
+    "exact": PackedLayout.from_lengths((3, 0, 5, 1)),
+    "static": PackedLayout.from_lengths((3, 0, 5, 1, 4), rows=20, num_sequences=9, longest=6),
+    "one": PackedLayout.from_lengths((4,)),
+    "none empty": PackedLayout.from_lengths((0,)),
+    "nothing said": PackedLayout.from_lengths((0, 0), rows=5, num_sequences=3, longest=2),
+    "no sequence": PackedLayout.from_lengths(()),
+    "long": PackedLayout.from_lengths((9, 1, 1, 1, 1, 1, 1, 9, 9)),
+}
+KINDS = {
+    "lstm": lambda: LSTMPredictor(LABELS, WIDTH, 2),
+    "one layer": lambda: LSTMPredictor(LABELS, WIDTH, 1),
+    "stateless": lambda: StatelessPredictor(LABELS, WIDTH, 2),
+    "no context": lambda: StatelessPredictor(LABELS, WIDTH, 1),
+    "context 3": lambda: StatelessPredictor(LABELS, WIDTH, 3),
+}
+Predictor = LSTMPredictor | StatelessPredictor
+
+
+def make(kind: str) -> Predictor:
+    torch.manual_seed(0)
+    return KINDS[kind]().double()
+
+
+def make_labels(layout: PackedLayout) -> Tensor:
+    return torch.randint(LABELS, (layout.rows,), generator=torch.Generator().manual_seed(1))
+
+
+def pieces(x: Tensor, layout: PackedLayout) -> list[Tensor]:
+    rows = layout.lengthened(1)
+    return list(x[: rows.total].split(rows.lengths))
+
+
+def alone(predictor: Predictor, said: list[int]) -> Tensor:
+    """A transcript read label by label, with torch's own modules: (U + 1, P)."""
+    embedded = predictor.embedding(torch.tensor([LABELS, *said]))
+    if isinstance(predictor, LSTMPredictor):
+        theirs = nn.LSTM(WIDTH, WIDTH, predictor.lstm.layers, batch_first=True).double()
+        weights = dict(predictor.lstm.named_parameters())
+        return torch.func.functional_call(theirs, weights, (embedded[None],))[0][0]
+    padded = nn.functional.pad(embedded, (0, 0, predictor.context - 1, 0))
+    windows = padded.unfold(0, predictor.context, 1)
+    return (windows * predictor.taps).sum(-1).relu()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_transcript_is_read_as_if_alone(kind: str, name: str) -> None:
+    layout, predictor = LAYOUTS[name], make(kind)
+    labels = make_labels(layout)
+    out = predictor(labels, layout)
+    assert out.shape == (layout.rows + layout.num_sequences, WIDTH)
+    assert out.isfinite().all()
+    upstream = [torch.randn_like(piece) for piece in pieces(out, layout)]
+    said = [one.tolist() for one in labels[: layout.total].split(layout.lengths)]
+    expected = [alone(predictor, one) for one in said]
+    total, wanted = torch.zeros(()), torch.zeros(())
+    for x, y, weight in zip(pieces(out, layout), expected, upstream, strict=True):
+        torch.testing.assert_close(x, y)
+        total, wanted = total + (x * weight).sum(), wanted + (y * weight).sum()
+    if not said:
+        return
+    parameters = list(predictor.parameters())
+    for x, y in zip(
+        torch.autograd.grad(total, parameters),
+        torch.autograd.grad(wanted, parameters),
+        strict=True,
+    ):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_label_by_label_is_the_same(kind: str) -> None:
+    layout, predictor = LAYOUTS["one"], make(kind)
+    labels = make_labels(layout)
+    state = predictor.begin(2)
+    for row, label in zip(predictor(labels, layout), [LABELS, *labels.tolist()], strict=True):
+        out, state = predictor.step(torch.tensor([label, label]), state)
+        torch.testing.assert_close(out, row.expand(2, -1))
+        assert all(part.shape[0] == 2 for part in state)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "stateless"])
+def test_other_transcripts_and_the_tail_do_not_matter(kind: str) -> None:
+    """To the last bit in the values, and no gradient reaches a neighbour's labels."""
+    layout, predictor = LAYOUTS["static"], make(kind)
+    labels = make_labels(layout)
+    changed = labels.clone()
+    changed[3:8] = (labels[3:8] + 1) % LABELS
+    changed[layout.total :] = 0
+    before, after = (pieces(predictor(x, layout), layout) for x in (labels, changed))
+    for n, (x, y) in enumerate(zip(before, after, strict=True)):
+        assert torch.equal(x, y) == (n != 2)
+    (embedding,) = torch.autograd.grad(before[0].sum(), [predictor.embedding.weight])
+    seen = {LABELS, *labels[:3].tolist()}
+    assert set(embedding.any(1).nonzero()[:, 0].tolist()) <= seen
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["lstm", "stateless"])
+@pytest.mark.parametrize("name", ["exact", "static"])
+def test_compiles_to_the_same_without_a_break(kind: str, name: str) -> None:
+    torch._dynamo.reset()
+    layout, predictor = LAYOUTS[name], make(kind)
+    labels = make_labels(layout)
+    compiled = torch.compile(predictor, fullgraph=True, dynamic=False, backend="aot_eager")
+    results = []
+    for call in (predictor, compiled):
+        out = call(labels, layout)
+        rows = torch.cat(pieces(out, layout))
+        results.append([rows, *torch.autograd.grad(rows.square().sum(), predictor.parameters())])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["lstm", "stateless"])
+def test_half_precision(kind: str) -> None:
+    layout = LAYOUTS["static"]
+    predictor = make(kind).float()
+    labels = make_labels(layout)
+    exact = torch.cat(pieces(predictor(labels, layout), layout))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = predictor(labels, layout)
+        step, state = predictor.step(labels[:2], predictor.begin(2))
+        predictor.step(labels[:2], state)
+    rows = torch.cat(pieces(out, layout))
+    torch.testing.assert_close(rows.float(), exact, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(
+        step.float(), predictor.step(labels[:2], predictor.begin(2))[0], rtol=0.05, atol=0.05
+    )
+    rows.float().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in predictor.parameters())
+
+
+def test_lanes_have_one_size_whatever_the_lengths() -> None:
+    sizes = set()
+    for lengths in ((6, 6, 6), (1,) * 9, (0, 6, 0, 6), ()):
+        layout = PackedLayout.from_lengths(lengths, rows=20, num_sequences=9, longest=6)
+        lanes = Lanes.of(layout, 6)
+        sizes.add((lanes.count, lanes.steps))
+        slots = lanes.slots[: layout.total]
+        assert len(set(slots.tolist())) == layout.total
+        free = lanes.free().flatten()
+        assert not free[slots].any()
+        assert free.sum() == lanes.count * lanes.steps - layout.total
+        starts = slots[layout.cu_seqlens[:-1].long()[torch.tensor(layout.lengths) > 0]]
+        assert free[starts - 1].all(), "every sequence has a free slot in front"
+    assert len(sizes) == 1
+
+
+def test_a_reset_forgets_all() -> None:
+    torch.manual_seed(0)
+    weights = [3 * torch.randn(shape) for shape in ((20, 4), (20, 5), (20,), (20,))]
+    x = 10 * torch.randn(1, 7, 4)
+    resets = torch.zeros(1, 7, dtype=torch.bool)
+    resets[0, 3] = True
+    out = lstm(x, resets, weights)
+    assert not out[0, 3].any()
+    assert torch.equal(out[:, 4:], lstm(x[:, 4:], resets[:, 4:], weights))
+
+
+def test_the_work_is_counted() -> None:
+    layout, predictor = LAYOUTS["exact"], make("lstm").float()
+    lanes = Lanes.of(layout.lengthened(1), 6)
+    with FlopCounterMode(display=False) as counter:
+        predictor(make_labels(layout), layout).sum().backward()
+    products = 2 * 2 * 4 * WIDTH * WIDTH
+    assert counter.get_total_flops() == 3 * 2 * lanes.count * lanes.steps * products
+
+
+def test_the_start_symbol_comes_first() -> None:
+    layout = PackedLayout.from_lengths((2, 0, 1), rows=4, num_sequences=4)
+    labels = torch.tensor([1, 2, 3, 5])
+    assert after_start(labels, layout, 9).tolist() == [9, 1, 2, 9, 9, 3, 9, 9]

@@ -1,0 +1,531 @@
+"""torch's and others' attention behind ours, on a machine that need have neither GPU nor packages.
+
+Doubles with the signatures of the packages compute by the reference, and do what those are known to
+do: rows outside the sequences come back as NaN, as do their gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from effasr_kernels import (
+    Backend,
+    BackendUnavailable,
+    PackedLayout,
+    RelativeBias,
+    Rotary,
+    attention,
+)
+from effasr_kernels.attention import _varlen, order, packages
+from effasr_kernels.attention.registration import op
+from effasr_kernels.conformance import Case, Packed, Shared, check_kernel
+from effasr_kernels.library import recording
+from effasr_kernels.testing import poison
+
+HEADS, WIDTH = 2, 8
+PACKAGES = {
+    Backend.FLASH_ATTN_2: "flash_attn",
+    Backend.FLASH_ATTN_3: "flash_attn_interface",
+    Backend.FLASH_ATTN_4: "flash_attn.cute",
+}
+TRAINED = [Backend.VARLEN, Backend.FLASH_ATTN_2, Backend.FLASH_ATTN_4]
+OTHERS = [Backend.VARLEN, *PACKAGES]
+LENGTHS = (5, 0, 3, 1)
+
+
+class _Library:
+    """What was passed to the double, and whether it ran deterministically."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.deterministic: list[bool] = []
+
+
+def _layout(cu_seqlens: Tensor, rows: int) -> PackedLayout:
+    return PackedLayout(cu_seqlens, tuple(cu_seqlens.tolist()), rows)
+
+
+def _reference(given: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(
+        q,
+        k,
+        v,
+        _layout(given["cu_seqlens_q"], q.shape[0]),
+        _layout(given["cu_seqlens_k"], k.shape[0]),
+        causal=given["causal"],
+        scale=given["softmax_scale"],
+        backend="reference",
+    )
+
+
+def _nan_outside(x: Tensor, cu_seqlens: Tensor, other: Tensor) -> Tensor:
+    """As freshly allocated memory may be."""
+    x = poison(x, _layout(cu_seqlens, x.shape[0]))
+    for n, length in enumerate(other.diff().tolist()):
+        if length == 0:
+            x = poison(x, _layout(cu_seqlens, x.shape[0]), n)
+    return x
+
+
+class _Double(Function):
+    @staticmethod
+    def forward(ctx: Any, given: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.given = given
+        ctx.save_for_backward(q, k, v)
+        y = _reference(given, q, k, v)
+        return _nan_outside(y, given["cu_seqlens_q"], given["cu_seqlens_k"])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        dq, dk, dv = _gradients(ctx.given, grad, *ctx.saved_tensors)
+        return None, dq, dk, dv
+
+
+def _gradients(given: dict[str, Any], grad: Tensor, *inputs: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    # Autograd may be off here, and below the dispatcher.
+    with recording():
+        grads = torch.autograd.grad(_reference(given, *leaves), leaves, grad)
+    offsets = given["cu_seqlens_q"], given["cu_seqlens_k"]
+    where = [offsets, offsets[::-1], offsets[::-1]]
+    return [_nan_outside(x, *pair) for x, pair in zip(grads, where, strict=True)]
+
+
+def _version_2(library: _Library) -> Callable[..., Any]:
+    def flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        block_table=None,
+    ):
+        given = locals() | {"q": q.detach()}
+        library.calls.append(given)
+        library.deterministic.append(deterministic)
+        return _Double.apply(given, q, k, v)
+
+    return flash_attn_varlen_func
+
+
+def _version_3(library: _Library) -> Callable[..., Any]:
+    def flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_q=None,
+        seqused_k=None,
+        softmax_scale=None,
+        causal=False,
+        qv=None,
+        window_size=(-1, -1),
+        num_splits=1,
+        deterministic=False,
+    ):
+        # Its loads run past the ends of sequences.
+        assert not any(x.isnan().any() for x in (q, k, v))
+        library.calls.append(locals() | {"q": q.detach()})
+        return _Double.apply(library.calls[-1], q, k, v), torch.empty(0)
+
+    return flash_attn_varlen_func
+
+
+def _version_4(library: _Library) -> Callable[..., Any]:
+    # In version 4 the fourth argument is another one: only names are safe.
+    def flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        qv=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        min_seqlen_k=None,
+        softmax_scale=None,
+        causal=False,
+        window_size=(None, None),
+        deterministic=False,
+        score_mod=None,
+    ):
+        assert not any(x.isnan().any() for x in (q, k, v))
+        assert qv is None
+        library.calls.append(locals() | {"q": q.detach()})
+        library.deterministic.append(deterministic)
+        return _Double.apply(library.calls[-1], q, k, v), None
+
+    return flash_attn_varlen_func
+
+
+def _torchs(library: _Library) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`varlen_attn` of torch 2.11 to 2.13, and the backward beneath it."""
+
+    def varlen_attn(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        *,
+        return_aux=None,
+        scale=None,
+        window_size=(-1, -1),
+    ):
+        assert return_aux.lse
+        given = {
+            "cu_seqlens_q": cu_seq_q,
+            "cu_seqlens_k": cu_seq_k,
+            "max_seqlen_q": max_q,
+            "max_seqlen_k": max_k,
+            "softmax_scale": scale,
+            "causal": {(-1, 0): True, (-1, -1): False}[window_size],
+        }
+        library.calls.append(given)
+        y = _nan_outside(_reference(given, query, key, value), cu_seq_q, cu_seq_k)
+        return y, torch.zeros(query.shape[1], query.shape[0])
+
+    def backward(grad, q, k, v, y, lse, cu_q, cu_k, max_q, max_k, dropout, causal, *_, **options):
+        assert lse.shape == (q.shape[1], q.shape[0])
+        assert dropout == 0
+        assert not y[int(cu_q[-1]) :].isnan().any()
+        assert options["window_size_right"] == (0 if causal else -1)
+        library.deterministic.append(torch.are_deterministic_algorithms_enabled())
+        given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        given |= {"causal": causal, "softmax_scale": options["scale"]}
+        return _gradients(given, grad, q, k, v)
+
+    return varlen_attn, backward
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Library]:
+    """All packages are installed, and the GPU is an H100."""
+    library = _Library()
+    packages.find.cache_clear()
+    monkeypatch.setattr(packages, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(_varlen, "_built_in", lambda: True)
+    varlen, backward = _torchs(library)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+    makers = [_version_2, _version_3, _version_4]
+    for name, make in zip(PACKAGES.values(), makers, strict=True):
+        _install(monkeypatch, name, flash_attn_varlen_func=make(library))
+    yield library
+    packages.find.cache_clear()
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    module = ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def _inputs(
+    lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], tail: int = 3
+) -> tuple[list[Tensor], PackedLayout, PackedLayout]:
+    """Half precision, with a tail of NaN; the upper bound of the lengths is not reached."""
+    layouts = [
+        PackedLayout.from_lengths(x, rows=sum(x) + tail, num_sequences=len(x) + 2, longest=9)
+        for x in (lengths_q, lengths_k)
+    ]
+    shapes = [(layout.rows, HEADS, WIDTH) for layout in (layouts[0], layouts[1], layouts[1])]
+    values = [torch.randn(shape).half() for shape in shapes]
+    where = layouts[0], layouts[1], layouts[1]
+    values = [poison(x, layout) for x, layout in zip(values, where, strict=True)]
+    return [x.requires_grad_() for x in values], layouts[0], layouts[1]
+
+
+@pytest.mark.parametrize(
+    ("causal", "across"),
+    [(False, False), (True, False), (False, True)],
+    ids=["", "causal", "cross"],
+)
+@pytest.mark.parametrize("backend", TRAINED)
+def test_values_and_gradients_are_the_references_and_zero_outside(
+    backend: Backend, causal: bool, across: bool, library: _Library
+) -> None:
+    (q, k, v), layout_q, layout_k = _inputs(LENGTHS, LENGTHS[::-1] if across else LENGTHS)
+    layout_k = layout_k if across else layout_q
+
+    def run(backend: str) -> list[Tensor]:
+        y = attention(q, k, v, layout_q, layout_k, causal=causal, scale=0.3, backend=backend)
+        # The gradient of the tail is NaN, as of a loss that looks at it.
+        upstream = poison(torch.ones_like(y), layout_q)
+        return [y.detach(), *torch.autograd.grad(y, (q, k, v), upstream)]
+
+    expected, found = run("reference"), run(backend)
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+    (call,) = library.calls
+    assert call["max_seqlen_q"] == call["max_seqlen_k"] == 9
+    assert library.deterministic == [True]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("backend", [Backend.VARLEN, Backend.FLASH_ATTN_2])
+def test_keeps_the_contract(backend: Backend, lengths: tuple[int, ...]) -> None:
+    packed = {
+        name: [torch.randn(n, HEADS, WIDTH, dtype=torch.float64) for n in lengths] for name in "qkv"
+    }
+
+    def case_for(wanted: str) -> Case:
+        chosen = backend if wanted == "triton" else wanted
+
+        def run(packed: Packed, shared: Shared) -> Tensor:
+            values = (packed[name].values for name in "qkv")
+            return attention(*values, packed["q"].layout, causal=True, backend=chosen)
+
+        return Case(run, packed, results=("q",))
+
+    check_kernel(case_for, torch.float16)
+
+
+def test_the_third_version_serves_inference(library: _Library) -> None:
+    (q, k, v), layout, _ = _inputs(LENGTHS, LENGTHS)
+    q, k, v = q.detach(), k.detach(), v.detach()
+    found = attention(q, k, v, layout, backend="flash_attn_3")
+    assert torch.equal(found, attention(q, k, v, layout, backend="reference"))
+    assert len(library.calls) == 1
+    with pytest.raises(BackendUnavailable, match="serves inference alone"):
+        attention(q.requires_grad_(), k, v, layout, backend="flash_attn_3")
+    assert Backend.FLASH_ATTN_3 not in order.UNMEASURED
+
+
+@pytest.mark.parametrize("backend", OTHERS)
+@pytest.mark.parametrize("empty", [(), (0, 0)])
+def test_a_batch_without_sequences_gives_zeros(
+    backend: Backend, empty: tuple[int, ...], library: _Library
+) -> None:
+    layout = PackedLayout.from_lengths(empty, rows=4)
+    q = torch.full((4, HEADS, WIDTH), torch.nan, dtype=torch.float16)
+    q.requires_grad_(backend in TRAINED)
+    y = attention(q, q, q, layout, backend=backend)
+    assert torch.equal(y, torch.zeros_like(y))
+    if backend in TRAINED:
+        (gradient,) = torch.autograd.grad(y, q, torch.ones_like(y))
+        assert torch.equal(gradient, torch.zeros_like(q))
+    assert not library.calls
+
+
+@pytest.mark.parametrize("backend", TRAINED)
+def test_strided_inputs_and_the_dispatcher(backend: Backend) -> None:
+    layout = PackedLayout.from_lengths(LENGTHS, rows=12)
+    qkv = torch.randn(12, 3, HEADS, WIDTH).half().requires_grad_()
+    results = []
+    for mode in (None, torch.utils.flop_counter.FlopCounterMode(display=False)):
+        with mode or torch.enable_grad():
+            y = attention(*qkv.unbind(1), layout, causal=True, backend=backend)
+            results.append([y.detach(), torch.autograd.grad(y.float().square().sum(), qkv)[0]])
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+
+
+def _why_not(backend: Backend, **changed: Any) -> str:
+    q = changed.pop("q", torch.zeros(4, HEADS, WIDTH, dtype=torch.float16))
+    layout = PackedLayout.from_lengths([1, 3])
+    given = {"layout_k": layout, "causal": False, "scale": 1.0, "position": None}
+    given |= {"dropout": 0.0, "seed": None} | changed
+    with pytest.raises(BackendUnavailable) as caught:
+        op.select(q, q, q, layout, backend=backend, **given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", OTHERS)
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"position": Rotary()}, "does not rotate"),
+        ({"position": RelativeBias(*torch.zeros(3, 1))}, "knows no relative positions"),
+        ({"dropout": 0.1}, "its dropout does not repeat with a seed"),
+        ({"q": torch.zeros(4, HEADS, WIDTH)}, "not in float32"),
+        ({"q": torch.zeros(4, 1, 12).half()}, "a multiple of 8, up to 256, not 12"),
+        ({"q": torch.zeros(4, 1, 264).half()}, "a multiple of 8, up to 256, not 264"),
+        (
+            {"causal": True, "layout_k": PackedLayout.from_lengths([1, 3])},
+            "aligns causal masks at the last key",
+        ),
+    ],
+)
+def test_says_what_it_cannot_do(backend: Backend, changed: dict[str, Any], reason: str) -> None:
+    assert reason in _why_not(backend, **changed)
+
+
+@pytest.mark.parametrize(
+    ("backend", "found", "reason"),
+    [
+        *((backend, None, "needs an NVIDIA GPU") for backend in OTHERS),
+        *((backend, (7, 5), "needs compute capability 8.0") for backend in OTHERS),
+        (Backend.FLASH_ATTN_3, (8, 0), "needs compute capability 9.0"),
+        (Backend.FLASH_ATTN_3, (10, 0), "needs compute capability 9.0"),
+        (Backend.FLASH_ATTN_4, (8, 0), "needs compute capability 9, 10 or 11"),
+        (Backend.FLASH_ATTN_4, (12, 0), "needs compute capability 9, 10 or 11"),
+    ],
+)
+def test_needs_the_right_gpu(
+    backend: Backend,
+    found: tuple[int, int] | None,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packages, "capability", lambda device: found)
+    assert reason in _why_not(backend)
+
+
+@pytest.mark.parametrize(
+    ("backend", "found", "width"),
+    [(Backend.FLASH_ATTN_4, (10, 0), 136), (Backend.VARLEN, (8, 9), 200)],
+)
+def test_a_gpu_may_not_serve_every_width(
+    backend: Backend, found: tuple[int, int], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "capability", lambda device: found)
+    reason = _why_not(backend, q=torch.zeros(4, 1, width).half())
+    assert f"on this GPU, not {width}" in reason
+
+
+def test_a_cpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert packages.capability(torch.device("cpu")) is None
+    if not torch.cuda.is_available():
+        assert packages.capability(torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "package"),
+    [
+        (Backend.FLASH_ATTN_2, "flash-attn"),
+        (Backend.FLASH_ATTN_3, "flash-attn-3"),
+        (Backend.FLASH_ATTN_4, "flash-attn-4"),
+    ],
+)
+def test_what_is_not_installed(
+    backend: Backend, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    for name in PACKAGES.values():
+        monkeypatch.delitem(sys.modules, name)
+    # Whatever this machine has is hidden: an empty package is found first.
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert f"(pip install {package})" in _why_not(backend)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import no_such_dependency", "cannot be imported: No module named 'no_such_dependency'"),
+        ("raise ImportError('undefined symbol')", "ImportError: undefined symbol"),
+        ("raise RuntimeError('driver too old')", "RuntimeError: driver too old"),
+    ],
+)
+def test_what_is_installed_and_broken(
+    text: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.delitem(sys.modules, "flash_attn_interface")
+    (tmp_path / "flash_attn_interface.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert reason in _why_not(Backend.FLASH_ATTN_3)
+
+
+def test_a_signature_that_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in torch 2.10.
+    def varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None
+    ): ...
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    assert "varlen_attn of this version has no `scale`, `window_size`" in _why_not(Backend.VARLEN)
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k): ...
+
+    _install(monkeypatch, "flash_attn", flash_attn_varlen_func=flash_attn_varlen_func)
+    reason = _why_not(Backend.FLASH_ATTN_2)
+    assert "of this version has no `softmax_scale`, `causal`, `deterministic`" in reason
+
+
+def test_torch_may_run_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.current_flash_attention_impl", lambda: "FA3")
+    assert "activate_flash_attention_impl has put another" in _why_not(Backend.VARLEN)
+    monkeypatch.undo()
+    packages.find.cache_clear()
+    monkeypatch.setattr(packages, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(_varlen, "_built_in", lambda: False)
+    assert "torch was built without FlashAttention" in _why_not(Backend.VARLEN)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_torch_takes_the_calls(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real functions of the torch that is installed, on tensors without values."""
+    monkeypatch.undo()
+    rows = torch.empty(12, 3, HEADS, 64, device="meta", dtype=torch.bfloat16)
+    q, k, v = rows.unbind(1)
+    offsets = torch.empty(5, dtype=torch.int32, device="meta")
+    layout = PackedLayout(offsets, range(5), 12, longest=7)
+    given = {"causal": causal, "scale": 0.1, "position": None, "dropout": 0.0, "seed": None}
+    results, saved = _varlen.forward(q, k, v, layout, layout, **given)
+    (like,) = _varlen.saved_like(q=q, k=k, v=v, layout_q=layout, layout_k=layout, **given)
+    assert saved[0].shape == like.shape
+    assert saved[0].dtype == like.dtype
+    grads = _varlen.backward(results, results, saved, q, k, v, layout, layout, **given)
+    assert results[0].shape == q.shape
+    assert {name: x.shape for name, x in grads.items() if x is not None} == dict.fromkeys(
+        "qkv", q.shape
+    )
+
+
+def test_the_measured_order_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = order.Row(
+        (9, 0), torch.float16, 128, 500, (Backend.FLASH_ATTN_2, Backend.TRITON), "rows.csv@1"
+    )
+    narrow = order.Row((9, 0), torch.float16, 64, 500, (Backend.VARLEN,), "rows.csv@1")
+    monkeypatch.setattr(order, "MEASURED", (narrow, wide))
+    monkeypatch.setattr(order, "capability", lambda device: (9, 0))
+
+    def first(width: int, longest: int = 500, dtype: torch.dtype = torch.float16) -> Backend:
+        q = SimpleNamespace(shape=(1, 1, width), dtype=dtype, device=None)
+        layout = PackedLayout.from_lengths([1], longest=longest)
+        found = order.order(q, q, q, layout, layout)  # type: ignore[arg-type]
+        assert sorted(found) == sorted(order.UNMEASURED)
+        return found[0]
+
+    assert first(64) is Backend.VARLEN
+    assert first(96) is Backend.FLASH_ATTN_2
+    unmeasured = order.UNMEASURED[0]
+    assert first(136) is first(64, 501) is first(64, dtype=torch.bfloat16) is unmeasured
+    monkeypatch.setattr(order, "capability", lambda device: (10, 0))
+    assert first(64) is unmeasured
+
+
+def test_ours_comes_first_and_the_reference_last() -> None:
+    others = [backend for backend in order.UNMEASURED if backend in op.modules]
+    places = [others.index(backend) for backend in TRAINED]
+    assert places == sorted(places)
+    assert others[-1] is Backend.REFERENCE
+    if Backend.TRITON in op.modules:
+        assert others[0] is Backend.TRITON

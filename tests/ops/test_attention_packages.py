@@ -1,0 +1,98 @@
+"""torch's attention and the flash-attn packages behind ours, on a GPU that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from effasr_kernels import BackendUnavailable, PackedLayout, attention
+from effasr_kernels.conformance import (
+    Case,
+    Packed,
+    Shared,
+    Variation,
+    check_kernel,
+    check_order,
+    check_repeats,
+    check_static_shape,
+    check_strides,
+)
+from effasr_kernels.testing import assert_no_worse
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str),
+]
+HEADS, GPU = 2, torch.device("cuda")
+
+
+def _case_for(
+    lengths: tuple[int, ...], width: int, backend: str, *, causal: bool, across: bool
+) -> Callable[[str], Case]:
+    lengths_k = lengths[::-1] if across else lengths
+    packed = {
+        name: [torch.randn(n, HEADS, width, dtype=torch.float64) for n in numbers]
+        for name, numbers in (("q", lengths), ("k", lengths_k), ("v", lengths_k))
+    }
+
+    def case_for(wanted: str) -> Case:
+        chosen = backend if wanted == "triton" else wanted
+
+        def run(packed: Packed, shared: Shared) -> Tensor:
+            q, k, v = packed["q"], packed["k"], packed["v"]
+            layout_k = k.layout if across else None
+            return attention(
+                q.values, k.values, v.values, q.layout, layout_k, causal=causal, backend=chosen
+            )
+
+        return Case(run, packed, results=("q",))
+
+    return case_for
+
+
+def _skip_unless(backend: str, dtype: torch.dtype, grad: bool = True) -> None:
+    q = torch.zeros(1, HEADS, 64, dtype=dtype, device=GPU, requires_grad=grad)
+    try:
+        attention(q, q, q, PackedLayout.from_lengths([1], GPU), backend=backend)
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(
+    ("width", "causal", "across"), [(64, False, False), (128, True, False), (40, False, True)]
+)
+@pytest.mark.parametrize("backend", ["varlen", "flash_attn_2"])
+def test_keeps_the_contract(
+    backend: str,
+    lengths: tuple[int, ...],
+    width: int,
+    causal: bool,
+    across: bool,
+    dtype: torch.dtype,
+) -> None:
+    _skip_unless(backend, dtype)
+    check_kernel(_case_for(lengths, width, backend, causal=causal, across=across), dtype, GPU)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_version_4_keeps_all_but_the_promise_about_neighbours(
+    lengths: tuple[int, ...], causal: bool, dtype: torch.dtype
+) -> None:
+    """Its loads run past the end of a sequence; NaN there would spread."""
+    _skip_unless("flash_attn_4", dtype)
+    case = _case_for(lengths, 64, "flash_attn_4", causal=causal, across=False)("triton")
+    there = Variation(dtype=dtype, device=GPU)
+    for check in (check_order, check_static_shape, check_strides, check_repeats):
+        check(case, there)
+
+
+def test_version_3_serves_inference(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    _skip_unless("flash_attn_3", dtype, grad=False)
+    layout = PackedLayout.from_lengths(lengths, GPU, rows=sum(lengths) + 3)
+    q, k, v = (torch.randn(layout.rows, HEADS, 64, device=GPU).to(dtype) for _ in range(3))
+    found = attention(q, k, v, layout, backend="flash_attn_3")
+    gold = attention(q.double(), k.double(), v.double(), layout, backend="reference")
+    assert_no_worse(found, gold, attention(q, k, v, layout, backend="reference"))

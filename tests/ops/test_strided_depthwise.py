@@ -1,0 +1,120 @@
+import importlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from effasr_kernels import PackedLayout, pack, strided_depthwise
+from effasr_kernels.conformance import Case, check_compiler
+
+BINS, CHANNELS = 4, 3
+
+
+def _case(slots: tuple[int, ...]) -> Case:
+    """Sequences of two rows for each slot, of which the last is not real in every other one."""
+    return Case(
+        lambda packed, shared: strided_depthwise(
+            packed["x"].values.flatten(0, 1),
+            shared["weight"],
+            shared["bias"],
+            packed["x"].layout,
+            # Where sequences are appended, the test fills up with a negative number.
+            packed["length"].values[: packed["x"].layout.num_sequences].clamp(min=0),
+        ),
+        {
+            "x": [torch.randn(n, 2, BINS, CHANNELS, dtype=torch.float64) for n in slots],
+            "length": [torch.tensor([max(0, 2 * n - i % 2)]) for i, n in enumerate(slots)],
+        },
+        {
+            "weight": torch.randn(CHANNELS, 9, dtype=torch.float64),
+            "bias": torch.randn(CHANNELS, dtype=torch.float64),
+        },
+        results=("x",),
+        one_more=frozenset({"length"}),
+    )
+
+
+def test_keeps_the_contract(check: Callable[[Case], None], lengths: tuple[int, ...]) -> None:
+    check(_case(lengths))
+
+
+def test_compiles() -> None:
+    check_compiler(_case((5, 0, 2)))
+
+
+@pytest.mark.parametrize("rows", [(1, 2, 3, 4), (5, 0, 17, 1)])
+@pytest.mark.parametrize("bins", [2, 6])
+def test_matches_torch_on_each_sequence(rows: tuple[int, ...], bins: int) -> None:
+    sequences = [torch.randn(n, bins, CHANNELS, dtype=torch.float64) for n in rows]
+    weight = torch.randn(CHANNELS, 9, dtype=torch.float64)
+    bias = torch.randn(CHANNELS, dtype=torch.float64)
+    # What stands in the rows that are not real does not count.
+    padded = [F.pad(x, (0, 0, 0, 0, 0, len(x) % 2), value=torch.nan) for x in sequences]
+    packed = pack([x.view(-1, 2, bins, CHANNELS) for x in padded])
+    x = packed.values.flatten(0, 1)
+    y = strided_depthwise(x, weight, bias, packed.layout, torch.tensor(rows))
+    for x_n, y_n in zip(sequences, y.split(packed.layout.lengths), strict=True):
+        if len(x_n):
+            image, taps = x_n.permute(2, 0, 1)[None], weight.view(-1, 1, 3, 3)
+            expected = F.conv2d(image, taps, bias, stride=2, padding=1, groups=CHANNELS)
+            torch.testing.assert_close(y_n, expected[0].permute(1, 2, 0))
+
+
+def test_results_of_rows_that_are_not_real_are_zero() -> None:
+    layout = PackedLayout.from_lengths((4,))
+    x = torch.randn(8, BINS, CHANNELS, requires_grad=True)
+    y = strided_depthwise(
+        x, torch.randn(CHANNELS, 9), torch.ones(CHANNELS), layout, torch.tensor([3])
+    )
+    assert y[:2].all()
+    assert not y[2:].any()
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad[:3].all()
+    assert not x.grad[3:].any()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+def test_cutting_a_batch_changes_nothing(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = PackedLayout.from_lengths((4, 1, 0, 7), rows=14)
+    leaves = [
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((28, BINS, CHANNELS), (CHANNELS, 9), (CHANNELS,))
+    ]
+
+    def run() -> list[Tensor]:
+        y = strided_depthwise(*leaves, layout, torch.tensor([8, 1, 0, 13]))
+        grad = torch.arange(y.numel(), dtype=y.dtype).cos().view_as(y)
+        return [y, *torch.autograd.grad(y, leaves, grad)]
+
+    whole = run()
+    reference = importlib.import_module("effasr_kernels.strided_depthwise.reference")
+    monkeypatch.setattr(reference, "_SLOTS", slots)
+    for got, expected in zip(run(), whole, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("x", torch.zeros(5, 4, 3), r"`x` must have shape \(2 T, G, C\) = \(4, any, any\)"),
+        ("x", torch.zeros(4, 3, 3), "`x` must have an even number of bands"),
+        ("weight", torch.zeros(3, 3), r"`weight` must have shape \(C, 9\)"),
+        ("bias", torch.zeros(4), r"`bias` must have shape \(C,\) = \(3,\)"),
+        ("bias", torch.zeros(3).half(), "`bias` must be torch.float32"),
+        ("lengths", torch.tensor([4, 0]), r"`lengths` must have shape \(N,\) = \(1,\)"),
+        ("lengths", torch.tensor([4.0]), "`lengths` must be int32 or int64"),
+    ],
+)
+def test_says_what_is_wrong(name: str, value: Tensor, message: str) -> None:
+    arguments = {
+        "x": torch.zeros(4, 4, 3),
+        "weight": torch.zeros(3, 9),
+        "bias": torch.zeros(3),
+        "layout": PackedLayout.from_lengths((2,)),
+        "lengths": torch.tensor([4]),
+    }
+    with pytest.raises(ValueError, match=f"strided_depthwise: {message}"):
+        strided_depthwise(**(arguments | {name: value}))

@@ -1,0 +1,130 @@
+import importlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from effasr_kernels import PackedLayout, pack, subsampling_stem
+from effasr_kernels.conformance import Case, check_compiler
+
+BINS, CHANNELS = 8, 3
+
+
+def _case(slots: tuple[int, ...]) -> Case:
+    """Utterances of this many slots, whose last has 8, 7, 6 real mel rows and so on."""
+    return Case(
+        lambda packed, shared: subsampling_stem(
+            packed["x"].values.flatten(0, 1),
+            *shared.values(),
+            packed["x"].layout,
+            # Where sequences are appended, the test fills up with a negative number.
+            packed["length"].values[: packed["x"].layout.num_sequences].clamp(min=0),
+        ).view(packed["x"].layout.rows, BINS // 2, CHANNELS),
+        {
+            "x": [torch.randn(n, 8, BINS, dtype=torch.float64) for n in slots],
+            "length": [torch.tensor([max(0, 8 * n - i % 8)]) for i, n in enumerate(slots)],
+        },
+        {
+            "weight": torch.randn(CHANNELS, 9, dtype=torch.float64),
+            "bias": torch.randn(CHANNELS, dtype=torch.float64),
+            "depthwise_weight": torch.randn(CHANNELS, 9, dtype=torch.float64),
+            "depthwise_bias": torch.randn(CHANNELS, dtype=torch.float64),
+        },
+        results=("x",),
+        one_more=frozenset({"length"}),
+    )
+
+
+def test_keeps_the_contract(check: Callable[[Case], None], lengths: tuple[int, ...]) -> None:
+    check(_case(lengths))
+
+
+def test_compiles() -> None:
+    check_compiler(_case((5, 0, 2)))
+
+
+def _alone(x: Tensor, weight: Tensor, bias: Tensor, taps: Tensor, offset: Tensor) -> Tensor:
+    """Both convolutions of one utterance by torch: (L, F) to (ceil(L / 4), F / 4, C)."""
+    z = F.conv2d(x[None, None], weight.view(-1, 1, 3, 3), bias, stride=2, padding=1).relu()
+    taps = taps.view(-1, 1, 3, 3)
+    return F.conv2d(z, taps, offset, stride=2, padding=1, groups=len(taps))[0].permute(1, 2, 0)
+
+
+def _parameters() -> list[Tensor]:
+    shapes = (CHANNELS, 9), (CHANNELS,), (CHANNELS, 9), (CHANNELS,)
+    return [torch.randn(*shape, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.mark.parametrize("rows", [(1, 2, 3, 4), (5, 6, 7, 8), (9, 0, 37, 64)])
+def test_matches_torch_on_each_utterance(rows: tuple[int, ...]) -> None:
+    utterances = [torch.randn(n, BINS, dtype=torch.float64) for n in rows]
+    parameters = _parameters()
+    # What stands in the rows that are not real does not count.
+    slots = [
+        F.pad(x, (0, 0, 0, -len(x) % 8), value=torch.nan).view(-1, 8, BINS) for x in utterances
+    ]
+    packed = pack(slots)
+    y = subsampling_stem(
+        packed.values.flatten(0, 1), *parameters, packed.layout, torch.tensor(rows)
+    )
+    for x_n, y_n in zip(utterances, y.split([2 * n for n in packed.layout.lengths]), strict=True):
+        if len(x_n):
+            expected = _alone(x_n, *parameters)
+            torch.testing.assert_close(y_n[: len(expected)], expected)
+            assert not y_n[len(expected) :].any()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+def test_cutting_a_batch_changes_nothing(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = PackedLayout.from_lengths((4, 1, 0, 7), rows=14)
+    x = torch.randn(8 * 14, BINS, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *(p.requires_grad_() for p in _parameters())]
+    lengths = torch.tensor([32, 5, 0, 50])
+
+    def run() -> list[Tensor]:
+        y = subsampling_stem(*leaves, layout, lengths)
+        grad = torch.arange(y.numel(), dtype=y.dtype).cos().view_as(y)
+        return [y, *torch.autograd.grad(y, leaves, grad)]
+
+    whole = run()
+    reference = importlib.import_module("effasr_kernels.subsampling_stem.reference")
+    monkeypatch.setattr(reference, "_SLOTS", slots)
+    for got, expected in zip(run(), whole, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_lengths_beyond_the_slots_count_as_all_of_them() -> None:
+    layout = PackedLayout.from_lengths((2, 1))
+    x, parameters = torch.randn(24, BINS, dtype=torch.float64), _parameters()
+    y = subsampling_stem(x, *parameters, layout, torch.tensor([16, 8]))
+    beyond = torch.tensor([99, 8], dtype=torch.int32)
+    assert torch.equal(subsampling_stem(x, *parameters, layout, beyond), y)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("x", torch.zeros(15, 8), r"`x` must have shape \(8 T, F\) = \(16, any\)"),
+        ("x", torch.zeros(16, 6), "`x` must have a multiple of 4 bands"),
+        ("weight", torch.zeros(3, 3), r"`weight` must have shape \(C, 9\)"),
+        ("bias", torch.zeros(4), r"`bias` must have shape \(C,\) = \(3,\)"),
+        ("depthwise_weight", torch.zeros(4, 9), "`depthwise_weight` must have shape"),
+        ("depthwise_bias", torch.zeros(3).double(), "`depthwise_bias` must be torch.float32"),
+        ("lengths", torch.tensor([16, 0]), r"`lengths` must have shape \(N,\) = \(1,\)"),
+        ("lengths", torch.tensor([16.0]), "`lengths` must be int32 or int64"),
+    ],
+)
+def test_says_what_is_wrong(name: str, value: Tensor, message: str) -> None:
+    arguments = {
+        "x": torch.zeros(16, 8),
+        "weight": torch.zeros(3, 9),
+        "bias": torch.zeros(3),
+        "depthwise_weight": torch.zeros(3, 9),
+        "depthwise_bias": torch.zeros(3),
+        "layout": PackedLayout.from_lengths((2,)),
+        "lengths": torch.tensor([16]),
+    }
+    with pytest.raises(ValueError, match=f"subsampling_stem: {message}"):
+        subsampling_stem(**(arguments | {name: value}))

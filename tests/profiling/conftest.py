@@ -1,0 +1,5 @@
+import sys
+from pathlib import Path
+
+# Scripts find their own folder when they run; so must tests that import them.
+sys.path.append(str(Path(__file__).parents[2] / "profiling"))
