@@ -173,9 +173,10 @@ def test_an_operation_refuses_what_it_does_not_have() -> None:
 def test_an_operation_is_not_served_by_its_reference_on_a_gpu() -> None:
     """The real thing, through its checks: every tensor of the call is on the GPU."""
     with FakeTensorMode():
-        q = torch.empty(3, 1, 4, device="cuda")
-        bias = torch.empty(1, 4, device="cuda")
-        position = RelativeBias(bias, bias, torch.empty(5, 1, 4, device="cuda"))
+        # No kernel computes in float64.
+        there = {"device": "cuda", "dtype": torch.float64}
+        q, bias = torch.empty(3, 1, 4, **there), torch.empty(1, 4, **there)
+        position = RelativeBias(bias, bias, torch.empty(5, 1, 4, **there))
         layout = PackedLayout(torch.zeros(2, dtype=torch.int32, device="cuda"), (0, 3), 3)
         op = OPERATIONS["attention"]
         arguments = {"causal": False, "scale": 1.0, "dropout": 0.0, "seed": None}
