@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+from effasr_kernels.packed import PackedLayout
 
 
 class Flattening(Protocol):
@@ -42,8 +45,8 @@ class Kernel:
     ``saved_like(**arguments) -> saved``
         Empty tensors like those, also of fake arguments.
     ``backward(grads, results, saved, **arguments) -> dict``
-        The gradients by the names that the operation's schema gives to tensors; one that is
-        missing or None is zero. ``grads`` has a contiguous tensor for each result.
+        The gradients by the names that the operation's schema gives to tensors; None is zero, and
+        one that is missing cannot be had. ``grads`` has a contiguous tensor for each result.
     """
 
     def __init__(
@@ -77,15 +80,20 @@ class Kernel:
         if torch.is_grad_enabled() and any(
             isinstance(value, Tensor) and value.requires_grad for value in flat
         ):
-            return self.operation.pack(_Differentiable.apply(self, *flat))  # type: ignore[arg-type]
+            layouts = {name: x for name, x in given.items() if isinstance(x, PackedLayout)}
+            return self.operation.pack(_Differentiable.apply(self, layouts, *flat))  # type: ignore[arg-type]
         with torch.no_grad():
             return self.operation.pack(self.forward(**given)[0])
 
 
 class _Differentiable(Function):
     @staticmethod
-    def forward(ctx: Any, kernel: Kernel, *flat: Any) -> tuple[Tensor, ...]:
-        results, saved = kernel.forward(**kernel.operation.restore(flat))
+    def forward(
+        ctx: Any, kernel: Kernel, layouts: Mapping[str, PackedLayout], *flat: Any
+    ) -> tuple[Tensor, ...]:
+        # A schema carries no lengths that the host knows, to ask for which would be to wait.
+        ctx.known = {name: layout.cu_seqlens_host for name, layout in layouts.items()}
+        results, saved = kernel.forward(**_known(kernel.operation.restore(flat), ctx.known))
         tensors = [value for value in flat if isinstance(value, Tensor)]
         ctx.kernel, ctx.counts = kernel, (len(tensors), len(results))
         ctx.rest = [None if isinstance(value, Tensor) else value for value in flat]
@@ -110,10 +118,18 @@ class _Differentiable(Function):
             tuple(gradient.contiguous() for gradient in grads),
             kept[inputs : inputs + results],
             kept[inputs + results :],
-            **operation.restore(flat),
+            **_known(operation.restore(flat), ctx.known),
         )
+        # One that is missing is an error, not a zero.
         gradients = [
-            found.get(name) if is_needed else None
-            for name, is_needed in zip(operation.names, ctx.needs_input_grad[1:], strict=True)
+            found[name] if is_needed else None
+            for name, is_needed in zip(operation.names, ctx.needs_input_grad[2:], strict=True)
         ]
-        return None, *gradients
+        return None, None, *gradients
+
+
+def _known(arguments: dict[str, Any], hosts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """The arguments with layouts that know their lengths on the host."""
+    for name, host in hosts.items():
+        arguments[name] = replace(arguments[name], cu_seqlens_host=host)
+    return arguments

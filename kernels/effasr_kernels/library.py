@@ -71,6 +71,11 @@ INT = plain("int")
 FLOAT = plain("float")
 BOOL = plain("bool")
 STRING = plain("str")
+OPTIONAL_INTS = Kind(
+    ("int[]? {}",),
+    lambda values: (None if values is None else list(values),),
+    lambda values: None if values is None else tuple(values),
+)
 LAYOUT = Kind(
     ("Tensor {}", "SymInt {}_rows", "SymInt? {}_longest"),
     _flatten_layout,
@@ -237,13 +242,17 @@ class Registered:
             upstream = tuple(gradient.contiguous() for gradient in grads)
             found = kernel.backward(upstream, results, saved, **arguments)
         names = [*self.names, "backend"]
-        return [
-            torch.zeros_like(value, memory_format=torch.contiguous_format)
-            if found.get(name) is None
-            else found[name].contiguous()
-            for name, value, is_wanted in zip(names, flat, wanted, strict=True)
-            if is_wanted
-        ]
+        gradients = []
+        for name, value, is_wanted in zip(names, flat, wanted, strict=True):
+            if not is_wanted:
+                continue
+            if name not in found:
+                raise RuntimeError(f"{self.op.name}: this backend has no gradient of `{name}`.")
+            gradient = found[name]
+            if gradient is None:
+                gradient = torch.zeros_like(value, memory_format=torch.contiguous_format)
+            gradients.append(gradient.contiguous())
+        return gradients
 
     def _from_autograd(
         self, grads: list[Tensor], wanted: list[bool], flat: Sequence[Any]

@@ -94,6 +94,13 @@ class PackedLayout:
         return self.cu_seqlens.shape[0] - 1
 
     @property
+    def known_on_host(self) -> bool:
+        """Whether the host can read lengths without waiting for the device, or tracing them."""
+        if torch.compiler.is_compiling():
+            return False
+        return not isinstance(self.cu_seqlens_host, OffsetsOnDemand)
+
+    @property
     def total(self) -> int:
         """Rows that belong to a sequence; the tail is ``total:rows``."""
         return self.cu_seqlens_host[-1]
@@ -144,9 +151,10 @@ class PackedLayout:
             ValueError: The rows do not fit in int32.
         """
         rows = _fitting(self.rows * factor)
-        host = self._derived(lambda n, offset: offset * factor)
+        offsets = self.cu_seqlens * factor
+        host = self._derived(offsets, lambda n, offset: offset * factor)
         longest = None if self.longest is None else self.longest * factor
-        return PackedLayout(self.cu_seqlens * factor, host, rows, longest)
+        return PackedLayout(offsets, host, rows, longest)
 
     def lengthened(self, count: int) -> PackedLayout:
         """The layout in which each sequence has ``count`` rows more.
@@ -155,15 +163,18 @@ class PackedLayout:
             ValueError: The rows do not fit in int32.
         """
         rows = _fitting(self.rows + self.num_sequences * count)
-        host = self._derived(lambda n, offset: offset + n * count)
         index = torch.arange(self.cu_seqlens.shape[0], dtype=torch.int32, device=self.device)
+        offsets = self.cu_seqlens + index * count
+        host = self._derived(offsets, lambda n, offset: offset + n * count)
         longest = None if self.longest is None else self.longest + count
-        return PackedLayout(self.cu_seqlens + index * count, host, rows, longest)
+        return PackedLayout(offsets, host, rows, longest)
 
-    def _derived(self, change: Callable[[int, int], int]) -> tuple[int, ...]:
+    def _derived(self, offsets: Tensor, change: Callable[[int, int], int]) -> Sequence[int]:
         """The host's offsets, each changed; none in compiled code, which would depend on each."""
         if torch.compiler.is_compiling():
             return ()
+        if not self.known_on_host:
+            return OffsetsOnDemand(offsets)
         return tuple(change(n, offset) for n, offset in enumerate(self.cu_seqlens_host))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedLayout:

@@ -53,6 +53,7 @@ def row_statistics(
     ignore_index: int | None = None,
     total: Tensor | None = None,
     with_mean: bool = False,
+    logits: Tensor | None = None,
 ) -> RowStatistics:
     """Reduce each row of ``hidden @ weight.T + bias`` to a few numbers; see `RowStatistics`.
 
@@ -70,10 +71,12 @@ def row_statistics(
         total: int32 (1,), on the device, such as ``cu_seqlens[-1:]``: rows from there on do not
             count.
         with_mean: Whether the mean is wanted; it needs no classes.
+        logits: (R, V), the dtype of ``hidden``, its rows any multiple of 16 apart: takes the
+            logits of rows that count, rounded. The statistics are of what is not rounded.
     """
-    config = _configuration(hidden.dtype, capability(hidden.device))
+    config = product_tiles(hidden.dtype, capability(hidden.device))
     rows, count = hidden.shape[0], weight.shape[0]
-    hidden, weight = _aligned(hidden, config["BLOCK_C"]), _aligned(weight, config["BLOCK_C"])
+    hidden, weight = aligned(hidden, config["BLOCK_C"]), aligned(weight, config["BLOCK_C"])
     bias = None if bias is None else bias.contiguous()
     classes = None if classes is None else classes.contiguous()
     selection = classes, total, ignore_index, rows
@@ -85,8 +88,8 @@ def row_statistics(
     launch(
         _partial_normalizers,
         (_ceil(rows, config["BLOCK_R"]), splits),
-        *(hidden, weight, bias, *selection, largest, mass),
-        *(count, *strides, per_split),
+        *(hidden, weight, bias, *selection, largest, mass, logits),
+        *(count, *strides, 0 if logits is None else logits.stride(0), per_split),
         WIDTH=hidden.shape[1],
         **config,
     )
@@ -164,17 +167,17 @@ def project_backward(
         # clean rows lie where their gradient will be, so they take no memory of their own.
         clean = d_hidden[first : first + n]
         torch.where(counted[first : first + n, None], hidden[first : first + n], zero, out=clean)
-        _multiply(clean, weight.t(), logits[:n])
+        multiply(clean, weight.t(), logits[:n])
         fill(first, logits[:n], d_logits[:n])
-        _multiply_add(d_logits[:n].t(), clean, d_weight)
+        multiply_add(d_logits[:n].t(), clean, d_weight)
         if d_bias is not None:
             d_bias += d_logits[:n].sum(0, dtype=torch.float32)
         if d_logits is logits:
-            _multiply(d_logits[:n], weight, clean)
+            multiply(d_logits[:n], weight, clean)
         else:
             # A narrow product may have narrow partial sums. The logits are no longer needed.
             wide = buffer[: n * width].view(n, width)
-            _multiply(d_logits[:n], weight, wide)
+            multiply(d_logits[:n], weight, wide)
             clean.copy_(wide)
     d_bias = d_bias if d_bias is None else d_bias.to(weight.dtype)
     return d_hidden, d_weight.to(weight.dtype), d_bias
@@ -186,7 +189,7 @@ def chunk_rows(width: int) -> int:
     return max(_FEWEST_ROWS, _WORKSPACE // max(1, width) // 128 * 128)
 
 
-def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     """``out = left @ right`` for a float32 ``out``."""
     if left.dtype == torch.float32:
         torch.mm(left, right, out=out)
@@ -197,7 +200,7 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
         out.copy_(torch.mm(left.float(), right.float()))
 
 
-def _multiply_add(left: Tensor, right: Tensor, out: Tensor) -> None:
+def multiply_add(left: Tensor, right: Tensor, out: Tensor) -> None:
     """``out += left @ right`` for a float32 ``out``."""
     if left.is_cuda and left.dtype != torch.float32:
         torch.addmm(out, left, right, out_dtype=torch.float32, out=out)
@@ -205,7 +208,7 @@ def _multiply_add(left: Tensor, right: Tensor, out: Tensor) -> None:
         torch.addmm(out, left.float(), right.float(), out=out)
 
 
-def _aligned(x: Tensor, block: int) -> Tensor:
+def aligned(x: Tensor, block: int) -> Tensor:
     """The same matrix, or a copy, so that rows are whole blocks long and loaded in wide pieces.
 
     What is added to a row is zero, and changes no logit.
@@ -231,7 +234,8 @@ def _split(rows: int, count: int, block_r: int, block_v: int) -> tuple[int, int]
     return per_split, _ceil(tiles, max(1, per_split))
 
 
-def _configuration(dtype: torch.dtype, gpu: tuple[int, int]) -> dict[str, int]:
+def product_tiles(dtype: torch.dtype, gpu: tuple[int, int]) -> dict[str, int]:
+    """How a product of rows with a vocabulary is cut, and its ``num_warps`` and ``num_stages``."""
     if dtype == torch.float32:
         # Without tensor cores, which would round float32 to TF32, registers are what is scarce.
         return {"BLOCK_R": 64, "BLOCK_V": 64, "BLOCK_C": 32, "num_warps": 4, "num_stages": 2}
@@ -263,9 +267,11 @@ def _partial_normalizers(
     rows,
     partial_largest,
     partial_mass,
+    logits,
     count,
     hidden_stride,
     weight_stride,
+    logits_stride,
     tiles_per_split,
     WIDTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -310,6 +316,11 @@ def _partial_normalizers(
             h = tl.load(h_tile + c)
             w = tl.load(w_tile + c)
             z = tl.dot(h, tl.trans(w), z, input_precision="ieee")
+        if logits is not None:
+            z_tile = logits + first_row.to(tl.int64) * logits_stride + first_class
+            z_tile += in_rows[:, None] * logits_stride + in_classes[None, :]
+            stored = counted[:, None] & (v < count)[None, :]
+            tl.store(z_tile, z.to(logits.dtype.element_ty), mask=stored)
         larger = tl.maximum(largest, tl.max(z, axis=1))
         # Where all logits are -inf so far, the difference to their maximum would be NaN.
         pivot = tl.where(larger == float("-inf"), 0.0, larger)

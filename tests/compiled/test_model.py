@@ -46,8 +46,8 @@ def test_a_step_launches_and_allocates_the_same_for_every_batch(position: str) -
             (losses.cross_entropy + losses.ctc + losses.guided).backward()
         trainee.model.zero_grad()
         seen.append(([aot.key(x) for x in launches], [x.grid for x in launches], sizes.found))
-    assert len(seen[0][0]) > 20
-    for keys, grids, found in seen[1:]:
-        assert keys == seen[0][0]
-        assert grids == seen[0][1]
-        assert found == seen[0][2]
+    # The first step also makes tables that are kept.
+    keys, grids, found = seen[1]
+    assert len(keys) > 20
+    for other in seen[2:]:
+        assert other == (keys, grids, found)

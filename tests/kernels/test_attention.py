@@ -80,11 +80,15 @@ def _check_values(
     gold = evaluate(case_for("reference"), Variation())
     baseline = evaluate(case_for("reference"), Variation(dtype=dtype))
     actual = evaluate(case_for("triton"), Variation(dtype=dtype, device=device))
-    for name, pieces in actual.rows.items():
-        expected = torch.cat(gold.rows[name]), torch.cat(baseline.rows[name])
-        assert_no_worse(torch.cat(pieces), *expected)
-    for name, gradient in actual.shared.items():
-        assert_no_worse(gradient, gold.shared[name], baseline.shared[name])
+    found, exact, same_dtype = (
+        {name: torch.cat(pieces) for name, pieces in outcome.rows.items()} | outcome.shared
+        for outcome in (actual, gold, baseline)
+    )
+    for name, values in found.items():
+        try:
+            assert_no_worse(values, exact[name], same_dtype[name])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
 
 
 @pytest.mark.parametrize(

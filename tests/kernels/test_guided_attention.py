@@ -11,6 +11,7 @@ from torch import Tensor
 
 from effasr_kernels import BackendUnavailable, PackedLayout, guided_attention
 from effasr_kernels.conformance import Case, Packed, Shared, check_kernel
+from effasr_kernels.launch import launch
 from effasr_kernels.philox import keep_mask
 from effasr_kernels.testing import assert_no_worse
 
@@ -148,7 +149,7 @@ def _kept(seed: int, sequence: int, tokens: int, frames: int, device: torch.devi
     rows, columns = (max(16, 1 << (n - 1).bit_length()) for n in (tokens, frames))
     out = torch.zeros(HEADS, rows, columns, dtype=torch.int8, device=device)
     where = torch.tensor([seed], device=device)
-    _write_mask[(HEADS,)](out, where, sequence, DROPPED, ROWS=rows, COLUMNS=columns)
+    launch(_write_mask, (HEADS,), out, where, sequence, DROPPED, ROWS=rows, COLUMNS=columns)
     return out[:, :tokens, :frames].bool()
 
 
@@ -171,7 +172,8 @@ def test_drops_the_share_that_it_should(device: torch.device) -> None:
 def test_penalty_is_taken_before_dropout(device: torch.device) -> None:
     call = _Call(torch.float32, device)
     (y, penalty), (y_whole, penalty_whole) = call.forward(), call.forward(dropout=0.0)
-    assert torch.equal(penalty, penalty_whole)
+    # Two binaries, which may add in another order.
+    torch.testing.assert_close(penalty, penalty_whole, rtol=1e-6, atol=1e-7)
     assert not torch.equal(y, y_whole)
 
 

@@ -131,7 +131,7 @@ def attention_backward_kv(
         ROTARY: Whether to turn the gradient of keys back, all of its D = BLOCK_D channels.
         DROPOUT: Whether weights are dropped.
     """
-    sequence, first_k, length_k, start = find_tile(
+    sequence, first_k, length_k, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         cu_seqlens_k, sequences, rows_k, tl.program_id(0), BLOCK_N
     )
     if start >= length_k:
@@ -216,7 +216,8 @@ def attention_backward_kv(
 
     if DROPOUT:
         acc_v *= scale_kept
-    acc_k *= scale
+    # The only key has weight 1 whatever its score; rounding must not say otherwise.
+    acc_k *= tl.where(length_k == 1, 0.0, scale)
     out_begin = (first_key * heads + head) * WIDTH
     k_offset = n[:, None] * out_row + d[None, :]
     tl.store(grad_v + out_begin + k_offset, acc_v.to(grad_v.dtype.element_ty), mask=k_mask)
@@ -315,7 +316,9 @@ def attention_backward_q(
     in_width = d < WIDTH
     if BIAS:
         grad_content += (tile.to(tl.int64) * heads + head) * WIDTH
-    sequence, first_q, length_q, start = find_tile(cu_seqlens_q, sequences, rows_q, tile, BLOCK_M)
+    sequence, first_q, length_q, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_seqlens_q, sequences, rows_q, tile, BLOCK_M
+    )
     if start >= length_q:
         if BIAS:
             tl.store(grad_content + d, tl.zeros((BLOCK_D,), tl.float32), mask=in_width)
@@ -379,12 +382,17 @@ def attention_backward_q(
             grad_weights = tl.where(keep, grad_weights * scale_kept, 0.0)
         grad_scores = (weights * (grad_weights - row_delta[:, None])).to(k_tile.dtype)
         if BIAS:
-            tl.store(bias + column + bias_offset, grad_scores, mask=b_mask)
+            of_bias = tl.where(length_k == 1, 0.0, grad_scores)
+            if BLOCK_M == 16:
+                # So small a tile lies in several warps at once; each must have read the old values.
+                tl.debug_barrier()
+            tl.store(bias + column + bias_offset, of_bias.to(grad_scores.dtype), mask=b_mask)
         acc += tl.dot(grad_scores, k_tile, input_precision="ieee")
         k += BLOCK_N * k_row
         v += BLOCK_N * v_row
 
-    acc *= scale
+    # The only key has weight 1 whatever its score; rounding must not say otherwise.
+    acc *= tl.where(length_k == 1, 0.0, scale)
     grad_q += out_begin
     if BIAS:
         tl.store(grad_content + d, tl.sum(acc, 0), mask=in_width)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,14 @@ class Configs:
     backward_q: Config
 
 
+def next_power_of_two(x: int) -> int:
+    """The least power of two that is not below ``x``, which is at least 1."""
+    return 1 << (x - 1).bit_length()
+
+
 def padded_width(head_width: int) -> int:
     """What the channels of a head are padded to, inside a kernel."""
-    return max(16, triton.next_power_of_2(head_width))
+    return max(16, next_power_of_two(head_width))
 
 
 def configs(
@@ -45,32 +49,40 @@ def configs(
     Args:
         dtype: Of the inputs.
         head_width: D.
-        capability: Of the GPU.
+        capability: Of the GPU; one that is in no table takes the choice for 8.0.
         plain: Whether there is neither dropout nor a bias, which take registers.
     """
-    width = padded_width(head_width)
+    width = max(64, padded_width(head_width))
     if dtype == torch.float32:
-        small = Config(32, 32, 4, 1) if width <= 64 else Config(16, 16, 8, 1)
-        return Configs(small, small, small)
-    major = capability[0]
-    if width <= 64:
-        return _narrow(major, plain)
-    if width <= 128:
-        if major == 9:
-            return Configs(Config(64, 64, 4, 2), Config(32, 64, 8, 2), Config(64, 32, 4, 2))
-        if major == 10:
-            return Configs(Config(64, 64, 8, 2), Config(32, 64, 4, 2), Config(64, 32, 4, 2))
-        return Configs(Config(64, 32, 4, 2), Config(32, 64, 8, 2), Config(64, 64, 8, 2))
-    if major == 9:
-        return Configs(Config(64, 64, 8, 2), Config(16, 64, 8, 2), Config(64, 32, 8, 2))
-    return Configs(Config(64, 32, 8, 2), Config(16, 64, 8, 2), Config(64, 32, 8, 2))
+        return _SINGLE[width]
+    table = _HALF.get(capability[0], _HALF[8])
+    return table.get((width, plain)) or table[width, False]
 
 
-def _narrow(major: int, plain: bool) -> Configs:
-    square = Config(64, 64, 4, 2)
-    if major == 9:
-        return Configs(square, square if plain else Config(32, 64, 4, 2), square)
-    queries = square if plain else Config(64, 32, 4, 2)
-    if major == 10:
-        return Configs(square, Config(32, 64, 4, 2), queries)
-    return Configs(square, Config(32, 64, 4, 2) if plain else Config(64, 32, 4, 2), queries)
+# Not on tensor cores, whose float32 has 11 bits.
+_SINGLE = {
+    64: Configs(Config(32, 16, 4, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
+    128: Configs(Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    256: Configs(Config(16, 16, 4, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+}
+# By the first number of the capability; then by the padded width, and whether the call is plain.
+_HALF = {
+    8: {
+        (64, True): Configs(Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(64, 64, 4, 2)),
+        (64, False): Configs(Config(64, 64, 4, 2), Config(64, 32, 4, 3), Config(64, 32, 4, 2)),
+        (128, False): Configs(Config(64, 32, 4, 2), Config(32, 64, 8, 2), Config(64, 64, 8, 2)),
+        (256, False): Configs(Config(64, 32, 8, 2), Config(16, 64, 8, 2), Config(64, 32, 8, 2)),
+    },
+    9: {
+        (64, True): Configs(Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+        (64, False): Configs(Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(64, 64, 4, 2)),
+        (128, False): Configs(Config(64, 64, 4, 2), Config(32, 64, 8, 2), Config(64, 32, 4, 2)),
+        (256, False): Configs(Config(64, 64, 8, 2), Config(16, 64, 8, 2), Config(64, 32, 8, 2)),
+    },
+    10: {
+        (64, True): Configs(Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(64, 64, 4, 2)),
+        (64, False): Configs(Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(64, 32, 4, 3)),
+        (128, False): Configs(Config(64, 64, 8, 2), Config(32, 64, 4, 2), Config(64, 32, 4, 2)),
+        (256, False): Configs(Config(64, 32, 8, 2), Config(16, 64, 8, 2), Config(64, 16, 8, 2)),
+    },
+}

@@ -103,7 +103,7 @@ def attention_forward(
         ROTARY: Whether to turn ``q`` by its place in the sequence, all of its D = BLOCK_D channels.
         DROPOUT: Whether weights are dropped.
     """
-    sequence, first_q, length_q, start = find_tile(
+    sequence, first_q, length_q, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
     )
     if start >= length_q:

@@ -8,13 +8,12 @@ all channels turn and no channel is padded; else the same small kernel does that
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from effasr_kernels.attention._config import next_power_of_two
 from effasr_kernels.attention.position import Rotary
 from effasr_kernels.launch import launch
 from effasr_kernels.packed import PackedLayout
@@ -126,7 +125,7 @@ def turn(
         BLOCK_M: Rows of a tile.
         BACK: Whether to turn the other way.
     """
-    sequence, first_row, length, start = find_tile(
+    sequence, first_row, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         cu_seqlens, sequences, rows, tl.program_id(0), BLOCK_M
     )
     if start >= length:
@@ -182,7 +181,7 @@ def turned(
     rows, heads, width = x.shape
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     half = turns[0].shape[1]
-    block_d = triton.next_power_of_2(max(-(-width // 2), half))
+    block_d = next_power_of_two(max(-(-width // 2), half))
     block_m = max(1, _ELEMENTS // block_d // 2)
     launch(
         turn,
@@ -218,17 +217,22 @@ def table(
     Returns:
         Two of (positions, R / 2).
     """
-    size = triton.next_power_of_2(max(1, rows))
-    make = _table
-    # What a graph that is being captured allocates holds nothing until the graph runs.
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        make = _table.__wrapped__
-    return make(size, rotary.base, rotary.rotated(head_width), device)
+    size, width = next_power_of_two(max(1, rows)), rotary.rotated(head_width)
+    key = size, rotary.base, width, device
+    found = _TABLES.get(key)
+    if found is None:
+        found = _make_table(*key)
+        # What a graph that is being captured allocates holds nothing until the graph runs.
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _TABLES[key] = found
+    return found
 
 
-# Without a limit: a CUDA graph may use a table for as long as the process lives. Sizes are few.
-@functools.cache
-def _table(size: int, base: float, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+# Never emptied: a CUDA graph may use a table for as long as the process lives. Sizes are few.
+_TABLES: dict[tuple[int, float, int, torch.device], tuple[Tensor, Tensor]] = {}
+
+
+def _make_table(size: int, base: float, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     exponents = torch.arange(0, width, 2, device=device, dtype=torch.float64) / width
     places = torch.arange(size, device=device, dtype=torch.float64)
     angles = places[:, None] * base**-exponents

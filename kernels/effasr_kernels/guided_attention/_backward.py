@@ -72,7 +72,7 @@ def guided_backward_q(
     - ``grad_q`` (U, H, D), contiguous, written; zeros where a row has no key;
     - ``scale``, the factor of the scores.
     """
-    sequence, first_q, length_q, start = find_tile(
+    sequence, first_q, length_q, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
     )
     if start >= length_q:
@@ -180,7 +180,7 @@ def guided_backward_kv(
     - ``grad_k`` and ``grad_v`` (T, H, D), contiguous, written; zeros where a sequence has no query;
     - ``rows_k``, which is T.
     """
-    sequence, first_k, length_k, start = find_tile(
+    sequence, first_k, length_k, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         cu_seqlens_k, sequences, rows_k, tl.program_id(0), BLOCK_N
     )
     if start >= length_k:

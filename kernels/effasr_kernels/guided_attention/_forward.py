@@ -72,7 +72,7 @@ def guided_forward(
         BLOCK_N: Keys of a tile.
         DROPOUT: Whether weights are dropped.
     """
-    sequence, first_q, length_q, start = find_tile(
+    sequence, first_q, length_q, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
     )
     if start >= length_q:

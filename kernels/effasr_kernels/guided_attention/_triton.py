@@ -46,12 +46,12 @@ def configs(dtype: torch.dtype, block_d: int, major: int) -> tuple[Config, Confi
     if dtype == torch.float32:
         # Without tensor cores, products take many registers.
         if block_d <= 64:
-            return Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(16, 32, 4, 1)
+            return Config(16, 16, 4, 2), Config(16, 32, 4, 1), Config(16, 32, 4, 1)
         if block_d <= 128:
-            return Config(16, 16, 4, 1), Config(16, 16, 8, 1), Config(16, 32, 4, 1)
-        return Config(16, 16, 4, 1), Config(16, 16, 4, 2), Config(16, 16, 8, 1)
+            return Config(16, 16, 4, 1), Config(16, 16, 8, 1), Config(16, 16, 4, 1)
+        return Config(16, 16, 4, 2), Config(16, 16, 4, 2), Config(16, 16, 8, 1)
     if block_d <= 64:
-        return Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(16, 64, 4, 2)
+        return Config(64, 32, 4, 3), Config(64, 32, 4, 2), Config(16, 64, 4, 2)
     if block_d <= 128:
         # Eight warps spill on Blackwell, four on Ampere.
         warps = 4 if major >= 10 else 8

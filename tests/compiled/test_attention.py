@@ -1,0 +1,139 @@
+"""`attention` compiled for GPUs that need not be there."""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from effasr_kernels import PackedLayout, RelativeBias, Rotary, aot
+from effasr_kernels.attention import _triton
+from effasr_kernels.launch import Launch, recording
+
+HEADS, REACH = 8, 200
+KERNELS = {"attention_forward", "attention_backward_kv", "attention_backward_q"}
+FEATURES = {
+    "plain": {},
+    "rotary": {"kind": "rotary"},
+    "relative": {"kind": "relative"},
+    "dropout": {"dropout": 0.1},
+    "all_with_rotary": {"kind": "rotary", "dropout": 0.1, "causal": True},
+    "all_with_relative": {"kind": "relative", "dropout": 0.1, "causal": True},
+}
+
+CompiledOk = Callable[..., dict[str, aot.Resources]]
+
+
+def _launches(
+    lengths: Sequence[int] = (40, 7, 150),
+    *,
+    width: int = 64,
+    kind: str = "none",
+    causal: bool = False,
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.bfloat16,
+    capability: tuple[int, int] = (9, 0),
+    spare: int = 3,
+    longest: int | None = REACH,
+) -> list[Launch]:
+    """The launches of forward and backward, but for those that only relative positions need."""
+    rows = sum(lengths) + spare
+    layout = PackedLayout.from_lengths(lengths, rows=rows, longest=longest)
+    q, k, v = torch.zeros(rows, 3, HEADS, width, dtype=dtype).unbind(1)
+    positions = {"none": None, "rotary": Rotary()}
+    if kind == "relative":
+        bias = torch.zeros(HEADS, width, dtype=dtype)
+        table = torch.zeros(2 * REACH - 1, HEADS, width, dtype=dtype)
+        positions[kind] = RelativeBias(bias, bias, table)
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "layout_q": layout,
+        "layout_k": layout,
+        "causal": causal,
+        "scale": width**-0.5,
+        "position": positions[kind],
+        "dropout": dropout,
+        "seed": 1 if dropout else None,
+    }
+    with recording(capability) as launches:
+        results, saved = _triton.forward(**arguments)
+        _triton.backward(tuple(map(torch.ones_like, results)), results, saved, **arguments)
+    own = (*KERNELS, "attention_delta", "turn")
+    return [launch for launch in launches if launch.kernel.fn.__name__ in own]
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_compiles_for_every_architecture(
+    compiled_ok: CompiledOk, architecture: int, width: int, features: dict
+) -> None:
+    launches = _launches(width=width, capability=(architecture // 10, 0), **features)
+    compiled_ok(launches, architecture, products=KERNELS)
+
+
+@pytest.mark.parametrize("features", ["plain", "all_with_rotary", "all_with_relative"])
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_compiles_for_the_widest_heads(
+    compiled_ok: CompiledOk, architecture: int, features: str
+) -> None:
+    launches = _launches(width=256, capability=(architecture // 10, 0), **FEATURES[features])
+    compiled_ok(launches, architecture, products=KERNELS)
+
+
+@pytest.mark.parametrize("features", ["plain", "all_with_rotary", "all_with_relative"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_compiles_for_float32(compiled_ok: CompiledOk, width: int, features: str) -> None:
+    compiled_ok(_launches(width=width, dtype=torch.float32, **FEATURES[features]), 90)
+
+
+@pytest.mark.parametrize(
+    ("width", "features"), [(64, "all_with_relative"), (128, "plain"), (256, "all_with_rotary")]
+)
+def test_compiles_for_float16(compiled_ok: CompiledOk, width: int, features: str) -> None:
+    launches = _launches(width=width, dtype=torch.float16, **FEATURES[features])
+    compiled_ok(launches, 90, products=KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("width", "kind"),
+    [(16, "rotary"), (36, "none"), (36, "rotary"), (80, "relative"), (96, "none"), (144, "none")],
+)
+def test_compiles_for_other_widths(compiled_ok: CompiledOk, width: int, kind: str) -> None:
+    compiled_ok(_launches(width=width, kind=kind), 90, products=KERNELS)
+
+
+@pytest.mark.parametrize("features", ["all_with_rotary", "all_with_relative"])
+def test_loads_are_wide_and_fetched_ahead(compiled_ok: CompiledOk, features: str) -> None:
+    """A mask or a loop bound in the wrong form would undo both without an error."""
+    found = compiled_ok(_launches(**FEATURES[features]), 90)
+    for name in KERNELS:
+        assert "cp.async.cg.shared.global" in found[name].ptx, name
+        assert not re.findall(r"ld\.global[.\w]*\.[bu](8|16)\b", found[name].ptx), name
+
+
+def test_rows_are_found_with_64_bits(compiled_ok: CompiledOk) -> None:
+    found = compiled_ok(_launches(**FEATURES["all_with_relative"]), 90)
+    moved = re.compile(r"tt\.addptr %(\w+), .* : !tt\.ptr<(?:bf16|f32)>, (i\d+)")
+    for name in KERNELS:
+        # An argument itself, not a pointer that has been moved before.
+        steps = [step for step in moved.findall(found[name].ttir) if not step[0][-1].isdigit()]
+        assert steps, name
+        assert all(width == "i64" for _, width in steps), (name, steps)
+
+
+@pytest.mark.parametrize("kind", ["none", "rotary", "relative"])
+def test_a_new_batch_compiles_nothing(kind: str) -> None:
+    generator = random.Random(0)
+    keys: list[set] = []
+    for _ in range(200):
+        lengths = [generator.randint(0, REACH) for _ in range(generator.randint(0, 20))]
+        launches = _launches(
+            lengths, kind=kind, dropout=0.1, spare=generator.randint(1, 50), longest=None
+        )
+        keys.append({aot.key(launch) for launch in launches})
+    assert keys[0]
+    assert all(found == keys[0] for found in keys)
