@@ -1,0 +1,68 @@
+// What the lattices compute, for a group of packed sequences: one interface for the CPU and CUDA.
+//
+// Plain C, without a header of torch: bindings.cpp and the tests call the same functions. A length
+// is the difference of neighbours in `cu_...`, so a slice of a layout's offsets describes a group.
+
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// A transducer's lattice. Node (t, u) of sequence n, with T_n frames and U_n labels, is element
+//     first_nodes[n] + t * (U_n + 1) + u                      of a plane, or, where `skewed`,
+//     first_nodes[n] + ((t + u) % T_n) * (U_n + 1) + u,
+// which holds the nodes of an anti-diagonal side by side: a GPU reads and writes it several times
+// faster. Both forms have T_n (U_n + 1) elements, and either output may be the plane of its input.
+typedef struct {
+  const float* log_blank;   // log-probability to go to the next frame
+  const float* log_label;   // to emit the next label; not read at u = U_n
+  float* occ_blank;         // probability that a path takes the blank of this node,
+  float* occ_label;         // and the label; null, both, for log-likelihoods alone
+  double* log_likelihood;   // (sequences,)
+  const int32_t* cu_frames;    // (sequences + 1,)
+  const int32_t* cu_labels;    // (sequences + 1,)
+  const int64_t* first_nodes;  // (sequences,)
+  double* workspace;           // CUDA alone: transducer_lattice_workspace(...) bytes
+  int32_t sequences;
+  int32_t max_frames;    // CUDA alone: what no sequence exceeds; where one does, it gets NaN
+  int32_t max_labels;
+  int32_t skewed;
+  int32_t most_threads;  // CUDA alone: of a block; 0 for as many as there can be
+} TransducerLattice;
+
+// The lattice of connectionist temporal classification. Tables have `columns` elements for each
+// frame: of the blank, in column 0, and of the labels of the frame's transcript; what lies to the
+// right of those is neither read nor written.
+typedef struct {
+  const float* scores;          // logits
+  const float* log_normalizer;  // (T,), subtracted from them; null for 0
+  float* occupancies;           // may be `scores`; null for log-likelihoods alone
+  float* shares;                // a table to work in; null where `occupancies` is
+  double* log_likelihood;       // (sequences,)
+  const void* targets;          // int32, or int64 where `wide_targets`
+  const int32_t* cu_frames;     // (sequences + 1,), of `scores`
+  const int32_t* cu_targets;    // (sequences + 1,), of `targets`
+  double* workspace;            // CUDA alone: ctc_lattice_workspace(...) bytes
+  int32_t sequences;
+  int32_t max_frames;  // CUDA alone: what no sequence exceeds; where one does, it gets NaN
+  int32_t columns;     // more than any sequence has labels
+  int32_t wide_targets;
+  int32_t most_threads;  // CUDA alone: of a block; 0 for as many as there can be
+} CtcLattice;
+
+// Results do not depend on the number of threads. Returns 0, or 1 where memory is short.
+int transducer_lattice_cpu(const TransducerLattice* lattice, int threads);
+int ctc_lattice_cpu(const CtcLattice* lattice, int threads);
+
+// Pointers are of device memory. Returns a cudaError_t; the work is queued on the cudaStream_t.
+int64_t transducer_lattice_workspace(const TransducerLattice* lattice);
+int64_t ctc_lattice_workspace(const CtcLattice* lattice);
+int transducer_lattice_cuda(const TransducerLattice* lattice, void* stream);
+int ctc_lattice_cuda(const CtcLattice* lattice, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
