@@ -335,9 +335,16 @@ def _add_decoding(one: _Parser) -> None:
     )
     one.add_argument(
         "--method",
-        choices=("auto", "attention", "ctc"),
+        choices=("auto", "attention", "transducer", "ctc"),
         default="auto",
-        help="auto (the default): attention where the model has a decoder",
+        help="auto (the default): the first of the others that the model has",
+    )
+    one.add_argument(
+        "--beam",
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help="transcripts of an utterance that a transducer keeps in mind (default: 1, greedy)",
     )
     one.add_argument(
         "--frame-budget",

@@ -248,7 +248,9 @@ def doctor(options: argparse.Namespace) -> int:
 def _decoding(options: argparse.Namespace) -> DecodingConfig:
     from effasr.inference.decoding_config import DecodingConfig
 
-    return DecodingConfig(method=options.method, frame_budget=options.frame_budget)
+    return DecodingConfig(
+        method=options.method, beam=options.beam, frame_budget=options.frame_budget
+    )
 
 
 def _say(text: str) -> None:

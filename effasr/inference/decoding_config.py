@@ -5,26 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+_COUNTS = "beam", "max_symbols", "frame_budget", "max_sequences", "extra_tokens", "workers"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodingConfig:
     """How recordings are cut, batched and decoded.
 
     Attributes:
-        method: ``attention``, ``ctc``, or ``auto``: attention where the model has a decoder.
+        method: ``attention``, ``transducer``, ``ctc``, or ``auto``: the first of them that the
+            model has.
+        beam: Hypotheses that are kept of each utterance; 1 for greedy search. Only a transducer can
+            be searched with more.
+        max_symbols: Most labels that greedy search of a transducer may emit at one frame.
         frame_budget: Encoder frames of a batch (80 ms each at the usual sizes).
         max_sequences: Utterances of a batch.
         chunk_seconds: A longer recording is cut at pauses into chunks of at most this length, or
             of what ``encoder.max_frames`` allows, if that is less.
         search_seconds: How far a cut may move towards a pause.
         tokens_per_frame: With ``extra_tokens``, a bound on the length of a transcript, for the
-            attention decoder may repeat itself for ever: ``tokens_per_frame * frames + extra``.
+            attention decoder may repeat itself for ever: ``tokens_per_frame * frames + extra``. A
+            beam has it, too.
         extra_tokens: See ``tokens_per_frame``.
         precision: Of matrix products, in the sense of autocast.
         workers: Threads that load audio.
     """
 
-    method: Literal["auto", "attention", "ctc"] = "auto"
+    method: Literal["auto", "attention", "transducer", "ctc"] = "auto"
+    beam: int = 1
+    max_symbols: int = 10
     frame_budget: int = 4096
     max_sequences: int = 256
     chunk_seconds: float = 30.0
@@ -35,7 +44,7 @@ class DecodingConfig:
     workers: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("frame_budget", "max_sequences", "extra_tokens", "workers"):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
         if self.chunk_seconds < 1.0:

@@ -1,4 +1,4 @@
-"""Greedy decoding of a packed batch: the likeliest token at every step."""
+"""Decoding of a packed batch, and the greedy search of the attention decoder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import torch
 
 from effasr.data.batch import Batch
 from effasr.data.tokenizer import Tokenizer
+from effasr.inference.beam import transducer_beam
 from effasr.inference.ctc import ctc_greedy
 from effasr.inference.decoding_config import DecodingConfig
+from effasr.inference.transducer import transducer_greedy
 from effasr.model.asr import ASRModel
 from effasr_kernels import PackedSequence
 
 _KEEP_ROWS = 7 / 8
 """Finished rows leave once no more than this share goes on: each leave copies what stays."""
+
+_PARTS = {"attention": "decoder", "transducer": "transducer", "ctc": "CTC head"}
+"""What of a model each method needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +37,33 @@ class Decoded:
     truncated: bool = False
 
 
-def choose_method(model: ASRModel, method: str) -> str:
+def choose_method(model: ASRModel, method: str, beam: int = 1) -> str:
     """Resolve ``auto``, and check that the model can be decoded in this way.
 
     Raises:
-        ValueError: The model lacks what the method needs.
+        ValueError: The model lacks what the method needs, or the method knows no beam.
     """
-    has = {"attention": model.config.decoder is not None, "ctc": model.config.ctc}
+    has = {
+        "attention": model.config.decoder is not None,
+        "transducer": model.config.transducer is not None,
+        "ctc": model.config.ctc,
+    }
     if method == "auto":
-        method = "attention" if has["attention"] else "ctc"
+        method = next(name for name, there in has.items() if there)
     if not has[method]:
-        part = "decoder" if method == "attention" else "CTC head"
+        part = _PARTS[method]
         raise ValueError(f"`method` must not be {method}, because this model has no {part}.")
+    if beam > 1 and method != "transducer":
+        raise ValueError(
+            f"`beam` must be 1 for the method {method}, but is {beam}: only a transducer has a "
+            "beam search."
+        )
+    transducer = model.config.transducer
+    if beam > 1 and transducer is not None and transducer.durations is not None:
+        raise ValueError(
+            f"`beam` must be 1 for a transducer with durations, but is {beam}: only greedy search "
+            "knows how to skip frames."
+        )
     return method
 
 
@@ -63,7 +83,8 @@ def decode(
         model: What to decode with.
         tokenizer: Of this model.
         batch: Its ``tokens`` and ``text`` are not read.
-        prompts: What the decoder reads first, for each utterance of the batch; not used by CTC.
+        prompts: What the decoder reads first, for each utterance of the batch; only the attention
+            decoder reads them.
         config: The default configuration by default.
 
     Returns:
@@ -77,11 +98,11 @@ def decode(
     count = len(batch.ids)
     if len(prompts) != count:
         raise ValueError(f"`prompts` must be {count}, one per utterance, but are {len(prompts)}.")
-    method = choose_method(model, config.method)
+    method = choose_method(model, config.method, config.beam)
     if not count:
         return []
-    if method == "ctc":
-        texts = ctc_greedy(model, model.encode(batch), blank_id=model.vocab_size)
+    if method != "attention":
+        texts = _aligned(model, method, batch, config)
         return [Decoded(tuple(tokens)) for tokens in texts[:count]]
     limits = [
         _limit(model, prompt, config.max_tokens(frames))
@@ -90,6 +111,18 @@ def decode(
     return attention_greedy(
         model, model.encode(batch), prompts, limits, tokenizer.eos_id, tokenizer.vocab_size
     )
+
+
+def _aligned(model: ASRModel, method: str, batch: Batch, config: DecodingConfig) -> list[list[int]]:
+    """What CTC or the transducer finds in each sequence of the batch."""
+    encoded = model.encode(batch)
+    if method == "ctc":
+        return ctc_greedy(model, encoded, blank_id=model.vocab_size)
+    assert model.transducer is not None  # checked by choose_method
+    if config.beam == 1:
+        return transducer_greedy(model.transducer, encoded, config.max_symbols)
+    limits = [config.max_tokens(frames) for frames in batch.frames.lengths]
+    return transducer_beam(model.transducer, encoded, config.beam, limits)
 
 
 def attention_greedy(

@@ -52,12 +52,12 @@ class Recognizer:
         """Check that the model can be decoded as the configuration says.
 
         Raises:
-            ValueError: It lacks what ``config.method`` needs.
+            ValueError: It lacks what ``config.method`` needs, or the method knows no beam.
         """
         self.model, self.tokenizer = model, tokenizer
         self.config = DecodingConfig() if config is None else config
         self._features = model.config.features
-        self._method = choose_method(model, self.config.method)
+        self._method = choose_method(model, self.config.method, self.config.beam)
 
     @property
     def sample_rate(self) -> int:
@@ -68,11 +68,13 @@ class Recognizer:
         """What the decoder reads first.
 
         Raises:
-            ValueError: The tokenizer does not know a language, or the prompt asks CTC to translate.
+            ValueError: The tokenizer does not know a language, or the prompt asks CTC or the
+                transducer to translate.
         """
-        if self._method == "ctc" and not prompt.monotonic:
+        if self._method != "attention" and not prompt.monotonic:
+            name = {"ctc": "CTC", "transducer": "a transducer"}[self._method]
             raise ValueError(
-                f"`task` must be transcribe for CTC, which follows the speech, but is "
+                f"`task` must be transcribe for {name}, which follows the speech, but is "
                 f"{prompt.task}: use method attention."
             )
         return self.tokenizer.prompt(prompt)

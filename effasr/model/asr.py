@@ -1,4 +1,4 @@
-"""The speech model: features, encoder, CTC head and attention decoder."""
+"""The speech model: features, encoder, CTC head, transducer and attention decoder."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from effasr.model.checks import check
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import Encoder, EncoderConfig
 from effasr.model.losses import Losses, gather_losses
+from effasr.model.transducer import Transducer, TransducerConfig
 from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.cache import DecoderState
 from effasr.nn.convolution import DepthwiseConv
 from effasr.nn.norms import BatchNorm
+from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
 from effasr_kernels import PackedSequence, ctc_loss, linear_cross_entropy
 
-# Not the embedding: the decoder, which ties it to its output, draws it.
+# Not the embeddings: the decoder, which ties its own to its output, and the predictors draw them.
 _RESETTABLE = (
     nn.Conv2d,
     nn.LayerNorm,
@@ -31,7 +33,9 @@ _RESETTABLE = (
     Decoder,
     DepthwiseConv,
     LogMel,
+    LSTMPredictor,
     RelativeSelfAttention,
+    StatelessPredictor,
 )
 
 
@@ -45,6 +49,7 @@ class ModelConfig:
         encoder: The FastConformer.
         decoder: The attention decoder; null for none.
         ctc: Whether there is a CTC head on the encoder.
+        transducer: The transducer; null for none.
     """
 
     features: FeatureConfig = field(default_factory=FeatureConfig)
@@ -52,12 +57,13 @@ class ModelConfig:
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     decoder: DecoderConfig | None = field(default_factory=DecoderConfig)
     ctc: bool = False
+    transducer: TransducerConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.decoder is None and not self.ctc:
+        if self.decoder is None and not self.ctc and self.transducer is None:
             raise ValueError(
-                "`ctc` must be true where `decoder` is null, because the model needs an output: "
-                "set `ctc` or give a `decoder`."
+                "`ctc` must be true where `decoder` and `transducer` are null, because the model "
+                "needs an output: set `ctc` or give a `decoder` or a `transducer`."
             )
 
 
@@ -73,7 +79,8 @@ class ASRModel(nn.Module):
 
         Args:
             config: The architecture.
-            vocab_size: V, the tokenizer's. A CTC head has one class more, the blank, which is last.
+            vocab_size: V, the tokenizer's. A CTC head and a transducer have one class more, the
+                blank, which is last.
         """
         super().__init__()
         check(vocab_size >= 1, "vocab_size", "be at least 1", vocab_size)
@@ -82,6 +89,9 @@ class ASRModel(nn.Module):
         self.encoder = Encoder(config.encoder, config.features.mel_bins)
         width = config.encoder.width
         self.ctc_head = nn.Linear(width, vocab_size + 1) if config.ctc else None
+        self.transducer = None
+        if config.transducer is not None:
+            self.transducer = Transducer(config.transducer, width, vocab_size)
         self.decoder = None if config.decoder is None else Decoder(config.decoder, vocab_size)
         self.projection = None
         if config.decoder is not None and config.decoder.width != width:
@@ -135,7 +145,7 @@ class ASRModel(nn.Module):
             Sums, for the caller to weigh and to divide by the counts of the whole step.
         """
         encoded = self.encode(batch)
-        cross_entropy = penalty = ctc = None
+        cross_entropy = penalty = ctc = transducer = None
         if self.ctc_head is not None:
             with ranges.range("ctc"):
                 ctc = ctc_loss(
@@ -147,6 +157,9 @@ class ASRModel(nn.Module):
                     bias=self.ctc_head.bias,
                     blank_id=self.vocab_size,
                 )
+        if self.transducer is not None:
+            with ranges.range("transducer"):
+                transducer = self.transducer(encoded, batch.text)
         if self.decoder is not None:
             hidden, penalty = self.decode(batch.tokens, encoded, guided_sigma=guided_sigma)
             with ranges.range("cross_entropy"):
@@ -157,9 +170,11 @@ class ASRModel(nn.Module):
                     bias=self.decoder.output_bias,
                     label_smoothing=label_smoothing,
                 )
-        losses = gather_losses(batch, cross_entropy=cross_entropy, ctc=ctc, penalty=penalty)
-        compiled = torch.compiler.is_compiling()
-        if not compiled and 0 in (batch.frames.total, batch.tokens.layout.total):
+        losses = gather_losses(
+            batch, cross_entropy=cross_entropy, ctc=ctc, transducer=transducer, penalty=penalty
+        )
+        known = batch.frames.known_on_host and batch.tokens.layout.known_on_host
+        if known and 0 in (batch.frames.total, batch.tokens.layout.total):
             # An operation on nothing may leave its weights out of the graph, but the processes of
             # a group wait for the gradient of every parameter.
             reached = sum(parameter.sum() for parameter in self.parameters()) * 0.0

@@ -9,6 +9,7 @@ from effasr.data.features import SUBSAMPLING, FeatureConfig
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
+from effasr.model.transducer import TransducerConfig
 
 # What transformers 5.23 fills in for a field that a file leaves out.
 _ENCODER_DEFAULTS = {
@@ -44,6 +45,12 @@ _DECODER_DEFAULTS = {
     "attention_dropout": 0.0,
 }
 _DECODER_FIXED = {"hidden_act": "relu"}
+_TRANSDUCER_DEFAULTS = {
+    "decoder_hidden_size": 640,
+    "num_decoder_layers": 2,
+    "hidden_act": "relu",
+    "durations": (0, 1, 2, 3, 4),
+}
 _FEATURE_DEFAULTS = {
     "feature_size": 80,
     "sampling_rate": 16_000,
@@ -101,6 +108,26 @@ def read_decoder(mapping: Mapping[str, Any], *, tie_embeddings: bool) -> Decoder
         bias=get("attention_bias"),
         tie_embeddings=tie_embeddings,
         attention_dropout=float(get("attention_dropout") or 0.0),
+    )
+
+
+def read_transducer(mapping: Mapping[str, Any]) -> TransducerConfig:
+    """Read a ``ParakeetRNNTConfig`` or ``ParakeetTDTConfig``.
+
+    Raises:
+        ValueError: It asks for something that this transducer has not.
+    """
+    values = {**_TRANSDUCER_DEFAULTS, **mapping}
+    if values["hidden_act"] not in ("relu", "tanh"):
+        raise ValueError(f"`hidden_act` must be relu or tanh, but is {values['hidden_act']}.")
+    tdt = mapping.get("model_type") == "parakeet_tdt"
+    return TransducerConfig(
+        predictor="lstm",
+        width=values["decoder_hidden_size"],
+        layers=values["num_decoder_layers"],
+        joint=values["decoder_hidden_size"],
+        activation=values["hidden_act"],
+        durations=tuple(values["durations"]) if tdt else None,
     )
 
 
@@ -202,6 +229,38 @@ def decoder_mapping(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "attention_dropout": decoder.attention_dropout,
         **_DECODER_FIXED,
     }
+
+
+def transducer_mapping(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a ``ParakeetRNNTConfig``, or ``ParakeetTDTConfig``, that tell its layers.
+
+    Raises:
+        ValueError: The transducer cannot be expressed; the message says all reasons.
+    """
+    transducer = config.transducer
+    if transducer is None:
+        raise ValueError(
+            "`transducer` must be given for a Parakeet transducer, but is null: this model is "
+            "exported as a Canary, or as a Parakeet CTC model."
+        )
+    _refuse(
+        {
+            f"transducer.predictor={transducer.predictor} (only lstm)": (
+                transducer.predictor != "lstm"
+            ),
+            f"transducer.joint={transducer.joint}, not transducer.width={transducer.width}": (
+                transducer.joint != transducer.width
+            ),
+        }
+    )
+    fields = {
+        "decoder_hidden_size": transducer.width,
+        "num_decoder_layers": transducer.layers,
+        "hidden_act": transducer.activation,
+    }
+    if transducer.durations is not None:
+        fields["durations"] = list(transducer.durations)
+    return fields
 
 
 def feature_mapping(config: FeatureConfig) -> dict[str, Any]:

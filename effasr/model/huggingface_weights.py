@@ -18,6 +18,12 @@ _RENAMED = (
     (".conv.depthwise.", ".conv.depthwise_conv."),
     (".mlp.linear1.", ".mlp.fc1."),
     (".mlp.linear2.", ".mlp.fc2."),
+    # The transducer's; its predictor shares the name `decoder` with the layers of Canary's decoder.
+    ("transducer.encoder_projection.", "encoder_projector."),
+    ("transducer.predictor_projection.", "decoder.decoder_projector."),
+    ("transducer.predictor.embedding.", "decoder.embedding."),
+    ("transducer.predictor.lstm.", "decoder.lstm."),
+    ("transducer.output.", "joint.head."),
     ("decoder.output_bias", "proj_out.bias"),
     ("decoder.untied_weight", "proj_out.weight"),
 )
@@ -42,7 +48,8 @@ def to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Returns:
         Tensors that share no memory with one another: for ``CanaryForConditionalGeneration``
-        where ``state`` has a decoder, for ``ParakeetForCTC`` otherwise.
+        where ``state`` has a decoder; else for ``ParakeetForRNNT`` or ``ParakeetForTDT`` where it
+        has a transducer, and for ``ParakeetForCTC`` where it has a CTC head.
     """
     prefix = "model." if any(name.startswith("decoder.") for name in state) else ""
     theirs = {}

@@ -15,7 +15,7 @@ from effasr.data.segments import segment_sum
 class Losses:
     """Sums over the batch, float32 (float64 for a float64 model), not yet divided by any count.
 
-    The counts are ``batch.num_targets`` for ``cross_entropy``, and for ``ctc`` and ``guided``
+    The counts are ``batch.num_targets`` for ``cross_entropy``, and for the others
     ``batch.num_monotonic_targets``. A loss that the model or the call lacks is a zero without
     gradient. NaN and infinity are passed on, except as `ctc` says.
 
@@ -23,13 +23,15 @@ class Losses:
         cross_entropy: (), over the counted targets.
         ctc: (), over the monotonic utterances. One whose text does not fit in its frames adds
             nothing, and gets no gradient.
+        transducer: (), likewise; a text always fits, unless there is no frame at all.
         guided: (), penalty of guided attention over the counted targets of monotonic utterances,
             each its mean over layers and heads.
-        per_utterance: (N,), the plain sum of the three for each utterance, without gradient.
+        per_utterance: (N,), the plain sum of the four for each utterance, without gradient.
     """
 
     cross_entropy: Tensor
     ctc: Tensor
+    transducer: Tensor
     guided: Tensor
     per_utterance: Tensor
 
@@ -39,6 +41,7 @@ def gather_losses(
     *,
     cross_entropy: Tensor | None = None,
     ctc: Tensor | None = None,
+    transducer: Tensor | None = None,
     penalty: Tensor | None = None,
 ) -> Losses:
     """Sum losses, leaving out what does not count.
@@ -47,19 +50,21 @@ def gather_losses(
         batch: What they are losses of.
         cross_entropy: (U,), zero where the target is ignored; None where there is no decoder.
         ctc: (N,), infinite for an infeasible utterance; None where there is no CTC head.
+        transducer: (N,), likewise; None where there is no transducer.
         penalty: (U,), of guided attention; None where it is not asked for.
     """
     layout = batch.tokens.layout
     zero = torch.zeros((), device=layout.device)
     per_utterance = zero.expand(layout.num_sequences)
-    by_loss = {"cross_entropy": zero, "ctc": zero, "guided": zero}
+    by_loss = {"cross_entropy": zero, "ctc": zero, "transducer": zero, "guided": zero}
     if cross_entropy is not None:
         by_loss["cross_entropy"] = cross_entropy.sum()
         per_utterance = per_utterance + segment_sum(cross_entropy.detach(), layout)
-    if ctc is not None:
-        ctc = ctc.where(batch.monotonic & (ctc != torch.inf), 0.0)
-        by_loss["ctc"] = ctc.sum()
-        per_utterance = per_utterance + ctc.detach()
+    for name, aligned in (("ctc", ctc), ("transducer", transducer)):
+        if aligned is not None:
+            counted = aligned.where(batch.monotonic & (aligned != torch.inf), 0.0)
+            by_loss[name] = counted.sum()
+            per_utterance = per_utterance + counted.detach()
     if penalty is not None:
         penalty = penalty.where(_guided_rows(batch), 0.0)
         by_loss["guided"] = penalty.sum()

@@ -21,8 +21,9 @@ def parameter_groups(
     Args:
         model: Its parameters that require a gradient are split.
         weight_decay: Of the first group; that of the second is 0.
-        exempt: Kinds of parameters to leave out: ``biases`` (named ``bias`` or ``..._bias``),
-            ``norms`` (of a module whose class is named ``...Norm...``), ``embeddings``.
+        exempt: Kinds of parameters to leave out: ``biases`` (named ``bias``, ``..._bias``, or as
+            those of torch's LSTM, ``bias_ih...`` and ``bias_hh...``), ``norms`` (of a
+            module whose class is named ``...Norm...``), ``embeddings``.
 
     Returns:
         The groups, each ``{"params": [...], "weight_decay": ...}``; an empty one is left out.
@@ -48,6 +49,6 @@ def _kind(module: nn.Module, name: str) -> Exempt | None:
         return "norms"
     if isinstance(module, nn.Embedding):
         return "embeddings"
-    if name == "bias" or name.endswith("_bias"):
+    if name == "bias" or name.endswith("_bias") or name.startswith(("bias_ih", "bias_hh")):
         return "biases"
     return None

@@ -10,7 +10,11 @@ from effasr.inference.decoding_config import DecodingConfig
 from effasr.model.asr import ModelConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
-from effasr.training.objective import DEFAULT_CTC_WEIGHT, LossConfig
+from effasr.training.objective import (
+    DEFAULT_CTC_WEIGHT,
+    DEFAULT_TRANSDUCER_WEIGHT,
+    LossConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +143,7 @@ class TrainConfig:
 
 
 def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:
-    """Fill in the weight of CTC where it is left open, and check that the model has every loss.
+    """Fill in the weights that are left open, and check that the model has every loss.
 
     Raises:
         ValueError: It has not; the message says what to change.
@@ -149,12 +153,33 @@ def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:
             "`loss` must not use CTC for a model without CTC head: set model.ctc=true, or "
             "loss.ctc_weight=0, loss.ctc_weight_before=null and loss.guided_after_ctc=null."
         )
+    if model.transducer is None and loss.transducer_weight:
+        raise ValueError(
+            f"`loss.transducer_weight` must be 0 or null for a model without transducer, but is "
+            f"{loss.transducer_weight}: give model.transducer, or leave the weight out."
+        )
+    has_other = model.decoder is not None or model.transducer is not None
     if loss.ctc_weight is None:
-        weight = 0.0 if not model.ctc else 1.0 if model.decoder is None else DEFAULT_CTC_WEIGHT
+        weight = 0.0 if not model.ctc else DEFAULT_CTC_WEIGHT if has_other else 1.0
         loss = replace(loss, ctc_weight=weight)
-    if model.decoder is None and (loss.ctc_weight != 1 or loss.guided_weight):
+    if loss.transducer_weight is None:
+        with_both = DEFAULT_TRANSDUCER_WEIGHT if model.decoder is not None else 1.0
+        share = 0.0 if model.transducer is None else with_both
+        loss = replace(loss, transducer_weight=share)
+    if model.decoder is None:
+        _check_without_decoder(loss, model)
+    return loss
+
+
+def _check_without_decoder(loss: LossConfig, model: ModelConfig) -> None:
+    if model.transducer is None and (loss.ctc_weight != 1 or loss.guided_weight):
         raise ValueError(
             f"`loss` must be CTC alone for a model without decoder, but has ctc_weight "
             f"{loss.ctc_weight} and guided_weight {loss.guided_weight}: set them to 1 and 0."
         )
-    return loss
+    if model.transducer is not None and (loss.transducer_weight != 1 or loss.guided_weight):
+        raise ValueError(
+            "`loss` must leave to the transducer what CTC leaves, for a model without decoder, but "
+            f"has transducer_weight {loss.transducer_weight} and guided_weight "
+            f"{loss.guided_weight}: set them to 1 and 0."
+        )

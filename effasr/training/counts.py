@@ -18,7 +18,8 @@ class Counts:
 
     Attributes:
         targets: Targets that the cross-entropy counts.
-        monotonic_targets: Those of transcriptions, by which CTC and the penalty are divided.
+        monotonic_targets: Those of transcriptions, by which CTC, the transducer and the penalty are
+            divided.
         audio_seconds: Duration of the utterances.
         frames: Encoder frames of the utterances.
         frame_rows: Encoder rows computed, the tails included.

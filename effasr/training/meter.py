@@ -12,7 +12,8 @@ import torch
 from effasr.training.counts import Counts
 from effasr.training.step import StepReport
 
-_MEANS = ("loss", "cross_entropy", "ctc", "guided", "grad_norm")
+_MEANS = ("loss", "cross_entropy", "ctc", "transducer", "guided", "grad_norm")
+"""What `StepReport.values` begins with."""
 _SUMS = ("steps", "updates", "audio_seconds", "tokens", "imbalance", *_MEANS)
 _ROWS = ("frames", "frame_rows", "token_rows")
 
@@ -60,20 +61,13 @@ class Meter:
         left_out = []
         while len(self._pending) > leave:
             report = self._pending.popleft()
-            loss, cross_entropy, ctc, guided, norm, finite, guiding = report.values.read()
+            *means, finite, guiding = report.values.read()
             self._guided = bool(guiding)
             if not finite:
                 self.skipped += 1
                 left_out.append(report)
                 continue
-            self._increase(
-                updates=1,
-                loss=loss,
-                cross_entropy=cross_entropy,
-                ctc=ctc,
-                guided=guided,
-                grad_norm=norm,
-            )
+            self._increase(updates=1, **dict(zip(_MEANS, means, strict=True)))
         return left_out
 
     def time(self, seconds: float, waited: float) -> None:

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 DEFAULT_CTC_WEIGHT = 0.3
-"""Of a model that has both a CTC head and a decoder."""
+"""Of a model that has a CTC head and another output."""
+
+DEFAULT_TRANSDUCER_WEIGHT = 0.5
+"""Of a model that has both a transducer and a decoder."""
 
 _MEMORY = 0.98
 """Part of the running average of the CTC loss that a step keeps."""
@@ -17,14 +20,16 @@ _MEMORY = 0.98
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """Weights of the losses: ``(1 - w) CE + w CTC + g guided``, each per token.
+    """Weights of the losses: ``(1 - w) ((1 - t) CE + t TRANSDUCER) + w CTC + g guided``, per token.
 
     The guided-attention penalty helps a decoder to find the alignment, but only once the encoder
     tells sounds apart: from the first step on it slows CTC down. So it can wait for CTC.
 
     Attributes:
         label_smoothing: Part of the target's probability spread over the vocabulary.
-        ctc_weight: w. Null: 0 without a CTC head, 1 without a decoder, 0.3 with both.
+        ctc_weight: w. Null: 0 without a CTC head, 1 where that is the only output, else 0.3.
+        transducer_weight: t, the transducer's part of what CTC leaves. Null: 0 without a
+            transducer, 1 without a decoder, 0.5 with both.
         guided_weight: g; 0 leaves the penalty out.
         guided_sigma: Width of the diagonal, as a part of the utterance.
         guided_after_ctc: The penalty is on, for good, once the running average of the CTC loss
@@ -34,6 +39,7 @@ class LossConfig:
 
     label_smoothing: float = 0.1
     ctc_weight: float | None = None
+    transducer_weight: float | None = None
     guided_weight: float = 0.0
     guided_sigma: float = 0.2
     guided_after_ctc: float | None = None
@@ -44,7 +50,7 @@ class LossConfig:
             raise ValueError(
                 f"`label_smoothing` must lie in [0, 1), but is {self.label_smoothing}."
             )
-        for name in ("ctc_weight", "ctc_weight_before"):
+        for name in ("ctc_weight", "transducer_weight", "ctc_weight_before"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise ValueError(f"`{name}` must lie between 0 and 1, but is {value}.")
@@ -74,6 +80,11 @@ class LossSums(Protocol):
         ...
 
     @property
+    def transducer(self) -> Tensor:
+        """Over the same utterances."""
+        ...
+
+    @property
     def guided(self) -> Tensor:
         """Over counted targets of these utterances."""
         ...
@@ -89,14 +100,16 @@ class Objective:
         device: Of the losses.
 
     Raises:
-        ValueError: The weight of CTC is left open.
+        ValueError: A weight is left open.
     """
 
     def __init__(self, config: LossConfig, device: torch.device) -> None:
-        if config.ctc_weight is None:
-            raise ValueError("`ctc_weight` must be a number here: see `resolve_losses`.")
+        if config.ctc_weight is None or config.transducer_weight is None:
+            raise ValueError(
+                "`ctc_weight` and `transducer_weight` must be numbers here: see `resolve_losses`."
+            )
         self.config = config
-        self._ctc_weight = config.ctc_weight
+        self._ctc_weight, self._transducer_weight = config.ctc_weight, config.transducer_weight
         self._average = torch.full((), torch.nan, device=device)
         self._on = torch.tensor(config.guided_after_ctc is None, device=device)
 
@@ -111,7 +124,9 @@ class Objective:
         return self._on
 
     def parts(self, losses: LossSums, targets: Tensor, monotonic_targets: Tensor) -> Tensor:
-        """Loss, cross-entropy, CTC and penalty: float32 (4,); the gradient flows through [0].
+        """The parts of the loss per token, float32 (5,); the gradient flows through the first.
+
+        They are the loss, cross-entropy, CTC, transducer and penalty.
 
         Args:
             losses: Sums over one micro-batch.
@@ -122,14 +137,20 @@ class Objective:
         monotonic_targets = monotonic_targets.clamp(min=1).float()
         cross_entropy = losses.cross_entropy / targets
         ctc = losses.ctc / monotonic_targets
+        transducer = losses.transducer / monotonic_targets
         guided = losses.guided / monotonic_targets
         weight: float | Tensor = self._ctc_weight
         if self.config.ctc_weight_before is not None:
             weight = torch.where(self._on, weight, self.config.ctc_weight_before)
-        total = (1 - weight) * cross_entropy + weight * ctc
+        rest = cross_entropy
+        if self._transducer_weight:
+            share = self._transducer_weight
+            rest = (1 - share) * cross_entropy + share * transducer
+        total = (1 - weight) * rest + weight * ctc
         if self.config.guided_weight:
             total = total + torch.where(self._on, self.config.guided_weight, 0.0) * guided
-        return torch.stack([total, cross_entropy.detach(), ctc.detach(), guided.detach()])
+        parts = cross_entropy, ctc, transducer, guided
+        return torch.stack([total, *(part.detach() for part in parts)])
 
     def observe(self, ctc: Tensor, valid: Tensor) -> None:
         """Take note of the global step's CTC loss per token, where ``valid`` (bool ())."""

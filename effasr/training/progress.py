@@ -78,6 +78,8 @@ def describe(line: Mapping[str, Any], ranks: int) -> str:
     """The figures of a line of metrics.jsonl that matter at a glance."""
     seconds = max(line["step_s"], 1e-9)
     loss = "-" if line["loss"] is None else f"{line['loss']:.4f}"
+    if line.get("transducer") and line["transducer"] != line["loss"]:
+        loss += f" (transducer {line['transducer']:.4f})"
     speed = line["audio_seconds"] / seconds / ranks
     padding = 100 * line["padding_frames"]
     wait = 100 * line["data_wait_s"] / seconds

@@ -65,8 +65,8 @@ class StepReport:
         step: Counted from 0.
         lr: Learning rate.
         counts: Of all ranks together; known as soon as the step has begun.
-        values: float32 (7,): loss, cross-entropy, CTC, penalty, norm of the gradient before
-            clipping, whether all was finite and the update made, whether the penalty was on.
+        values: float32 (8,): loss, cross-entropy, CTC, transducer, penalty, norm of the gradient
+            before clipping, whether all was finite and the update made, whether the penalty was on.
         micro_batches: Of this rank, each with the loss of its utterances, float32 (N,), on the
             device.
     """
@@ -98,7 +98,7 @@ def train_step(
         counts = world.sum(Counts.of(micro_batches, world, stopping).tensor(world.device))
         counts_seen = HostCopy(counts)
     kept = [statistic.clone() for statistic in trainee.statistics]
-    parts = torch.zeros(4, device=world.device)
+    parts = torch.zeros(5, device=world.device)
     losses_seen = []
     for index, batch in enumerate(micro_batches):
         torch.manual_seed(micro_batch_seed(trainee.seed, step, world.rank + index * world.size))
@@ -126,8 +126,8 @@ def run_micro_batch(trainee: Trainee, batch: Batch, counts: Tensor) -> tuple[Ten
         counts: Of the global step, as `Counts.tensor` puts them.
 
     Returns:
-        Its share of loss, cross-entropy, CTC and penalty, (4,), and the loss of each of its
-        utterances, (N,).
+        Its share of loss, cross-entropy, CTC, transducer and penalty, (5,), and the loss of each
+        of its utterances, (N,).
     """
     world, objective = trainee.world, trainee.objective
     with ranges.range("forward"), trainee.autocast():

@@ -5,7 +5,12 @@ import argparse
 from effasr.cli import build_parser
 
 RUN = ["--run RUN!"]
-DECODING = ["--device DEVICE", "--method {auto,attention,ctc}", "--frame-budget N"]
+DECODING = [
+    "--device DEVICE",
+    "--method {auto,attention,transducer,ctc}",
+    "--beam N",
+    "--frame-budget N",
+]
 SURFACE = {
     "prepare": ["SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG", "--jobs N"],
     "tokenizer": [

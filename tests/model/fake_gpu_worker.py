@@ -26,6 +26,7 @@ from effasr.data.features import FeatureConfig, LogMel
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
+from effasr.model.transducer import TransducerConfig
 from effasr_kernels import PackedLayout, PackedSequence
 
 DEVICE = "fakegpu"
@@ -124,6 +125,9 @@ def variants() -> Iterator[ModelConfig]:
             encoder=encoder,
             decoder=decoder,
             ctc=other,
+            transducer=TransducerConfig(
+                predictor="lstm" if other else "stateless", width=16, joint=12, dropout=0.1
+            ),
         )
 
 
@@ -134,8 +138,14 @@ def check_step(config: ModelConfig, dtype: torch.dtype) -> None:
         batch = batch_on_device(mode, static=config.ctc)
     with mode, OneDevice():
         losses = model(batch, label_smoothing=0.1, guided_sigma=0.3 if config.ctc else None)
-        (losses.cross_entropy + losses.ctc + losses.guided).backward()
-    for x in (losses.cross_entropy, losses.ctc, losses.guided, losses.per_utterance):
+        (losses.cross_entropy + losses.ctc + losses.transducer + losses.guided).backward()
+    for x in (
+        losses.cross_entropy,
+        losses.ctc,
+        losses.transducer,
+        losses.guided,
+        losses.per_utterance,
+    ):
         assert (x.device.type, x.dtype) == (DEVICE, torch.float32), (config, x)
     assert losses.per_utterance.shape == (batch.frames.num_sequences,)
     for name, parameter in model.named_parameters():

@@ -16,6 +16,7 @@ HEADS = {
     "lstm": TransducerConfig(width=12, layers=2, joint=10),
     "stateless": TransducerConfig(predictor="stateless", width=12, joint=10, activation="tanh"),
     "fastemit": TransducerConfig(predictor="stateless", width=12, joint=10, fastemit=0.1),
+    "durations": TransducerConfig(width=12, joint=10, durations=(0, 1, 2, 4), sigma=0.05),
 }
 OUTPUTS = {"alone": (False, False), "with ctc": (False, True), "with all": (True, True)}
 
@@ -187,8 +188,9 @@ def test_a_few_steps_learn_the_batch(
     small = dataclasses.replace(
         config.encoder, conv_norm="layer_norm", subsampling_norm=True, input_positions=0.3
     )
-    model = make(dataclasses.replace(config, encoder=small))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    wide = dataclasses.replace(HEADS[head], width=32, joint=32)
+    model = make(dataclasses.replace(config, encoder=small, transducer=wide))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     batch = make_batch(examples, static=True)
     history = []
     for _ in range(60):
@@ -231,6 +233,10 @@ def test_shells_and_state_dicts(head: str, tiny_config: ModelConfig) -> None:
         ({"joint": 0}, "`joint` must be at least 1"),
         ({"fastemit": -0.1}, "`fastemit` must be at least 0"),
         ({"dropout": 1.0}, r"`dropout` must be in \[0, 1\)"),
+        ({"durations": (1, 2)}, r"`durations` must start with 0 and 1 and increase, as \[0, 1"),
+        ({"durations": (0, 1, 1)}, r"`durations` must .*, but is \[0, 1, 1\]"),
+        ({"durations": (0, 1), "sigma": -0.1}, "`sigma` must be at least 0, but is -0.1"),
+        ({"sigma": 0.1}, "`sigma` must be 0 without `durations`, but is 0.1"),
     ],
 )
 def test_a_wrong_value_is_refused(options: dict[str, Any], message: str) -> None:

@@ -12,6 +12,7 @@ from effasr.data.features import FeatureConfig, LogMel
 from effasr.model.losses import gather_losses
 from effasr.nn.norms import BatchNorm
 from effasr.nn.positions import decoder_sinusoids, relative_sinusoids
+from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
 from effasr.nn.subsampling import Subsampling
 
 # The operations that read a value, or whose output has a shape that depends on values.
@@ -61,6 +62,10 @@ def test_nothing_waits_for_the_device() -> None:
         relative_sinusoids(batch.frames.max_seqlen, 6, x.device)
         decoder_sinusoids(batch.tokens.layout.positions(), 6)
         rows = torch.ones(batch.tokens.layout.rows, requires_grad=True)
-        losses = gather_losses(batch, cross_entropy=rows, ctc=torch.ones(5), penalty=rows)
+        for predictor in (LSTMPredictor(6, 8, 2), StatelessPredictor(6, 8, 2)):
+            predictor(batch.text.values, batch.text.layout).sum().backward()
+        losses = gather_losses(
+            batch, cross_entropy=rows, ctc=torch.ones(5), transducer=torch.ones(5), penalty=rows
+        )
         (losses.cross_entropy + losses.guided).backward()
     assert losses.guided == batch.num_monotonic_targets

@@ -1,6 +1,7 @@
 import torch
 from torch import nn
 
+from effasr.nn.recurrent import LSTM
 from effasr.optim.groups import parameter_groups
 
 
@@ -19,6 +20,12 @@ class Tied(nn.Module):
 def names(model: nn.Module, group: dict) -> list[str]:
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     return [by_id[id(parameter)] for parameter in group["params"]]
+
+
+def test_the_biases_of_an_lstm_are_biases() -> None:
+    model = LSTM(4, 2)
+    _, spared = parameter_groups(model, 0.1, ("biases",))
+    assert names(model, spared) == [f"bias_{x}_l{n}" for n in range(2) for x in ("ih", "hh")]
 
 
 def test_norms_and_biases_are_spared_and_every_parameter_is_listed_once() -> None:

@@ -125,6 +125,15 @@ def test_the_sanitizer_is_used_where_it_is(
     assert "none was sanitized" in said
 
 
+def test_tests_run_side_by_side_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert gpu_suite.parallel() == ["-n", "12"]
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert gpu_suite.parallel() == ["-n", "1"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert gpu_suite.parallel() == []
+
+
 def test_the_benchmark_ends_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(gpu_suite, "run", lambda command, *_: commands.append(command) or 0)

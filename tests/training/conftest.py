@@ -41,8 +41,8 @@ def model_config() -> ModelConfig:
 @pytest.fixture
 def make_trainee(model_config) -> Callable[..., tuple[ASRModel, Trainee]]:
     def make(**settings) -> tuple[ASRModel, Trainee]:
-        settings = {"training": LoopConfig(max_steps=20), **settings}
-        config = assembly.resolve(TrainConfig(model=model_config, **settings), None)
+        defaults = {"model": model_config, "training": LoopConfig(max_steps=20)}
+        config = assembly.resolve(TrainConfig(**defaults | settings), None)
         world = World(0, 1, torch.device("cpu"))
         model = assembly.build_model(config, VOCABULARY, None, world.device)
         return model, assembly.build_trainee(config, model, world)
@@ -136,7 +136,11 @@ def make_config(tones, model_config, tmp_path) -> Callable[..., TrainConfig]:
             "seed": 3,
             "model": replace(model_config, augment=AugmentConfig(freq_masks=1, time_masks=1)),
             "loss": LossConfig(
-                ctc_weight=0.3, ctc_weight_before=0.5, guided_weight=1.0, guided_after_ctc=8.0
+                ctc_weight=0.3,
+                transducer_weight=0.0,
+                ctc_weight_before=0.5,
+                guided_weight=1.0,
+                guided_after_ctc=8.0,
             ),
             "schedule": ScheduleConfig(name="cosine", warmup_steps=4),
         }

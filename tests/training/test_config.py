@@ -7,6 +7,7 @@ from effasr.data.features import FeatureConfig
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
+from effasr.model.transducer import TransducerConfig
 from effasr.training import assembly
 from effasr.training.config import EvaluationConfig, LoopConfig, TrainConfig, resolve_losses
 from effasr.training.objective import LossConfig
@@ -14,12 +15,26 @@ from effasr.training.objective import LossConfig
 BOTH = ModelConfig(ctc=True)
 CTC = ModelConfig(ctc=True, decoder=None)
 ATTENTION = ModelConfig(decoder=DecoderConfig(), ctc=False)
+TRANSDUCER = ModelConfig(decoder=None, transducer=TransducerConfig())
+HYBRID = ModelConfig(decoder=None, ctc=True, transducer=TransducerConfig())
+ALL = ModelConfig(ctc=True, transducer=TransducerConfig())
 
 
-@pytest.mark.parametrize(("model", "weight"), [(BOTH, 0.3), (CTC, 1.0), (ATTENTION, 0.0)])
-def test_the_weight_of_ctc_follows_the_model(model, weight) -> None:
-    assert resolve_losses(LossConfig(), model).ctc_weight == weight
-    given = LossConfig(ctc_weight=weight)
+@pytest.mark.parametrize(
+    ("model", "weight", "share"),
+    [
+        (BOTH, 0.3, 0.0),
+        (CTC, 1.0, 0.0),
+        (ATTENTION, 0.0, 0.0),
+        (TRANSDUCER, 0.0, 1.0),
+        (HYBRID, 0.3, 1.0),
+        (ALL, 0.3, 0.5),
+    ],
+)
+def test_the_weights_follow_the_model(model, weight, share) -> None:
+    resolved = resolve_losses(LossConfig(), model)
+    assert (resolved.ctc_weight, resolved.transducer_weight) == (weight, share)
+    given = LossConfig(ctc_weight=weight, transducer_weight=share)
     assert resolve_losses(given, model) == given
 
 
@@ -30,6 +45,10 @@ def test_the_weight_of_ctc_follows_the_model(model, weight) -> None:
         (LossConfig(guided_after_ctc=1.0), ATTENTION, "must not use CTC"),
         (LossConfig(ctc_weight=0.5), CTC, "must be CTC alone for a model without decoder"),
         (LossConfig(guided_weight=1.0), CTC, "must be CTC alone"),
+        (LossConfig(ctc_weight=0.5), TRANSDUCER, "must not use CTC for a model without CTC head"),
+        (LossConfig(transducer_weight=0.5), BOTH, r"`loss\.transducer_weight` must be 0 or null"),
+        (LossConfig(transducer_weight=0.5), HYBRID, "must leave to the transducer what CTC leaves"),
+        (LossConfig(guided_weight=0.5), HYBRID, "guided_weight 0.5: set them to 1 and 0"),
     ],
 )
 def test_losses_that_the_model_has_not_are_refused(loss, model, message) -> None:

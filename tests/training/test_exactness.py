@@ -143,7 +143,7 @@ def test_torchrun_on_two_ranks_has_the_loss_curve_of_one(make_config, tmp_path, 
     )
     assert result.returncode == 0, result.stderr
     two, one = metrics(tmp_path / "two"), metrics(straight)
-    for name in ("loss", "cross_entropy", "ctc", "guided", "grad_norm"):
+    for name in ("loss", "cross_entropy", "ctc", "transducer", "guided", "grad_norm"):
         curve = [line[name] for line in one]
         assert [line[name] for line in two] == pytest.approx(curve, rel=1e-5)
     for name in ("tokens", "audio_seconds", "padding_frames", "padding_tokens", "lr", "epoch"):

@@ -19,7 +19,7 @@ Outputs = tuple[Tensor, ...]
 
 def record(run: Callable[[], Outputs]) -> tuple[Callable[[], Any], Outputs]:
     """As a CUDA graph: nothing runs now, and each replay writes to the same outputs."""
-    outputs: Outputs = (torch.full((4,), torch.nan), torch.full((4,), torch.nan))
+    outputs: Outputs = (torch.full((5,), torch.nan), torch.full((4,), torch.nan))
 
     def replay() -> None:
         for old, new in zip(outputs, run(), strict=True):

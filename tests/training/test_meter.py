@@ -13,7 +13,7 @@ def report(step: int, loss: float = 1.0, *, finite: bool = True, stopping: int =
         targets=9, monotonic_targets=9, audio_seconds=10.0 + step, frames=90, frame_rows=100,
         tokens=8, token_rows=10, stopping=stopping, work=(50.0, 40.0),
     )  # fmt: skip
-    values = torch.tensor([loss, 2.0, 3.0, 4.0, 5.0, float(finite), 1.0])
+    values = torch.tensor([loss, 2.0, 3.0, 4.5, 4.0, 5.0, float(finite), 1.0])
     return StepReport(step, 0.1 * step, HostCopy(counts.tensor(CPU)), HostCopy(values), [])
 
 
@@ -25,8 +25,8 @@ def test_a_line_holds_means_per_step_since_the_one_before() -> None:
     assert meter.collect(leave=0) == []
     line = meter.line(2, 0)
     expected = {
-        "step": 2, "epoch": 0, "loss": 2.0, "cross_entropy": 2.0, "ctc": 3.0, "guided": 4.0,
-        "grad_norm": 5.0, "guided_on": True, "lr": 0.1, "audio_seconds": 10.5,
+        "step": 2, "epoch": 0, "loss": 2.0, "cross_entropy": 2.0, "ctc": 3.0, "transducer": 4.5,
+        "guided": 4.0, "grad_norm": 5.0, "guided_on": True, "lr": 0.1, "audio_seconds": 10.5,
         "tokens": 8.0, "mfu": None,
         "padding_frames": pytest.approx(0.1), "padding_tokens": pytest.approx(0.2),
         "data_wait_s": 0.1, "step_s": 0.5, "rank_imbalance": pytest.approx(50 / 45 - 1),

@@ -13,17 +13,20 @@ class Losses:
     cross_entropy: torch.Tensor
     ctc: torch.Tensor
     guided: torch.Tensor
+    transducer: torch.Tensor
 
 
-def losses(*values: float) -> Losses:
+def losses(cross_entropy: float, ctc: float, guided: float, transducer: float = 0.0) -> Losses:
+    values = cross_entropy, ctc, guided, transducer
     return Losses(*(torch.tensor(value, requires_grad=True) for value in values))
 
 
 def test_each_loss_is_divided_by_its_own_global_count() -> None:
-    objective = Objective(LossConfig(ctc_weight=0.25, guided_weight=2.0), CPU)
+    config = LossConfig(ctc_weight=0.25, transducer_weight=0.0, guided_weight=2.0)
+    objective = Objective(config, CPU)
     sums = losses(10.0, 6.0, 3.0)
     parts = objective.parts(sums, torch.tensor(5.0), torch.tensor(2.0))
-    expected = [0.75 * 2 + 0.25 * 3 + 2 * 1.5, 2.0, 3.0, 1.5]
+    expected = [0.75 * 2 + 0.25 * 3 + 2 * 1.5, 2.0, 3.0, 0.0, 1.5]
     assert parts.tolist() == pytest.approx(expected)
     parts[0].backward()
     gradients = [sums.cross_entropy.grad, sums.ctc.grad, sums.guided.grad]
@@ -31,13 +34,19 @@ def test_each_loss_is_divided_by_its_own_global_count() -> None:
 
 
 def test_a_step_without_transcriptions_has_no_ctc_and_no_nan() -> None:
-    parts = Objective(LossConfig(ctc_weight=0.3), CPU).parts(
+    parts = Objective(LossConfig(ctc_weight=0.3, transducer_weight=0.0), CPU).parts(
         losses(4.0, 0.0, 0.0), torch.tensor(2.0), torch.tensor(0.0)
     )
-    assert parts.tolist() == pytest.approx([0.7 * 2, 2.0, 0.0, 0.0])
+    assert parts.tolist() == pytest.approx([0.7 * 2, 2.0, 0.0, 0.0, 0.0])
 
 
-GATED = LossConfig(ctc_weight=0.3, ctc_weight_before=0.5, guided_weight=2.0, guided_after_ctc=1.0)
+GATED = LossConfig(
+    ctc_weight=0.3,
+    transducer_weight=0.0,
+    ctc_weight_before=0.5,
+    guided_weight=2.0,
+    guided_after_ctc=1.0,
+)
 
 
 def total(objective: Objective) -> float:
@@ -91,8 +100,22 @@ def test_a_penalty_that_need_not_wait_any_more_is_on_at_once() -> None:
 
 
 def test_an_open_weight_must_be_resolved_before() -> None:
-    with pytest.raises(ValueError, match="`ctc_weight` must be a number here"):
-        Objective(LossConfig(), CPU)
+    for config in (LossConfig(ctc_weight=0.3), LossConfig(transducer_weight=0.0)):
+        with pytest.raises(ValueError, match="must be numbers here: see `resolve_losses`"):
+            Objective(config, CPU)
+
+
+def test_the_transducer_shares_with_cross_entropy_what_ctc_leaves() -> None:
+    sums = losses(10.0, 6.0, 0.0, 8.0)
+    counts = torch.tensor(5.0), torch.tensor(2.0)
+    for share, expected in ((0.0, 2.0), (0.5, 3.0), (1.0, 4.0)):
+        config = LossConfig(ctc_weight=0.3, transducer_weight=share)
+        parts = Objective(config, CPU).parts(sums, *counts)
+        assert parts.tolist() == pytest.approx([0.7 * expected + 0.3 * 3, 2.0, 3.0, 4.0, 0.0])
+    parts[0].backward()
+    assert sums.transducer.grad == pytest.approx(0.7 / 2)
+    # Every part of the model gets a gradient, for the processes of a group wait for it.
+    assert sums.cross_entropy.grad == 0
 
 
 @pytest.mark.parametrize(
@@ -102,6 +125,7 @@ def test_an_open_weight_must_be_resolved_before() -> None:
         ({"ctc_weight": 1.5}, "`ctc_weight` must lie between 0 and 1, but is 1.5"),
         ({"guided_weight": -1.0}, "`guided_weight` must be at least 0"),
         ({"guided_sigma": 0.0}, "`guided_sigma` must be positive"),
+        ({"transducer_weight": -0.1}, "`transducer_weight` must lie between 0 and 1, but is -0.1"),
         ({"ctc_weight_before": 0.5}, "needs `guided_after_ctc`"),
         ({"guided_after_ctc": 1.0, "ctc_weight": 0.0}, "needs a `ctc_weight` above 0"),
     ],

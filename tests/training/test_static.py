@@ -108,7 +108,5 @@ def test_every_step_asks_for_the_same_memory(make_trainee) -> None:
 
 def test_the_table_of_positions_does_not_follow_the_longest_utterance(model_config) -> None:
     encoder = make_model(model_config).encoder
-    sizes = {
-        encoder._embeddings(make_batch(seed).frames, torch.float32).shape for seed in range(4)
-    }
+    sizes = {encoder._embeddings(make_batch(seed).frames, torch.float32).shape for seed in range(4)}
     assert len(sizes) == 1

@@ -93,7 +93,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(make_trainee, batches, broken
     assert len(statistics) == 2
     for statistic, earlier in zip(trainee.statistics, statistics, strict=True):
         assert torch.equal(statistic, earlier)
-    assert not report.values.read()[5]
+    assert not report.values.read()[6]
     assert not report.micro_batches[1][1].isfinite().all()
     train_step(trainee, batches[3:5], 2)
     assert not torch.equal(trainee.statistics[0], statistics[0])
@@ -109,10 +109,10 @@ def test_a_micro_batch_without_utterances_adds_nothing(make_trainee, batches) ->
     (model, trainee), (reference, alone) = make_trainee(), make_trainee()
     report = train_step(trainee, [batches[0], empty], 0)
     train_step(alone, [batches[0]], 0)
-    assert report.values.read()[5]
+    assert report.values.read()[6]
     torch.testing.assert_close(weights(model), weights(reference))
     _, nobody = make_trainee()
-    assert train_step(nobody, [empty], 0).values.read()[:4] == [0.0] * 4
+    assert train_step(nobody, [empty], 0).values.read()[:5] == [0.0] * 5
 
 
 def test_the_learning_rate_and_the_clip_are_obeyed(make_trainee, batches) -> None:
@@ -127,7 +127,7 @@ def test_the_learning_rate_and_the_clip_are_obeyed(make_trainee, batches) -> Non
     trainee.optimizer.step = watched
     report = train_step(trainee, batches[:1], 7)
     assert norms == pytest.approx([1e-3], rel=1e-3)
-    assert report.values.read()[4] > 1e-2
+    assert report.values.read()[5] > 1e-2
     assert trainee.optimizer.param_groups[0]["lr"] == report.lr == trainee.learning_rate(7)
 
 

@@ -1,0 +1,121 @@
+"""A transducer is trained, stopped, resumed and validated like any model."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from effasr.checkpoint import load_model, resolve
+from effasr.cli import main
+from effasr.data.augment import AugmentConfig
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.transducer import TransducerConfig
+from effasr.training.objective import LossConfig
+from effasr.training.run_directory import read_lines
+from effasr.training.step import train_step
+from effasr.training.trainer import run
+from tests.training.test_static import Sizes, make_batch
+
+HEADS = {
+    "lstm": TransducerConfig(width=12, joint=12, dropout=0.1),
+    "stateless": TransducerConfig(predictor="stateless", width=12, joint=12, dropout=0.1),
+}
+MEASURED = {"data_wait_s", "step_s", "peak_memory_bytes"}
+
+
+@pytest.fixture(params=HEADS)
+def hybrid(request, model_config: ModelConfig) -> ModelConfig:
+    return replace(model_config, decoder=None, ctc=True, transducer=HEADS[request.param])
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# Torch's tracer of autograd functions does so itself.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_the_model_compiles_once_and_without_a_break(hybrid: ModelConfig) -> None:
+    assert hybrid.transducer is not None
+    quiet = replace(
+        hybrid,
+        augment=AugmentConfig(),
+        encoder=replace(hybrid.encoder, residual_dropout=0.0, attention_dropout=0.0),
+        transducer=replace(hybrid.transducer, dropout=0.0),
+    )
+    torch.manual_seed(0)
+    model = ASRModel(quiet, 12).train()
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    for seed in range(3):
+        batch = make_batch(seed)
+        results = []
+        for call in (compiled, model):
+            model.zero_grad()
+            with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+                losses = call(batch)
+                (losses.transducer + losses.ctc).backward()
+            gradients = [x.grad.clone() for x in model.parameters() if x.grad is not None]
+            results.append([losses.transducer, losses.ctc, *gradients])
+        for x, y in zip(*results, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_a_predictor_asks_for_the_same_memory_at_every_step(hybrid: ModelConfig) -> None:
+    model = ASRModel(hybrid, 12).train()
+    assert model.transducer is not None
+    traces = []
+    for seed in range(3):
+        text = make_batch(seed).text
+        with Sizes() as sizes:
+            model.transducer.predictor(text.values, text.layout).sum().backward()
+        traces.append(sizes.found)
+    assert len(traces[1]) > 20
+    assert traces[2] == traces[1]
+
+
+def test_steps_are_finite_and_bring_the_loss_down(make_trainee, hybrid, batches) -> None:
+    _, trainee = make_trainee(model=hybrid)
+    values = [train_step(trainee, batches[:2], step).values.read() for step in range(30)]
+    loss, cross_entropy, ctc, transducer, penalty, *_ = values[0]
+    assert loss == pytest.approx(0.3 * ctc + 0.7 * transducer, rel=1e-5)
+    assert cross_entropy == penalty == 0
+    assert all(finite for *_, finite, _ in values)
+    assert values[-1][3] < values[0][3]
+
+
+def metrics(folder: Path) -> list[dict]:
+    lines = read_lines(folder / "metrics.jsonl")
+    return [{name: line[name] for name in line.keys() - MEASURED} for line in lines]
+
+
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(
+    make_config, tmp_path, hybrid, tones, capsys
+) -> None:
+    settings = {
+        "model": hybrid,
+        "loss": LossConfig(),
+        "data": {"validation": str(tones / "test.jsonl")},
+    }
+    assert run(make_config(name="straight", **settings)) == 0
+    assert run(make_config(name="stopped", training={"stop_at": 5}, **settings)) == 0
+    assert run(make_config(name="stopped", **settings)) == 0
+    assert metrics(tmp_path / "straight") == metrics(tmp_path / "stopped")
+    line = metrics(tmp_path / "straight")[-1]
+    assert line["loss"] == pytest.approx(0.3 * line["ctc"] + 0.7 * line["transducer"], rel=1e-4)
+    first, second = (
+        load_model(resolve(tmp_path / name / "checkpoints" / "step_00000012")).model.state_dict()
+        for name in ("straight", "stopped")
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    capsys.readouterr()
+    for options in ([], ["--beam", "2"], ["--method", "ctc"]):
+        command = ["--run", str(tmp_path / "straight"), "--manifest", str(tones / "test.jsonl")]
+        assert main(["evaluate", *command, *options]) == 0
+    assert "WER" in capsys.readouterr().out
+    audio = str(tones / "test-0.wav")
+    assert main(["transcribe", "--run", str(tmp_path / "straight"), audio]) == 0
