@@ -162,7 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_evaluate(command)
     _add_transcribe(command)
 
-    one = command("import", commands.import_, "Make a model directory of a Hugging Face Canary.")
+    one = command("import", commands.import_, "Make a model directory of a Hugging Face model.")
     one.add_argument(
         "source", type=Path, metavar="HF_DIR", help="config.json, model.safetensors, tokenizer.json"
     )

@@ -187,17 +187,17 @@ def transcribe(options: argparse.Namespace) -> int:
 def import_(options: argparse.Namespace) -> int:
     """Turn a folder of Hugging Face's into a model directory."""
     from effasr.checkpoint import save_model
-    from effasr.data.tokenizer import HuggingFaceTokenizer
+    from effasr.data.tokenizer import load_hugging_face
     from effasr.model.asr import ASRModel
-    from effasr.model.huggingface import import_canary
+    from effasr.model.huggingface import import_model
 
     if not (options.source / "config.json").is_file():
         raise ValueError(
-            f"{options.source} must be a folder with a Canary of Hugging Face, but has no "
-            "config.json: `hf download nvidia/canary-1b-v2 --local-dir FOLDER` fetches one."
+            f"{options.source} must be a folder with a Canary or a Parakeet of Hugging Face, but "
+            "has no config.json: `hf download nvidia/canary-1b-v2 --local-dir FOLDER` fetches one."
         )
-    tokenizer = HuggingFaceTokenizer(options.source)
-    model = ASRModel.from_state_dict(*import_canary(options.source))
+    tokenizer = load_hugging_face(options.source)
+    model = ASRModel.from_state_dict(*import_model(options.source))
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f"{options.source}: tokenizer.json must be the model's, but has {tokenizer.vocab_size} "
@@ -212,7 +212,7 @@ def export(options: argparse.Namespace) -> int:
     """Turn a model directory into a folder of Hugging Face's."""
     from effasr.checkpoint import load_model, resolve
     from effasr.data.tokenizer import HuggingFaceTokenizer
-    from effasr.model.huggingface import SpecialTokens, export_canary
+    from effasr.model.huggingface import SpecialTokens, export_model
 
     if any((options.out / name).exists() for name in ("model.yaml", "checkpoints")):
         raise ValueError(
@@ -228,12 +228,12 @@ def export(options: argparse.Namespace) -> int:
         eos_id=tokenizer.eos_id,
         decoder_start_id=start,
     )
-    export_canary(loaded.model, options.out, tokens)
+    name = export_model(loaded.model, options.out, tokens)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         tokenizer.save(options.out)
     else:
         _note("export", "the tokenizer stays behind, as transformers cannot read effasr's own")
-    _say(f"{options.out}: load it with CanaryForConditionalGeneration.from_pretrained")
+    _say(f"{options.out}: load it with {name}.from_pretrained")
     return 0
 
 

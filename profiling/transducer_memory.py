@@ -115,7 +115,8 @@ def packed(batch: Batch, backend: str) -> Callable[[], Gradients]:
         encoded, predicted, weight, bias = leaves
         loss = op(
             *(encoded, predicted, batch.targets, batch.frames, batch.labels, weight, bias),
-            **{"blank_id": 0, "activation": "relu", "fastemit": 0.0, "backend": backend},
+            **{"blank_id": 0, "activation": "relu", "fastemit": 0.0},
+            **{"durations": None, "sigma": 0.0, "backend": backend},
         )
         return torch.autograd.grad(loss.sum(), leaves)
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+from triton import backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
+from triton.runtime import JITFunction
 
 from effasr_kernels.launch import Launch
 
@@ -73,7 +74,7 @@ def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], tuple[int
             types[name] = "constexpr"
             continue
         value = launch.args[name]
-        free = parameter.do_not_specialize or name in (launch.kernel.do_not_specialize or ())
+        free = parameter.do_not_specialize
         if value is None or (isinstance(value, int) and value == 1 and not free):
             types[name], constants[name] = "constexpr", value
             continue
@@ -98,7 +99,7 @@ def compile_launch(launch: Launch, architecture: int) -> Resources:
         RuntimeError: The kernel's module was imported under ``TRITON_INTERPRET=1``.
     """
     types, constants, aligned = signature(launch)
-    if not isinstance(launch.kernel, triton.runtime.JITFunction):
+    if not isinstance(launch.kernel, JITFunction):
         raise RuntimeError("Nothing can be compiled under TRITON_INTERPRET=1: unset it.")
     source = ASTSource(
         fn=launch.kernel,
@@ -134,7 +135,7 @@ def _type_of(value: Any) -> str:
 
 def _usage(cubin: bytes) -> tuple[int, int, int]:
     """Registers, stack and static shared memory, as ``cuobjdump -res-usage`` prints them."""
-    tool = Path(triton.backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
+    tool = Path(backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+from triton import knobs
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+INTERPRETED = bool(knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter. It is decided when a kernel's module is imported."""
 
 _OLDEST = (8, 0)

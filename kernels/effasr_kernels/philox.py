@@ -38,7 +38,7 @@ def keep_mask(
     rows = (row // 2 + tl.arange(0, BLOCK_M // 2))[:, None]
     columns = (column // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
     zero = rows * 0 + columns * 0
-    w0, w1, w2, w3 = tl.philox(
+    w0, w1, w2, w3 = tl.philox(  # pyright: ignore[reportGeneralTypeIssues]
         seed, rows + zero, columns + zero, head + zero, sequence + zero, _ROUNDS
     )
     # The interpreter passes a float on as Python's own.

@@ -1,4 +1,4 @@
-"""A Canary of Hugging Face comes in, is trained on, and goes out again."""
+"""Models of Hugging Face come in, are trained on, and go out again."""
 
 import json
 from pathlib import Path
@@ -16,6 +16,11 @@ PROMPT_TOKENS = [
     *("<|emo:undefined|>", "<|pnc|>", "<|nopnc|>", "<|noitn|>", "<|notimestamp|>"),
     *("<|nodiarize|>", "<|de|>", "<|en|>"),
 ]
+ENCODER = {
+    "model_type": "parakeet_encoder", "hidden_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "intermediate_size": 16, "num_mel_bins": 16,
+    "subsampling_conv_channels": 4, "layerdrop": 0.0,
+}  # fmt: skip
 CLASSES = 64
 """More than the tokenizer has tokens, as in models whose sizes were rounded up."""
 
@@ -26,28 +31,46 @@ def canary(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("canary")
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    encoder = {
-        "model_type": "parakeet_encoder", "hidden_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "intermediate_size": 16, "num_mel_bins": 16,
-        "subsampling_conv_channels": 4,
-    }  # fmt: skip
     decoder = {
         "vocab_size": CLASSES, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
         "max_position_embeddings": 64,
     }  # fmt: skip
     config = transformers.CanaryConfig(
-        encoder_config=encoder, decoder_config=decoder, vocab_size=CLASSES
+        encoder_config=ENCODER, decoder_config=decoder, vocab_size=CLASSES
     )
     transformers.CanaryForConditionalGeneration(config).save_pretrained(folder)
     transformers.ParakeetFeatureExtractor(feature_size=16).save_pretrained(folder)
+    make_tokenizer(PROMPT_TOKENS).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def make_tokenizer(specials: list[str]):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     tokenizer.decoder = tokenizers.decoders.Metaspace()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=40, special_tokens=PROMPT_TOKENS, show_progress=False
+        vocab_size=40, special_tokens=specials, show_progress=False
     )
     tokenizer.train_from_iterator(["low middle high top"] * 4, trainer)
+    return tokenizer
+
+
+def make_parakeet(folder: Path, name: str, **options) -> Path:
+    """A Parakeet with random weights."""
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer(["<unk>"])
+    blank = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(["<pad>" if name == "CTC" else "<blank>"])
+    if name == "CTC":
+        options["pad_token_id"] = blank
+    else:
+        options |= {"blank_token_id": blank, "decoder_hidden_size": 8}
+    configuration = getattr(transformers, f"Parakeet{name}Config")
+    config = configuration(encoder_config=ENCODER, vocab_size=blank + 1, **options)
+    getattr(transformers, f"ParakeetFor{name}")(config).save_pretrained(folder)
+    transformers.ParakeetFeatureExtractor(feature_size=16).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
@@ -89,12 +112,50 @@ def test_in_tuned_and_out(effasr, workplace, canary, tmp_path) -> None:
         assert torch.equal(again[name], value), name
 
 
+@pytest.mark.parametrize("name", ["RNNT", "TDT", "CTC"])
+def test_a_parakeet_in_tuned_and_out(effasr, workplace, tmp_path, name) -> None:
+    source = make_parakeet(tmp_path / "source", name)
+    assert effasr("import", source, tmp_path / "model").code == 0
+    transcribed = effasr("transcribe", "--run", tmp_path / "model", workplace.wav)
+    assert transcribed.code == 0, transcribed.err
+    tuned = effasr(
+        "train", "finetune", f"output={tmp_path}/runs", f"init_from={tmp_path}/model",
+        f"data.train={workplace.folder}/train", f"data.validation={workplace.folder}/dev",
+        "data.frame_budget=60", "data.workers=0", "training.max_steps=1", "training.device=cpu",
+    )  # fmt: skip
+    assert tuned.code == 0, tuned.err
+    run = tmp_path / "runs" / "finetune"
+    out = effasr("export", run, tmp_path / "hf")
+    assert out.code == 0, out.err
+    assert f"load it with ParakeetFor{name}.from_pretrained" in out.out
+    loader = getattr(transformers, f"ParakeetFor{name}")
+    model, report = loader.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(report.values()), report
+    before = loader.from_pretrained(source)
+    assert model.config.vocab_size == before.config.vocab_size
+    assert not torch.equal(
+        model.encoder.subsampling.linear.weight, before.encoder.subsampling.linear.weight
+    )
+    theirs = (source / "tokenizer.json").read_bytes()
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == theirs
+    assert effasr("import", tmp_path / "hf", tmp_path / "back").code == 0
+    after = load_model(resolve(run)).model.state_dict()
+    again = load_model(tmp_path / "back").model.state_dict()
+    assert again.keys() == after.keys()
+    for part, value in after.items():
+        assert torch.equal(again[part], value), part
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("config.json", None, "has no config.json: `hf download"),
         ("config.json", "{", "config.json is not valid JSON"),
-        ("config.json", '{"model_type": "whisper"}', "`model_type` must be canary, but is whisper"),
+        (
+            "config.json",
+            '{"model_type": "whisper"}',
+            "canary or parakeet_ctc or parakeet_rnnt or parakeet_tdt",
+        ),
         ("model.safetensors", None, "model.safetensors: there is no such file."),
         ("model.safetensors", "garbage", "model.safetensors is damaged"),
         ("tokenizer.json", None, "tokenizer.json: there is no such file."),

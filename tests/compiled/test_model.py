@@ -1,7 +1,5 @@
 """All kernels of a training step together: the same binaries and sizes for every batch."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -28,10 +26,9 @@ class Sizes(TorchDispatchMode):
 
 
 @pytest.fixture
-def _eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     # A dispatch mode would see each operation as one call, and not what it allocates.
     monkeypatch.setattr(library, "is_in_torch_dispatch_mode", lambda: False)
-    yield
 
 
 @pytest.mark.usefixtures("_eager")

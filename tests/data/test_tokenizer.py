@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import (
-    HuggingFaceTokenizer,
+    CanaryTokenizer,
+    ParakeetTokenizer,
     SentencePieceTokenizer,
     UnknownLanguageError,
     load_tokenizer,
@@ -181,7 +182,7 @@ def write_hugging_face(folder: Path, specials: list[str]) -> Path:
 
 def test_hugging_face_tokenizer(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_hugging_face(tmp_path / "hf", PROMPT_TOKENS))
-    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    assert isinstance(tokenizer, CanaryTokenizer)
     assert tokenizer.languages == ("de", "en")
     assert (tokenizer.pad_id, tokenizer.eos_id) == (1, 2)
     ids = tokenizer.encode("one two", "en")
@@ -214,3 +215,43 @@ def test_other_hugging_face_tokenizers_are_refused(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer that can be read"):
         load_tokenizer(folder)
+
+
+def add_to(folder: Path, *tokens: str) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(tokens))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "pad_id"),
+    [
+        # As transformers writes them for RNN-T, TDT and CTC.
+        (["<unk>"], ["<blank>"], 0),
+        (["<unk>", "<pad>"], ["<blank>"], 1),
+        (["<unk>"], ["<pad>"], 0),
+        # What has prompts as well, and what has something after the blank.
+        (PROMPT_TOKENS, ["<blank>"], 1),
+        (["<unk>"], ["<blank>", "<pad>"], 0),
+    ],
+)
+def test_a_parakeet_tokenizer_ends_with_the_blank(
+    tmp_path: Path, first: list[str], last: list[str], pad_id: int
+) -> None:
+    tokenizer = load_tokenizer(add_to(write_hugging_face(tmp_path / "hf", first), *last))
+    assert isinstance(tokenizer, ParakeetTokenizer)
+    assert tokenizer.blank_id == tokenizer.vocab_size == 80
+    assert tokenizer.pad_id == pad_id
+    ids = tokenizer.encode("one two", "fr")  # of any language
+    assert tokenizer.decode([*ids, 0]) == "one two"
+    assert tokenizer.count_unknown([*ids, 0]) == 1
+    with pytest.raises(ValueError, match=r"must be in 0 \.\. 79, but one is 80"):
+        tokenizer.decode([80])
+    spelled = tokenizer.encode(f"one {last[0]} two", "en")
+    assert max(spelled) < 80
+    assert tokenizer.decode(spelled).split() == ["one", "two"]
+    assert tokenizer.prompt(Prompt("fr", "fr")) == [pad_id]
+    tokenizer.save(tmp_path / "copy")
+    assert load_tokenizer(tmp_path / "copy").vocab_size == 80

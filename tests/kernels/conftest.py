@@ -15,8 +15,8 @@ from effasr_kernels.testing import AWKWARD_LENGTHS
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-# What NumPy says of the interpreter: 3.6 converts arrays to numbers as NumPy 1 did, and the maximum of
-# a row of NaN is NaN, as on a GPU.
+# What NumPy says of the interpreter: that of 3.6 converts arrays to numbers as NumPy 1 did, and the
+# maximum of a row of NaN is NaN, as on a GPU.
 _EXPECTED = (
     "ignore:Conversion of an array with ndim:DeprecationWarning",
     "ignore:All-NaN slice encountered:RuntimeWarning",

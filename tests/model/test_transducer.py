@@ -180,7 +180,7 @@ def test_autocast_is_near(
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-@pytest.mark.parametrize("head", ["lstm", "stateless"])
+@pytest.mark.parametrize("head", ["lstm", "stateless", "durations"])
 def test_a_few_steps_learn_the_batch(
     head: str, tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
 ) -> None:

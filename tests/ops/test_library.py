@@ -89,6 +89,14 @@ def _transducer() -> Call:
     )
 
 
+def _durations() -> Call:
+    call = lambda f, g, w, b: transducer_loss(
+        *(f, g, _targets(2), *_layouts(), w, b), blank_id=0, durations=(0, 1), sigma=0.05
+    )
+    rows = CLASSES + 2
+    return call, [_leaf(10, WIDTH), _leaf(7, WIDTH), _leaf(rows, WIDTH), _leaf(rows)]
+
+
 def _conv() -> Call:
     return (
         lambda x, w, b: depthwise_conv(x, w, _layouts()[0], bias=b),
@@ -124,6 +132,10 @@ CALLS: dict[str, tuple[Callable[[], Call], int]] = {
     "linear_cross_entropy": (_cross_entropy, 2 * 2 * CLASSES * WIDTH),
     "ctc_loss": (_ctc, 2 * 8 * CLASSES * WIDTH),
     "transducer_loss": (_transducer, 2 * (5 * 3 + 3 * 2) * CLASSES * WIDTH),
+    "transducer_loss, durations": (
+        _durations,
+        2 * (5 * 3 + 3 * 2) * (CLASSES + 2) * WIDTH,
+    ),
     # Each of 8 frames is 4 rows of 2 columns after the first convolution, 2 of 1 after the second.
     "subsampling_stem": (_stem, 2 * 9 * WIDTH * (4 * 8 * 2 + 2 * 8)),
     "strided_depthwise": (_strided, 2 * 9 * WIDTH * 8 * 2),

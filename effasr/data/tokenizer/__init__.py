@@ -5,15 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from effasr.data.tokenizer.base import Tokenizer, UnknownLanguageError
-from effasr.data.tokenizer.hugging_face import TOKENIZER_FILE, HuggingFaceTokenizer
+from effasr.data.tokenizer.hugging_face import (
+    TOKENIZER_FILE,
+    CanaryTokenizer,
+    HuggingFaceTokenizer,
+    ParakeetTokenizer,
+    load_hugging_face,
+)
 from effasr.data.tokenizer.sentence_piece import METADATA_FILE, SentencePieceTokenizer
 from effasr.data.tokenizer.training import train_tokenizer
 
 __all__ = [
+    "CanaryTokenizer",
     "HuggingFaceTokenizer",
+    "ParakeetTokenizer",
     "SentencePieceTokenizer",
     "Tokenizer",
     "UnknownLanguageError",
+    "load_hugging_face",
     "load_tokenizer",
     "train_tokenizer",
 ]
@@ -29,7 +38,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     if (folder / METADATA_FILE).is_file():
         return SentencePieceTokenizer.load(folder)
     if (folder / TOKENIZER_FILE).is_file():
-        return HuggingFaceTokenizer(folder)
+        return load_hugging_face(folder)
     raise ValueError(
         f"{folder}: holds neither {METADATA_FILE} nor {TOKENIZER_FILE}: train a tokenizer with "
         "`effasr tokenizer MANIFEST OUT`."

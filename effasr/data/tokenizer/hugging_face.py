@@ -1,10 +1,10 @@
-"""Tokenizers of Hugging Face's Canary models: a ``tokenizer.json`` with prompt tokens."""
+"""Tokenizers of Hugging Face's Canary and Parakeet models: a ``tokenizer.json``."""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from effasr.data.prompt import Prompt
@@ -13,19 +13,14 @@ from effasr.data.tokenizer.base import Tokenizer, check_ids, check_language
 TOKENIZER_FILE = "tokenizer.json"
 _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _LANGUAGE = re.compile(r"<\|([a-z]{2})\|>")
-_PAD, _EOS, _UNKNOWN = "<pad>", "<|endoftext|>", "<unk>"
+_PAD, _EOS, _UNKNOWN, _BLANK = "<pad>", "<|endoftext|>", "<unk>", "<blank>"
 _PROMPT_HEAD = ("<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>")
 _PROMPT_TAIL = ("<|noitn|>", "<|notimestamp|>", "<|nodiarize|>")
 _PUNCTUATION = ("<|nopnc|>", "<|pnc|>")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A ``tokenizer.json`` that has canary-1b-v2's prompt tokens.
-
-    A prompt is ``<|startofcontext|> <|startoftranscript|> <|emo:undefined|> <|source|>
-    <|target|> <|pnc|> <|noitn|> <|notimestamp|> <|nodiarize|>``; the languages alone tell
-    transcription from translation.
-    """
+    """A ``tokenizer.json``; what its prompts are, a subclass says."""
 
     def __init__(self, directory: str | Path) -> None:
         """Read a folder.
@@ -34,36 +29,19 @@ class HuggingFaceTokenizer(Tokenizer):
             directory: A folder with a ``tokenizer.json``.
 
         Raises:
-            ValueError: The file is missing or broken, or lacks a prompt token.
+            ValueError: The file is missing, broken, or not one of this class.
             ImportError: The package `tokenizers` is not installed.
         """
-        path = Path(directory) / TOKENIZER_FILE
-        self._folder = path.parent
-        self._tokenizer = _load(path)
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._path = Path(directory) / TOKENIZER_FILE
+        self._tokenizer = _load(self._path)
+        self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have holes: the model's output has a class for each number up to the largest.
-        self.vocab_size = max(vocabulary.values()) + 1
-        self.sources = self.languages = tuple(
-            sorted(found[1] for token in vocabulary if (found := _LANGUAGE.fullmatch(token)))
-        )
+        self.vocab_size = max(self._vocabulary.values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.specials = {token.content: index for index, token in added.items() if token.special}
-        needed = (_PAD, _EOS, *_PROMPT_HEAD, *_PROMPT_TAIL, *_PUNCTUATION)
-        missing = [token for token in needed if token not in vocabulary]
-        if missing or not self.languages:
-            raise ValueError(
-                f"{path}: must have the prompt tokens of canary-1b-v2, but lacks "
-                f"{', '.join(missing) or 'language tokens such as <|en|>'}."
-            )
-        self._ids = {token: vocabulary[token] for token in needed}
-        self._ids |= {name: vocabulary[name] for name in map(_tag, self.languages)}
-        self.pad_id = vocabulary[_PAD]
-        self.eos_id = vocabulary[_EOS]
-        self._unknown = vocabulary.get(_UNKNOWN)
 
     def encode(self, text: str, language: str) -> list[int]:
         """See `Tokenizer.encode`; one vocabulary serves all languages."""
-        check_language(language, self.languages, "text")
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -71,26 +49,120 @@ class HuggingFaceTokenizer(Tokenizer):
         checked = check_ids(ids, self.vocab_size)
         return self._tokenizer.decode(checked, skip_special_tokens=True).strip()
 
-    def prompt(self, prompt: Prompt) -> list[int]:
-        """See `Tokenizer.prompt`."""
-        self.check_prompt_languages(prompt)
-        languages = (_tag(prompt.source), _tag(prompt.target))
-        pnc = _PUNCTUATION[prompt.punctuation]
-        return [self._ids[name] for name in (*_PROMPT_HEAD, *languages, pnc, *_PROMPT_TAIL)]
-
     def count_unknown(self, ids: Iterable[int]) -> int:
         """See `Tokenizer.count_unknown`."""
-        return sum(token == self._unknown for token in ids)
+        unknown = self._vocabulary.get(_UNKNOWN)
+        return sum(token == unknown for token in ids)
 
     def save(self, directory: str | Path) -> None:
         """Copy ``tokenizer.json`` and the files that belong to it, unchanged."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        if folder.resolve() == self._folder.resolve():
+        if folder.resolve() == self._path.parent.resolve():
             return
         for name in (TOKENIZER_FILE, *_COMPANIONS):
-            if (self._folder / name).is_file():
-                shutil.copyfile(self._folder / name, folder / name)
+            if (self._path.parent / name).is_file():
+                shutil.copyfile(self._path.parent / name, folder / name)
+
+
+class CanaryTokenizer(HuggingFaceTokenizer):
+    """One that has canary-1b-v2's prompt tokens.
+
+    A prompt is ``<|startofcontext|> <|startoftranscript|> <|emo:undefined|> <|source|>
+    <|target|> <|pnc|> <|noitn|> <|notimestamp|> <|nodiarize|>``; the languages alone tell
+    transcription from translation.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        """Read a folder; see `HuggingFaceTokenizer`.
+
+        Raises:
+            ValueError: The file lacks a prompt token.
+        """
+        super().__init__(directory)
+        vocabulary = self._vocabulary
+        self.sources = self.languages = tuple(
+            sorted(found[1] for token in vocabulary if (found := _LANGUAGE.fullmatch(token)))
+        )
+        needed = (_PAD, _EOS, *_PROMPT_HEAD, *_PROMPT_TAIL, *_PUNCTUATION)
+        missing = [token for token in needed if token not in vocabulary]
+        if missing or not self.languages:
+            raise ValueError(
+                f"{self._path}: must have the prompt tokens of canary-1b-v2, but lacks "
+                f"{', '.join(missing) or 'language tokens such as <|en|>'}."
+            )
+        self.pad_id = vocabulary[_PAD]
+        self.eos_id = vocabulary[_EOS]
+
+    def encode(self, text: str, language: str) -> list[int]:
+        """See `HuggingFaceTokenizer.encode`."""
+        check_language(language, self.languages, "text")
+        return super().encode(text, language)
+
+    def prompt(self, prompt: Prompt) -> list[int]:
+        """See `Tokenizer.prompt`."""
+        self.check_prompt_languages(prompt)
+        languages = (_tag(prompt.source), _tag(prompt.target))
+        pnc = _PUNCTUATION[prompt.punctuation]
+        names = (*_PROMPT_HEAD, *languages, pnc, *_PROMPT_TAIL)
+        return [self._vocabulary[name] for name in names]
+
+
+class ParakeetTokenizer(HuggingFaceTokenizer):
+    """One that has the blank: ``<blank>``, or ``<pad>`` as its last token.
+
+    It takes any language, as it cannot tell which ones it was made for, and has no prompts: the
+    decoder that a Parakeet has not would start from ``pad_id``.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        """Read a folder; see `HuggingFaceTokenizer`.
+
+        Raises:
+            ValueError: There is no blank, or nothing else.
+        """
+        super().__init__(directory)
+        blank = _find_blank(self._vocabulary)
+        if not blank:
+            raise ValueError(
+                f"{self._path}: must have the blank, {_BLANK} or {_PAD}, after all other tokens, "
+                "but has not."
+            )
+        # What comes after the blank, if anything, has no class in the model.
+        self.vocab_size = blank
+        self.specials = {token: index for token, index in self.specials.items() if index < blank}
+        self.sources = self.languages = ()
+        pad = self._vocabulary.get(_PAD, blank)
+        self.pad_id = pad if pad < blank else 0
+        self.eos_id = self._vocabulary.get(_EOS, self.pad_id)
+
+    def encode(self, text: str, language: str) -> list[int]:
+        """See `HuggingFaceTokenizer.encode`."""
+        ids = super().encode(text, language)
+        # A text that spells the blank's name would get a label that the model has not.
+        return [index for index in ids if index < self.vocab_size]
+
+    def prompt(self, prompt: Prompt) -> list[int]:
+        """See `Tokenizer.prompt`."""
+        return [self.pad_id]
+
+
+def load_hugging_face(directory: str | Path) -> HuggingFaceTokenizer:
+    """Read the ``tokenizer.json`` of a Parakeet, if it has a blank, or of a Canary.
+
+    Raises:
+        ValueError: The file is missing or broken, or that of another model.
+        ImportError: The package `tokenizers` is not installed.
+    """
+    vocabulary = _load(Path(directory) / TOKENIZER_FILE).get_vocab(with_added_tokens=True)
+    return (CanaryTokenizer if _find_blank(vocabulary) is None else ParakeetTokenizer)(directory)
+
+
+def _find_blank(vocabulary: Mapping[str, int]) -> int | None:
+    if _BLANK in vocabulary:
+        return vocabulary[_BLANK]
+    last = vocabulary.get(_PAD)
+    return last if last is not None and last == max(vocabulary.values()) else None
 
 
 def _tag(language: str) -> str:

@@ -50,7 +50,7 @@ def configs(
         dtype: Of the inputs.
         head_width: D.
         capability: Of the GPU; one that is in no table takes the choice for 8.0.
-        plain: Whether there is neither dropout nor a bias, which take registers.
+        plain: Whether there are neither positions nor dropout, which take registers.
     """
     width = max(64, padded_width(head_width))
     if dtype == torch.float32:
@@ -62,7 +62,7 @@ def configs(
 # Not on tensor cores, whose float32 has 11 bits.
 _SINGLE = {
     64: Configs(Config(32, 16, 4, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
-    128: Configs(Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    128: Configs(Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
     256: Configs(Config(16, 16, 4, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
 }
 # By the first number of the capability; then by the padded width, and whether the call is plain.
@@ -82,7 +82,7 @@ _HALF = {
     10: {
         (64, True): Configs(Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(64, 64, 4, 2)),
         (64, False): Configs(Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(64, 32, 4, 3)),
-        (128, False): Configs(Config(64, 64, 8, 2), Config(32, 64, 4, 2), Config(64, 32, 4, 2)),
-        (256, False): Configs(Config(64, 32, 8, 2), Config(16, 64, 8, 2), Config(64, 16, 8, 2)),
+        (128, False): Configs(Config(64, 32, 8, 2), Config(32, 64, 4, 2), Config(64, 64, 8, 3)),
+        (256, False): Configs(Config(64, 64, 8, 2), Config(16, 64, 8, 2), Config(64, 16, 8, 2)),
     },
 }

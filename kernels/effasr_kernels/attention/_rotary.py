@@ -52,7 +52,9 @@ def turn_ahead(x, cos, sin, start, row, in_rows, WIDTH: tl.constexpr, BLOCK_M: t
     offset = m[:, None] * row + c[None, :]
     first = tl.load(x + offset, mask=in_rows[:, None], other=0.0).to(tl.float32)
     second = tl.load(x + HALF + offset, mask=in_rows[:, None], other=0.0).to(tl.float32)
-    cos_tile, sin_tile = _load_turns(cos, sin, start, in_rows, HALF, BLOCK_M)
+    cos_tile, sin_tile = _load_turns(  # pyright: ignore[reportGeneralTypeIssues]
+        cos, sin, start, in_rows, HALF, BLOCK_M
+    )
     halves = tl.join(
         (first * cos_tile - second * sin_tile).to(x.dtype.element_ty),
         (second * cos_tile + first * sin_tile).to(x.dtype.element_ty),
@@ -79,7 +81,9 @@ def store_back(out, x, cos, sin, start, row, in_rows, WIDTH: tl.constexpr, BLOCK
     m = tl.arange(0, BLOCK_M)
     c = tl.arange(0, HALF)
     first, second = tl.split(tl.permute(tl.reshape(x, (BLOCK_M, 2, HALF)), (0, 2, 1)))
-    cos_tile, sin_tile = _load_turns(cos, sin, start, in_rows, HALF, BLOCK_M)
+    cos_tile, sin_tile = _load_turns(  # pyright: ignore[reportGeneralTypeIssues]
+        cos, sin, start, in_rows, HALF, BLOCK_M
+    )
     offset = m[:, None] * row + c[None, :]
     dtype = out.dtype.element_ty
     back = first * cos_tile + second * sin_tile

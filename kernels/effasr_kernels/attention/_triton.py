@@ -260,7 +260,7 @@ def _prepare(
             q.dtype,
             width,
             capability(q.device),
-            plain=not dropout and not isinstance(position, RelativeBias),
+            plain=position is None and not dropout,
         ),
     )
 

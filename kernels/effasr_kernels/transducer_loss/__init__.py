@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 from torch import Tensor
@@ -10,8 +11,9 @@ from effasr_kernels import checks
 from effasr_kernels.dispatch import Backend
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.transducer_loss.registration import call, op
+from effasr_kernels.transducer_loss.workspace import set_workspace
 
-__all__ = ["op", "transducer_loss"]
+__all__ = ["op", "set_workspace", "transducer_loss"]
 
 
 def transducer_loss(
@@ -26,9 +28,11 @@ def transducer_loss(
     blank_id: int,
     activation: Literal["relu", "tanh"] = "relu",
     fastemit: float = 0.0,
+    durations: tuple[int, ...] | None = None,
+    sigma: float = 0.0,
     backend: Backend | str | None = None,
 ) -> Tensor:
-    r"""Negative log-likelihood of each transcript under a transducer (RNN-T), exact.
+    r"""Negative log-likelihood of each transcript under a transducer (RNN-T or TDT), exact.
 
     .. math::
         \ell_n = -\log \sum_{\pi} \prod_{(t, u) \in \pi} P_{tu}(\pi_{tu}), \qquad
@@ -36,15 +40,32 @@ def transducer_loss(
 
     over all paths that start at frame 0 with no label, spend one blank per frame and emit the
     labels y_1 to y_U in between; the last step is the blank of the last frame. The
-    (T_n, U_n + 1, V) tensor of one sequence exists at a time, and its gradient is computed at once:
-    there is no double backward. Sums are float32 (float64 for float64), and those of the lattice
-    float64. Under autocast the floating arguments are cast as for a matrix product.
+    (T_n, U_n + 1, V) tensors of all sequences never exist together: memory does not grow with N
+    (`set_workspace`). There is no double backward. What the activation gives is rounded to the
+    dtype of the arguments, as a layer's output is; sums are float32 (float64 for float64), and
+    those of the lattice float64. Under autocast the floating arguments are cast as for a matrix
+    product.
 
     A sequence of no frames can emit nothing: its loss is 0 without labels, else +inf. A loss of
     +inf (also from logits of -inf) has zero gradient.
 
     FastEmit multiplies the gradient that flows through every label by 1 + lambda, so that labels
     come early; the value of the loss is unchanged. It is thus not the gradient of the value.
+
+    With ``durations`` this is the token-and-duration transducer (TDT): the last D rows of weight
+    and bias score how many frames the symbol lasts, by a softmax Q of their own, and
+
+    .. math::
+        \ell_n = -\log \sum_{\pi} \prod_{(t, u, d) \in \pi}
+            e^{-\sigma} P_{tu}(\pi_{tu}) \, Q_{tu}(d)
+
+    over all paths whose every step goes on by its d frames: a blank by 1 at least, a label to a
+    frame that is there, and the last step, a blank, from any frame to exactly T_n. Where no path
+    fits, as where two frames are to be passed in steps of three, the loss is +inf. Sigma
+    under-normalizes P, so that long durations, which need fewer symbols, are preferred; the loss is
+    that of NeMo and of transformers' ``ParakeetForTDT``. FastEmit leaves the gradient of durations
+    alone, as in NeMo. NeMo's omega, the share of batches that train RNN-T, is a call without
+    durations, with the first V rows of weight and bias.
 
     Args:
         encoded: f, (T, J), floating point.
@@ -53,11 +74,14 @@ def transducer_loss(
         targets: y, (U,), int32 or int64, each in [0, V) and not the blank; the tail is not read.
         layout_frames: The sequences of ``encoded``.
         layout_targets: The sequences of ``targets``, as many.
-        weight: W, (V, J), the dtype of ``encoded``; V counts the blank.
-        bias: b, (V,), the dtype of ``encoded``.
+        weight: W, (V, J), the dtype of ``encoded``; V counts the blank. (V + D, J) with durations.
+        bias: b, (V,), the dtype of ``encoded``; (V + D,) with durations.
         blank_id: The blank's class, in [0, V).
         activation: ``"relu"`` or ``"tanh"``.
         fastemit: lambda, not negative.
+        durations: D numbers of frames, increasing, none negative, such as (0, 1, 2, 3, 4); an RNN-T
+            without.
+        sigma: Not negative, and 0 without durations.
         backend: Implementation to use; the fastest that can serve the call by default.
 
     Returns:
@@ -72,7 +96,8 @@ def transducer_loss(
         Graves, 2012, https://arxiv.org/abs/1211.3711; Li et al., 2019,
         https://arxiv.org/abs/1909.12415 (gradient merged into the forward); Braun et al., 2022,
         https://arxiv.org/abs/2211.16270 (sample by sample); Yu et al., 2020,
-        https://arxiv.org/abs/2010.11148 (FastEmit).
+        https://arxiv.org/abs/2010.11148 (FastEmit); Xu et al., 2023,
+        https://arxiv.org/abs/2304.06795 (TDT).
     """
     encoded, predicted, weight, bias = checks.under_autocast(encoded, predicted, weight, bias)
     checks.check_shape(op.name, "encoded", encoded, "(T, J)", None, None)
@@ -80,12 +105,15 @@ def transducer_loss(
     joint = encoded.shape[1]
     rows = layout_targets.rows + layout_targets.cu_seqlens.shape[0] - 1
     checks.check_shape(op.name, "predicted", predicted, "(U + N, J)", rows, joint)
-    checks.check_shape(op.name, "weight", weight, "(V, J)", None, joint)
-    checks.check_shape(op.name, "bias", bias, "(V,)", weight.shape[0])
+    classes = "V" if durations is None else "V + D"
+    checks.check_shape(op.name, "weight", weight, f"({classes}, J)", None, joint)
+    checks.check_shape(op.name, "bias", bias, f"({classes},)", weight.shape[0])
     checks.check_floating(op.name, encoded=encoded, predicted=predicted, weight=weight, bias=bias)
-    checks.check_transcripts(
-        op.name, targets, layout_targets, layout_frames, weight.shape[0], blank_id
-    )
+    count = weight.shape[0] - _count_durations(durations, sigma)
+    if count < 1:
+        rule = f"have more rows than {len(durations or ())} durations"
+        raise checks.wrong(op.name, "weight", rule, tuple(weight.shape))
+    checks.check_transcripts(op.name, targets, layout_targets, layout_frames, count, blank_id)
     if activation not in ("relu", "tanh"):
         raise checks.wrong(op.name, "activation", 'be "relu" or "tanh"', repr(activation))
     if not fastemit >= 0:
@@ -101,5 +129,22 @@ def transducer_loss(
         blank_id=blank_id,
         activation=activation,
         fastemit=fastemit,
+        durations=durations,
+        sigma=sigma,
         backend=backend,
     )
+
+
+def _count_durations(durations: tuple[int, ...] | None, sigma: float) -> int:
+    """How many rows of the weight score durations; checks what they say."""
+    if not sigma >= 0:
+        raise checks.wrong(op.name, "sigma", "be at least 0", sigma)
+    if durations is None:
+        if sigma:
+            raise checks.wrong(op.name, "sigma", "be 0 without `durations`", sigma)
+        return 0
+    increasing = all(a < b for a, b in itertools.pairwise(durations))
+    if not durations or not increasing or durations[0] < 0 or durations[-1] < 1:
+        rule = "increase, from 0 or more to 1 or more, as (0, 1, 2, 3, 4) do"
+        raise checks.wrong(op.name, "durations", rule, durations)
+    return len(durations)

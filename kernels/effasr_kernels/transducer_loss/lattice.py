@@ -39,13 +39,13 @@ def occupancies(log_blank: Tensor, log_label: Tensor) -> tuple[Tensor, Tensor, T
     took_blank = (past + blank + beta[1:]).exp()
     shifted = torch.cat([beta[1:, 1:], beta.new_full((beta.shape[0] - 1, 1), -torch.inf)], dim=1)
     took_label = (past + label + shifted).exp()
-    return total, _unskew(took_blank), _unskew(took_label)
+    return total, unskew(took_blank), unskew(took_label)
 
 
 def _steps(log_blank: Tensor, log_label: Tensor) -> tuple[Tensor, Tensor]:
     """Both step probabilities by diagonal; the label of the last state is never taken."""
     never = log_label.new_full((log_label.shape[0], 1), -torch.inf)
-    return _skew(log_blank), _skew(torch.cat([log_label, never], dim=1))
+    return skew(log_blank), skew(torch.cat([log_label, never], dim=1))
 
 
 def _forward(blank: Tensor, label: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def _backward(blank: Tensor, label: Tensor) -> Tensor:
     return beta
 
 
-def _skew(x: Tensor) -> Tensor:
+def skew(x: Tensor) -> Tensor:
     """Lay (T, S) out by anti-diagonal: row t + u, column u; -inf where there is no node."""
     frames, states = x.shape
     diagonals = frames + states - 1
@@ -83,8 +83,8 @@ def _skew(x: Tensor) -> Tensor:
     return out.T.contiguous()
 
 
-def _unskew(x: Tensor) -> Tensor:
-    """The inverse of `_skew`."""
+def unskew(x: Tensor) -> Tensor:
+    """The inverse of `skew`."""
     diagonals, states = x.shape
     frames = diagonals - states + 1
     return x.T.contiguous().as_strided((states, frames), (diagonals + 1, 1)).T

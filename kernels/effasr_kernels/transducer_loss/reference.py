@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from effasr_kernels.checks import check_labels
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.ragged import widen
-from effasr_kernels.transducer_loss.lattice import log_likelihood, occupancies
+from effasr_kernels.transducer_loss import duration_lattice, lattice
 
 
 def why_not(*args: object, **kwargs: object) -> None:
@@ -26,7 +26,10 @@ class _Settings:
     blank_id: int
     activation: str
     fastemit: float
+    durations: tuple[int, ...]
+    sigma: float
     with_gradient: bool
+    dtype: torch.dtype
 
 
 def run(
@@ -41,15 +44,20 @@ def run(
     blank_id: int,
     activation: str,
     fastemit: float,
+    durations: tuple[int, ...] | None = None,
+    sigma: float = 0.0,
 ) -> Tensor:
     """See `effasr_kernels.transducer_loss.transducer_loss`."""
+    durations = durations or ()
     labels = targets[: layout_targets.total]
     exception = f" other than the blank {blank_id}"
-    check_labels("transducer_loss", labels, weight.shape[0], exception, blank_id)
+    classes = weight.shape[0] - len(durations)
+    check_labels("transducer_loss", labels, classes, exception, blank_id)
     inputs = tuple(widen(x) for x in (encoded, predicted, weight, bias))
     with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     settings = _Settings(
-        layout_frames, layout_targets, blank_id, activation, fastemit, with_gradient
+        *(layout_frames, layout_targets, blank_id, activation, fastemit),
+        *(durations, sigma, with_gradient, encoded.dtype),
     )
     return _TransducerLoss.apply(*inputs, targets.long(), settings)
 
@@ -73,8 +81,11 @@ class _TransducerLoss(torch.autograd.Function):
         """Scale the gradient of the sum, or compute another weighting afresh."""
         (grad,) = grad_outputs
         inputs, gradients = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-        if grad.numel() and bool((grad == grad[0]).all()):
-            gradients = tuple(gradient * grad[0] for gradient in gradients)
+        # Those without frames, with which a static shape is filled up, have no gradient at all.
+        lengths = torch.tensor(ctx.settings.frames.lengths, device=grad.device)
+        counted = grad[lengths > 0]
+        if counted.numel() and bool((counted == counted[0]).all()):
+            gradients = tuple(gradient * counted[0] for gradient in gradients)
         else:
             # The gradients of weight and bias are sums over sequences: too late to weight them.
             _, gradients = _losses(inputs, grad, ctx.settings)
@@ -122,24 +133,49 @@ def _logit_gradient(
     labels: Tensor,
     settings: _Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of one sequence, its gradient (T, U + 1, V) at the logits, and the joint's output.
+    """The loss of one sequence, its gradient (T, U + 1, V + D) at logits, and the joint's output.
 
     Without a gradient the second result is meaningless.
     """
     h = encoded[:, None] + predicted
     h = h.relu_() if settings.activation == "relu" else h.tanh_()
+    # As a layer of that dtype would, for a product of matrices.
+    h = h.to(settings.dtype).to(h.dtype)
     z = torch.addmm(bias, h.flatten(0, 1), weight.T).view(*h.shape[:2], -1)
-    z -= z.logsumexp(-1, keepdim=True)
+    classes = z.shape[-1] - len(settings.durations)
+    of_classes, of_durations = z[..., :classes], z[..., classes:]
+    of_classes -= of_classes.logsumexp(-1, keepdim=True)
+    if settings.durations:
+        of_durations -= of_durations.logsumexp(-1, keepdim=True)
     columns = labels.expand(z.shape[0], -1)[..., None]
-    log_label = z[:, :-1].gather(2, columns)[..., 0]
+    log_label = of_classes[:, :-1].gather(2, columns)[..., 0]
+    total, *took = _sum_paths(z[..., settings.blank_id], log_label, of_durations, settings)
     if not settings.with_gradient:
-        return -log_likelihood(z[..., settings.blank_id], log_label), z, h
-    total, took_blank, took_label = occupancies(z[..., settings.blank_id], log_label)
+        return -total, z, h
+    took_blank, took_label, *took_durations = (part.to(z.dtype) for part in took)
     took_label *= 1 + settings.fastemit
-    dz = z.exp_().mul_((took_blank + took_label)[..., None].to(z.dtype))
-    dz[..., settings.blank_id] -= took_blank.to(z.dtype)
-    dz[:, :-1].scatter_add_(2, columns, -took_label[:, :-1, None].to(z.dtype))
+    dz = z.exp_()
+    of_classes *= (took_blank + took_label)[..., None]
+    of_classes[..., settings.blank_id] -= took_blank
+    of_classes[:, :-1].scatter_add_(2, columns, -took_label[:, :-1, None])
+    for took_duration in took_durations:
+        of_durations *= took_duration.sum(-1, keepdim=True)
+        of_durations -= took_duration
     return -total, dz, h
+
+
+def _sum_paths(
+    log_blank: Tensor, log_label: Tensor, log_durations: Tensor, settings: _Settings
+) -> tuple[Tensor, ...]:
+    """The log-likelihood and, if a gradient is wanted, how much of it passes each step."""
+    if not settings.durations:
+        if settings.with_gradient:
+            return lattice.occupancies(log_blank, log_label)
+        return (lattice.log_likelihood(log_blank, log_label),)
+    blank, label = log_blank - settings.sigma, log_label - settings.sigma
+    if settings.with_gradient:
+        return duration_lattice.occupancies(blank, label, log_durations, settings.durations)
+    return (duration_lattice.log_likelihood(blank, label, log_durations, settings.durations),)
 
 
 def _accumulate(

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from effasr_kernels.dispatch import Backend, Op
 from effasr_kernels.flops import pairs
-from effasr_kernels.library import FLOAT, INT, LAYOUT, STRING, TENSOR, Registered
+from effasr_kernels.library import (
+    FLOAT,
+    INT,
+    LAYOUT,
+    OPTIONAL_INTS,
+    STRING,
+    TENSOR,
+    Registered,
+)
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.ragged import wide_dtype
 
@@ -24,7 +32,13 @@ def _flops(
     return 2 * pairs(layout_frames, layout_targets.lengthened(1)) * weight.numel()
 
 
-op = Op("transducer_loss", {Backend.REFERENCE: "effasr_kernels.transducer_loss.reference"})
+op = Op(
+    "transducer_loss",
+    {
+        Backend.TRITON: "effasr_kernels.transducer_loss._triton",
+        Backend.REFERENCE: "effasr_kernels.transducer_loss.reference",
+    },
+)
 
 call = Registered(
     op,
@@ -39,6 +53,8 @@ call = Registered(
         "blank_id": INT,
         "activation": STRING,
         "fastemit": FLOAT,
+        "durations": OPTIONAL_INTS,
+        "sigma": FLOAT,
     },
     outputs=_outputs,
     flops=_flops,

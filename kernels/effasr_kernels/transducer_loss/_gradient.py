@@ -1,0 +1,195 @@
+"""The gradient of a chunk's logits, which are made again tile by tile and never stored."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _difference(
+    z,
+    v,
+    row,
+    node,
+    normalizer_node,
+    is_node,
+    log_normalizer,
+    occ_blank,
+    occ_label,
+    labels,
+    blank_id,
+):
+    """The gradient of logits ``z`` of some rows and classes: softmax minus what is taken."""
+    normalizer = tl.load(log_normalizer + normalizer_node, mask=is_node, other=0.0)
+    blank = tl.load(occ_blank + node, mask=is_node, other=0.0)
+    label = tl.load(occ_label + node, mask=is_node, other=0.0)
+    own = tl.load(labels + row, mask=is_node, other=-1)
+    # A row of no occupancy has no gradient, whatever its normalizer: its sequence may hold NaN.
+    alive = (blank != 0.0) | (label != 0.0)
+    d = tl.exp(z - normalizer[:, None]) * (blank + label)[:, None]
+    d -= tl.where(v[None, :] == blank_id, blank[:, None], 0.0)
+    d -= tl.where(v[None, :] == own[:, None], label[:, None], 0.0)
+    return tl.where(alive[:, None], d, 0.0)
+
+
+@triton.jit(do_not_specialize=["first_node", "first_normalizer", "nodes", "blank_id"])
+def differentiate(
+    hidden,
+    weight,
+    bias,
+    log_normalizer,
+    occ_blank,
+    occ_label,
+    labels,
+    d_logits,
+    d_bias,
+    first_node,
+    first_normalizer,
+    nodes,
+    count,
+    blank_id,
+    hidden_stride,
+    weight_stride,
+    d_stride,
+    WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One tile of the gradient of the logits, and its column sums.
+
+    Tiles of the same rows are next to each other, so that ``hidden`` is read once from memory, and
+    ``weight``, which is small, stays in the cache.
+
+    Args:
+        hidden: (R, WIDTH).
+        weight: (V, WIDTH).
+        bias: (V,).
+        log_normalizer: float32: the logarithm of each row's sum of exponentials.
+        occ_blank: float32, of the group's nodes: what passes the blank.
+        occ_label: float32, of the group's nodes: what passes the label.
+        labels: int32 (R,).
+        d_logits: (R, V), written.
+        d_bias: float32 (ceil(nodes / BLOCK_R), V), written: sums over each tile's rows.
+        first_node: The chunk's first, counted from the group's first.
+        first_normalizer: Where the chunk's begin in ``log_normalizer``.
+        nodes: How many the chunk has.
+        count: V.
+        blank_id: The blank's class.
+        hidden_stride: Between rows.
+        weight_stride: Between rows.
+        d_stride: Between rows.
+        WIDTH: A multiple of ``BLOCK_C``.
+        BLOCK_R: Rows of a tile.
+        BLOCK_V: Classes of a tile.
+        BLOCK_C: Columns at a time.
+    """
+    tiles = tl.cdiv(count, BLOCK_V)
+    row_tile = tl.program_id(0) // tiles
+    first_class = (tl.program_id(0) - row_tile * tiles) * BLOCK_V
+    first_row = row_tile * BLOCK_R
+    in_rows = tl.arange(0, BLOCK_R)
+    in_classes = tl.arange(0, BLOCK_V)
+    in_width = tl.arange(0, BLOCK_C)
+    # Rows and classes past the end read the last one: no mask in the loop, and nothing is stored.
+    h_tile = hidden + first_row.to(tl.int64) * hidden_stride + in_width[None, :]
+    h_tile += tl.minimum(in_rows, nodes - 1 - first_row)[:, None] * hidden_stride
+    w_tile = weight + first_class.to(tl.int64) * weight_stride + in_width[None, :]
+    w_tile += tl.minimum(in_classes, count - 1 - first_class)[:, None] * weight_stride
+    v = first_class + in_classes
+    start = tl.load(bias + v, mask=v < count, other=0.0).to(tl.float32)
+    z = tl.zeros((BLOCK_R, BLOCK_V), tl.float32) + start[None, :]
+    for c in range(0, WIDTH, BLOCK_C):
+        z = tl.dot(tl.load(h_tile + c), tl.trans(tl.load(w_tile + c)), z, input_precision="ieee")
+
+    row = first_row + in_rows
+    is_node = row < nodes
+    node = first_node.to(tl.int64) + row
+    d = _difference(
+        z,
+        v,
+        row,
+        node,
+        first_normalizer.to(tl.int64) + row,
+        is_node,
+        log_normalizer,
+        occ_blank,
+        occ_label,
+        labels,
+        blank_id,
+    )
+    out = d_logits + first_row.to(tl.int64) * d_stride + first_class
+    out += in_rows[:, None] * d_stride + in_classes[None, :]
+    stored = is_node[:, None] & (v < count)[None, :]
+    tl.store(out, d.to(d_logits.dtype.element_ty), mask=stored)
+    sums = d_bias + row_tile.to(tl.int64) * count + v
+    tl.store(sums, tl.sum(d, axis=0), mask=v < count)
+
+
+@triton.jit(do_not_specialize=["first_node", "first_normalizer", "nodes", "blank_id"])
+def differentiate_kept(
+    logits,
+    log_normalizer,
+    occ_blank,
+    occ_label,
+    labels,
+    d_bias,
+    first_node,
+    first_normalizer,
+    nodes,
+    count,
+    blank_id,
+    stride,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The same from logits that were kept, over which their gradient is written.
+
+    Args:
+        logits: (G, V), of the group's nodes.
+        log_normalizer: As for `differentiate`.
+        occ_blank: As there.
+        occ_label: As there.
+        labels: As there.
+        d_bias: As there.
+        first_node: As there.
+        first_normalizer: As there.
+        nodes: As there.
+        count: V.
+        blank_id: The blank's class.
+        stride: Between rows of ``logits``.
+        BLOCK_R: Rows of a program.
+        BLOCK_V: Classes of a program.
+        ROWS: Rows at a time, a divisor of ``BLOCK_R``.
+    """
+    first_row = tl.program_id(0) * BLOCK_R
+    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_rows = tl.arange(0, ROWS)
+    tile = logits + (first_node.to(tl.int64) + first_row) * stride
+    tile += in_rows[:, None] * stride + v[None, :]
+    sums = tl.zeros((BLOCK_V,), tl.float32)
+    for first in range(first_row, first_row + BLOCK_R, ROWS):
+        row = first + in_rows
+        is_node = row < nodes
+        node = first_node.to(tl.int64) + row
+        stored = is_node[:, None] & (v < count)[None, :]
+        z = tl.load(tile, mask=stored, other=0.0).to(tl.float32)
+        d = _difference(
+            z,
+            v,
+            row,
+            node,
+            first_normalizer.to(tl.int64) + row,
+            is_node,
+            log_normalizer,
+            occ_blank,
+            occ_label,
+            labels,
+            blank_id,
+        )
+        tl.store(tile, d.to(logits.dtype.element_ty), mask=stored)
+        sums += tl.sum(d, axis=0)
+        tile += ROWS * stride
+    tl.store(d_bias + tl.program_id(0).to(tl.int64) * count + v, sums, mask=v < count)

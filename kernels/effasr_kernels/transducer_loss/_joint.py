@@ -1,0 +1,189 @@
+"""Rows of the joint's output, one for each node of a chunk, and the logits that lattices need."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def search(offsets, spacing, value, sequences, steps):
+    """The last n in [0, N] with ``offsets[n] + spacing * n <= value``, for each value.
+
+    Args:
+        offsets: (N + 1,), a pointer; not decreasing.
+        spacing: 0, or how many rows each sequence has more than ``offsets`` says.
+        value: A block of int, none below ``offsets[0]``.
+        sequences: N.
+        steps: At least the bits of N.
+    """
+    low = value.to(tl.int32) * 0
+    high = low + sequences
+    for _ in range(0, steps):
+        middle = (low + high + 1) // 2
+        is_past = tl.load(offsets + middle) + spacing * middle > value
+        high = tl.where(is_past, tl.maximum(middle - 1, low), high)
+        low = tl.where(is_past, low, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["first_node", "nodes", "first_frame", "sequences", "steps"])
+def place_nodes(
+    cu_frames,
+    cu_targets,
+    first_nodes,
+    targets,
+    frame_rows,
+    state_rows,
+    labels,
+    first_node,
+    nodes,
+    first_frame,
+    sequences,
+    steps,
+    BLOCK: tl.constexpr,
+):
+    """Where each node of a chunk has its frame, its state and its label.
+
+    Args:
+        cu_frames: int32 (N + 1,).
+        cu_targets: int32 (N + 1,).
+        first_nodes: int64 (N + 1,), of `_plan.first_nodes`.
+        targets: int32 or int64 (U,).
+        frame_rows: int32 (R,), written: the row of ``encoded``.
+        state_rows: int32 (R,), written: that of ``predicted``.
+        labels: int32 (R,), written: the label that leads out of it, -1 in the last state; a
+            negative one, which is wrong, as -2.
+        first_node: The chunk's first node.
+        nodes: How many it has, at most R.
+        first_frame: The chunk's first.
+        sequences: N.
+        steps: Of `search`.
+        BLOCK: Nodes of a program.
+    """
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_node = row < nodes
+    node = tl.minimum(row, nodes - 1) + first_node.to(tl.int64)
+    n = search(first_nodes, 0, node, sequences, steps)
+    # The first frame of the sequence in this chunk; from there 32 bits suffice.
+    frame = tl.maximum(tl.load(cu_frames + n), first_frame)
+    inside = (node - tl.maximum(tl.load(first_nodes + n), first_node)).to(tl.int32)
+    label = tl.load(cu_targets + n)
+    count = tl.load(cu_targets + n + 1) - label
+    t = inside // (count + 1)
+    u = inside - t * (count + 1)
+    tl.store(frame_rows + row, frame + t, mask=is_node)
+    tl.store(state_rows + row, label + n + u, mask=is_node)
+    own = tl.load(targets + label + u, mask=is_node & (u < count), other=-1).to(tl.int32)
+    tl.store(labels + row, tl.where((u < count) & (own < 0), -2, own), mask=is_node)
+
+
+@triton.jit
+def _activate(x, TANH: tl.constexpr):
+    if TANH:
+        small = tl.exp(-2.0 * tl.abs(x))
+        size = (1.0 - small) / (1.0 + small)
+        # Near zero that would be a difference of equals.
+        square = x * x
+        series = 1.0 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315)))
+        return tl.where(tl.abs(x) < 0.2, x * series, tl.where(x < 0.0, -size, size))
+    # NaN stays NaN.
+    return tl.where(x < 0.0, 0.0, x)
+
+
+@triton.jit(do_not_specialize=["first_node", "nodes", "count", "blank_id"])
+def join(
+    encoded,
+    predicted,
+    frame_rows,
+    state_rows,
+    labels,
+    occ_blank,
+    occ_label,
+    weight,
+    bias,
+    blank_logit,
+    label_logit,
+    hidden,
+    first_node,
+    nodes,
+    width,
+    count,
+    blank_id,
+    encoded_stride,
+    predicted_stride,
+    weight_stride,
+    hidden_stride,
+    TANH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Rows act(f_t + g_u) of a chunk, and their logits of the blank and of the label.
+
+    Args:
+        encoded: (T, J).
+        predicted: (U + N, J).
+        frame_rows: int32 (R,), of `place_nodes`.
+        state_rows: int32 (R,).
+        labels: int32 (R,).
+        occ_blank: float32, of the group's nodes: where it and ``occ_label`` are zero, the row is
+            zero whatever its sequence holds; None for none.
+        occ_label: float32.
+        weight: (V, ...), with zeros past J.
+        bias: (V,).
+        blank_logit: float32, of the group's nodes, written; None if logits are not wanted.
+        label_logit: float32, of the group's nodes, written: -inf in the last state, and NaN for a
+            label out of range.
+        hidden: (R, ...), written, with zeros past J, as far as a multiple of ``BLOCK_C``.
+        first_node: The chunk's first, counted from the group's first.
+        nodes: How many the chunk has.
+        width: J.
+        count: V.
+        blank_id: The blank's class.
+        encoded_stride: Between rows.
+        predicted_stride: Between rows.
+        weight_stride: Between rows.
+        hidden_stride: Between rows.
+        TANH: Whether the activation is tanh, else relu.
+        BLOCK_R: Rows of a program.
+        BLOCK_C: Columns at a time.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.arange(0, BLOCK_C)
+    is_node = row < nodes
+    node = first_node.to(tl.int64) + row
+    alive = is_node
+    if occ_blank is not None:
+        occupied = tl.load(occ_blank + node, mask=is_node, other=0.0) != 0.0
+        alive = occupied | (tl.load(occ_label + node, mask=is_node, other=0.0) != 0.0)
+    f_row = tl.load(frame_rows + row, mask=is_node, other=0).to(tl.int64)
+    g_row = tl.load(state_rows + row, mask=is_node, other=0).to(tl.int64)
+    f_tile = encoded + f_row[:, None] * encoded_stride + column[None, :]
+    g_tile = predicted + g_row[:, None] * predicted_stride + column[None, :]
+    h_tile = hidden + row[:, None] * hidden_stride + column[None, :]
+    own = tl.full((BLOCK_R,), -1, tl.int32)
+    exists = own >= 0
+    to_blank = tl.zeros((BLOCK_R,), tl.float32)
+    to_label = tl.zeros((BLOCK_R,), tl.float32)
+    if blank_logit is not None:
+        own = tl.load(labels + row, mask=is_node, other=-1)
+        exists = (own >= 0) & (own < count)
+        to_blank += tl.load(bias + blank_id).to(tl.float32)
+        to_label = tl.load(bias + own, mask=exists, other=0.0).to(tl.float32)
+    blank_row = weight + tl.cast(blank_id, tl.int64) * weight_stride + column
+    label_tile = weight + own.to(tl.int64)[:, None] * weight_stride + column[None, :]
+    for c in range(0, width, BLOCK_C):
+        inside = alive[:, None] & (c + column < width)[None, :]
+        f = tl.load(f_tile + c, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(g_tile + c, mask=inside, other=0.0).to(tl.float32)
+        h = _activate(f + g, TANH).to(hidden.dtype.element_ty)
+        tl.store(h_tile + c, h, mask=is_node[:, None])
+        if blank_logit is not None:
+            h = h.to(tl.float32)
+            to_blank += tl.sum(h * tl.load(blank_row + c).to(tl.float32)[None, :], axis=1)
+            w = tl.load(label_tile + c, mask=exists[:, None], other=0.0).to(tl.float32)
+            to_label += tl.sum(h * w, axis=1)
+    if blank_logit is not None:
+        tl.store(blank_logit + node, to_blank, mask=is_node)
+        to_label = tl.where(own == -1, float("-inf"), tl.where(exists, to_label, float("nan")))
+        tl.store(label_logit + node, to_label, mask=is_node)

@@ -1,0 +1,173 @@
+"""The gradients of `transducer_loss`, summed group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.launch import launch
+from effasr_kernels.projection import multiply, multiply_add
+from effasr_kernels.transducer_loss import _fold
+from effasr_kernels.transducer_loss._gradient import differentiate, differentiate_kept
+from effasr_kernels.transducer_loss._plan import Chunk, Group
+from effasr_kernels.transducer_loss._work import Rows, Work, part_of, pieces
+
+
+class Sums:
+    """The gradients, to which groups add."""
+
+    def __init__(self, work: Work, groups: Sequence[Group], rows: Rows):
+        """Zeros, and room for the largest chunk."""
+        self.work, self.rows = work, rows
+        weight, width = work.weight, work.width
+        self.d_encoded = weight.new_zeros(work.encoded.shape)
+        self.d_predicted = weight.new_zeros(work.predicted.shape)
+        self.d_weight = weight.new_zeros(work.count, width, dtype=torch.float32)
+        self.d_bias = weight.new_zeros(work.count, dtype=torch.float32)
+        self.d_hidden = weight.new_empty(rows.hidden.shape[0], width, dtype=torch.float32)
+        self.d_logits: Tensor | None = None
+
+    def add(
+        self,
+        group: Group,
+        occ_blank: Tensor,
+        occ_label: Tensor,
+        normalizer: Tensor,
+        base: int,
+        logits: Tensor | None,
+    ) -> None:
+        """Add the gradients of a group, from what passes each step of its lattices.
+
+        Args:
+            group: Which.
+            occ_blank: float32, of its nodes.
+            occ_label: float32, of its nodes.
+            normalizer: float32, of nodes from ``base`` on.
+            base: A node.
+            logits: (R, V), of its nodes, overwritten by their gradient; None to make them again.
+        """
+        work, rows = self.work, self.rows
+        if not group.nodes:
+            return
+        d_states = self.d_bias.new_zeros(group.states, work.width)
+        for chunk in group.chunks:
+            part = part_of(group, chunk)
+            hidden = rows.hidden[: chunk.nodes]
+            d_hidden = self.d_hidden[: chunk.nodes]
+            work.place(chunk, rows)
+            work.join(group, chunk, rows, occupied=(occ_blank, occ_label))
+            if logits is None:
+                if self.d_logits is None:
+                    self.d_logits = work.logits(rows.hidden.shape[0])
+                d_logits = self.d_logits[: chunk.nodes]
+            else:
+                d_logits = logits[part]
+            numbers = normalizer, occ_blank, occ_label, rows.label
+            firsts = chunk.first_node - group.first_node, chunk.first_node - base
+            self._differentiate(chunk, numbers, firsts, logits, d_logits)
+            multiply_add(d_logits.t(), hidden[:, : work.width], self.d_weight)
+            multiply(d_logits, work.weight[:, : work.width], d_hidden)
+            self._fold(group, chunk, hidden, d_hidden, d_states)
+        states = slice(group.first_state, group.first_state + group.states)
+        self.d_predicted[states] = d_states
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """By name, in the dtype of the arguments."""
+        dtype = self.work.weight.dtype
+        return {
+            "encoded": self.d_encoded,
+            "predicted": self.d_predicted,
+            "weight": self.d_weight.to(dtype),
+            "bias": self.d_bias.to(dtype),
+        }
+
+    def _differentiate(
+        self,
+        chunk: Chunk,
+        numbers: tuple[Tensor, ...],
+        firsts: tuple[int, int],
+        logits: Tensor | None,
+        d_logits: Tensor,
+    ) -> None:
+        """Write the gradient of a chunk's logits, and add its sum to that of the bias."""
+        work = self.work
+        tiles = work.tiles
+        row_tiles, class_tiles = (
+            pieces(chunk.nodes, tiles["BLOCK_R"]),
+            pieces(work.count, tiles["BLOCK_V"]),
+        )
+        d_bias = self.d_bias.new_empty(row_tiles, work.count)
+        if logits is None:
+            launch(
+                differentiate,
+                (row_tiles * class_tiles,),
+                *(self.rows.hidden, work.weight, work.bias, *numbers, d_logits, d_bias),
+                *(*firsts, chunk.nodes, work.count, work.blank_id, self.rows.hidden.stride(0)),
+                *(work.weight.stride(0), d_logits.stride(0)),
+                WIDTH=work.weight.shape[1],
+                **tiles,
+            )
+        else:
+            launch(
+                differentiate_kept,
+                (row_tiles, pieces(work.count, 64)),
+                *(logits, *numbers, d_bias, *firsts, chunk.nodes),
+                *(work.count, work.blank_id, logits.stride(0)),
+                num_warps=4,
+                num_stages=1,
+                BLOCK_R=tiles["BLOCK_R"],
+                BLOCK_V=64,
+                ROWS=16,
+            )
+        self.d_bias += d_bias.sum(0)
+
+    def _fold(
+        self, group: Group, chunk: Chunk, hidden: Tensor, d_hidden: Tensor, d_states: Tensor
+    ) -> None:
+        """Sum a chunk's rows: write the gradient of its frames, and add to that of its states."""
+        work = self.work
+        sums = _fold.count_sums(chunk.nodes, chunk.frames, chunk.states)
+        over_states, over_frames = (d_hidden.new_empty(count, work.width) for count in sums)
+        where = chunk.first_node, chunk.first_frame, chunk.frames
+        columns = pieces(work.width, _fold.COLUMNS)
+        launch(
+            _fold.fold,
+            (
+                chunk.frames // _fold.FRAMES + chunk.sequences,
+                pieces(chunk.widest, _fold.STATES),
+                columns,
+            ),
+            *(hidden, d_hidden, *work.offsets, over_states, over_frames),
+            *(*where, chunk.first_sequence, chunk.sequences, work.width),
+            *(hidden.stride(0), d_hidden.stride(0)),
+            num_warps=1,
+            num_stages=2,
+            TANH=work.is_tanh,
+            FRAMES=_fold.FRAMES,
+            STATES=_fold.STATES,
+            BLOCK_C=_fold.COLUMNS,
+        )
+        search = work.lattices.sequences, work.steps
+        launch(
+            _fold.finish_frames,
+            (pieces(chunk.frames, _fold.ROWS), columns),
+            *(*work.offsets, over_states, self.d_encoded, *where, *search, work.width),
+            num_warps=4,
+            num_stages=1,
+            STATES=_fold.STATES,
+            BLOCK_R=_fold.ROWS,
+            BLOCK_C=_fold.COLUMNS,
+        )
+        launch(
+            _fold.finish_states,
+            (pieces(chunk.states, _fold.ROWS), columns),
+            *(*work.offsets, over_frames, d_states, *where, chunk.first_sequence),
+            *(chunk.first_state, chunk.states, group.first_state, *search, work.width),
+            num_warps=4,
+            num_stages=1,
+            FRAMES=_fold.FRAMES,
+            BLOCK_R=_fold.ROWS,
+            BLOCK_C=_fold.COLUMNS,
+        )

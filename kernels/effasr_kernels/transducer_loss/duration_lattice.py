@@ -1,0 +1,121 @@
+"""The lattice of a token-and-duration transducer (TDT), whose steps pass several frames at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from effasr_kernels.transducer_loss.lattice import skew, unskew
+
+
+def log_likelihood(
+    log_blank: Tensor, log_label: Tensor, log_duration: Tensor, durations: Sequence[int]
+) -> Tensor:
+    """The first result of `occupancies`, for half the work."""
+    steps = _steps(durations)
+    arcs = _arcs(log_blank, log_label, log_duration, durations)
+    return _sum_paths(torch.stack(list(map(_move, arcs, steps))), steps)[-1, -1]
+
+
+def occupancies(
+    log_blank: Tensor, log_label: Tensor, log_duration: Tensor, durations: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    r"""Run the forward and backward recursions of one sequence, a whole anti-diagonal at a time.
+
+    .. math::
+        \alpha_{t,u} = \sum_{d \geq 1} \alpha_{t-d,u} \, b_{t-d,u} \, q^d_{t-d,u}
+            + \sum_d \alpha_{t-d,u-1} \, l_{t-d,u-1} \, q^d_{t-d,u-1}
+
+    for t < T, and for (T, U), where paths end, the first sum alone; with alpha(0, 0) = 1. Beta is
+    the same sum in the lattice that is turned round. Both are logarithms, in float64.
+
+    Args:
+        log_blank: log b, (T, U + 1), the log-probability of the blank.
+        log_label: log l, (T, U), of the next label.
+        log_duration: log q, (T, U + 1, D), of each duration.
+        durations: d, in frames.
+
+    Returns:
+        The log-likelihood (), and the probabilities (T, U + 1) that a path takes the blank, and the
+        label, of each node, and (T, U + 1, D) each duration; all float64. Where the log-likelihood
+        is -inf, they are zero.
+    """
+    steps = _steps(durations)
+    arcs = _arcs(log_blank, log_label, log_duration, durations)
+    alpha = _sum_paths(torch.stack(list(map(_move, arcs, steps))), steps)
+    # As seen from the end, an arc leads to where it comes from.
+    turned_beta = _sum_paths(arcs.flip(1, 2), steps)
+    total = alpha[-1, -1]
+    # Where no path exists, subtracting its likelihood would make NaN of zeros.
+    past = alpha - total.masked_fill(total == -torch.inf, torch.inf)
+    took_blank, took_label = torch.zeros_like(alpha), torch.zeros_like(alpha)
+    took_duration = alpha.new_zeros(*alpha.shape, len(durations))
+    for arc, step in zip(arcs, steps, strict=True):
+        passed = (past + arc + _move(turned_beta, step).flip(0, 1)).exp_()
+        frames, labels = step
+        (took_label if labels else took_blank).add_(passed)
+        took_duration[..., durations.index(frames)] += passed
+    return total, took_blank[:-1], took_label[:-1], took_duration[:-1]
+
+
+_Step = tuple[int, int]
+"""Frames and labels that a step passes."""
+
+
+def _steps(durations: Sequence[int]) -> list[_Step]:
+    """Those of the blank, which passes a frame at least, then those of labels."""
+    return [(d, 0) for d in durations if d > 0] + [(d, 1) for d in durations]
+
+
+def _arcs(
+    log_blank: Tensor, log_label: Tensor, log_duration: Tensor, durations: Sequence[int]
+) -> Tensor:
+    """Each step from each node, and from the frame past the last, (K, T + 1, U + 1) float64."""
+    frames, states = log_blank.shape
+    blank, label, duration = log_blank.double(), log_label.double(), log_duration.double()
+    steps = _steps(durations)
+    arcs = blank.new_full((len(steps), frames + 1, states), -torch.inf)
+    for arc, (d, labels) in zip(arcs, steps, strict=True):
+        inside = max(frames - d, 0)
+        passes = duration[..., durations.index(d)]
+        if labels:
+            # The frame it leads to has to be there: paths end by a blank.
+            torch.add(label[:inside], passes[:inside, :-1], out=arc[:inside, :-1])
+            continue
+        torch.add(blank[:inside], passes[:inside], out=arc[:inside])
+        if d <= frames:
+            arc[inside, -1] = blank[inside, -1] + passes[inside, -1]
+    return arcs
+
+
+def _move(table: Tensor, step: _Step) -> Tensor:
+    """What each node holds, (T + 1, U + 1), where the step leads from there; elsewhere -inf."""
+    rows, columns = table.shape
+    frames, labels = step
+    return F.pad(table, (labels, 0, frames, 0), value=-torch.inf)[:rows, :columns]
+
+
+def _sum_paths(arcs: Tensor, steps: Sequence[_Step]) -> Tensor:
+    """Log of the sum over paths from the first node to each, (T + 1, U + 1).
+
+    Args:
+        arcs: (K, T + 1, U + 1), the log-probability of each step, where it leads to.
+        steps: K.
+    """
+    by_diagonal = torch.stack([skew(arc) for arc in arcs], dim=1)
+    diagonals, _, states = by_diagonal.shape
+    # In front of the first diagonal, and of the first column, there is nothing to come from.
+    first, width = max(map(sum, steps)), states + 1
+    sums = arcs.new_full((first + diagonals, width), -torch.inf)
+    sums[first, 1] = 0
+    origin = [(first - frames - labels) * width + 1 - labels for frames, labels in steps]
+    index = torch.arange(states, device=arcs.device)
+    index = torch.tensor(origin, device=arcs.device)[:, None] + index
+    for diagonal in range(1, diagonals):
+        index += width
+        came = sums.take(index).add_(by_diagonal[diagonal])
+        torch.logsumexp(came, 0, out=sums[first + diagonal, 1:])
+    return unskew(sums[first:, 1:])

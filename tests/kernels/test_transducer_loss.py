@@ -1,0 +1,385 @@
+"""`transducer_loss` in Triton against its definition."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from effasr_kernels import PackedLayout, transducer_loss
+from effasr_kernels.conformance import Case, Packed, Shared, check_kernel
+from effasr_kernels.testing import AWKWARD_LENGTHS, assert_no_worse
+from effasr_kernels.transducer_loss import _lattice, _triton, set_workspace
+from effasr_kernels.transducer_loss._plan import Cost, Lattices, first_nodes
+from effasr_kernels.transducer_loss.lattice import occupancies
+
+WIDTH = 20
+ROOMY = 2**29
+
+
+@pytest.fixture(autouse=True)
+def _workspace() -> Iterator[None]:
+    before = set_workspace(ROOMY)
+    yield
+    set_workspace(before)
+
+
+def _labels(length: int, classes: int, blank_id: int) -> Tensor:
+    labels = torch.randint(classes - 1, (length,))
+    return labels + (labels >= blank_id)
+
+
+def _case_for(
+    frames: Sequence[int],
+    *,
+    transcripts: Sequence[int] | None = None,
+    blank_id: int = 2,
+    classes: int = 7,
+    activation: str = "relu",
+    fastemit: float = 0.0,
+    dtype: torch.dtype = torch.int64,
+    longest: int | None = None,
+) -> Callable[[str], Case]:
+    """A transcript of a third of each length, but for the last, which is longer than its frames."""
+    if transcripts is None:
+        transcripts = [(n + 2) // 3 for n in frames]
+        transcripts[-1] = frames[-1] + 1 if 0 < frames[-1] < 8 else transcripts[-1]
+    labels = [_labels(n, classes, blank_id) for n in transcripts]
+    packed = {
+        "encoded": [torch.randn(n, WIDTH, dtype=torch.float64) for n in frames],
+        "predicted": [torch.randn(len(y) + 1, WIDTH, dtype=torch.float64) for y in labels],
+        "targets": [x.to(dtype) for x in labels],
+    }
+    shared = {
+        "weight": torch.randn(classes, WIDTH, dtype=torch.float64) / 4,
+        "bias": torch.randn(classes, dtype=torch.float64),
+    }
+
+    def case_for(backend: str) -> Case:
+        def run(packed: Packed, shared: Shared) -> Tensor:
+            encoded, targets = packed["encoded"], packed["targets"]
+            layout = targets.layout
+            if longest is not None:
+                layout = PackedLayout(
+                    layout.cu_seqlens, layout.cu_seqlens_host, layout.rows, longest
+                )
+            return transducer_loss(
+                encoded.values,
+                packed["predicted"].values,
+                targets.values,
+                encoded.layout,
+                layout,
+                shared["weight"],
+                shared["bias"],
+                blank_id=blank_id,
+                activation=activation,  # type: ignore[arg-type]
+                fastemit=fastemit,
+                backend=backend,
+            )
+
+        return Case(run, packed, shared, one_more=frozenset({"predicted"}))
+
+    return case_for
+
+
+@pytest.mark.parametrize("name", AWKWARD_LENGTHS)
+def test_agrees_with_the_definition(name: str, device: torch.device) -> None:
+    frames = AWKWARD_LENGTHS[name]
+    # The longest have few labels: the interpreter takes its time for each diagonal.
+    transcripts = [2, 3, 0, 2][: len(frames)] if max(frames) > 8 else None
+    check_kernel(_case_for(frames, transcripts=transcripts), torch.float32, device)
+
+
+def test_agrees_in_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    check_kernel(_case_for((5, 11), activation="tanh", longest=9), dtype, device)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"blank_id": 0, "dtype": torch.int32, "longest": 12},
+        {"blank_id": 6, "activation": "tanh", "fastemit": 0.3},
+        {"classes": 3, "blank_id": 1, "fastemit": 0.1},
+        {"transcripts": (0, 9, 0)},
+    ],
+    ids=["first", "last", "repeats", "one_path"],
+)
+def test_agrees_with_options(options: dict, device: torch.device) -> None:
+    check_kernel(_case_for((5, 0, 4), **options), torch.float32, device)
+
+
+@pytest.mark.parametrize(
+    ("size", "longest"), [(2**13, None), (2**13, 4), (2**16, None)], ids=["few", "kept", "many"]
+)
+def test_agrees_however_nodes_are_divided(
+    size: int, longest: int | None, device: torch.device
+) -> None:
+    set_workspace(size)
+    check_kernel(_case_for((5, 0, 8), longest=longest), torch.float32, device)
+
+
+def test_divides_nodes_as_it_is_told(device: torch.device) -> None:
+    """A small workspace changes results by the order of sums alone."""
+    arguments = _arguments((9, 4, 6), ([1, 3, 5], [], [4, 1]), device)
+    upstream = torch.tensor([1.0, -2.0, 0.5])
+    expected = _gradients(arguments, upstream, "triton")
+    set_workspace(2**12)
+    for name, x in _gradients(arguments, upstream, "triton").items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+        if name == "loss":
+            assert torch.equal(x, expected[name])
+
+
+def _arguments(
+    frames: Sequence[int],
+    transcripts: Sequence[Sequence[int]],
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    classes: int = 6,
+    width: int = WIDTH,
+    longest: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    states = sum(map(len, transcripts)) + len(transcripts)
+    return {
+        "encoded": torch.randn(sum(frames), width).to(device, dtype),
+        "predicted": torch.randn(states, width).to(device, dtype),
+        "targets": torch.tensor([*chain(*transcripts)], dtype=torch.int64).to(device),
+        "layout_frames": PackedLayout.from_lengths(frames, device),
+        "layout_targets": PackedLayout.from_lengths(
+            [len(x) for x in transcripts], device, longest=longest
+        ),
+        "weight": torch.randn(classes, width).div(4).to(device, dtype),
+        "bias": torch.randn(classes).to(device, dtype),
+        "blank_id": 2,
+        "activation": "relu",
+        "fastemit": 0.0,
+    } | options
+
+
+def _gradients(arguments: dict[str, Any], upstream: Tensor, backend: str) -> dict[str, Tensor]:
+    """The loss, and the gradients by all that is floating point."""
+    leaves: dict[str, Any] = {
+        name: x.detach().requires_grad_()
+        for name, x in arguments.items()
+        if isinstance(x, Tensor) and x.is_floating_point()
+    }
+    loss = transducer_loss(**(arguments | leaves), backend=backend)
+    found = torch.autograd.grad(loss, list(leaves.values()), upstream.to(loss))
+    return {"loss": loss.detach()} | dict(zip(leaves, found, strict=True))
+
+
+def _assert_agrees(arguments: dict[str, Any], upstream: Tensor | None = None) -> dict[str, Tensor]:
+    sequences = arguments["layout_frames"].num_sequences
+    upstream = torch.ones(sequences) if upstream is None else upstream
+    host = {
+        name: x.cpu() if isinstance(x, Tensor) else x.to("cpu") if "layout" in name else x
+        for name, x in arguments.items()
+    }
+    wide = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in host.items()
+    }
+    actual = {name: x.cpu() for name, x in _gradients(arguments, upstream, "triton").items()}
+    gold = _gradients(wide, upstream, "reference")
+    for name, baseline in _gradients(host, upstream, "reference").items():
+        finite = gold[name].isfinite()
+        assert torch.equal(actual[name].isfinite(), finite), name
+        assert_no_worse(actual[name][finite], gold[name][finite], baseline[finite])
+    return actual
+
+
+def test_without_frames_only_the_empty_transcript_is_possible(device: torch.device) -> None:
+    arguments = _arguments((0, 0, 3, 2, 1), ([], [1, 0], [], [3], []), device)
+    actual = _assert_agrees(arguments)
+    assert actual["loss"][:2].tolist() == [0, torch.inf]
+    assert _assert_agrees(_arguments((0, 0), ([], [1]), device))["loss"].tolist() == [0, torch.inf]
+
+
+def test_a_strip_hands_on_what_leaves_it(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in transcripts of more than a thousand labels."""
+    monkeypatch.setattr(_lattice, "_WIDEST", 16)
+    transcripts = [_labels(n, 6, 2).tolist() for n in (15, 16, 40)]
+    arguments = _arguments((9, 3, 20), transcripts, device)
+    _assert_agrees(arguments, torch.tensor([1.0, -2.0, 0.5]))
+
+
+def test_long_sequences_keep_their_digits(device: torch.device) -> None:
+    """The definition sums in float64; sums in float32 would be hundreds of times further off."""
+    transcripts = [_labels(20, 10, 2).tolist(), [1]]
+    arguments = _arguments((80, 3), transcripts, device, classes=10)
+    _assert_agrees(arguments)
+
+
+def test_lattice_against_float64(device: torch.device) -> None:
+    """Occupancies to rounding; and every path crosses each anti-diagonal once."""
+    frames, labels = 300, 60
+    log_probs = torch.randn(frames, labels + 1, 50).mul(3).log_softmax(-1)
+    log_blank, log_label = log_probs[..., 0], log_probs[..., 1]
+    total, took_blank, took_label = occupancies(log_blank.double(), log_label[:, :-1].double())
+    of_frames, of_labels = (PackedLayout.from_lengths([n], device) for n in (frames, labels))
+    (group,) = Lattices(of_frames, of_labels).groups(Cost(1), ROOMY, Cost(1), ROOMY)
+    offsets = of_frames.cu_seqlens, of_labels.cu_seqlens, first_nodes(of_frames, of_labels)
+    share, other = (x.to(device, copy=True).contiguous().flatten() for x in (log_blank, log_label))
+    loss = torch.empty(1, device=device)
+    _lattice.losses(group, offsets, share, other, share, 0, loss, labels)
+    torch.testing.assert_close(loss.cpu().double(), -total[None], rtol=1e-6, atol=0)
+    one = torch.ones(1, device=device)
+    _lattice.occupancies(group, offsets, share, 0, loss, one, share, other, labels, 0.0)
+    shape = frames, labels + 1
+    blank, label = (x.cpu().double().view(shape) for x in (share, other))
+    torch.testing.assert_close(blank, took_blank, rtol=0, atol=2e-6)
+    torch.testing.assert_close(label, took_label, rtol=0, atol=2e-6)
+    diagonal = torch.arange(frames)[:, None] + torch.arange(labels + 1)
+    sums = torch.zeros(frames + labels, dtype=torch.float64)
+    sums.index_add_(0, diagonal.flatten(), (blank + label).flatten())
+    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-6)
+
+
+def test_an_infinite_loss_has_no_gradient_whatever_comes_from_above(device: torch.device) -> None:
+    arguments = _arguments((3, 1, 3), ([1], [1, 3], [3]), device)
+    # The row of the second: neither of its labels has any probability.
+    arguments["bias"][1] = -torch.inf
+    arguments["targets"][0] = 4
+    for upstream in (torch.inf, torch.nan, -2.0):
+        actual = _gradients(arguments, torch.tensor([1.0, upstream, 1.0]), "triton")
+        assert actual["loss"].isfinite().tolist() == [True, False, True]
+        assert bool((actual["encoded"][3] == 0).all())
+        assert bool((actual["predicted"][2:5] == 0).all())
+        assert bool((actual["encoded"][:3] != 0).any())
+        assert bool(actual["weight"].isfinite().all())
+    _assert_agrees(arguments)
+
+
+@pytest.mark.parametrize("longest", [None, 9])
+def test_a_sequence_without_gradient_may_hold_nan(
+    longest: int | None, device: torch.device
+) -> None:
+    arguments = _arguments((3, 4), ([1], [1, 3]), device, longest=longest)
+    upstream = torch.tensor([1.0, 0.0])
+    clean = _gradients(arguments, upstream, "triton")
+    arguments["encoded"][3:] = torch.nan
+    arguments["predicted"][2:] = torch.nan
+    actual = _gradients(arguments, upstream, "triton")
+    assert bool(actual["loss"][1].isnan())
+    for name in ("encoded", "predicted", "weight", "bias"):
+        assert torch.equal(actual[name], clean[name]), name
+
+
+def test_labels_out_of_range_give_nan_and_reach_no_other_sequence(device: torch.device) -> None:
+    """The definition refuses them, on a CPU; a kernel cannot look without waiting."""
+    for label in (-1, 6, 2**20):
+        arguments = _arguments((3, 4), ([1], [1, 3]), device)
+        clean, _ = _triton.forward(**arguments)
+        arguments["targets"][1] = label
+        (loss,), _ = _triton.forward(**arguments)
+        assert bool(loss[1].isnan())
+        assert bool(loss[0] == clean[0][0])
+
+
+def test_saves_what_it_says(device: torch.device) -> None:
+    for longest in (None, 9):
+        arguments = _arguments((3, 2), ([1], [1, 3]), device, longest=longest)
+        _, saved = _triton.forward(**arguments)
+        said = _triton.saved_like(**arguments)
+        assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in said]
+        assert (saved[0].numel() > 0) == (longest is not None)
+
+
+class _Live(TorchDispatchMode):
+    """The most bytes alive at a time of what is made in the block, and of one tensor."""
+
+    def __init__(self, *given: Tensor) -> None:
+        """What is given does not count, which the interpreter wraps anew."""
+        super().__init__()
+        self.peak, self.largest = 0, 0
+        self._given = {x.untyped_storage()._cdata for x in given}
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                if storage._cdata in self._given:
+                    continue
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes())
+        self._made = {key: x for key, x in self._made.items() if not x[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+        return out
+
+
+@pytest.mark.parametrize("keeps_logits", [False, True])
+def test_memory_does_not_grow_with_the_batch(keeps_logits: bool, device: torch.device) -> None:
+    """But for inputs, and their gradients."""
+    classes, width, frames, labels = 60, 8, 16, 3
+    size = 2**18 if keeps_logits else 2**17
+    peaks = []
+    for sequences in (16, 24):
+        set_workspace(size)
+        transcripts = [_labels(labels, classes, 2).tolist() for _ in range(sequences)]
+        arguments = _arguments(
+            (frames,) * sequences, transcripts, device, classes=classes, width=width
+        )
+        given = arguments["encoded"].nbytes + arguments["predicted"].nbytes
+        fixed = 3 * arguments["weight"].nbytes
+        with _Live(*(x for x in arguments.values() if isinstance(x, Tensor))) as live:
+            results, saved = _triton.forward(**arguments)
+            gradients = _triton.backward(
+                (torch.ones_like(results[0]),), results, saved, **arguments
+            )
+        assert gradients["encoded"] is not None
+        # A tile of rows, which statistics round up to, is no small thing beside these sizes.
+        assert live.peak <= given + fixed + 1.1 * size + 2**13, (live.peak, given)
+        assert live.largest < size
+        peaks.append(live.peak - given)
+    assert 4 * sequences * frames * (labels + 1) * classes > size
+    assert abs(peaks[1] - peaks[0]) < 2**13, peaks
+
+
+def test_groups_and_chunks_cover_every_frame_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda most, n: torch.randint(most, (n,), generator=generator).tolist()
+    for trial in range(200):
+        n = draw(6, 1)[0] + (trial > 0)
+        frames, labels = draw(12, n), draw(6, n)
+        layouts = PackedLayout.from_lengths(frames), PackedLayout.from_lengths(labels)
+        lattices = Lattices(*layouts)
+        cost = Cost(2, 3, 5)
+        sizes = 1 + draw(400, 1)[0], 1 + draw(200, 1)[0]
+        groups = list(lattices.groups(cost, sizes[0], cost, sizes[1]))
+        assert sum(x.sequences for x in groups) == n
+        frame = node = 0
+        for group in groups:
+            assert (group.first_frame, group.first_node) == (frame, node)
+            for chunk in group.chunks:
+                assert (chunk.first_frame, chunk.first_node) == (frame, node)
+                assert chunk.frames > 0
+                last = chunk.first_sequence + chunk.sequences
+                assert layouts[0].cu_seqlens_host[chunk.first_sequence] <= frame
+                inside = range(chunk.first_sequence, last)
+                assert chunk.states == sum(labels[n] + 1 for n in inside)
+                assert chunk.widest == max(labels[n] + 1 for n in inside)
+                rows = [n for n in range(n) for _ in range(frames[n])]
+                used = rows[frame : frame + chunk.frames]
+                assert chunk.nodes == sum(labels[n] + 1 for n in used)
+                touched = {n for n in used}
+                needed = 2 * chunk.nodes + 3 * chunk.frames
+                needed += 5 * sum(labels[n] + 1 for n in touched)
+                assert chunk.frames == 1 or needed <= sizes[1]
+                frame, node = frame + chunk.frames, node + chunk.nodes
+        assert frame == sum(frames)
+        assert node == lattices.nodes[-1]
+
+
+def test_refuses_a_workspace_of_nothing() -> None:
+    with pytest.raises(ValueError, match="`size` must be positive, but is 0"):
+        set_workspace(0)
