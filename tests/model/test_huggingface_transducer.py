@@ -208,20 +208,6 @@ def test_encoder_predictor_and_joint_are_the_same(
             assert_same(logits, expected.logits[0, :frames], f"joint of {example.id}")
 
 
-@torch.no_grad()
-def test_the_predictor_agrees_step_by_step(
-    theirs: Any, ours: ASRModel, examples: Sequence[Example]
-) -> None:
-    head = head_of(ours)
-    text = examples[0].text
-    expected = theirs.decoder(torch.tensor([[VOCABULARY, *text]]))[0]
-    predicted, state = head.begin(1)
-    assert_same(predicted[0], expected[0], "start")
-    for label, row in zip(text, expected[1:], strict=True):
-        predicted, state = head.step(torch.tensor([label]), state)
-        assert_same(predicted[0], row, f"after {label}")
-
-
 def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
     theirs: Any, ours: ASRModel, examples: Sequence[Example], make_batch: Callable[..., Batch]
 ) -> None:

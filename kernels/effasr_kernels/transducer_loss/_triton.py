@@ -16,11 +16,11 @@ workspace (`workspace.set_workspace`). If not, the backward makes them again, gr
 V operations; or 8 R D V, if the rounded logits of eight of the longest sequences fit in three
 quarters of the workspace, where they are then kept from the one product to the next.
 
-Peak memory, beside the arguments and their gradients: the workspace; 4 D V for the gradient of
-weight in float32; and for a sequence, or a frame, that is larger than its part of the workspace,
-what that alone needs: 12 bytes for each node (16 where nothing was kept), and 4 D + b (D + V) for
-each state of a frame, with b the bytes of an element. Nothing grows with the number of sequences
-but their offsets.
+Peak memory, beside the arguments and their gradients: the workspace, and what is kept, at most a
+quarter of it; 4 D V for the gradient of weight in float32; and for a sequence, or a frame, that is
+larger than its part of the workspace, what that alone needs: 12 bytes for each node (16 where
+nothing was kept), and 4 D + b (D + V) for each state of a frame, with b the bytes of an element.
+Nothing grows with the number of sequences but their offsets.
 
 The host divides the nodes, from lengths that it knows. In compiled code, and for a layout whose
 offsets only the device knows, it waits for them, so a CUDA graph cannot hold this operation.
