@@ -43,7 +43,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/pytest -n 2 -m "not gpu"
 	@echo; echo "The kernels, in Triton's interpreter:"; echo
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/gpu
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

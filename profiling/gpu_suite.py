@@ -22,7 +22,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
-KERNELS = TESTS / "kernels"
+KERNELS = TESTS / "gpu"
 DATA_PACKAGES = ("lhotse", "sentencepiece", "soundfile", "soxr")
 # One dtype on two awkward lists of lengths, of every kernel: the tool slows them a hundredfold.
 SANITIZED = "bfloat16 and (odd or empty_among_others)"

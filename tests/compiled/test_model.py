@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from effasr_kernels import aot, library
 from effasr_kernels.launch import recording
-from tests.kernels.small_training import SHAPE, make_batch, make_trainee
+from tests.gpu.small_training import SHAPE, make_batch, make_trainee
 
 
 class Sizes(TorchDispatchMode):

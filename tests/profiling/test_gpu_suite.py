@@ -24,8 +24,8 @@ def test_tests_of_the_data_need_its_packages(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("" if "c" in name else f"pytest.{'mark'}.gpu")
     monkeypatch.setattr(gpu_suite, "TESTS", tmp_path)
-    monkeypatch.setattr(gpu_suite, "KERNELS", tmp_path / "kernels")
-    everything = [tmp_path / "kernels", tmp_path / "data/test_a.py", tmp_path / "nn/test_b.py"]
+    monkeypatch.setattr(gpu_suite, "KERNELS", tmp_path / "gpu")
+    everything = [tmp_path / "gpu", tmp_path / "data/test_a.py", tmp_path / "nn/test_b.py"]
     assert gpu_suite.gpu_tests() == list(map(str, everything))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert gpu_suite.gpu_tests() == list(map(str, everything[::2]))

@@ -13,43 +13,6 @@ from effasr_kernels.tiles import find_tile
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def attention_delta(
-    grad_out,
-    out,
-    delta,
-    rows,
-    heads,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """What the softmax takes off every gradient of a row's scores: program (block of rows, head).
-
-    Args:
-        grad_out: (T_q, H, D), contiguous, a pointer, as are the next two.
-        out: (T_q, H, D), contiguous.
-        delta: float32 (H, T_q), written: the sum over channels of their product.
-        rows: T_q.
-        heads: H.
-        WIDTH: D.
-        BLOCK_D: The power of two that D is padded to.
-        BLOCK_M: Rows of a block.
-    """
-    head = tl.program_id(1)
-    m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
-    first_row = tl.program_id(0).to(tl.int64) * BLOCK_M
-    in_rows = first_row + m < rows
-    mask = in_rows[:, None] & (d < WIDTH)[None, :]
-    begin = (first_row * heads + head) * WIDTH
-    offset = m[:, None] * (heads * WIDTH) + d[None, :]
-    out_tile = tl.load(out + begin + offset, mask=mask, other=0.0).to(tl.float32)
-    grad_tile = tl.load(grad_out + begin + offset, mask=mask, other=0.0).to(tl.float32)
-    sums = tl.sum(out_tile * grad_tile, 1)
-    tl.store(delta + head.to(tl.int64) * rows + first_row + m, sums, mask=in_rows)
-
-
 @triton.jit(do_not_specialize=["sequences", "rows_q", "rows_k", "bias_eighths"])
 def attention_backward_kv(
     q,
@@ -105,7 +68,7 @@ def attention_backward_kv(
         cu_seqlens_k: int32 (N + 1,).
         seed: int64 (1,); None without ``DROPOUT``.
         lse: float32 (H, T_q), contiguous, from the forward.
-        delta: float32 (H, T_q), contiguous, from `attention_delta`.
+        delta: float32 (H, T_q), contiguous, from `effasr_kernels.attention._delta.row_delta`.
         grad_out: (T_q, H, D), contiguous.
         grad_k: (T_k, H, D), contiguous, written; zeros where a key has no query.
         grad_v: (T_k, H, D), likewise.
@@ -283,7 +246,7 @@ def attention_backward_q(
         cu_seqlens_k: int32 (N + 1,).
         seed: int64 (1,); None without ``DROPOUT``.
         lse: float32 (H, T_q), contiguous, from the forward.
-        delta: float32 (H, T_q), contiguous, from `attention_delta`.
+        delta: float32 (H, T_q), contiguous, from `effasr_kernels.attention._delta.row_delta`.
         grad_out: (T_q, H, D), contiguous.
         grad_q: (T_q, H, D), contiguous, written; zeros where a row has no key.
         grad_content: float32 (tiles, H, D), contiguous, written: the sum of each tile's gradient

@@ -71,7 +71,7 @@ _HALF = {
         (64, True): Configs(Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(64, 64, 4, 2)),
         (64, False): Configs(Config(64, 64, 4, 2), Config(64, 32, 4, 3), Config(64, 32, 4, 2)),
         (128, False): Configs(Config(64, 32, 4, 2), Config(32, 64, 8, 2), Config(64, 64, 8, 2)),
-        (256, False): Configs(Config(64, 32, 8, 2), Config(16, 64, 8, 2), Config(64, 32, 8, 2)),
+        (256, False): Configs(Config(64, 32, 8, 2), Config(16, 64, 8, 2), Config(64, 16, 8, 2)),
     },
     9: {
         (64, True): Configs(Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),

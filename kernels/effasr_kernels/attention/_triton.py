@@ -14,12 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effasr_kernels.attention._backward import (
-    attention_backward_kv,
-    attention_backward_q,
-    attention_delta,
-)
+from effasr_kernels.attention._backward import attention_backward_kv, attention_backward_q
 from effasr_kernels.attention._config import Config, Configs, configs, padded_width
+from effasr_kernels.attention._delta import row_delta
 from effasr_kernels.attention._forward import attention_forward
 from effasr_kernels.attention._relative import bias_width, relative_backward, relative_scores
 from effasr_kernels.attention._rotary import table, turned
@@ -31,7 +28,6 @@ from effasr_kernels.packed import PackedLayout
 from effasr_kernels.tiles import count_tiles
 
 _WIDEST = 256
-_DELTA_ELEMENTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +35,8 @@ class _Call:
     """One call, as its kernels see it.
 
     Attributes:
-        q: (T_q, H, D); turned where ``turns_in_kernel`` does not hold.
+        q: (T_q, H, D); turned, or with the content bias, in the backward; in the forward turned
+            where ``turns_in_kernel`` does not hold.
         k: (T_k, H, D); turned where positions are rotary.
         v: (T_k, H, D).
         layout_q: The sequences of ``q``.
@@ -193,7 +190,7 @@ def backward(
         q, k, v, layout_q, layout_k, causal, scale, position, dropout, seed, backward=True
     )
     (grad_out,), (lse,) = grads, saved
-    delta = _delta(grad_out, results[0])
+    delta = row_delta(grad_out, results[0])
     bias = this.bias(q)
     found: dict[str, Tensor | None] = {}
     # This reads the bias; the gradient of queries then writes over it.
@@ -275,25 +272,6 @@ def _turned_back(this: _Call, x: Tensor, layout: PackedLayout, dtype: torch.dtyp
     if this.turns is None or this.turns_in_kernel:
         return x
     return turned(x, layout, this.turns, dtype, back=True)
-
-
-def _delta(grad_out: Tensor, out: Tensor) -> Tensor:
-    rows, heads, width = out.shape
-    delta = out.new_empty(heads, rows, dtype=torch.float32)
-    block = _DELTA_ELEMENTS // padded_width(width)
-    launch(
-        attention_delta,
-        (-(-rows // block), heads),
-        grad_out,
-        out,
-        delta,
-        rows,
-        heads,
-        WIDTH=width,
-        BLOCK_D=padded_width(width),
-        BLOCK_M=block,
-    )
-    return delta
 
 
 def _backward_kv(

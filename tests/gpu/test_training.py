@@ -14,7 +14,7 @@ from effasr.training.graph import MicroBatchGraph
 from effasr.training.step import Trainee, run_micro_batch, train_step
 from effasr_kernels import OPERATIONS, Op, launch
 from effasr_kernels.kernel import Kernel
-from tests.kernels.small_training import make_batch, make_trainee
+from tests.gpu.small_training import make_batch, make_trainee
 
 
 def losses(trainee: Trainee, steps: int = 2) -> list[float]:

@@ -1,0 +1,110 @@
+"""A transducer's loss from log-probabilities: what peers that bring no lattice are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from effasr_kernels import PackedLayout, lattice
+from effasr_kernels.transducer_loss.lattice import occupancies
+
+Planes = tuple[Tensor, Tensor, Tensor]
+
+
+class Nodes:
+    """The lattices of a batch, packed: node (t, u) of sequence n is ``first[n] + t (U_n + 1) + u``.
+
+    Sums over paths are ours, the fastest that there is on this machine, so that times differ by how
+    log-probabilities are made.
+    """
+
+    def __init__(self, frames: PackedLayout, labels: PackedLayout):
+        """Of sequences that are not empty."""
+        self.frames, self.labels = frames, labels
+        self.states = labels.cu_seqlens.diff().long() + 1
+        self.first = lattice.node_offsets(frames.cu_seqlens, labels.cu_seqlens)
+        pairs = zip(frames.lengths, labels.lengths, strict=True)
+        self.counts = [t * (u + 1) for t, u in pairs]
+        self.count = sum(self.counts)
+
+    def places(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sequence, frame and state of a run of nodes, int64."""
+        node = torch.arange(begin, end, device=self.first.device)
+        sequence = torch.bucketize(node, self.first[1:], right=True)
+        rest, states = node - self.first[sequence], self.states[sequence]
+        return sequence, rest // states, rest % states
+
+    def losses(self, log_blank: Tensor, log_label: Tensor) -> Tensor:
+        """The loss of each sequence, float32 (N,), from float32 planes (nodes,)."""
+        return _Losses.apply(log_blank, log_label, self)
+
+    def occupancies(self, log_blank: Tensor, log_label: Tensor) -> Planes:
+        """The losses, and how probable the blank, and the label, of each node is."""
+        run = _lattice(log_blank.device.type)
+        total, occ_blank, occ_label = run(log_blank.contiguous(), log_label.contiguous(), self)
+        return total.float(), occ_blank, occ_label
+
+
+class _Losses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Tensor:  # type: ignore[override]
+        losses, *occupied = nodes.occupancies(log_blank, log_label)
+        ctx.nodes = nodes
+        ctx.save_for_backward(*occupied)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        counts = ctx.nodes.first.diff()
+        scale = (-grad).repeat_interleave(counts, output_size=ctx.nodes.count)
+        return *(scale * occupied for occupied in ctx.saved_tensors), None
+
+
+def _lattice(device: str) -> Callable[[Tensor, Tensor, Nodes], Planes]:
+    if lattice.why_not("cuda-extension" if device == "cuda" else "cpu-extension") is None:
+        return _extension
+    return _triton if device == "cuda" else _reference
+
+
+def _extension(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:
+    total, *occupied = lattice.transducer_occupancies(
+        *(log_blank, log_label, nodes.frames.cu_seqlens, nodes.labels.cu_seqlens, nodes.first[:-1]),
+        max_frames=nodes.frames.max_seqlen,
+        max_labels=nodes.labels.max_seqlen,
+        backend="cuda-extension" if log_blank.is_cuda else "cpu-extension",
+    )
+    return -total, *occupied
+
+
+def _triton(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:
+    from effasr_kernels.transducer_loss import _lattice
+    from effasr_kernels.transducer_loss._plan import Cost, Lattices
+
+    plan, size = Lattices(nodes.frames, nodes.labels), max(1, nodes.count)
+    (group,) = plan.groups(Cost(1), size, Cost(1), size)
+    offsets = nodes.frames.cu_seqlens, nodes.labels.cu_seqlens, nodes.first
+    bound = nodes.labels.max_seqlen
+    share, other = torch.empty_like(log_blank), torch.empty_like(log_label)
+    loss = log_blank.new_empty(nodes.frames.num_sequences)
+    _lattice.losses(group, offsets, log_blank, log_label, share, 0, loss, bound)
+    whole = torch.ones_like(loss)
+    _lattice.occupancies(group, offsets, share, 0, loss, whole, share, other, bound, 0.0)
+    return loss, share, other
+
+
+def _reference(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:
+    totals: list[Tensor] = []
+    occupied: tuple[list[Tensor], list[Tensor]] = [], []
+    planes = zip(log_blank.split(nodes.counts), log_label.split(nodes.counts), strict=True)
+    for frames, (blank, label) in zip(nodes.frames.lengths, planes, strict=True):
+        blank, label = (x.view(frames, -1).double() for x in (blank, label))
+        total, *found = occupancies(blank, label[:, :-1])
+        totals.append(-total)
+        for plane, x in zip(occupied, found, strict=True):
+            plane.append(x.flatten().to(log_blank.dtype))
+    return torch.stack(totals), torch.cat(occupied[0]), torch.cat(occupied[1])
