@@ -19,10 +19,8 @@ from torch import Tensor
 from effasr_kernels.launch import capability, launch
 
 _FINISHED_ROWS = 32
-
 _PROGRAMS = 1024
 """Programs that fill a GPU several times over, so that the last wave costs little."""
-
 _WORKSPACE = 2**24
 """Elements of float32 that the backward works in: 64 MiB."""
 

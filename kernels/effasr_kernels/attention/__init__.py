@@ -74,7 +74,7 @@ def attention(
     checks.check_attention(op.name, q, k, v, layout_q, layout_k, dropout)
     checks.check_floating(op.name, q=q, k=k, v=v)
     if isinstance(position, RelativeBias):
-        _check_relative(q, position)
+        _check_relative(q, position, layout_q, layout_k)
     return call(
         q,
         k,
@@ -90,7 +90,7 @@ def attention(
     )
 
 
-def _check_relative(q: Tensor, position: RelativeBias) -> None:
+def _check_relative(q: Tensor, position: RelativeBias, *layouts: PackedLayout) -> None:
     heads, width = q.shape[1:]
     biases = {
         "position.content_bias": position.content_bias,
@@ -104,3 +104,7 @@ def _check_relative(q: Tensor, position: RelativeBias) -> None:
         rule = "have an odd number of rows"
         raise checks.wrong(op.name, "position.table", rule, tuple(table.shape))
     checks.check_floating(op.name, q=q, **biases, **{"position.table": table})
+    # Where the host does not know the lengths, the kernels take zeros for rows that are missing.
+    known = [layout for layout in layouts if layout.known_on_host]
+    if known:
+        position.reach(*known)

@@ -64,13 +64,13 @@ class RelativeBias:
     table: Tensor
 
     def reach(self, *layouts: PackedLayout) -> int:
-        """L, checked against the layouts' longest sequence.
+        """L, checked against what no sequence of the layouts exceeds.
 
         Raises:
             ValueError: The table is too short for it.
         """
         reach = (self.table.shape[0] + 1) // 2
-        longest = max(layout.max_seqlen for layout in layouts)
+        longest = max(layout.bound for layout in layouts)
         if reach < longest:
             rule = f"have at least 2 * {longest} - 1 rows, for the longest sequence"
             raise wrong("attention", "position.table", rule, tuple(self.table.shape))
