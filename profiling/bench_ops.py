@@ -6,7 +6,8 @@ Needs torch and effasr_kernels alone; peers that are not installed are named and
 anything is timed its results and gradients are compared with the reference's. One row for each
 (op, kind, backend, shape, dtype, mode), written as soon as it is known: percentiles in
 milliseconds, memory, useful work per second (padding is no work), and what it was measured on. On a
-CPU the sizes are tiny, and rows are written only where --output says.
+CPU the sizes are tiny, and rows are written only where --output says. The transducer's largest
+batches take minutes, so they are measured only with ``--op transducer_loss``, and first.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench import attention, convolution, guided, losses, relative
-from bench.contender import Case, Contender, error, judge
+from bench import attention, convolution, guided, losses, relative, transducer
+from bench.contender import Case, Contender, Gold, error, judge
 from bench.timing import OutOfTime, Timing, measure, time_limit
 from bench.workload import LISTED, Widths, Workload, drawn_durations, read_durations
 
@@ -38,9 +39,12 @@ COLUMNS = [
 ]
 GROUPS: tuple[Callable[[Workload], list[Case]], ...] = (
     *(relative.cases, attention.cases, losses.cases, convolution.cases, guided.cases),
+    transducer.cases,
 )
 TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 2e-2, torch.float32: 1e-3}
 """Of an error relative to the norm: enough to tell the same operation from another one."""
+_HEAVY = 3
+"""How many times the usual time a heavy case may take."""
 Row = dict[str, object]
 
 
@@ -91,7 +95,8 @@ def workloads(options: argparse.Namespace) -> list[Workload]:
     durations = read_durations(path) if path.exists() else drawn_durations()
     frames = options.frames or ([24_000, 50_000] if gpu else [120])
     head_widths = options.head_width or ([64, 128] if gpu else [8])
-    widths = Widths() if gpu else Widths(heads=2, vocabulary=32, channels=4, mels=8)
+    small = {"heads": 2, "vocabulary": 32, "channels": 4, "mels": 8, "pieces": 16}
+    widths = Widths() if gpu else Widths(**small)
     return [
         Workload(
             rows=rows,
@@ -106,6 +111,17 @@ def workloads(options: argparse.Namespace) -> list[Workload]:
         for rows in frames
         for head_width in head_widths
     ]
+
+
+def cases(options: argparse.Namespace) -> Iterator[tuple[Workload, Case]]:
+    """What is measured, and the batch that it was made for."""
+    loads = workloads(options)
+    if "transducer_loss" in options.op:
+        yield from ((loads[0], case) for case in transducer.large(loads[0]))
+    for workload in loads:
+        for case in (case for group in GROUPS for case in group(workload)):
+            if not options.op or case.op in options.op:
+                yield workload, case
 
 
 def contenders(case: Case, options: argparse.Namespace) -> dict[str, Callable[[], Contender]]:
@@ -130,14 +146,14 @@ def rows_of(
     case: Case, workload: Workload, limits: Limits, options: argparse.Namespace
 ) -> Iterator[Row]:
     """Measure a case; what cannot be measured is said, and has no row."""
-    end = time.monotonic() + min(limits.case, limits.left())
+    end = time.monotonic() + min(limits.case * (_HEAVY if case.heavy else 1), limits.left())
     try:
         with time_limit(end - time.monotonic()):
             gold = judge(case)
     except (OutOfTime, Exception) as reason:
         _excuse(case, "reference", reason)
         return
-    for name, make in contenders(case, options).items():
+    for name in contenders(case, options):
         left = end - time.monotonic()
         if left <= 0:
             say(f"{case.name}, {case.shape}: {name}: no time left")
@@ -145,26 +161,46 @@ def rows_of(
         found: list[Row] = []
         try:
             with time_limit(left):
-                contender = make()
-                distance = error(contender.outcome(), gold)
-                if not distance <= TOLERANCE[workload.dtype]:
-                    raise ValueError(f"differs from the reference by {distance:.2g}")
-                for backward in (False, True):
-                    timing = _time(contender, backward, workload, limits)
-                    row = _row(case, name, workload, backward, timing)
-                    row["tflop_per_s"] = _per_second(gold.flops[backward], timing, 1e12)
-                    row["gb_per_s"] = _per_second(gold.bytes[backward], timing, 1e9)
-                    row["error"] = f"{distance:.2e}"
+                for row in _rows(case, name, gold, workload, limits, options):
                     found.append(row)
         except (OutOfTime, Exception) as reason:
             _excuse(case, name, reason)
+        if case.heavy and workload.device.type == "cuda":
+            # What one has left in pieces, the next may need whole.
+            torch.cuda.empty_cache()
         yield from found
+
+
+def _rows(
+    case: Case,
+    name: str,
+    gold: Gold,
+    workload: Workload,
+    limits: Limits,
+    options: argparse.Namespace,
+) -> Iterator[Row]:
+    """Compare with the reference, then time forward alone, and with backward."""
+    contender = contenders(case.small or case, options)[name]()
+    distance = error(contender.outcome(), gold) if contender.exact else None
+    if distance is not None and not distance <= TOLERANCE[workload.dtype]:
+        raise ValueError(f"differs from the reference by {distance:.2g}")
+    if case.small is not None:
+        contender = contenders(case, options)[name]()
+    for backward in (False, True):
+        timing = _time(case, contender, backward, workload, limits)
+        row = _row(case, name, workload, backward, timing)
+        row["error"] = "approximate"
+        if distance is not None:
+            row["tflop_per_s"] = _per_second(gold.flops[backward], timing, 1e12)
+            row["gb_per_s"] = _per_second(gold.bytes[backward], timing, 1e9)
+            row["error"] = f"{distance:.2e}"
+        yield row
 
 
 def _excuse(case: Case, name: str, reason: BaseException) -> None:
     """What is missing, or cannot do this, must not end the others; a GPU in disorder must."""
     say(f"{case.name}, {case.shape}: {name}: {_short(reason)}")
-    if "CUDA error" in str(reason):
+    if "CUDA error" in str(reason) and "out of memory" not in str(reason):
         raise reason
 
 
@@ -172,7 +208,9 @@ def _short(reason: BaseException) -> str:
     return f"{type(reason).__name__}: {' '.join(str(reason).split())[:200]}"
 
 
-def _time(contender: Contender, backward: bool, workload: Workload, limits: Limits) -> Timing:
+def _time(
+    case: Case, contender: Contender, backward: bool, workload: Workload, limits: Limits
+) -> Timing:
     def forward() -> object:
         with torch.no_grad():
             return contender.results()
@@ -181,7 +219,9 @@ def _time(contender: Contender, backward: bool, workload: Workload, limits: Limi
         contender.gradients if backward else forward,
         workload.device,
         repeats=limits.repeats,
+        warmup=1 if case.heavy else 3,
         seconds=limits.measurement,
+        least=1 if case.heavy else 3,
     )
 
 
@@ -283,18 +323,15 @@ def main(arguments: list[str] | None = None) -> int:
     where = provenance(torch.device(options.device))
     # The reference is judged by what it can do, not by TF32.
     torch.backends.cuda.matmul.allow_tf32 = False
-    for workload in workloads(options):
-        for case in (case for group in GROUPS for case in group(workload)):
-            if options.op and case.op not in options.op:
-                continue
-            if options.list:
-                names = ", ".join(contenders(case, options))
-                sys.stdout.write(f"{case.name}; {case.shape}: {names}\n")
-            elif limits.left() <= 0:
-                say(f"{case.name}, {case.shape}: the budget is spent")
-            else:
-                for row in rows_of(case, workload, limits, options):
-                    table.add(row | where)
+    for workload, case in cases(options):
+        if options.list:
+            names = ", ".join(contenders(case, options))
+            sys.stdout.write(f"{case.name}; {case.shape}: {names}\n")
+        elif limits.left() <= 0:
+            say(f"{case.name}, {case.shape}: the budget is spent")
+        else:
+            for row in rows_of(case, workload, limits, options):
+                table.add(row | where)
     if not options.list:
         sys.stdout.write(table.ranking())
         kept = f" appended to {output}" if output else "; none kept, without --output"

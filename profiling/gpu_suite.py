@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in one command: the GPU tests first, then the benchmarks.
 
-    python profiling/gpu_suite.py [--output DIR] [--sanitize]
+    python profiling/gpu_suite.py [--output DIR] [--sanitize] [--transducer]
 
 Stops before the benchmarks where a test fails: a speed counts only behind green tests. The tests'
 report is DIR/gpu_tests.xml, the rows are DIR/ops.csv.
@@ -114,9 +114,17 @@ def sanitize(seconds: float) -> int:
 
 def benchmark(output: Path, seconds: float) -> int:
     """The rows of all operations; ends itself, before it must be ended."""
+    return _benchmark(output, seconds, min(420.0, seconds - 30))
+
+
+def transducer(output: Path, seconds: float) -> int:
+    """The rows of the transducer loss, with its largest batches, in all the time that is left."""
+    return _benchmark(output, seconds, seconds - 30, "--op", "transducer_loss")
+
+
+def _benchmark(output: Path, seconds: float, budget: float, *options: str) -> int:
     script = str(ROOT / "profiling" / "bench_ops.py")
-    budget = max(10.0, min(420.0, seconds - 30))
-    command = [sys.executable, script, "--budget-s", f"{budget:.0f}"]
+    command = [sys.executable, script, "--budget-s", f"{max(10.0, budget):.0f}", *options]
     return run([*command, "--output", str(output / "ops.csv")], seconds, environment())
 
 
@@ -127,6 +135,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budget-s", type=float, default=530.0, help="for everything")
     parser.add_argument("--sanitize", action="store_true", help="memcheck on a few kernel tests")
     parser.add_argument("--no-bench", action="store_true", help="tests alone")
+    parser.add_argument(
+        "--transducer", action="store_true", help="its largest batches, instead of all operations"
+    )
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         sys.stderr.write("gpu_suite: needs an NVIDIA GPU, and torch sees none.\n")
@@ -138,7 +149,8 @@ def main(arguments: list[str] | None = None) -> int:
         # The rows can be made again on another day; leave them a part.
         steps["sanitizer"] = lambda left: sanitize(min(left, max(60.0, left / 2)))
     if not options.no_bench:
-        steps["benchmarks"] = lambda left: benchmark(options.output, left)
+        chosen = transducer if options.transducer else benchmark
+        steps["benchmarks"] = lambda left: chosen(options.output, left)
     spent, code = [], 0
     for name, step in steps.items():
         begin = time.monotonic()

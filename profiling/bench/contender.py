@@ -27,12 +27,14 @@ class Contender:
         upstream: The gradient of each result.
         packed: Turns a result (named ``result 0``, ...) or the gradient of a leaf into the shape of
             ours, to compare.
+        exact: Whether it computes the same; if not, results are not compared, and work not counted.
     """
 
     leaves: Mapping[str, Tensor]
     call: Callable[[], Tensor | Sequence[Tensor]]
     upstream: Sequence[Tensor]
     packed: Callable[[str, Tensor], Tensor] = as_it_is
+    exact: bool = True
 
     def results(self) -> Sequence[Tensor]:
         """Compute forward."""
@@ -63,6 +65,10 @@ class Case:
         shape: The sizes, for the row.
         ours: Makes the contender of one of our backends.
         peers: Makes those of others, by name; may fail where a package is missing.
+        small: The same of a batch which the reference can compute in little time: results are
+            compared on that, and those of the case itself are not. By default they are.
+        flops: Of the forward, needed with ``small``; counted by default.
+        heavy: Whether a call takes seconds: it is repeated less, and gets more time.
     """
 
     op: str
@@ -70,6 +76,9 @@ class Case:
     shape: str
     ours: Callable[[str], Contender]
     peers: Mapping[str, Callable[[], Contender]] = field(default_factory=dict)
+    small: Case | None = None
+    flops: Callable[[], int] | None = None
+    heavy: bool = False
 
     @property
     def name(self) -> str:
@@ -93,18 +102,26 @@ class Gold:
 
 
 def judge(case: Case) -> Gold:
-    """Compute by the reference."""
+    """Compute by the reference; of the small case, if there is one, with the work of the other."""
     contender = case.ours("reference")
+    if case.small is not None and case.flops is not None:
+        forward = case.flops()
+        # The backward of products is two of the same size.
+        return Gold(judge(case.small).outcome, (forward, 3 * forward), _moved(contender))
     outcome = contender.outcome()
-    with FlopCounterMode(display=False) as forward, torch.no_grad():
-        results = contender.results()
+    with FlopCounterMode(display=False) as once, torch.no_grad():
+        contender.results()
     with FlopCounterMode(display=False) as both:
         contender.gradients()
+    return Gold(outcome, (once.get_total_flops(), both.get_total_flops()), _moved(contender))
+
+
+def _moved(contender: Contender) -> tuple[int, int]:
     size = lambda tensors: sum(x.numel() * x.element_size() for x in tensors)
-    read, written = size(contender.leaves.values()), size(results)
+    # Results are as large as their gradients.
+    read, written = size(contender.leaves.values()), size(contender.upstream)
     # The backward reads the inputs again and the upstream gradient, and writes as many gradients.
-    moved = read + written, 3 * read + 2 * written
-    return Gold(outcome, (forward.get_total_flops(), both.get_total_flops()), moved)
+    return read + written, 3 * read + 2 * written
 
 
 def error(outcome: Mapping[str, Tensor], gold: Gold) -> float:

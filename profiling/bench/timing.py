@@ -70,6 +70,7 @@ def measure(
     repeats: int,
     warmup: int = 3,
     seconds: float = 2.0,
+    least: int = 3,
 ) -> Timing:
     """Time a call: warm up, then repeat it until there are enough, or the time is over.
 
@@ -80,14 +81,15 @@ def measure(
     Args:
         call: What to time; its result is dropped at once.
         device: Where it computes.
-        repeats: How often at most; at least three.
+        repeats: How often at most.
         warmup: How often before.
         seconds: Roughly how long.
+        least: How often at least, though it take longer.
     """
     for _ in range(warmup):
         call()
     if device.type != "cuda":
-        return _measure_cpu(call, repeats, seconds)
+        return _measure_cpu(call, repeats, seconds, least)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -100,7 +102,7 @@ def measure(
     sleep = round(min(1.5 * host, _LONGEST_SLEEP_S) * _SLEEP_CYCLES_PER_S)
     hosts, events = [], []
     deadline = time.perf_counter() + seconds
-    while len(events) < 3 or (len(events) < repeats and time.perf_counter() < deadline):
+    while len(events) < least or (len(events) < repeats and time.perf_counter() < deadline):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         flush.zero_()
         torch.cuda._sleep(sleep)
@@ -115,10 +117,10 @@ def measure(
     return Timing(*_percentiles(events), statistics.median(hosts), peak)
 
 
-def _measure_cpu(call: Callable[[], object], repeats: int, seconds: float) -> Timing:
+def _measure_cpu(call: Callable[[], object], repeats: int, seconds: float, least: int) -> Timing:
     times: list[float] = []
     deadline = time.perf_counter() + seconds
-    while len(times) < 3 or (len(times) < repeats and time.perf_counter() < deadline):
+    while len(times) < least or (len(times) < repeats and time.perf_counter() < deadline):
         begin = time.perf_counter()
         call()
         times.append(1e3 * (time.perf_counter() - begin))
@@ -127,5 +129,7 @@ def _measure_cpu(call: Callable[[], object], repeats: int, seconds: float) -> Ti
 
 
 def _percentiles(times: list[float]) -> tuple[float, float, float]:
+    if len(times) == 1:
+        return times[0], times[0], times[0]
     p20, _, _, p80 = statistics.quantiles(times, n=5, method="inclusive")
     return p20, statistics.median(times), p80

@@ -72,13 +72,13 @@ def _lattice(device: str) -> Callable[[Tensor, Tensor, Nodes], Planes]:
 
 
 def _extension(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:
-    total, *occupied = lattice.transducer_occupancies(
+    total, occ_blank, occ_label = lattice.transducer_occupancies(
         *(log_blank, log_label, nodes.frames.cu_seqlens, nodes.labels.cu_seqlens, nodes.first[:-1]),
         max_frames=nodes.frames.max_seqlen,
         max_labels=nodes.labels.max_seqlen,
         backend="cuda-extension" if log_blank.is_cuda else "cpu-extension",
     )
-    return -total, *occupied
+    return -total, occ_blank, occ_label
 
 
 def _triton(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:

@@ -1,4 +1,4 @@
-"""Ways to a transducer's loss that need torch alone: dense, by sub-batches, and by tiles of rows."""
+"""Ways to a transducer's loss that need torch alone: dense, by sub-batches, by tiles of rows."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class _Merged(torch.autograd.Function):
 
 
 def chunked(batch: Batch, rows: int) -> Contender:
-    """As NVIDIA's FlashRNNT is described: packed rows in tiles, each computed again on the way back.
+    """As NVIDIA's FlashRNNT is described: packed rows in tiles, each computed again afterwards.
 
     A tile's joint output and logits exist; of them log-probabilities of blank and label are kept,
     and the gradient is written over the logits. Each tile adds float32 gradients of the whole
@@ -148,9 +148,7 @@ def chunked(batch: Batch, rows: int) -> Contender:
     ) -> tuple[Tensor, Tensor]:
         sequence, frame, state = nodes.places(begin, end)
         label = starts[1][sequence] + state
-        hidden = _Join.apply(
-            encoded, predicted, starts[0][sequence] + frame, label + sequence
-        )
+        hidden = _Join.apply(encoded, predicted, starts[0][sequence] + frame, label + sequence)
         # In the last state there is no label; which is scored then does not matter.
         return _Score.apply(F.linear(hidden, weight, bias), targets[label], batch.blank_id)
 
@@ -202,7 +200,7 @@ class _Score(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, logits: Tensor, label: Tensor, blank_id: int
     ) -> tuple[Tensor, Tensor]:
-        normalizer = _compiled(_normalizer, logits.is_cuda)(logits)
+        normalizer = _compiled(_normalizer, logits.is_cuda)(logits.detach())
         ctx.save_for_backward(logits, label, normalizer)
         ctx.blank_id = blank_id
         of_label = logits.gather(1, label[:, None])[:, 0]
@@ -214,9 +212,10 @@ class _Score(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor, None, None]:
         logits, label, normalizer = ctx.saved_tensors
+        gradient = logits.detach()
         write = _compiled(_write_gradient, logits.is_cuda)
-        write(logits, label, normalizer, *grads, ctx.blank_id)
-        return logits, None, None
+        write(gradient, label, normalizer, *grads, ctx.blank_id)
+        return gradient, None, None
 
 
 def _normalizer(logits: Tensor) -> Tensor:

@@ -58,12 +58,14 @@ class Widths:
         vocabulary: V, without the blank.
         channels: Of the subsampling.
         mels: Bands of the features.
+        pieces: V of a transducer, with the blank.
     """
 
     heads: int = 8
     vocabulary: int = 16_384
     channels: int = 256
     mels: int = 80
+    pieces: int = 1_024
 
 
 @dataclass(frozen=True)

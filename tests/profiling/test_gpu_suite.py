@@ -51,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     def step(name: str) -> object:
         return lambda *arguments: calls.append((name, arguments[-1])) or 0
 
-    for name in ("test", "sanitize", "benchmark"):
+    for name in ("test", "sanitize", "benchmark", "transducer"):
         monkeypatch.setattr(gpu_suite, name, step(name))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     return calls
@@ -69,6 +69,9 @@ def test_tests_come_first_and_the_split_is_told(
     calls.clear()
     assert gpu_suite.main(["--output", str(tmp_path), "--no-bench"]) == 0
     assert [name for name, _ in calls] == ["test"]
+    calls.clear()
+    assert gpu_suite.main(["--output", str(tmp_path), "--transducer"]) == 0
+    assert [name for name, _ in calls] == ["test", "transducer"]
 
 
 def test_nothing_is_measured_behind_a_failed_test(
@@ -139,6 +142,8 @@ def test_the_benchmark_ends_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(gpu_suite, "run", lambda command, *_: commands.append(command) or 0)
     assert gpu_suite.benchmark(tmp_path, 530) == 0
     assert gpu_suite.benchmark(tmp_path, 130) == 0
+    assert gpu_suite.transducer(tmp_path, 530) == 0
     budgets = [command[command.index("--budget-s") + 1] for command in commands]
-    assert budgets == ["420", "100"]
+    assert budgets == ["420", "100", "500"]
+    assert ["transducer_loss" in command for command in commands] == [False, False, True]
     assert str(tmp_path / "ops.csv") in commands[0]
