@@ -7,14 +7,13 @@ do: rows outside the sequences come back as NaN, as do their gradients.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from effasr_kernels import (
     Backend,
@@ -27,8 +26,8 @@ from effasr_kernels import (
 from effasr_kernels.attention import _varlen, order, packages
 from effasr_kernels.attention.registration import op
 from effasr_kernels.conformance import Case, Packed, Shared, check_kernel
-from effasr_kernels.library import recording
 from effasr_kernels.testing import poison
+from tests.ops.attention_doubles import Library, torchs, version_2, version_3, version_4
 
 HEADS, WIDTH = 2, 8
 PACKAGES = {
@@ -41,197 +40,17 @@ OTHERS = [Backend.VARLEN, *PACKAGES]
 LENGTHS = (5, 0, 3, 1)
 
 
-class _Library:
-    """What was passed to the double, and whether it ran deterministically."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-        self.deterministic: list[bool] = []
-
-
-def _layout(cu_seqlens: Tensor, rows: int) -> PackedLayout:
-    return PackedLayout(cu_seqlens, tuple(cu_seqlens.tolist()), rows)
-
-
-def _reference(given: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention(
-        q,
-        k,
-        v,
-        _layout(given["cu_seqlens_q"], q.shape[0]),
-        _layout(given["cu_seqlens_k"], k.shape[0]),
-        causal=given["causal"],
-        scale=given["softmax_scale"],
-        backend="reference",
-    )
-
-
-def _nan_outside(x: Tensor, cu_seqlens: Tensor, other: Tensor) -> Tensor:
-    """As freshly allocated memory may be."""
-    x = poison(x, _layout(cu_seqlens, x.shape[0]))
-    for n, length in enumerate(other.diff().tolist()):
-        if length == 0:
-            x = poison(x, _layout(cu_seqlens, x.shape[0]), n)
-    return x
-
-
-class _Double(Function):
-    @staticmethod
-    def forward(ctx: Any, given: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.given = given
-        ctx.save_for_backward(q, k, v)
-        y = _reference(given, q, k, v)
-        return _nan_outside(y, given["cu_seqlens_q"], given["cu_seqlens_k"])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        dq, dk, dv = _gradients(ctx.given, grad, *ctx.saved_tensors)
-        return None, dq, dk, dv
-
-
-def _gradients(given: dict[str, Any], grad: Tensor, *inputs: Tensor) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    # Autograd may be off here, and below the dispatcher.
-    with recording():
-        grads = torch.autograd.grad(_reference(given, *leaves), leaves, grad)
-    offsets = given["cu_seqlens_q"], given["cu_seqlens_k"]
-    where = [offsets, offsets[::-1], offsets[::-1]]
-    return [_nan_outside(x, *pair) for x, pair in zip(grads, where, strict=True)]
-
-
-def _version_2(library: _Library) -> Callable[..., Any]:
-    def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-        block_table=None,
-    ):
-        given = locals() | {"q": q.detach()}
-        library.calls.append(given)
-        library.deterministic.append(deterministic)
-        return _Double.apply(given, q, k, v)
-
-    return flash_attn_varlen_func
-
-
-def _version_3(library: _Library) -> Callable[..., Any]:
-    def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_q=None,
-        seqused_k=None,
-        softmax_scale=None,
-        causal=False,
-        qv=None,
-        window_size=(-1, -1),
-        num_splits=1,
-        deterministic=False,
-    ):
-        # Its loads run past the ends of sequences.
-        assert not any(x.isnan().any() for x in (q, k, v))
-        library.calls.append(locals() | {"q": q.detach()})
-        return _Double.apply(library.calls[-1], q, k, v), torch.empty(0)
-
-    return flash_attn_varlen_func
-
-
-def _version_4(library: _Library) -> Callable[..., Any]:
-    # In version 4 the fourth argument is another one: only names are safe.
-    def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        qv=None,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        max_seqlen_q=None,
-        max_seqlen_k=None,
-        min_seqlen_k=None,
-        softmax_scale=None,
-        causal=False,
-        window_size=(None, None),
-        deterministic=False,
-        score_mod=None,
-    ):
-        assert not any(x.isnan().any() for x in (q, k, v))
-        assert qv is None
-        library.calls.append(locals() | {"q": q.detach()})
-        library.deterministic.append(deterministic)
-        return _Double.apply(library.calls[-1], q, k, v), None
-
-    return flash_attn_varlen_func
-
-
-def _torchs(library: _Library) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`varlen_attn` of torch 2.11 to 2.13, and the backward beneath it."""
-
-    def varlen_attn(
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        *,
-        return_aux=None,
-        scale=None,
-        window_size=(-1, -1),
-    ):
-        assert return_aux.lse
-        given = {
-            "cu_seqlens_q": cu_seq_q,
-            "cu_seqlens_k": cu_seq_k,
-            "max_seqlen_q": max_q,
-            "max_seqlen_k": max_k,
-            "softmax_scale": scale,
-            "causal": {(-1, 0): True, (-1, -1): False}[window_size],
-        }
-        library.calls.append(given)
-        y = _nan_outside(_reference(given, query, key, value), cu_seq_q, cu_seq_k)
-        return y, torch.zeros(query.shape[1], query.shape[0])
-
-    def backward(grad, q, k, v, y, lse, cu_q, cu_k, max_q, max_k, dropout, causal, *_, **options):
-        assert lse.shape == (q.shape[1], q.shape[0])
-        assert dropout == 0
-        assert not y[int(cu_q[-1]) :].isnan().any()
-        assert options["window_size_right"] == (0 if causal else -1)
-        library.deterministic.append(torch.are_deterministic_algorithms_enabled())
-        given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-        given |= {"causal": causal, "softmax_scale": options["scale"]}
-        return _gradients(given, grad, q, k, v)
-
-    return varlen_attn, backward
-
-
 @pytest.fixture(autouse=True)
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Library]:
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     """All packages are installed, and the GPU is an H100."""
-    library = _Library()
+    library = Library()
     packages.find.cache_clear()
     monkeypatch.setattr(packages, "capability", lambda device: (9, 0))
     monkeypatch.setattr(_varlen, "_built_in", lambda: True)
-    varlen, backward = _torchs(library)
+    varlen, backward = torchs(library)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
-    makers = [_version_2, _version_3, _version_4]
+    makers = [version_2, version_3, version_4]
     for name, make in zip(PACKAGES.values(), makers, strict=True):
         _install(monkeypatch, name, flash_attn_varlen_func=make(library))
     yield library
@@ -266,7 +85,7 @@ def _inputs(
 )
 @pytest.mark.parametrize("backend", TRAINED)
 def test_values_and_gradients_are_the_references_and_zero_outside(
-    backend: Backend, causal: bool, across: bool, library: _Library
+    backend: Backend, causal: bool, across: bool, library: Library
 ) -> None:
     (q, k, v), layout_q, layout_k = _inputs(LENGTHS, LENGTHS[::-1] if across else LENGTHS)
     layout_k = layout_k if across else layout_q
@@ -304,7 +123,7 @@ def test_keeps_the_contract(backend: Backend, lengths: tuple[int, ...]) -> None:
     check_kernel(case_for, torch.float16)
 
 
-def test_the_third_version_serves_inference(library: _Library) -> None:
+def test_the_third_version_serves_inference(library: Library) -> None:
     (q, k, v), layout, _ = _inputs(LENGTHS, LENGTHS)
     q, k, v = q.detach(), k.detach(), v.detach()
     found = attention(q, k, v, layout, backend="flash_attn_3")
@@ -318,7 +137,7 @@ def test_the_third_version_serves_inference(library: _Library) -> None:
 @pytest.mark.parametrize("backend", OTHERS)
 @pytest.mark.parametrize("empty", [(), (0, 0)])
 def test_a_batch_without_sequences_gives_zeros(
-    backend: Backend, empty: tuple[int, ...], library: _Library
+    backend: Backend, empty: tuple[int, ...], library: Library
 ) -> None:
     layout = PackedLayout.from_lengths(empty, rows=4)
     q = torch.full((4, HEADS, WIDTH), torch.nan, dtype=torch.float16)
