@@ -46,3 +46,11 @@ def find_tile(cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr):
     end = tl.load(cu_seqlens + sequence + 1, mask=sequence < sequences, other=rows)
     start = (tile - (begin // BLOCK + sequence)) * BLOCK
     return sequence, begin.to(tl.int64), end - begin, start
+
+
+@triton.jit
+def find_sequence(cu_seqlens, sequences, sequence):
+    """The first row of a sequence, int64, and its length; number N, the tail, has no rows."""
+    begin = tl.load(cu_seqlens + sequence)
+    end = tl.load(cu_seqlens + sequence + 1, mask=sequence < sequences, other=begin)
+    return begin.to(tl.int64), end - begin

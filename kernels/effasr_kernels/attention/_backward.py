@@ -5,10 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from effasr_kernels.attention._forward import find_sequence
 from effasr_kernels.attention._rotary import store_back
 from effasr_kernels.philox import keep_mask
-from effasr_kernels.tiles import find_tile
+from effasr_kernels.tiles import find_sequence, find_tile
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -7,17 +7,9 @@ import triton.language as tl
 
 from effasr_kernels.attention._rotary import turn_ahead
 from effasr_kernels.philox import keep_mask
-from effasr_kernels.tiles import find_tile
+from effasr_kernels.tiles import find_sequence, find_tile
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def find_sequence(cu_seqlens, sequences, sequence):
-    """The first row of a sequence, int64, and its length; number N, the tail, has no rows."""
-    begin = tl.load(cu_seqlens + sequence)
-    end = tl.load(cu_seqlens + sequence + 1, mask=sequence < sequences, other=begin)
-    return begin.to(tl.int64), end - begin
 
 
 @triton.jit

@@ -14,9 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from effasr_kernels.guided_attention._diagonal import COUNTS, distance, find_sequence, in_tile
+from effasr_kernels.guided_attention._diagonal import COUNTS, distance, in_tile
 from effasr_kernels.philox import keep_mask
-from effasr_kernels.tiles import find_tile
+from effasr_kernels.tiles import find_sequence, find_tile
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What both passes share: where the other side's sequence lies, and how far the diagonal is."""
+"""What both passes share: masks of tiles, and how far the diagonal is."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ COUNTS = (
 
 # Below this, 1 - exp(-x) loses digits that five terms of its series keep.
 _SMALL = tl.constexpr(0.2)
-
-
-@triton.jit
-def find_sequence(cu_seqlens, sequences, sequence):
-    """The first row of a sequence, int64, and its length; number N, the tail, has no rows."""
-    begin = tl.load(cu_seqlens + sequence)
-    end = tl.load(cu_seqlens + sequence + 1, mask=sequence < sequences, other=begin)
-    return begin.to(tl.int64), end - begin
 
 
 @triton.jit
