@@ -128,16 +128,21 @@ def build_trainee(config: TrainConfig, model: ASRModel, world: World) -> Trainee
         clip=config.training.clip,
         label_smoothing=config.loss.label_smoothing,
     )
-    return _recorded(trainee) if config.training.cuda_graph else trainee
+    return _recorded(trainee, config.model) if config.training.cuda_graph else trainee
 
 
-def _recorded(trainee: Trainee) -> Trainee:
+def _recorded(trainee: Trainee, model: ModelConfig) -> Trainee:
     """The trainee, whose micro-batches are a CUDA graph.
 
     Raises:
-        ValueError: It is not on a GPU, or there are several processes.
+        ValueError: It is a transducer, it is not on a GPU, or there are several processes.
     """
     world = trainee.world
+    if model.transducer is not None:
+        raise ValueError(
+            "`training.cuda_graph` cannot record a transducer, whose loss the host divides by "
+            "lengths, but model.transducer is given: set it to false."
+        )
     if world.device.type != "cuda":
         raise ValueError(
             f"`training.cuda_graph` needs a GPU, but the run is on {world.device.type}: set it to "

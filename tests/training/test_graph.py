@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from effasr.model.transducer import TransducerConfig
 from effasr.training.config import LoopConfig
 from effasr.training.graph import MicroBatchGraph
 from effasr.training.step import run_micro_batch, train_step
@@ -75,3 +76,9 @@ def test_refuses_another_shape(make_trainee, batches) -> None:
 def test_needs_a_gpu(make_trainee) -> None:
     with pytest.raises(ValueError, match=r"`training\.cuda_graph` needs a GPU"):
         make_trainee(training=LoopConfig(cuda_graph=True))
+
+
+def test_cannot_record_a_transducer(make_trainee, model_config) -> None:
+    config = replace(model_config, transducer=TransducerConfig())
+    with pytest.raises(ValueError, match=r"cannot record a transducer.*set it to false"):
+        make_trainee(model=config, training=LoopConfig(cuda_graph=True))
