@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from effasr.data.filter_config import FilterConfig
 from effasr.data.filters import Limits
 
 
@@ -25,6 +26,7 @@ class DataConfig:
             does not depend on the number of ranks that share them.
         min_duration: Shorter utterances are dropped; seconds.
         max_duration: Longer utterances are dropped; seconds.
+        filters: What else is left out, and how much may be.
         workers: Processes that load audio for each rank; 0 loads in the training process.
         prefetch: Micro-batches that each worker prepares ahead.
         on_bad_audio: ``raise`` stops at audio that cannot be read; ``skip`` leaves it out,
@@ -41,6 +43,7 @@ class DataConfig:
     micro_batches: int = 1
     min_duration: float = 0.1
     max_duration: float = 40.0
+    filters: FilterConfig = field(default_factory=FilterConfig)
     workers: int = 4
     prefetch: int = 2
     on_bad_audio: Literal["raise", "skip"] = "raise"
@@ -88,5 +91,9 @@ class DataConfig:
             token_budget=self.token_budget,
             max_frames=max_frames,
             max_positions=max_positions,
+            max_tokens_per_second=self.filters.max_tokens_per_second,
+            max_characters_per_second=self.filters.max_characters_per_second,
+            languages=self.filters.languages,
+            characters=self.filters.characters,
             ctc=ctc,
         )

@@ -17,7 +17,17 @@ from lhotse.cut.set import deserialize_cut
 from effasr.data.audio import AudioError, load_audio
 from effasr.data.batch import Example, StaticShape
 from effasr.data.config import DataConfig
-from effasr.data.filters import Dropped, Limits, Reason, TokenizedText, Unfit, check, frames_of
+from effasr.data.filter_config import check_share
+from effasr.data.filters import (
+    Dropped,
+    Limits,
+    Reason,
+    TokenizedText,
+    Unfit,
+    check,
+    frames_of,
+    rate_outliers,
+)
 from effasr.data.manifests import named, request
 from effasr.data.prompt import Prompt
 from effasr.data.sampling.packing import suggest_token_budget
@@ -191,16 +201,21 @@ class _Gathered:
             raise ValueError(
                 f"{shown}: no utterance can be trained on ({len(self.dropped)} dropped{first})."
             )
+        lines = _ragged(np.frombuffer(self.lines, dtype=np.uint8), self.line_lengths)
+        outliers = self._outliers(config.filters.rate_deviations)
+        dropped = [*self.dropped, *self._rate_drops(lines, outliers)]
         lengths = UtteranceLengths(_int32(self.frames), _int32(self.token_lengths))
-        token_budget = config.token_budget or suggest_token_budget(lengths, config.frame_budget)
+        usual = UtteranceLengths(lengths.frames[~outliers], lengths.tokens[~outliers])
+        token_budget = config.token_budget or suggest_token_budget(usual, config.frame_budget)
         shape = StaticShape(
             config.frame_budget,
             token_budget,
             config.max_sequences or max(8, -(-config.frame_budget // 8)),
         )
-        lines = _ragged(np.frombuffer(self.lines, dtype=np.uint8), self.line_lengths)
-        kept = np.flatnonzero(lengths.tokens <= token_budget)
-        dropped = [*self.dropped, *self._over_budget(lines, lengths, token_budget)]
+        over = ~outliers & (lengths.tokens > token_budget)
+        dropped += self._over_budget(lines, lengths, np.flatnonzero(over), token_budget)
+        check_share(dropped, len(self.dropped) + len(lengths), config.filters.max_dropped)
+        kept = np.flatnonzero(~outliers & ~over)
         lengths = UtteranceLengths(lengths.frames[kept], lengths.tokens[kept])
         shape = replace(
             shape,
@@ -224,20 +239,39 @@ class _Gathered:
             _monotonic=np.array(self.monotonic, dtype=bool)[kept],
         )
 
+    def _rates(self) -> np.ndarray:
+        """Tokens of text per second."""
+        texts = _int32(self.token_lengths) - _int32(self.prompt_lengths)
+        return texts / np.array(self.durations)
+
+    def _outliers(self, deviations: float | None) -> np.ndarray:
+        if deviations is None:
+            return np.zeros(len(self.durations), dtype=bool)
+        return rate_outliers(self._rates(), np.array(self.durations), deviations)
+
+    def _rate_drops(self, lines: _Ragged, outliers: np.ndarray) -> Iterable[Dropped]:
+        """Texts with far more tokens a second than others as long."""
+        rates = self._rates()
+        for index in np.flatnonzero(outliers).tolist():
+            seconds = self.durations[index]
+            details = f"{rates[index]:.1f} per second, far more than others of {seconds:.1f} s"
+            yield self._dropped(lines, index, Reason.TOKEN_RATE, details)
+
     def _over_budget(
-        self, lines: _Ragged, lengths: UtteranceLengths, token_budget: int
+        self, lines: _Ragged, lengths: UtteranceLengths, over: np.ndarray, token_budget: int
     ) -> Iterable[Dropped]:
         """What does not fit in a token budget that was derived when all lengths were known."""
-        for index in np.flatnonzero(lengths.tokens > token_budget).tolist():
-            cut = json.loads(lines[index].tobytes())
-            yield Dropped(
-                cut["id"],
-                Reason.TOKEN_BUDGET,
+        for index in over.tolist():
+            details = (
                 f"{lengths.tokens[index]} tokens, over {token_budget}, which was derived from "
-                "`frame_budget`: set `token_budget` to keep it",
-                str(cut["recording"]["sources"][0]["source"]),
-                self.durations[index],
+                "`frame_budget`: set `token_budget` to keep it"
             )
+            yield self._dropped(lines, index, Reason.TOKEN_BUDGET, details)
+
+    def _dropped(self, lines: _Ragged, index: int, reason: Reason, details: str) -> Dropped:
+        cut = json.loads(lines[index].tobytes())
+        audio = str(cut["recording"]["sources"][0]["source"])
+        return Dropped(cut["id"], reason, details, audio, self.durations[index])
 
 
 def _int32(values: array[int]) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,6 +30,8 @@ class Reason(enum.StrEnum):
     CTC_INFEASIBLE = "ctc_infeasible"
     TOKEN_RATE = "token_rate_outlier"
     CHARACTER_RATE = "character_rate_outlier"
+    LANGUAGE = "unwanted_language"
+    CHARACTERS = "unwanted_characters"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +46,10 @@ class Limits:
         max_frames: Encoder frames that the model can read; None for no limit.
         max_positions: Decoder tokens that the model can write, the prompt included; likewise.
         max_tokens_per_second: None for no fixed limit; see `rate_outliers`.
-        max_characters_per_second: Likewise, where there is no tokenizer.
+        max_characters_per_second: None for no fixed limit.
+        languages: The only ones of speech and text; empty for any.
+        characters: The only ones of texts, as between the brackets of a regular expression; None
+            for any.
         ctc: Whether a transcription must leave CTC a path through its frames.
     """
 
@@ -55,6 +61,8 @@ class Limits:
     max_positions: int | None = None
     max_tokens_per_second: float | None = None
     max_characters_per_second: float | None = None
+    languages: tuple[str, ...] = ()
+    characters: str | None = None
     ctc: bool = True
 
     def __post_init__(self) -> None:
@@ -164,14 +172,15 @@ def check(cut: Cut, limits: Limits, tokenizer: Tokenizer | None = None) -> Token
     _check_duration(cut.duration, limits)
     if not text:
         raise Unfit(Reason.EMPTY_TEXT, "the text is empty")
+    _check_wanted(cut, text, limits)
     frames = frames_of(cut)
     if limits.frame_budget is not None and frames > limits.frame_budget:
         raise Unfit(Reason.FRAME_BUDGET, f"{frames} encoder frames, over {limits.frame_budget}")
     if limits.max_frames is not None and frames > limits.max_frames:
         raise Unfit(Reason.MODEL, f"{frames} encoder frames, over `max_frames` {limits.max_frames}")
+    rate = len(text) / cut.duration
+    _check_rate(Reason.CHARACTER_RATE, rate, limits.max_characters_per_second)
     if tokenizer is None:
-        rate = len(text) / cut.duration
-        _check_rate(Reason.CHARACTER_RATE, rate, limits.max_characters_per_second)
         return None
     try:
         tokens = tokenize(cut, tokenizer)
@@ -225,6 +234,20 @@ def _check_duration(duration: float, limits: Limits) -> None:
         raise Unfit(Reason.TOO_SHORT, f"{duration:.3f} s, under {limits.min_duration:g} s")
     if duration > limits.max_duration:
         raise Unfit(Reason.TOO_LONG, f"{duration:.3f} s, over {limits.max_duration:g} s")
+
+
+def _check_wanted(cut: Cut, text: str, limits: Limits) -> None:
+    if limits.languages:
+        asked = request(cut)
+        for language in (asked.source, asked.target):
+            if language not in limits.languages:
+                wanted = ", ".join(limits.languages)
+                raise Unfit(Reason.LANGUAGE, f"{language!r} is not among {wanted}")
+    if limits.characters is not None:
+        other = re.search(f"[^{limits.characters}]", text)
+        if other is not None:
+            details = f"{other[0]!r} is not among {limits.characters!r} in {text[:60]!r}"
+            raise Unfit(Reason.CHARACTERS, details)
 
 
 def _spells_something(tokens: TokenizedText, tokenizer: Tokenizer) -> bool:

@@ -16,6 +16,7 @@ _HARMLESS = frozenset(
         "data.validation",
         "data.tokenizer",
         "data.train",
+        "data.filters.max_dropped",
         "data.workers",
         "data.prefetch",
         "data.on_bad_audio",

@@ -17,6 +17,8 @@ import torch
 from effasr import config as configuration
 from effasr import ranges
 from effasr.checkpoint import RunCheckpoints
+from effasr.data.corpus import Corpus
+from effasr.data.filter_config import TooManyDropped
 from effasr.data.loader import Loader, Step
 from effasr.distributed.batch_norm import average
 from effasr.distributed.process_group import World, joined
@@ -93,7 +95,7 @@ class Trainer:
             for change in check_same_run(saved.state["config"], now):
                 log.warning("not as in the checkpoint: %s", change)
         self.tokenizer = assembly.find_tokenizer(config, saved)
-        self.corpus = assembly.load_corpus(config, self.tokenizer, saved)
+        self.corpus = self._load_corpus(saved)
         self.loader = Loader(
             self.corpus,
             config.data,
@@ -153,6 +155,17 @@ class Trainer:
             self.display.say(f"stopped at step {self.step}; the same command goes on from there")
         else:
             self.display.say(f"done: {self.directory.path}")
+
+    def _load_corpus(self, saved: Saved | None) -> Corpus:
+        """The utterances; what a filter took too much of is listed all the same."""
+        try:
+            return assembly.load_corpus(self.config, self.tokenizer, saved)
+        except TooManyDropped as error:
+            if self.world.is_main:
+                self.directory.path.mkdir(parents=True, exist_ok=True)
+                self.directory.dropped(map(asdict, error.dropped))
+            listed = self.directory.path / "dropped.jsonl"
+            raise ValueError(f"{error} All are listed in {listed}.") from error
 
     def _summary(self) -> Iterator[str]:
         """What is trained on what: the first lines that a run shows."""

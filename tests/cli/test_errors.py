@@ -149,7 +149,7 @@ def test_training_on_texts_that_do_not_fit(train, manifest, change, message) -> 
 def test_what_is_too_long_for_the_model_is_dropped_and_not_met_in_training(
     train, tmp_path, limit
 ) -> None:
-    done = train(limit, "data.validation=[]")
+    done = train(limit, "data.validation=[]", "data.filters.max_dropped=1.0")
     assert done.code == 0, done.err
     lines = read_lines(tmp_path / "runs" / "first" / "dropped.jsonl")
     assert 0 < len(lines) < 24

@@ -7,6 +7,7 @@ from effasr.data.audio import AudioError
 from effasr.data.batch import encoder_frames
 from effasr.data.config import DataConfig
 from effasr.data.corpus import Corpus
+from effasr.data.filter_config import FilterConfig
 from effasr.data.manifests import load_audio, read
 from effasr.data.prepare import prepare
 from effasr.data.prompt import Prompt
@@ -70,7 +71,8 @@ def test_over_budgets(
     nemo: Callable[..., Path], tokenizer: Tokenizer, write_lines: Callable[..., Path]
 ) -> None:
     manifest = nemo(7)
-    frames = load(manifest, tokenizer, frame_budget=10, token_budget=60)
+    anything = FilterConfig(max_dropped=1)
+    frames = load(manifest, tokenizer, frame_budget=10, token_budget=60, filters=anything)
     assert {drop.reason for drop in frames.dropped} == {"over_frame_budget"}
     rows = [{"audio_filepath": f"audio/u{index % 7}.wav", "text": "one"} for index in range(1500)]
     rows[9]["text"] = "one four two eight"

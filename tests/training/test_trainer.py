@@ -11,6 +11,7 @@ import torch
 
 from effasr import config as configuration
 from effasr.checkpoint import load_model, resolve, save_model
+from effasr.data.filter_config import FilterConfig
 from effasr.data.manifests import read
 from effasr.inference.evaluate import evaluate
 from effasr.optim.adamw import OptimizerConfig
@@ -75,11 +76,20 @@ def test_a_run_writes_what_it_promises(make_config, tmp_path, capsys) -> None:
 
 
 def test_utterances_that_cannot_be_used_are_listed(make_config, tmp_path) -> None:
-    config = make_config(data={"min_duration": 0.5}, training={"max_steps": 1})
-    assert run(config) == 0
+    data = {"min_duration": 0.5, "filters": FilterConfig(max_dropped=0.5)}
+    assert run(make_config(data=data, training={"max_steps": 1})) == 0
     dropped = read_lines(tmp_path / "run" / "dropped.jsonl")
     assert dropped
     assert {line["reason"] for line in dropped} == {"too_short"}
+
+
+def test_a_filter_that_takes_too_much_stops_the_run_and_leaves_the_list(
+    make_config, tmp_path
+) -> None:
+    data = {"min_duration": 0.5, "filters": FilterConfig(max_dropped=0.1)}
+    with pytest.raises(ValueError, match=r"too_short leaves out 14 of 40 .* listed in .*dropped"):
+        run(make_config(data=data, training={"max_steps": 1}))
+    assert len(read_lines(tmp_path / "run" / "dropped.jsonl")) == 14
 
 
 def test_audio_that_proves_unreadable_is_left_out_and_listed(make_config, tones, tmp_path) -> None:
