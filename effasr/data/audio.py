@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +49,33 @@ class AudioError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class TarMember:
+    """An audio file inside an uncompressed tar file.
+
+    Attributes:
+        tar: The tar file.
+        offset: Where the audio file begins in it, in bytes.
+        size: Bytes of the audio file.
+    """
+
+    tar: str
+    offset: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.tar}[{self.offset}:{self.offset + self.size}]"
+
+    @classmethod
+    def parse(cls, text: str) -> TarMember | None:
+        """The inverse of ``str``; None where the text is no such place."""
+        found = _TAR_MEMBER.fullmatch(text)
+        return found and cls(found[1], int(found[2]), int(found[3]) - int(found[2]))
+
+
+_TAR_MEMBER = re.compile(r"(.+)\[(\d+):(\d+)\]", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
 class AudioHeader:
     """What the header of an audio file says."""
 
@@ -76,7 +105,7 @@ def read_header(path: str | Path) -> AudioHeader:
 
 
 def read_audio(
-    path: str | Path,
+    path: str | Path | TarMember,
     sample_rate: int = SAMPLE_RATE,
     *,
     offset: float = 0.0,
@@ -88,7 +117,7 @@ def read_audio(
     Only the wanted part is decoded.
 
     Args:
-        path: A WAV, FLAC, Ogg or MP3 file.
+        path: A WAV, FLAC, Ogg or MP3 file, or one inside a tar file.
         sample_rate: Rate of the result in Hz; other rates are resampled by soxr.
         offset: Where to begin, in seconds.
         duration: How much to read, in seconds; up to the end by default.
@@ -138,7 +167,7 @@ def load_audio(cut: Cut, sample_rate: int = SAMPLE_RATE) -> np.ndarray:
     Raises:
         AudioError: The audio is missing, damaged, or shorter than the cut.
     """
-    path = audio_path(cut)
+    path = audio_path(cut) or _tar_member(cut)
     if path is not None:
         assert isinstance(cut, DataCut)
         channels = [cut.channel] if isinstance(cut.channel, int) else cut.channel
@@ -171,19 +200,50 @@ def audio_path(cut: Cut) -> str | None:
     return str(sources[0].source)
 
 
-def _opened(path: str | Path) -> soundfile.SoundFile:
+def _tar_member(cut: Cut) -> TarMember | None:
+    """Where in a tar file the audio of a cut of a Shar folder is."""
+    if not isinstance(cut, DataCut) or cut.recording is None or cut.recording.transforms:
+        return None
+    sources = cut.recording.sources
+    if len(sources) != 1 or sources[0].type != "shar":
+        return None
+    return TarMember.parse(str(sources[0].source))
+
+
+def _opened(path: str | Path | TarMember) -> soundfile.SoundFile:
+    if isinstance(path, TarMember):
+        return _checked_file(_open(_bytes_of(path), path), path)
     if Path(path).is_dir():
         raise AudioError(AudioProblem.UNREADABLE, f"{path}: not an audio file but a folder.")
     if not Path(path).is_file():
         raise AudioError(AudioProblem.MISSING, f"{path}: there is no such file.")
     if Path(path).stat().st_size == 0:
         raise AudioError(AudioProblem.EMPTY, f"{path}: the file is empty.")
+    return _checked_file(_open(str(path), path), path)
+
+
+def _bytes_of(member: TarMember) -> io.BytesIO:
     try:
-        file = soundfile.SoundFile(str(path))
+        with open(member.tar, "rb") as file:
+            file.seek(member.offset)
+            data = file.read(member.size)
+    except OSError as error:
+        raise AudioError(AudioProblem.MISSING, f"{member}: {_line(error)}") from error
+    if len(data) < member.size or not data:
+        raise AudioError(AudioProblem.UNREADABLE, f"{member}: the tar file ends before.")
+    return io.BytesIO(data)
+
+
+def _open(file: str | io.BytesIO, path: str | Path | TarMember) -> soundfile.SoundFile:
+    try:
+        return soundfile.SoundFile(file)
     except (soundfile.SoundFileError, OSError) as error:
         raise AudioError(
             AudioProblem.UNREADABLE, f"{path}: not a readable audio file: {_reason(error)}"
         ) from error
+
+
+def _checked_file(file: soundfile.SoundFile, path: str | Path | TarMember) -> soundfile.SoundFile:
     if file.frames <= 0 or file.samplerate <= 0:
         file.close()
         raise AudioError(AudioProblem.EMPTY, f"{path}: the file holds no samples.")
@@ -191,7 +251,7 @@ def _opened(path: str | Path) -> soundfile.SoundFile:
 
 
 def _read_samples(
-    file: soundfile.SoundFile, path: str | Path, begin: int, wanted: int
+    file: soundfile.SoundFile, path: str | Path | TarMember, begin: int, wanted: int
 ) -> np.ndarray:
     try:
         if begin:
@@ -204,7 +264,7 @@ def _read_samples(
 
 
 def _choose_channels(
-    samples: np.ndarray, path: str | Path, channels: Sequence[int] | None
+    samples: np.ndarray, path: str | Path | TarMember, channels: Sequence[int] | None
 ) -> np.ndarray:
     if channels is None or list(channels) == list(range(samples.shape[1])):
         return samples
@@ -216,7 +276,7 @@ def _choose_channels(
     return samples[:, list(channels)]
 
 
-def _check_complete(name: str | Path, got: int, wanted: int, rate: int) -> None:
+def _check_complete(name: str | Path | TarMember, got: int, wanted: int, rate: int) -> None:
     if got < wanted - DURATION_TOLERANCE * rate:
         raise AudioError(
             AudioProblem.DURATION,

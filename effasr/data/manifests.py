@@ -1,7 +1,7 @@
 """Manifests of every supported kind, read as lhotse cuts.
 
-Kinds: NeMo's JSON lines, lhotse cuts (``.jsonl``, ``.jsonl.gz``), folders that `effasr prepare`
-wrote, Kaldi data folders, and folders of audio files with transcripts.
+Kinds: NeMo's JSON lines, lhotse cuts (``.jsonl``, ``.jsonl.gz``) and Shar folders, folders that
+`effasr prepare` wrote, Kaldi data folders, and folders of audio files with transcripts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lhotse.cut import Cut
 
 from effasr.data.audio import AudioError, load_audio, read_audio
 from effasr.data.prompt import Prompt
-from effasr.data.sources import cuts, folder, kaldi, nemo
+from effasr.data.sources import cuts, folder, kaldi, nemo, shar
 from effasr.data.sources.lines import numbered_lines, parse_object
 from effasr.data.sources.utterance import Utterance
 
@@ -102,6 +102,8 @@ def _utterances(path: Path, language: str) -> Iterator[Utterance]:
     if path.is_dir():
         if (path / cuts.CUTS_FILE).is_file():
             return _from_lines(path / cuts.CUTS_FILE, language)
+        if shar.is_shar(path):
+            return shar.utterances(path, language)
         if kaldi.is_kaldi(path):
             return kaldi.utterances(path, language)
         return folder.utterances(path, language)

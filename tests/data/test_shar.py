@@ -1,0 +1,83 @@
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lhotse import CutSet
+
+from effasr.data.audio import AudioError, TarMember
+from effasr.data.config import DataConfig
+from effasr.data.corpus import Corpus
+from effasr.data.manifests import load_audio, read, request
+from effasr.data.prepare import prepare
+from effasr.data.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def shar(tmp_path: Path, nemo: Callable[..., Path]) -> tuple[Path, CutSet]:
+    """Seven utterances in shards of three, and the same as plain files."""
+    cuts = read(nemo(7))
+    folder = tmp_path / "shar"
+    folder.mkdir()
+    cuts.to_shar(str(folder), fields={"recording": "flac"}, shard_size=3)
+    return folder, cuts
+
+
+def test_every_utterance_is_the_one_that_was_written(shar: tuple[Path, CutSet]) -> None:
+    folder, cuts = shar
+    found = read(folder)
+    assert [cut.id for cut in found] == [cut.id for cut in cuts]
+    for cut, original in reversed(list(zip(found, cuts, strict=True))):
+        assert request(cut) == request(original)
+        assert cut.supervisions[0].text == original.supervisions[0].text
+        # FLAC holds 16 bits.
+        np.testing.assert_allclose(load_audio(cut), load_audio(original), atol=2**-15)
+
+
+def test_training_and_preparation_read_it(
+    shar: tuple[Path, CutSet], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    folder, cuts = shar
+    config = DataConfig(frame_budget=100)
+    direct = Corpus.load([folder], tokenizer, config)
+    prepare(folder, tmp_path / "prepared", tokenizer=tokenizer)
+    prepared = Corpus.load([tmp_path / "prepared"], tokenizer, config)
+    plain = Corpus.load(list((tmp_path / "corpus").glob("*.jsonl")), tokenizer, config)
+    assert direct.fingerprint == prepared.fingerprint == plain.fingerprint
+    for index in (6, 0, 3):
+        assert np.array_equal(direct.example(index).audio, prepared.example(index).audio)
+    assert len(direct) == len(cuts)
+
+
+def test_audio_that_is_gone_is_named(shar: tuple[Path, CutSet]) -> None:
+    folder, _ = shar
+    found = read(folder)
+    tar = folder / "recording.000001.tar"
+    tar.write_bytes(tar.read_bytes()[:2000])
+    with pytest.raises(AudioError, match=r"recording\.000001\.tar\[\d+:\d+\]: the tar file ends"):
+        load_audio(found[4])
+    tar.unlink()
+    with pytest.raises(AudioError, match="No such file") as caught:
+        load_audio(found[4])
+    assert caught.value.problem == "missing_audio"
+
+
+def test_shards_that_do_not_fit_together(shar: tuple[Path, CutSet]) -> None:
+    folder, _ = shar
+    with tarfile.open(folder / "recording.000001.tar", "w"):
+        pass
+    with pytest.raises(ValueError, match=r"cuts\.000001\.jsonl\.gz:1: .* has no recording of cut"):
+        read(folder)
+    (folder / "recording.000001.tar").write_bytes(b"no tar file" * 100)
+    with pytest.raises(ValueError, match=r"recording\.000001\.tar: the audio of .* cannot be read"):
+        read(folder)
+    (folder / "recording.000001.tar").unlink()
+    with pytest.raises(ValueError, match=r"recording\.000001\.tar: .* No such file"):
+        read(folder)
+
+
+def test_places_in_tar_files() -> None:
+    member = TarMember("a [1]/x.tar", 512, 30)
+    assert TarMember.parse(str(member)) == member
+    assert TarMember.parse("a.tar") is None
