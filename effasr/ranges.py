@@ -5,42 +5,79 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from importlib.metadata import version
+from typing import Any, Literal
+
+Library = Literal["torch", "nvtx", "kineto"]
 
 _NOTHING = nullcontext()
-_make: Callable[[str], AbstractContextManager] | None = None
+_make: Callable[[str, int | None], AbstractContextManager] | None = None
+
+_FIRST_WITH_PAYLOADS = (0, 2, 9)
+_FIRST_THAT_ASKS = (0, 2, 12)
+"""From here on the package asks the tool whether the domain is wanted. Nsight Systems of 2023 and
+older does not answer, and every range is lost without a word."""
 
 
-def range(name: str) -> AbstractContextManager:
+def range(name: str, number: int | None = None) -> AbstractContextManager:
     """A context whose duration shows under ``name`` once `enable` was called.
 
-    Names are registered with the profiler for good, so they must be few: no step numbers.
+    Args:
+        name: Registered with the profiler for good, so names must be few: no step numbers.
+        number: What tells ranges of the same name apart, such as the step. It is the payload of
+            the ``nvtx`` package's ranges; the other libraries have none, and ranges of a name are
+            told apart by their order there.
     """
-    return _NOTHING if _make is None else _make(name)
+    return _NOTHING if _make is None else _make(name, number)
 
 
-def enable(library: Literal["torch", "nvtx"] = "torch") -> None:
+def enable(library: Library = "torch", *, tool_version: tuple[int, int] | None = None) -> None:
     """Show ranges from now on.
 
     Args:
         library: ``torch``: torch.cuda.nvtx. ``nvtx``: the package of that name, in domain
-            ``effasr``; its versions from 0.2.12 lose every range under Nsight Systems of 2023
-            and older.
+            ``effasr``. ``kineto``: annotations for torch.profiler.
+        tool_version: Year and number of the Nsight Systems that records, such as (2023, 4), if
+            known: with ``nvtx``, versions are refused that would lose every range.
 
     Raises:
-        RuntimeError: ``torch`` is built without CUDA, and so without NVTX.
+        RuntimeError: ``torch`` is built without CUDA, and so without NVTX, or the installed
+            ``nvtx`` cannot serve.
     """
     global _make
-    if library == "nvtx":
-        nvtx = importlib.import_module("nvtx")
-        _make = lambda name: nvtx.annotate(message=name, domain="effasr")
-        return
-    torch_nvtx = importlib.import_module("torch.cuda.nvtx")
-    with torch_nvtx.range("effasr"):
-        _make = torch_nvtx.range
+    if library == "kineto":
+        profiler = importlib.import_module("torch.profiler")
+        _make = lambda name, number: profiler.record_function(name)
+    elif library == "nvtx":
+        _make = _of_package(tool_version)
+    else:
+        torch_nvtx = importlib.import_module("torch.cuda.nvtx")
+        with torch_nvtx.range("effasr"):
+            _make = lambda name, number: torch_nvtx.range(name)
 
 
 def disable() -> None:
     """Show no ranges from now on."""
     global _make
     _make = None
+
+
+def _of_package(
+    tool_version: tuple[int, int] | None,
+) -> Callable[[str, int | None], AbstractContextManager]:
+    nvtx = importlib.import_module("nvtx")
+    found = version("nvtx")
+    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
+    if numbers < _FIRST_WITH_PAYLOADS:
+        raise RuntimeError(f"nvtx {found} has no payloads: install nvtx 0.2.10 or 0.2.11.")
+    if numbers >= _FIRST_THAT_ASKS and tool_version is not None and tool_version < (2024, 1):
+        raise RuntimeError(
+            f"nvtx {found} loses every range under Nsight Systems "
+            f"{'.'.join(map(str, tool_version))}: install nvtx 0.2.11, or use torch's own ranges."
+        )
+
+    def make(name: str, number: int | None) -> AbstractContextManager:
+        options: dict[str, Any] = {"message": name, "domain": "effasr"}
+        return nvtx.annotate(**options if number is None else options | {"payload": number})
+
+    return make

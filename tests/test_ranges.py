@@ -34,6 +34,59 @@ def test_on_every_range_is_shown_under_its_name(monkeypatch) -> None:
     ]
 
 
+def test_a_number_is_a_payload_and_no_name(monkeypatch) -> None:
+    nvtx = pytest.importorskip("nvtx")
+    shown = []
+    annotate = nvtx.annotate
+    monkeypatch.setattr(
+        nvtx, "annotate", lambda **options: shown.append(options) or annotate(**options)
+    )
+    ranges.enable("nvtx")
+    with ranges.range("step", 7):
+        pass
+    assert shown == [{"message": "step", "domain": "effasr", "payload": 7}]
+
+
+@pytest.mark.parametrize(
+    ("installed", "tool", "message"),
+    [
+        ("0.2.8", None, "nvtx 0.2.8 has no payloads"),
+        ("0.2.12", (2023, 4), r"nvtx 0.2.12 loses every range under Nsight Systems 2023\.4"),
+        ("0.2.14", (2022, 4), "install nvtx 0.2.11"),
+    ],
+)
+def test_versions_that_lose_ranges_are_refused(monkeypatch, installed, tool, message) -> None:
+    pytest.importorskip("nvtx")
+    monkeypatch.setattr(ranges, "version", lambda name: installed)
+    with pytest.raises(RuntimeError, match=message):
+        ranges.enable("nvtx", tool_version=tool)
+    assert ranges.range("step") is ranges.range("other")
+
+
+@pytest.mark.parametrize(
+    ("installed", "tool"), [("0.2.11", (2023, 4)), ("0.2.14", (2025, 1)), ("0.2.14", None)]
+)
+def test_versions_that_keep_them_are_not(monkeypatch, installed, tool) -> None:
+    pytest.importorskip("nvtx")
+    monkeypatch.setattr(ranges, "version", lambda name: installed)
+    ranges.enable("nvtx", tool_version=tool)
+
+
+def test_annotations_of_torch_profiler() -> None:
+    import torch
+
+    ranges.enable("kineto")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with (
+        torch.profiler.profile(activities=activities) as profile,
+        ranges.range("step", 3),
+        ranges.range("forward"),
+    ):
+        torch.ones(2)
+    names = {event.key for event in profile.key_averages()}
+    assert {"step", "forward"} <= names
+
+
 def test_torch_without_nvtx_is_an_error_at_once() -> None:
     import torch
 
