@@ -1,0 +1,370 @@
+"""Inference by decoder depth, and against Hugging Face's generate: RTFx.
+
+    python profiling/bench_inference.py [--size small|full] [--shapes 24/24 32/4 17/4 18/8]
+        [--batch 16] [--peer] [--output ROWS.csv]
+
+Models of random weights, encoder layers / decoder layers, transcribe utterances as long as real
+ones, each by as many tokens as English of that length has, whatever they are: so depth alone
+decides. Times are split into encoder (features included), prefill (keys and values of the encoded
+speech), decoder steps, and the host's own bookkeeping. With --peer, transformers' Canary generates
+from the same weights and audio, padded, as many tokens of each utterance; how far transcripts
+agree is checked before anything is timed. With random weights two tokens are now and then equally
+likely up to rounding; from there on an utterance goes its own way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench.workload import LISTED, read_durations
+from bench_ops import provenance
+
+from effasr.data.batch import Batch, Example, collate
+from effasr.data.features import FeatureConfig
+from effasr.inference.greedy import attention_greedy
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import EncoderConfig
+
+TOKENS_PER_SECOND = 3.6
+PROMPT = (7, 4, 16, 5)
+COLUMNS = (
+    *("system", "shape", "size", "batch", "audio_s", "tokens", "rtfx", "p20_s", "p50_s", "p80_s"),
+    *("encoder_s", "prefill_s", "decode_s", "host_s", "agreement", "dtype"),
+    *("device", "torch", "triton", "git", "date"),
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Widths of a model.
+
+    Attributes:
+        width: Of encoder and decoder.
+        heads: Of their attention.
+        mel_bins: Of the features.
+        channels: Of the subsampling.
+        classes: Tokens of the vocabulary.
+    """
+
+    width: int
+    heads: int
+    mel_bins: int
+    channels: int
+    classes: int
+
+
+SIZES = {
+    "tiny": Size(16, 2, 16, 4, 40),
+    "small": Size(128, 4, 80, 32, 1024),
+    "full": Size(1024, 8, 128, 256, 16384),
+}
+
+
+@dataclass(frozen=True)
+class Utterances:
+    """What is transcribed.
+
+    Attributes:
+        batch: On the device.
+        seconds: Of all audio.
+        limits: Tokens to say of each.
+    """
+
+    batch: Batch
+    seconds: float
+    limits: list[int]
+
+
+def build(shape: str, size: Size, device: torch.device, dtype: torch.dtype) -> ASRModel:
+    """A model of random weights in evaluation mode.
+
+    Raises:
+        ValueError: The shape is not two numbers of layers.
+    """
+    parts = shape.split("/")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise ValueError(
+            f"`shape` must be ENCODER_LAYERS/DECODER_LAYERS, such as 32/4, but is {shape!r}."
+        )
+    encoder, decoder = map(int, parts)
+    torch.manual_seed(0)
+    config = ModelConfig(
+        ctc=False,
+        features=FeatureConfig(mel_bins=size.mel_bins),
+        encoder=EncoderConfig(
+            width=size.width,
+            layers=encoder,
+            heads=size.heads,
+            feed_forward=4 * size.width,
+            subsampling_channels=size.channels,
+        ),
+        decoder=DecoderConfig(
+            width=size.width,
+            layers=decoder,
+            heads=size.heads,
+            feed_forward=4 * size.width,
+            max_positions=1024,
+        ),
+    )
+    return ASRModel(config, size.classes).to(device, dtype).eval()
+
+
+def utterances(count: int, device: torch.device, longest: float) -> Utterances:
+    """Noise at durations of the list, up to ``longest`` seconds."""
+    drawn = random.Random(0).choices(read_durations(LISTED), k=count)
+    durations = [min(seconds, longest) for seconds in drawn]
+    generator = torch.Generator().manual_seed(0)
+    examples = [
+        Example(
+            str(index),
+            (0.1 * torch.randn(round(seconds * 16_000), generator=generator)).numpy(),
+            list(PROMPT),
+            [],
+            True,
+        )
+        for index, seconds in enumerate(durations)
+    ]
+    batch = collate(examples, eos_id=3, pad_id=2).to(device)
+    limits = [max(1, round(TOKENS_PER_SECOND * seconds)) for seconds in durations]
+    return Utterances(batch, batch.audio_seconds, limits)
+
+
+class Clock:
+    """Adds up the time of parts; on a GPU, what was queued before is waited for at every mark."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds: dict[str, float] = {}
+
+    def run(self, part: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call, and add the time to a part."""
+        began = self.now()
+        result = call(*arguments)
+        self.seconds[part] = self.seconds.get(part, 0.0) + self.now() - began
+        return result
+
+    def now(self) -> float:
+        """The time when the device has nothing left to do."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class _Timed:
+    """A model whose parts are timed where `attention_greedy` calls them."""
+
+    def __init__(self, model: ASRModel, clock: Clock) -> None:
+        self._model, self._clock = model, clock
+
+    def start_decoding(self, *arguments: Any) -> Any:
+        return self._clock.run("prefill_s", self._model.start_decoding, *arguments)
+
+    def decode_step(self, *arguments: Any) -> Any:
+        return self._clock.run("decode_s", self._model.decode_step, *arguments)
+
+    def logits(self, *arguments: Any) -> Any:
+        return self._clock.run("decode_s", self._model.logits, *arguments)
+
+
+@torch.no_grad()
+def transcribe(model: ASRModel, spoken: Utterances, clock: Clock | None = None) -> list[list[int]]:
+    """The tokens of every utterance, by greedy search."""
+    if clock is None:
+        encoded, timed = model.encode(spoken.batch), model
+    else:
+        encoded = clock.run("encoder_s", model.encode, spoken.batch)
+        timed: Any = _Timed(model, clock)
+    prompts = [PROMPT] * len(spoken.limits)
+    # The last token ends a transcript, and is never chosen: all reach their limits.
+    end = model.vocab_size - 1
+    found = attention_greedy(timed, encoded, prompts, spoken.limits, end, classes=end)
+    return [list(one.tokens) for one in found]
+
+
+def split(model: ASRModel, spoken: Utterances, device: torch.device) -> dict[str, float]:
+    """Seconds of each part, from a run of its own: to time a part is to wait for it."""
+    clock = Clock(device)
+    began = clock.now()
+    transcribe(model, spoken, clock)
+    whole = clock.now() - began
+    return clock.seconds | {"host_s": whole - sum(clock.seconds.values())}
+
+
+class Peer:
+    """transformers' Canary with the weights of a model of ours."""
+
+    def __init__(self, model: ASRModel, spoken: Utterances) -> None:
+        from transformers import CanaryForConditionalGeneration, ParakeetFeatureExtractor
+
+        from effasr.model.huggingface import export_canary
+
+        device = next(model.parameters()).device
+        with tempfile.TemporaryDirectory() as folder:
+            export_canary(model, folder)
+            loaded: Any = CanaryForConditionalGeneration.from_pretrained(folder)
+        self._model = loaded.to(device).eval()
+        self._model.generation_config.eos_token_id = None
+        self._model.generation_config.max_length = None
+        self._features = ParakeetFeatureExtractor(feature_size=model.config.features.mel_bins)
+        audio = spoken.batch.audio
+        parts = audio.values[: audio.layout.total].cpu().split(list(audio.layout.lengths))
+        self._audio = [part.numpy() for part in parts]
+        self._end = model.vocab_size - 1
+        self._spoken = spoken
+        self._ends = len(PROMPT) + torch.tensor(spoken.limits, device=device)
+
+    @torch.no_grad()
+    def transcribe(self) -> list[list[int]]:
+        """The tokens of every utterance, by `generate`."""
+        features = self._features(
+            self._audio, sampling_rate=16_000, return_tensors="pt", padding=True
+        ).to(self._ends.device)
+        prompts = torch.tensor([PROMPT] * len(self._audio), device=self._ends.device)
+        found = self._model.generate(
+            **features,
+            decoder_input_ids=prompts,
+            max_new_tokens=max(self._spoken.limits),
+            do_sample=False,
+            suppress_tokens=[self._end],
+            stopping_criteria=[lambda ids, scores, **_: ids.shape[1] >= self._ends],
+        )
+        said = found[:, len(PROMPT) :].tolist()
+        return [row[:limit] for row, limit in zip(said, self._spoken.limits, strict=True)]
+
+
+def time_calls(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Seconds of each call, after one that is not counted."""
+    clock = Clock(device)
+    call()
+    times = []
+    for _ in range(repeats):
+        began = clock.now()
+        call()
+        times.append(clock.now() - began)
+    return times
+
+
+def row(times: Sequence[float], spoken: Utterances, **fields: Any) -> dict[str, Any]:
+    """A row of the table; its RTFx is that of the median."""
+    p50 = statistics.median(times)
+    low, high = p50, p50
+    if len(times) > 1:
+        low, *_, high = statistics.quantiles(times, n=5, method="inclusive")
+    return dict.fromkeys(COLUMNS, "") | {
+        "audio_s": round(spoken.seconds, 2),
+        "tokens": sum(spoken.limits),
+        "rtfx": round(spoken.seconds / p50, 2),
+        "p20_s": round(low, 5),
+        "p50_s": round(p50, 5),
+        "p80_s": round(high, 5),
+        **{
+            name: round(value, 5) if isinstance(value, float) else value
+            for name, value in fields.items()
+        },
+    }
+
+
+def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    """The share of tokens that agree, up to the first of each utterance that does not.
+
+    After it the two have read different texts.
+    """
+    same = 0
+    for one, other in zip(ours, theirs, strict=True):
+        same += next(
+            (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one)
+        )
+    return same / sum(map(len, ours))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = options.size or ("full" if device.type == "cuda" else "small")
+    dtype = torch.bfloat16 if device.type == "cuda" and not options.peer else torch.float32
+    spoken = utterances(options.batch, device, options.longest)
+    table = _Table(options.output)
+    for shape in options.shapes:
+        model = build(shape, SIZES[name], device, dtype)
+        fields = {"shape": shape, "size": name, "batch": options.batch} | provenance(device)
+        fields["dtype"] = str(dtype).removeprefix("torch.")
+        if options.peer:
+            peer = Peer(model, spoken)
+            share = agreement(transcribe(model, spoken), peer.transcribe())
+            if share < options.agreement:
+                sys.stderr.write(
+                    f"bench_inference: {shape}: only {share:.4f} of the tokens agree with "
+                    "transformers': nothing is timed.\n"
+                )
+                return 1
+            fields["agreement"] = share
+            times = time_calls(peer.transcribe, device, options.repeats)
+            table.add(row(times, spoken, system="transformers", **fields))
+        times = time_calls(lambda m=model: transcribe(m, spoken), device, options.repeats)
+        parts = split(model, spoken, device)
+        table.add(row(times, spoken, system="effasr", **fields, **parts))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", default=["24/24", "32/4", "17/4", "18/8"])
+    parser.add_argument("--size", choices=list(SIZES), help="small on a CPU, full on a GPU")
+    parser.add_argument("--batch", type=int, default=16, help="utterances")
+    parser.add_argument("--longest", type=float, default=30.0, help="seconds of an utterance")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peer", action="store_true", help="also transformers' Canary, float32")
+    parser.add_argument(
+        "--agreement", type=float, default=0.9, help="share of tokens that must agree with it"
+    )
+    parser.add_argument("--output", type=Path, help="CSV to append to")
+    return parser
+
+
+class _Table:
+    """Rows as they come, to the screen and to a file."""
+
+    def __init__(self, output: Path | None) -> None:
+        self._output = output
+
+    def add(self, one: dict[str, Any]) -> None:
+        parts = " ".join(
+            f"{name.removesuffix('_s')} {one[name]:.3f}"
+            for name in ("encoder_s", "prefill_s", "decode_s", "host_s")
+            if one[name] != ""
+        )
+        if one["agreement"] != "":
+            parts += f"  {100 * one['agreement']:.1f} % of tokens agree"
+        sys.stdout.write(
+            f"{one['shape']:>6} {one['system']:12} RTFx {one['rtfx']:8.1f}  "
+            f"{one['p50_s']:.3f} s  {parts}\n"
+        )
+        sys.stdout.flush()
+        if self._output is None:
+            return
+        self._output.parent.mkdir(parents=True, exist_ok=True)
+        new = not self._output.exists()
+        with self._output.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if new:
+                writer.writeheader()
+            writer.writerow(one)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
