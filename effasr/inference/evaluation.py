@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from effasr.inference.files import write_json, write_json_lines
+from effasr.inference.alignment import align, trn_line
+from effasr.inference.bootstrap import interval
+from effasr.inference.files import write_json, write_json_lines, write_text
+from effasr.inference.normalizer import get_normalizer
 from effasr.inference.results import Failure
 from effasr.inference.tables import wer_table, worst_table
 from effasr.inference.wer import ErrorCounts, total
@@ -74,6 +77,12 @@ class Evaluation:
         return self.errors.wer
 
     @property
+    def interval(self) -> list[float] | None:
+        """In which the word error rate lies, 95 of 100 times; None where it is undefined."""
+        low, high = interval([utterance.errors for utterance in self.utterances])
+        return None if math.isnan(low) else [low, high]
+
+    @property
     def truncated(self) -> int:
         """Utterances whose decoder was stopped: many mean that it repeats itself."""
         return sum(utterance.truncated for utterance in self.utterances)
@@ -102,6 +111,7 @@ class Evaluation:
         """What ``wer.json`` holds; a rate that is undefined is None."""
         return {
             **_rates(self.errors),
+            "wer_interval": self.interval,
             "rtfx": round(self.rtfx, 2),
             "audio_seconds": round(self.audio_seconds, 3),
             "seconds": round(self.seconds, 3),
@@ -141,7 +151,11 @@ def set_name(manifest: str | Path) -> str:
 
 
 def save(evaluation: Evaluation, folder: str | Path) -> None:
-    """Write ``hypotheses.jsonl`` and then ``wer.json``, each whole or not at all."""
+    """Write the files of an evaluation, each whole or not at all; ``wer.json`` is the last.
+
+    ``hypotheses.jsonl`` has the texts as they are. What was compared is in ``ref.trn`` and
+    ``hyp.trn``, which sclite reads, and in ``alignments.txt``, word above word.
+    """
     folder = Path(folder)
     rows = (
         {
@@ -153,7 +167,22 @@ def save(evaluation: Evaluation, folder: str | Path) -> None:
         for utterance in evaluation.utterances
     )
     write_json_lines(folder / "hypotheses.jsonl", rows)
+    _write_alignments(evaluation, folder)
     write_json(folder / "wer.json", evaluation.summary())
+
+
+def _write_alignments(evaluation: Evaluation, folder: Path) -> None:
+    normalize = get_normalizer(evaluation.normalizer)
+    references, hypotheses, lines = [], [], []
+    for utterance in evaluation.utterances:
+        reference, hypothesis = normalize(utterance.reference), normalize(utterance.hypothesis)
+        references.append(trn_line(reference, utterance.id))
+        hypotheses.append(trn_line(hypothesis, utterance.id))
+        aligned = align(reference, hypothesis)
+        lines += [f"id: ({utterance.id})", aligned.scores(), *aligned.lines(), ""]
+    write_text(folder / "ref.trn", "".join(references))
+    write_text(folder / "hyp.trn", "".join(hypotheses))
+    write_text(folder / "alignments.txt", "\n".join(lines))
 
 
 def _rates(errors: ErrorCounts) -> dict[str, Any]:

@@ -26,6 +26,11 @@ def json_line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text, and its folder if need be."""
+    _write(Path(path), text)
+
+
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text.encode("utf-8"))

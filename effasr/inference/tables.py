@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from effasr.inference.alignment import align
+from effasr.inference.normalizer import get_normalizer
 from effasr.inference.wer import ErrorCounts
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ def wer_table(evaluation: Evaluation) -> str:
         f"normaliser {evaluation.normalizer}, RTFx {evaluation.rtfx:.1f} "
         f"({evaluation.audio_seconds:.0f} s of audio in {evaluation.seconds:.1f} s)",
     ]
+    if (interval := evaluation.interval) is not None:
+        low, high = map(_percent, interval)
+        lines.append(f"WER of such sets, 95 of 100 times: {low} to {high} %")
     if evaluation.truncated:
         lines.append(f"{evaluation.truncated} stopped at the longest text allowed")
     if evaluation.failures:
@@ -50,14 +55,15 @@ def wer_table(evaluation: Evaluation) -> str:
 
 
 def worst_table(evaluation: Evaluation, count: int) -> str:
-    """The utterances with the most word errors, reference above hypothesis."""
+    """The utterances with the most word errors, word above word."""
     lines = []
+    normalize = get_normalizer(evaluation.normalizer)
     for utterance in evaluation.worst(count):
         errors = utterance.errors
+        aligned = align(normalize(utterance.reference), normalize(utterance.hypothesis))
         lines += [
             f"{utterance.id}: {errors.errors} errors in {errors.words} words",
-            f"  ref: {utterance.reference}",
-            f"  hyp: {utterance.hypothesis}",
+            *aligned.lines("  "),
         ]
     return "\n".join(lines) + "\n" if lines else ""
 

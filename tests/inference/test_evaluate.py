@@ -199,7 +199,13 @@ def test_files(evaluation, tmp_path) -> None:
     failed = Evaluation("basic", evaluation.utterances, (Failure("x", "damaged"),), 2.0)
     save(failed, tmp_path / "evaluation" / "dev")
     folder = tmp_path / "evaluation" / "dev"
-    assert sorted(path.name for path in folder.iterdir()) == ["hypotheses.jsonl", "wer.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "alignments.txt",
+        "hyp.trn",
+        "hypotheses.jsonl",
+        "ref.trn",
+        "wer.json",
+    ]
     rates = json.loads((folder / "wer.json").read_text())
     counts = evaluation.errors
     assert {name: rates[name] for name in ("wer", "cer", "insertions", "words", "utterances")} == {
@@ -263,13 +269,15 @@ def test_tables() -> None:
     assert lines[5] == "normaliser basic, RTFx 6.0 (3 s of audio in 0.5 s)"
     assert worst_table(result, count=10).splitlines() == [
         "b[red]: 2 errors in 2 words",
-        "  ref: one two",
-        "  hyp: six",
+        "  REF:  ONE TWO",
+        "  HYP:  SIX ***",
+        "  Eval: S   D",
         "a: 1 errors in 4 words",
-        "  ref: one two three four",
-        "  hyp: one two three five",
+        "  REF:  one two three FOUR",
+        "  HYP:  one two three FIVE",
+        "  Eval:               S",
     ]
-    assert worst_table(result, count=1).count("ref:") == 1
+    assert worst_table(result, count=1).count("REF:") == 1
     assert result.text() == wer_table(result)
     assert result.text(worst=2) == wer_table(result) + "\n" + worst_table(result, 2)
 

@@ -1,0 +1,67 @@
+"""Word alignments as text, in the manner of NIST's sclite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jiwer
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Reference and hypothesis, word against word.
+
+    Attributes:
+        reference: Words as they are; those with an error in capitals, a missing one as asterisks.
+        hypothesis: Likewise.
+        kinds: For each pair S, D, I, or nothing where the words are equal.
+    """
+
+    reference: tuple[str, ...]
+    hypothesis: tuple[str, ...]
+    kinds: tuple[str, ...]
+
+    def lines(self, indent: str = "") -> list[str]:
+        """Three lines, with the words of a pair above each other."""
+        rows = (("REF:", self.reference), ("HYP:", self.hypothesis), ("Eval:", self.kinds))
+        widths = [max(map(len, words)) for words in zip(*(row for _, row in rows), strict=True)]
+        return [
+            f"{indent}{name:5} "
+            + " ".join(
+                word.ljust(width) for word, width in zip(words, widths, strict=True)
+            ).rstrip()
+            for name, words in rows
+        ]
+
+    def scores(self) -> str:
+        """Counts of correct, substituted, deleted and inserted words, as sclite writes them."""
+        counts = [sum(kind == wanted for kind in self.kinds) for wanted in ("", "S", "D", "I")]
+        return "Scores: (#C #S #D #I) " + " ".join(map(str, counts))
+
+
+def align(reference: str, hypothesis: str) -> Alignment:
+    """Align two texts with as few edits as possible; words are what white space separates."""
+    expected, heard = reference.split(), hypothesis.split()
+    found = jiwer.process_words(" ".join(expected), " ".join(heard)).alignments[0]
+    words, said, kinds = [], [], []
+    for chunk in found:
+        ref = expected[chunk.ref_start_idx : chunk.ref_end_idx]
+        hyp = heard[chunk.hyp_start_idx : chunk.hyp_end_idx]
+        for index in range(max(len(ref), len(hyp))):
+            a = ref[index] if index < len(ref) else None
+            b = hyp[index] if index < len(hyp) else None
+            words.append(_shown(a, b, chunk.type))
+            said.append(_shown(b, a, chunk.type))
+            kinds.append("" if chunk.type == "equal" else chunk.type[0].upper())
+    return Alignment(tuple(words), tuple(said), tuple(kinds))
+
+
+def trn_line(text: str, name: str) -> str:
+    """A line of sclite's trn format: the words, then the utterance in parentheses."""
+    return f"{' '.join(text.split())} ({name})\n".lstrip()
+
+
+def _shown(word: str | None, other: str | None, kind: str) -> str:
+    if word is None:
+        return "*" * len(other or "")
+    return word if kind == "equal" else word.upper()
