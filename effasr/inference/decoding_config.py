@@ -29,6 +29,7 @@ class DecodingConfig:
         extra_tokens: See ``tokens_per_frame``.
         precision: Of matrix products, in the sense of autocast.
         workers: Threads that load audio.
+        words: Whether to find when each word is said; needs a model with a CTC head.
     """
 
     method: Literal["auto", "attention", "transducer", "ctc"] = "auto"
@@ -42,6 +43,7 @@ class DecodingConfig:
     extra_tokens: int = 16
     precision: Literal["float32", "bfloat16"] = "float32"
     workers: int = 4
+    words: bool = False
 
     def __post_init__(self) -> None:
         for name in _COUNTS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import torch
@@ -12,6 +12,7 @@ from effasr.data.batch import Batch
 from effasr.data.tokenizer import Tokenizer
 from effasr.inference.beam import transducer_beam
 from effasr.inference.ctc import ctc_greedy
+from effasr.inference.ctc_alignment import Span, align_tokens
 from effasr.inference.decoding_config import DecodingConfig
 from effasr.inference.transducer import transducer_greedy
 from effasr.model.asr import ASRModel
@@ -31,10 +32,13 @@ class Decoded:
     Attributes:
         tokens: The transcript, without prompt and end.
         truncated: Whether the decoder was stopped before it said that the text ends.
+        spans: Encoder frames of each token; None where they were not asked for, or where there
+            are too few frames for the tokens.
     """
 
     tokens: tuple[int, ...]
     truncated: bool = False
+    spans: tuple[Span, ...] | None = None
 
 
 def choose_method(model: ASRModel, method: str, beam: int = 1) -> str:
@@ -65,6 +69,18 @@ def choose_method(model: ASRModel, method: str, beam: int = 1) -> str:
             "knows how to skip frames."
         )
     return method
+
+
+def check_words(model: ASRModel, config: DecodingConfig) -> None:
+    """Check that the model can tell when words are said, if that is asked for.
+
+    Raises:
+        ValueError: It has no CTC head.
+    """
+    if config.words and not model.config.ctc:
+        raise ValueError(
+            "`words` must be false for a model without CTC head, which alone knows their times."
+        )
 
 
 @torch.no_grad()
@@ -99,29 +115,40 @@ def decode(
     if len(prompts) != count:
         raise ValueError(f"`prompts` must be {count}, one per utterance, but are {len(prompts)}.")
     method = choose_method(model, config.method, config.beam)
+    check_words(model, config)
     if not count:
         return []
-    if method != "attention":
-        texts = _aligned(model, method, batch, config)
-        return [Decoded(tuple(tokens)) for tokens in texts[:count]]
-    limits = [
-        _limit(model, prompt, config.max_tokens(frames))
-        for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
-    ]
-    return attention_greedy(
-        model, model.encode(batch), prompts, limits, tokenizer.eos_id, tokenizer.vocab_size
-    )
-
-
-def _aligned(model: ASRModel, method: str, batch: Batch, config: DecodingConfig) -> list[list[int]]:
-    """What CTC or the transducer finds in each sequence of the batch."""
     encoded = model.encode(batch)
+    if method != "attention":
+        texts = _aligned(model, method, encoded, config)
+        decoded = [Decoded(tuple(tokens)) for tokens in texts[:count]]
+    else:
+        limits = [
+            _limit(model, prompt, config.max_tokens(frames))
+            for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
+        ]
+        decoded = attention_greedy(
+            model, encoded, prompts, limits, tokenizer.eos_id, tokenizer.vocab_size
+        )
+    if not config.words:
+        return decoded
+    spans = align_tokens(model, encoded, [one.tokens for one in decoded])
+    return [
+        replace(one, spans=None if found is None else tuple(found))
+        for one, found in zip(decoded, spans, strict=True)
+    ]
+
+
+def _aligned(
+    model: ASRModel, method: str, encoded: PackedSequence, config: DecodingConfig
+) -> list[list[int]]:
+    """What CTC or the transducer finds in each sequence."""
     if method == "ctc":
         return ctc_greedy(model, encoded, blank_id=model.vocab_size)
     assert model.transducer is not None  # checked by choose_method
     if config.beam == 1:
         return transducer_greedy(model.transducer, encoded, config.max_symbols)
-    limits = [config.max_tokens(frames) for frames in batch.frames.lengths]
+    limits = [config.max_tokens(frames) for frames in encoded.layout.lengths]
     return transducer_beam(model.transducer, encoded, config.beam, limits)
 
 

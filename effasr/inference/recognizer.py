@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.inference.batching import plan_batches
 from effasr.inference.chunking import Chunk, split_at_pauses
 from effasr.inference.decoding_config import DecodingConfig
-from effasr.inference.greedy import Decoded, choose_method, decode
+from effasr.inference.greedy import Decoded, check_words, choose_method, decode
 from effasr.inference.prefetch import prefetch
 from effasr.inference.results import Failure, Result, Segment, Transcription
+from effasr.inference.words import Word, words_of
 from effasr.model.asr import ASRModel
 
 _WINDOW_BATCHES = 2
@@ -58,6 +59,7 @@ class Recognizer:
         self.config = DecodingConfig() if config is None else config
         self._features = model.config.features
         self._method = choose_method(model, self.config.method, self.config.beam)
+        check_words(model, self.config)
 
     @property
     def sample_rate(self) -> int:
@@ -76,6 +78,10 @@ class Recognizer:
             raise ValueError(
                 f"`task` must be transcribe for {name}, which follows the speech, but is "
                 f"{prompt.task}: use method attention."
+            )
+        if self.config.words and not prompt.monotonic:
+            raise ValueError(
+                "`words` must be false for a translation, whose words have no place in the speech."
             )
         return self.tokenizer.prompt(prompt)
 
@@ -163,6 +169,22 @@ class Recognizer:
             for piece, result in zip(pieces, decoded, strict=True):
                 piece.text = self.tokenizer.decode(list(result.tokens)).strip()
                 piece.truncated = result.truncated
+                piece.words = self._words(piece, result)
+
+    def _words(self, piece: _Piece, result: Decoded) -> tuple[Word, ...]:
+        if result.spans is None:
+            return ()
+        found = words_of(
+            result.tokens,
+            result.spans,
+            self.tokenizer.decode,
+            frame_seconds=self._features.hop * SUBSAMPLING / self.sample_rate,
+            offset=piece.chunk.start / self.sample_rate,
+            spaces=piece.recording.request.prompt.target not in _WITHOUT_SPACES,
+        )
+        end = piece.chunk.end / self.sample_rate
+        # Frames are rounded up, so the last may reach past the audio.
+        return tuple(replace(word, end=min(word.end, end)) for word in found)
 
     def _decode_batch(self, pieces: list[_Piece]) -> list[Decoded]:
         examples = [
@@ -193,6 +215,7 @@ class _Piece:
     frames: int
     text: str = ""
     truncated: bool = False
+    words: tuple[Word, ...] = ()
 
 
 @dataclass(slots=True)
@@ -209,7 +232,13 @@ class _Recording:
             return Failure(self.request.id, self.failure)
         rate = self.sample_rate
         segments = tuple(
-            Segment(piece.chunk.start / rate, piece.chunk.end / rate, piece.text, piece.truncated)
+            Segment(
+                piece.chunk.start / rate,
+                piece.chunk.end / rate,
+                piece.text,
+                piece.truncated,
+                piece.words,
+            )
             for piece in self.pieces
         )
         space = "" if self.request.prompt.target in _WITHOUT_SPACES else " "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from effasr.inference.words import Word
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -16,12 +18,14 @@ class Segment:
         text: What was recognised.
         truncated: Whether the decoder was stopped at the longest text allowed: it probably
             repeated itself.
+        words: Its words with their times, if they were asked for and could be found.
     """
 
     start: float
     end: float
     text: str
     truncated: bool = False
+    words: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class Transcription:
         segments = [
             {"start": round(s.start, 3), "end": round(s.end, 3), "text": s.text}
             | ({"truncated": True} if s.truncated else {})
+            | ({"words": [_word_row(word) for word in s.words]} if s.words else {})
             for s in self.segments
         ]
         return {
@@ -63,6 +68,10 @@ class Failure:
     def as_row(self) -> dict[str, Any]:
         """The object of a line of JSON: id, error."""
         return {"id": self.id, "error": self.reason}
+
+
+def _word_row(word: Word) -> dict[str, Any]:
+    return {"word": word.text, "start": round(word.start, 3), "end": round(word.end, 3)}
 
 
 Result = Transcription | Failure

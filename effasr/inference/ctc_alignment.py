@@ -1,0 +1,80 @@
+"""When each token of a transcript is said: the likeliest CTC path that spells it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from effasr.model.asr import ASRModel
+from effasr_kernels import PackedSequence
+
+Span = tuple[int, int]
+"""First encoder frame, and the frame after the last."""
+
+
+def align_tokens(
+    model: ASRModel, encoded: PackedSequence, texts: Sequence[Sequence[int]]
+) -> list[list[Span] | None]:
+    """Find the frames of every token.
+
+    Args:
+        model: With a CTC head.
+        encoded: (T, C), from ``model.encode``; sequences past ``len(texts)`` are not looked at.
+        texts: Tokens of each sequence.
+
+    Returns:
+        For each sequence the spans of its tokens, in order; None where it has too few frames.
+    """
+    spans: list[list[Span] | None] = []
+    for text, rows in zip(texts, encoded.unpack(), strict=False):
+        if not text:
+            spans.append([])
+            continue
+        # Of one utterance at a time, and of its own tokens alone: all classes would be large.
+        scores = model.ctc_logits(rows).float().log_softmax(-1)
+        wanted = torch.tensor([model.vocab_size, *text], device=scores.device)
+        spans.append(viterbi(scores[:, wanted].cpu().numpy(), text))
+    return spans
+
+
+def viterbi(scores: np.ndarray, text: Sequence[int]) -> list[Span] | None:
+    """The frames of each token on the likeliest CTC path.
+
+    Args:
+        scores: float (T, 1 + U), log-probabilities of the blank and of each token of the text.
+        text: U token ids, at least one, to know which neighbours are equal.
+
+    Returns:
+        U spans; None where no path spells the text in T frames.
+
+    References:
+        Graves et al., 2006, https://doi.org/10.1145/1143844.1143891.
+    """
+    count, frames = len(text), scores.shape[0]
+    # States: blank, first token, blank, second token, ..., blank.
+    emitted = np.repeat(scores[:, :1], 2 * count + 1, axis=1)
+    emitted[:, 1::2] = scores[:, 1:]
+    may_skip = np.zeros(2 * count + 1, dtype=bool)
+    may_skip[3::2] = np.asarray(text[1:]) != np.asarray(text[:-1])
+    if frames < count + int((~may_skip[3::2]).sum()):
+        return None
+    best = np.full(2 * count + 1, -np.inf)
+    best[:2] = emitted[0, :2]
+    came = np.zeros((frames, 2 * count + 1), dtype=np.int8)
+    choices = np.full((3, 2 * count + 1), -np.inf)
+    for frame in range(1, frames):
+        choices[0] = best
+        choices[1, 1:] = best[:-1]
+        choices[2, 2:] = np.where(may_skip[2:], best[:-2], -np.inf)
+        came[frame] = choices.argmax(axis=0)
+        best = choices.max(axis=0) + emitted[frame]
+    state = 2 * count if best[2 * count] >= best[2 * count - 1] else 2 * count - 1
+    first, last = np.zeros(count, dtype=np.int64), np.full(count, -1)
+    for frame in range(frames - 1, -1, -1):
+        if state % 2:
+            first[state // 2] = frame
+            last[state // 2] = max(last[state // 2], frame)
+        state -= int(came[frame, state])
+    return [(int(a), int(b) + 1) for a, b in zip(first, last, strict=True)]
