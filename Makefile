@@ -8,14 +8,15 @@ export OMP_NUM_THREADS ?= 1
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES)
 DEMO := data/demo
 
-.PHONY: demo test lint bench gpu clean help
+.PHONY: demo demo-transducer test lint bench gpu clean help
 
 help:
-	@echo "make demo   set up, synthesise speech, train, resume, evaluate, transcribe (CPU, under 10 minutes)"
-	@echo "make test   set up and run all tests that need no GPU"
-	@echo "make lint   ruff, pyright, import layers"
-	@echo "make bench  padding and speed on this machine"
-	@echo "make gpu    tests and benchmarks that need an NVIDIA GPU"
+	@echo "make demo              set up, synthesise speech, train, resume, evaluate, transcribe (CPU, under 10 minutes)"
+	@echo "make demo-transducer   the same with a transducer in the place of the attention decoder"
+	@echo "make test              set up and run all tests that need no GPU"
+	@echo "make lint              ruff, pyright, import layers"
+	@echo "make bench             padding and speed on this machine"
+	@echo "make gpu               tests and benchmarks that need an NVIDIA GPU"
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -28,17 +29,25 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[demo,huggingface,test]"
 	@touch $@ $(VENV)/.demo
 
-demo: $(VENV)/.demo
+# From nothing to transcripts; $(1) is the recipe.
+define demonstrate
 	$(BIN)/effasr demo-data $(DEMO)
 	$(BIN)/effasr tokenizer $(DEMO)/train.jsonl $(DEMO)/tokenizer --vocab-size 160
-	$(TORCHRUN) effasr/train.py demo training.stop_at=400 training.restart=true
+	$(TORCHRUN) effasr/train.py $(1) training.stop_at=400 training.restart=true
 	@echo; echo "Stopped on purpose. The same command goes on exactly where it was:"; echo
-	$(TORCHRUN) effasr/train.py demo
+	$(TORCHRUN) effasr/train.py $(1)
 	@echo; echo "Held-out voices saying held-out sentences:"; echo
-	$(BIN)/effasr evaluate --run runs/demo --manifest $(DEMO)/test.jsonl
+	$(BIN)/effasr evaluate --run runs/$(1) --manifest $(DEMO)/test.jsonl
 	@echo; echo "Three recordings of the test set, transcribed:"; echo
-	$(BIN)/effasr transcribe --run runs/demo $(DEMO)/test/audio/en-0420[0-2].wav
+	$(BIN)/effasr transcribe --run runs/$(1) $(DEMO)/test/audio/en-0420[0-2].wav
 	@echo; echo "What comes next: README.md, \"Your own recordings\"."
+endef
+
+demo: $(VENV)/.demo
+	$(call demonstrate,demo)
+
+demo-transducer: $(VENV)/.demo
+	$(call demonstrate,demo_transducer)
 
 test: $(VENV)/.test
 	$(BIN)/pytest -n 2 -m "not gpu"

@@ -1,31 +1,41 @@
 """Time every operation against its peers, forward and with backward, at real speech lengths.
 
     python profiling/bench_ops.py [--op attention ...] [--lengths MANIFEST] [--output ROWS.csv]
+    python profiling/bench_ops.py --base REF [--op attention ...]
 
 Needs torch and effasr_kernels alone; peers that are not installed are named and left out. Before
 anything is timed its results and gradients are compared with the reference's. One row for each
 (op, kind, backend, shape, dtype, mode), written as soon as it is known: percentiles in
 milliseconds, memory, useful work per second (padding is no work), and what it was measured on. On a
 CPU the sizes are tiny, and rows are written only where --output says. The transducer's largest
-batches take minutes, so they are measured only with ``--op transducer_loss``, and first.
+batches take minutes, so they are measured only with ``--op transducer_loss`` alone, and first, or
+by their kind, ``--kind "large 4x"``. With --base our backends are measured at another git revision,
+in a worktree, and in the working tree, with the same inputs and the benchmark of the latter.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
-from bench import attention, convolution, guided, losses, relative, transducer
+from bench import (
+    attention,
+    convolution,
+    guided,
+    losses,
+    relative,
+    revisions,
+    rows,
+    transducer,
+)
 from bench.contender import Case, Contender, Gold, error, judge
+from bench.provenance import provenance
 from bench.timing import OutOfTime, Timing, measure, time_limit
 from bench.workload import LISTED, Widths, Workload, drawn_durations, read_durations
 
@@ -73,6 +83,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--op", nargs="*", default=[], help="only these, such as attention")
+    parser.add_argument("--kind", nargs="*", default=[], help="only these, such as relative")
     parser.add_argument("--frames", nargs="*", type=int, help="frame rows of a batch")
     parser.add_argument("--head-width", nargs="*", type=int, help="D")
     parser.add_argument("--lengths", type=Path, help="durations: JSON lines, .tsv, or numbers")
@@ -83,6 +94,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=420.0, help="for everything")
     parser.add_argument("--case-s", type=float, default=45.0, help="for one operation and size")
     parser.add_argument("--output", type=Path, help="rows are appended to this CSV file")
+    parser.add_argument(
+        "--base", metavar="REF", help="compare our backends with those of another git revision"
+    )
     parser.add_argument("--list", action="store_true", help="print what would be measured")
     return parser.parse_args(arguments)
 
@@ -116,12 +130,17 @@ def workloads(options: argparse.Namespace) -> list[Workload]:
 def cases(options: argparse.Namespace) -> Iterator[tuple[Workload, Case]]:
     """What is measured, and the batch that it was made for."""
     loads = workloads(options)
-    if "transducer_loss" in options.op:
-        yield from ((loads[0], case) for case in transducer.large(loads[0]))
-    for workload in loads:
-        for case in (case for group in GROUPS for case in group(workload)):
-            if not options.op or case.op in options.op:
-                yield workload, case
+    large = transducer.large(loads[0]) if _wants_large(options) else ()
+    usual = ((load, case) for load in loads for group in GROUPS for case in group(load))
+    for workload, case in chain(((loads[0], case) for case in large), usual):
+        if case.op in (options.op or [case.op]) and case.kind in (options.kind or [case.kind]):
+            yield workload, case
+
+
+def _wants_large(options: argparse.Namespace) -> bool:
+    """Whether the transducer's largest batches are asked for: it alone, or by their kind."""
+    by_kind = any(kind.startswith("large") for kind in options.kind)
+    return by_kind or (options.op == ["transducer_loss"] and not options.kind)
 
 
 def contenders(case: Case, options: argparse.Namespace) -> dict[str, Callable[[], Contender]]:
@@ -245,26 +264,6 @@ def _row(case: Case, name: str, workload: Workload, backward: bool, timing: Timi
     }
 
 
-def provenance(device: torch.device) -> Row:
-    """What a row was measured on."""
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = ""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--match=none"]
-    head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    gpu = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if gpu else f"cpu {platform.machine()}",
-        "torch": torch.__version__,
-        "triton": triton_version,
-        "git": head,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
 class Table:
     """Rows as they come: to a file, if there is one, and to the screen."""
 
@@ -272,16 +271,12 @@ class Table:
         """Append to a CSV file, which is begun where it does not exist."""
         self.rows: list[Row] = []
         self._output = output
-        if output is not None and not output.exists():
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
 
     def add(self, row: Row) -> None:
         """Write a row."""
         self.rows.append(row)
         if self._output is not None:
-            with self._output.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+            rows.append(self._output, COLUMNS, row)
         name = f"{row['op']} {row['kind']}".strip()
         label = f"{name:26} {row['backend']:30} {row['mode']:17}"
         sys.stdout.write(f"{label} {row['p50_ms']:10.4f} ms   {row['shape']}\n")
@@ -294,9 +289,9 @@ class Table:
             key = tuple(row[column] for column in ("op", "kind", "mode", "shape"))
             groups.setdefault(key, []).append(row)
         lines = ["", "Time as a multiple of ours (over 1: slower than ours)"]
-        for (op, kind, mode, shape), rows in groups.items():
-            times = {str(row["backend"]): float(str(row["p50_ms"])) for row in rows}
-            own = [name for name in ("cuda", "triton", "reference") if name in times]
+        for (op, kind, mode, shape), group in groups.items():
+            times = {str(row["backend"]): float(str(row["p50_ms"])) for row in group}
+            own = [name for name in ("cuda", "triton", "cpp", "reference") if name in times]
             if not own or len(times) == 1:
                 continue
             lines.append(f"{op} {kind}, {mode}, {shape}; ours is {own[0]}".replace(" ,", ","))
@@ -305,12 +300,37 @@ class Table:
         return "\n".join(lines) + "\n"
 
 
+def compare(options: argparse.Namespace) -> int:
+    """Measure our backends at another revision and in the working tree, one after the other."""
+    command = [str(ROOT / "profiling" / "bench_ops.py"), "--no-peers"]
+    for name in ("op", "kind", "frames", "head_width"):
+        if found := getattr(options, name):
+            command += [f"--{name.replace('_', '-')}", *map(str, found)]
+    if options.lengths is not None:
+        command += ["--lengths", str(options.lengths.resolve())]
+    command += [f"--{name}" for name in ("reference", "exact") if getattr(options, name)]
+    command += ["--device", options.device, "--case-s", str(options.case_s)]
+    command += ["--budget-s", str(options.budget_s / 2)]
+    try:
+        before, now = revisions.compare(ROOT, options.base, command)
+    except ValueError as error:
+        say(str(error))
+        return 2
+    sys.stdout.write(revisions.side_by_side(before, now))
+    if options.output is not None:
+        for row in (*before, *now):
+            rows.append(options.output, COLUMNS, row)
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, write the rows as they come, rank at the end."""
     options = parse(arguments)
     if unknown := set(options.op) - set(OPERATIONS):
         say(f"--op must be of {', '.join(OPERATIONS)}, but is {', '.join(sorted(unknown))}.")
         return 2
+    if options.base is not None:
+        return compare(options)
     gpu = options.device.startswith("cuda")
     limits = Limits(
         deadline=time.monotonic() + options.budget_s,

@@ -5,9 +5,10 @@
 Forward and backward of joint, projection and loss, on utterances as long as real ones. The padded
 way is the usual one: frames and labels are padded to the longest of the batch, the joint, the
 logits and their log-probabilities (B, T, U + 1, V) exist whole, and autograd differentiates them;
-``torchaudio`` differs in the loss alone. Before anything is timed, gradients are compared. What is
+torchaudio's, where it is installed, differs in the loss alone. They are those of
+``bench_ops.py --op transducer_loss``. Before anything is timed, gradients are compared. What is
 called peak is all that is made during a call, gradients included, inputs not. On a GPU the sizes
-are those of training, on a CPU small.
+are those of training, on a CPU small. The table at the end is of this run alone.
 """
 
 from __future__ import annotations
@@ -16,22 +17,19 @@ import argparse
 import csv
 import random
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from bench.contender import Padding
+from bench.contender import Contender, Gold, error
+from bench.memory import peak_bytes
+from bench.provenance import provenance
 from bench.timing import measure
-from bench.workload import LISTED, drawn_durations, read_durations
-from bench_ops import provenance
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from bench.transducer import DEFAULTS, PEERS
+from bench.transducer_batch import Batch, draw
+from bench.workload import LISTED, Workload, drawn_durations, read_durations
+from bench_ops import TOLERANCE
 
-from effasr_kernels import PackedLayout
 from effasr_kernels.transducer_loss import op, set_workspace
 
 COLUMNS = [
@@ -41,258 +39,118 @@ COLUMNS = [
 ]
 TOKENS_PER_SECOND = 5.4
 """Of English, in 500 pieces: what turns 40 seconds into some 215 labels."""
-_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 2e-2, torch.float32: 1e-3}
-_NOTHING = -1e30
-Gradients = Sequence[Tensor]
+_PADDED = ("torch dense", "torchaudio float16", "torchaudio float32")
+Row = dict[str, object]
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Utterances to train on.
-
-    Attributes:
-        frames: T_n, and where they are in ``encoded``.
-        labels: U_n, and where they are in ``targets``.
-        encoded: (T, J).
-        predicted: (U + N, J).
-        targets: (U,); the blank is class 0.
-        weight: (V, J).
-        bias: (V,).
-    """
-
-    frames: PackedLayout
-    labels: PackedLayout
-    encoded: Tensor
-    predicted: Tensor
-    targets: Tensor
-    weight: Tensor
-    bias: Tensor
-
-    @property
-    def nodes(self) -> int:
-        """Of all lattices."""
-        pairs = zip(self.frames.lengths, self.labels.lengths, strict=True)
-        return sum(frames * (labels + 1) for frames, labels in pairs)
-
-    @property
-    def padded_nodes(self) -> int:
-        """Of as many lattices of the longest lengths."""
-        sequences = self.frames.num_sequences
-        return sequences * self.frames.max_seqlen * (self.labels.max_seqlen + 1)
-
-
-def draw(size: int, options: argparse.Namespace) -> Batch:
+def drawn(size: int, options: argparse.Namespace) -> Batch:
     """A batch of utterances of random durations; those of a smaller one are among them."""
     path = options.lengths or LISTED
     durations = read_durations(path) if path.exists() else drawn_durations()
     if options.seconds:
         durations = [options.seconds]
     generator = random.Random(1)
-    drawn = [generator.choice(durations) for _ in range(size)]
+    seconds = [generator.choice(durations) for _ in range(size)]
+    rates = options.frames_per_second, options.tokens_per_second
+    frames, labels = ([max(1, round(x * rate)) for x in seconds] for rate in rates)
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    frames = [max(1, round(x * options.frames_per_second)) for x in drawn]
-    labels = [max(1, round(x * options.tokens_per_second)) for x in drawn]
-    torch.manual_seed(0)
-    rows = lambda *shape: torch.randn(*shape).to(device, dtype)
-    scale = options.joint**-0.5
-    return Batch(
-        PackedLayout.from_lengths(frames, device),
-        PackedLayout.from_lengths(labels, device),
-        rows(sum(frames), options.joint),
-        rows(sum(labels) + size, options.joint),
-        torch.randint(1, options.classes, (sum(labels),)).to(device),
-        rows(options.classes, options.joint) * scale,
-        rows(options.classes) * scale,
-    )
+    # It only draws: lengths and widths are given.
+    workload = Workload(rows=0, head_width=0, durations=durations, device=device, dtype=dtype)
+    return draw(workload, frames, labels, options.joint, options.classes)
 
 
-def packed(batch: Batch, backend: str) -> Callable[[], Gradients]:
-    """Ours: the loss of each utterance, and the gradients of their sum."""
-    leaves = _leaves(batch.encoded, batch.predicted, batch.weight, batch.bias)
+def ours(batch: Batch, backend: str) -> Contender:
+    """One of our backends."""
+    leaves = batch.leaves
+    encoded, predicted, weight, bias = leaves.values()
 
-    def call() -> Gradients:
-        # Past the dispatcher, which would hide from `Alive` what is made.
-        encoded, predicted, weight, bias = leaves
-        loss = op(
+    def call() -> torch.Tensor:
+        # Past the dispatcher, which would hide what is made.
+        return op(
             *(encoded, predicted, batch.targets, batch.frames, batch.labels, weight, bias),
-            **{"blank_id": 0, "activation": "relu", "fastemit": 0.0},
-            **{"durations": None, "sigma": 0.0, "backend": backend},
+            blank_id=batch.blank_id,
+            backend=backend,
+            **DEFAULTS,
         )
-        return torch.autograd.grad(loss.sum(), leaves)
 
-    return call
-
-
-def padded(
-    batch: Batch, lattice: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-) -> tuple[Callable[[], Gradients], Callable[[Gradients], Gradients]]:
-    """The usual way, and how to pack its gradients again.
-
-    Args:
-        batch: What to compute.
-        lattice: From logits (B, T, U + 1, V), labels (B, U), and lengths to losses (B,).
-    """
-    frames, states = Padding(batch.frames), Padding(batch.labels.lengthened(1))
-    leaves = _leaves(
-        frames.pad(batch.encoded), states.pad(batch.predicted), batch.weight, batch.bias
-    )
-    labels = Padding(batch.labels).pad(batch.targets[:, None])[..., 0]
-    lengths = states.lengths - 1
-
-    def call() -> Gradients:
-        encoded, predicted, weight, bias = leaves
-        hidden = (encoded[:, :, None] + predicted[:, None]).relu()
-        logits = F.linear(hidden, weight, bias)
-        loss = lattice(logits, labels, frames.lengths, lengths)
-        return torch.autograd.grad(loss.sum(), leaves)
-
-    def pack(gradients: Gradients) -> Gradients:
-        encoded, predicted, *shared = gradients
-        return frames.pack(encoded), states.pack(predicted), *shared
-
-    return call, pack
+    return Contender(leaves, call, [batch.upstream])
 
 
-def dense_lattice(logits: Tensor, labels: Tensor, frames: Tensor, lengths: Tensor) -> Tensor:
-    """The loss from log-probabilities that exist whole, an anti-diagonal of the batch at a time."""
-    log_probs = logits.float().log_softmax(-1)
-    batch, longest, states = log_probs.shape[:3]
-    log_blank = log_probs[..., 0]
-    columns = labels[:, None, :, None].expand(-1, longest, -1, -1)
-    log_label = log_probs[:, :, : states - 1].gather(3, columns)[..., 0]
-    state = torch.arange(states, device=logits.device)
-    last = frames + lengths - 1
-    alpha = torch.where(state == 0, 0.0, _NOTHING).double().expand(batch, -1)
-    total = log_blank.new_zeros(batch, dtype=torch.float64)
-    for diagonal in range(longest + states - 1):
-        frame = diagonal - state
-        inside = (frame >= 0) & (frame < longest)
-        at = frame.clamp(0, longest - 1)
-        stay = torch.where(inside, alpha + log_blank[:, at, state], _NOTHING)
-        emit = alpha[:, :-1] + log_label[:, at[:-1], state[:-1]]
-        emit = torch.where(inside[:-1], emit, _NOTHING)
-        ended = stay.gather(1, lengths[:, None])[:, 0]
-        total = torch.where(last == diagonal, ended, total)
-        alpha = torch.logaddexp(stay, F.pad(emit, (1, 0), value=_NOTHING))
-    return -total.float()
-
-
-def torchaudio_lattice(logits: Tensor, labels: Tensor, frames: Tensor, lengths: Tensor) -> Tensor:
-    """The loss of torchaudio, which takes no bfloat16."""
-    from torchaudio.functional import rnnt_loss  # pyright: ignore[reportMissingImports]
-
-    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-    numbers = (x.int() for x in (labels, frames, lengths))
-    return rnnt_loss(logits.contiguous(), *numbers, blank=0, reduction="none")
-
-
-class Alive(TorchDispatchMode):
-    """The most bytes alive at a time of what is made in the block; for a CPU, which counts none."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        super().__init__()
-        self.peak = 0
-        self._bytes = 0
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and count what it made."""
-        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        for x in _tensors(result):
-            storage = x.untyped_storage()
-            if storage._cdata not in given:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._made = {key: x for key, x in self._made.items() if not x[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
-        return result
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tuple(tree.values())
-    return [x for part in tree for x in _tensors(part)] if isinstance(tree, (tuple, list)) else []
-
-
-def _leaves(*tensors: Tensor) -> list[Tensor]:
-    return [x.detach().clone().requires_grad_() for x in tensors]
-
-
-def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """The most memory during a call, beyond what was there before."""
-    if device.type != "cuda":
-        with Alive() as alive:
-            call()
-        return alive.peak
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def measured(batch: Batch, options: argparse.Namespace) -> list[dict[str, object]]:
-    """A row for each way that can compute this batch."""
+def ways(batch: Batch) -> dict[str, Callable[[], Contender]]:
+    """Ours, of which the first is the one that others are compared with; then padded ones."""
     gpu = batch.encoded.is_cuda
-    ours = "triton" if gpu else "reference"
-    ways = {
-        ours: (lambda: (packed(batch, ours), lambda gradients: gradients)),
-        "peer: padded, torch": lambda: padded(batch, dense_lattice),
-        "peer: padded, torchaudio": lambda: padded(batch, torchaudio_lattice),
-    }
-    rows: list[dict[str, object]] = []
-    gold: list[Tensor] = []
-    for name, make in ways.items():
+    on_host = "reference", "cpp"
+    backends = [x for x in op.modules if x not in on_host] if gpu else list(on_host)
+    found = {str(x): lambda x=x: ours(batch, x) for x in backends}
+    padded = [x for x in _PADDED if gpu or "float16" not in x]
+    return found | {f"peer: {x}": lambda x=x: PEERS[x](batch) for x in padded}
+
+
+def measured(batch: Batch, options: argparse.Namespace) -> list[Row]:
+    """A row for each way that can compute this batch."""
+    rows: list[Row] = []
+    gold: Gold | None = None
+    device, size = batch.encoded.device, batch.frames.num_sequences
+    for name, make in ways(batch).items():
         try:
-            call, pack = make()
-            found = [x.float() for x in pack(call())]
-            gold = gold or found
-            error = max(_distance(x, y) for x, y in zip(found, gold, strict=True))
-            if not error <= _TOLERANCE[batch.encoded.dtype]:
-                raise ValueError(f"differs from {ours} by {error:.2g}")
-            del found
-            peak = peak_bytes(call, batch.encoded.device)
+            contender = make()
+            outcome = {key: x.float() for key, x in contender.outcome().items()}
+            gold = gold or Gold(outcome, (0, 0), (0, 0))
+            distance = error(outcome, gold)
+            if not distance <= TOLERANCE[batch.encoded.dtype]:
+                raise ValueError(f"differs from {rows[0]['backend']} by {distance:.2g}")
+            del outcome
+            peak = peak_bytes(contender.gradients, device)
             timing = measure(
-                call, batch.encoded.device, repeats=options.repeats, warmup=1, seconds=5.0
+                contender.gradients, device, repeats=options.repeats, warmup=1, seconds=5.0
             )
         except (ImportError, RuntimeError, ValueError, OSError) as reason:
-            text = " ".join(str(reason).split())[:160]
-            sys.stderr.write(f"{name}, B={batch.frames.num_sequences}: {text}\n")
+            text = " ".join(str(reason).split())[:200]
+            sys.stderr.write(f"{name}, B={size}: {text}\n")
             continue
-        leaves = batch.encoded, batch.predicted, batch.weight, batch.bias
-        row = {
+        row: Row = {
             "op": "transducer_loss",
             "backend": name,
-            "batch": batch.frames.num_sequences,
+            "batch": size,
             "frames": batch.frames.max_seqlen,
             "labels": batch.labels.max_seqlen,
             "joint": options.joint,
             "classes": options.classes,
             "dtype": options.dtype,
-            "nodes": batch.nodes,
-            "padded_nodes": batch.padded_nodes,
+            "nodes": batch.nodes.count,
+            "padded_nodes": batch.padded_logits // options.classes,
             "p50_ms": round(timing.p50, 3),
             "peak_bytes": peak,
-            "gradient_bytes": sum(x.nbytes for x in leaves),
-            "workspace_bytes": options.workspace if name == "triton" else "",
-            "error": f"{error:.2e}",
+            "gradient_bytes": sum(x.nbytes for x in batch.leaves.values()),
+            "workspace_bytes": "" if name.startswith("peer") else options.workspace,
+            "error": f"{distance:.2e}",
         }
         rows.append(row)
-        sys.stdout.write(
-            f"B {row['batch']:5}  {name:26} {timing.p50:10.1f} ms  peak {peak / 2**20:10.1f} MiB, "
-            f"gradients {row['gradient_bytes'] / 2**20:.1f}\n"  # type: ignore[operator]
-        )
+        sys.stdout.write(f"B {size:5}  {name:28} {timing.p50:10.1f} ms  {_mib(peak):>10} MiB\n")
         sys.stdout.flush()
     return rows
 
 
-def _distance(x: Tensor, y: Tensor) -> float:
-    return float((x - y).norm() / y.norm())
+def _mib(size: object) -> str:
+    return f"{int(str(size)) / 2**20:.1f}"
+
+
+def table(rows: list[Row]) -> str:
+    """All of it in Markdown: a line for each batch, time and peak of each way."""
+    names = list(dict.fromkeys(str(row["backend"]) for row in rows))
+    titles = ["B", "lattice nodes, packed / padded", "gradients, MiB"]
+    titles += [f"{name.removeprefix('peer: ')}, ms / MiB" for name in names]
+    lines = [titles, ["---"] * len(titles)]
+    for size in dict.fromkeys(row["batch"] for row in rows):
+        of = {str(row["backend"]): row for row in rows if row["batch"] == size}
+        first = next(iter(of.values()))
+        line = [str(size), f"{first['nodes']:,} / {first['padded_nodes']:,}"]
+        line.append(_mib(first["gradient_bytes"]))
+        for name in names:
+            row = of.get(name)
+            line.append(f"{row['p50_ms']:.0f} / {_mib(row['peak_bytes'])}" if row else "-")
+        lines.append(line)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -321,15 +179,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Measure batch by batch, smallest first."""
     options = parse(arguments)
-    set_workspace(options.workspace)
+    before = set_workspace(options.workspace)
     torch.backends.cuda.matmul.allow_tf32 = False
     where = provenance(torch.device(options.device))
-    rows = [
-        row | where
-        for size in sorted(options.batch)
-        for row in measured(draw(size, options), options)
-    ]
-    if options.output is not None and rows:
+    rows: list[Row] = []
+    for size in sorted(options.batch):
+        rows += [row | where for row in measured(drawn(size, options), options)]
+    set_workspace(before)
+    if not rows:
+        return 1
+    sys.stdout.write(f"\n{where['device']}, {torch.get_num_threads()} threads, torch ")
+    sys.stdout.write(f"{torch.__version__}; J {options.joint}, V {options.classes}, ")
+    sys.stdout.write(f"{options.dtype}; at most {rows[-1]['frames']} frames and ")
+    sys.stdout.write(f"{rows[-1]['labels']} labels\n\n{table(rows)}")
+    if options.output is not None:
         is_new = not options.output.exists()
         options.output.parent.mkdir(parents=True, exist_ok=True)
         with options.output.open("a", newline="", encoding="utf-8") as file:
@@ -337,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
             if is_new:
                 writer.writeheader()
             writer.writerows(rows)
-    return 0 if rows else 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,13 @@
+import os
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
+
+from tests.csrc.build import build
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -14,3 +20,17 @@ def one_thread() -> None:
 def interruptible() -> None:
     """A shell that runs tests in the background has them ignore SIGINT, which some tests send."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def cpp_extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `effasr_kernels._C` lies, built for CPUs, once for all processes of a run of tests."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ on this machine to compile csrc/ with")
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cpp_extension"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "lib").exists():
+            folder.mkdir(exist_ok=True)
+            build(folder, "EFFASR_BUILD_CPP")
+    return folder / "lib"

@@ -17,7 +17,7 @@ from rich.text import Text
 from effasr.inference.doctor_probes import PROBES, Inputs, Probe
 from effasr.inference.tables import to_text
 from effasr.optim.adamw import why_not_apex
-from effasr_kernels import OPERATIONS, Backend, BackendUnavailable
+from effasr_kernels import OPERATIONS, Backend, BackendUnavailable, cpp, lattice
 
 _PACKAGES = {
     "lhotse": "manifests and audio",
@@ -34,7 +34,7 @@ _PACKAGES = {
     "espeakng-loader": "the speech of the demo",
 }
 _REQUIRED = frozenset({"lhotse", "sentencepiece", "jiwer", "tensorboard", "nvtx"})
-# The other backends are for attention alone.
+# The other backends are for some operations alone.
 _EXPECTED = (Backend.CUDA, Backend.TRITON, Backend.REFERENCE)
 
 
@@ -100,6 +100,7 @@ def _system() -> list[Row]:
     ]
     for tool, purpose in (("nvcc", "builds csrc/"), ("nsys", "profiling/nsys_train.sh")):
         rows.append(Row("system", tool, shutil.which(tool) or "not on the path", purpose))
+    rows.append(_extension())
     if not torch.cuda.is_available():
         rows.append(Row("system", "gpu", "none", "torch sees no CUDA device"))
     for index in range(torch.cuda.device_count()):
@@ -111,6 +112,21 @@ def _system() -> list[Row]:
         )
         rows.append(Row("system", f"gpu {index}", properties.name, note))
     return rows
+
+
+def _extension() -> Row:
+    """Whether the lattices of csrc/ are built, for what, and else how to build them."""
+    backends: tuple[lattice.Extension, ...] = "cpu-extension", "cuda-extension"
+    reasons = [lattice.why_not(backend) for backend in backends]
+    built = [
+        backend.removesuffix("-extension")
+        for backend, reason in zip(backends, reasons, strict=True)
+        if reason is None
+    ]
+    note = "lattices of ctc_loss and transducer_loss, csrc/"
+    if not built:
+        note += f"; {reasons[0]} ({cpp.HOW_TO_BUILD})"
+    return Row("system", "extension", ", ".join(built) or "not built", note)
 
 
 def _packages() -> list[Row]:

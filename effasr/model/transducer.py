@@ -129,6 +129,8 @@ class Transducer(nn.Module):
             fastemit=self.config.fastemit,
             durations=self.config.durations,
             sigma=self.config.sigma,
+            # No layer needs what it gave again. On a CPU a second forward would be the price.
+            overwrite_inputs=encoded.values.is_cuda and not torch.compiler.is_compiling(),
         )
 
     def begin(self, count: int) -> tuple[Tensor, PredictorState]:

@@ -167,7 +167,10 @@ def check_repeats(case: Case, base: Variation = _PLAIN) -> None:
 
 
 def check_kernel(
-    case_for: Callable[[str], Case], dtype: torch.dtype, device: torch.device | str = "cpu"
+    case_for: Callable[[str], Case],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    backend: str = "triton",
 ) -> None:
     """A kernel is as right as its dtype allows, and keeps the contract.
 
@@ -176,12 +179,13 @@ def check_kernel(
     `check_neighbours`, `check_strides` and `check_repeats` hold.
 
     Args:
-        case_for: Makes the case whose call takes this backend, ``"triton"`` or ``"reference"``,
-            with the same tensors each time.
+        case_for: Makes the case whose call takes this backend, that of the kernel or
+            ``"reference"``, with the same tensors each time.
         dtype: In which the kernel computes.
         device: Where.
+        backend: The kernel's.
     """
-    kernel = case_for("triton")
+    kernel = case_for(backend)
     there = Variation(dtype=dtype, device=torch.device(device))
     gold = evaluate(_rounded(case_for("reference"), dtype), _PLAIN)
     baseline = evaluate(case_for("reference"), Variation(dtype=dtype))

@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from effasr_kernels import overwriting
+from effasr_kernels.dispatch import Op
 from effasr_kernels.packed import PackedLayout
 
 
 class Flattening(Protocol):
     """What `Kernel` needs to know of its operation: `effasr_kernels.library.Registered`."""
 
+    op: Op
     arguments: dict[str, Any]
     names: list[str]
 
@@ -46,7 +49,9 @@ class Kernel:
         Empty tensors like those, also of fake arguments.
     ``backward(grads, results, saved, **arguments) -> dict``
         The gradients by the names that the operation's schema gives to tensors; None is zero, and
-        one that is missing cannot be had. ``grads`` has a contiguous tensor for each result.
+        one that is missing cannot be had. ``grads`` has a contiguous tensor for each result. Those
+        of tensors that the argument ``overwritten`` names, where an operation has one, are written
+        over these tensors.
     """
 
     def __init__(
@@ -93,7 +98,9 @@ class _Differentiable(Function):
     ) -> tuple[Tensor, ...]:
         # A schema carries no lengths that the host knows, to ask for which would be to wait.
         ctx.known = {name: layout.cu_seqlens_host for name, layout in layouts.items()}
-        results, saved = kernel.forward(**_known(kernel.operation.restore(flat), ctx.known))
+        arguments = _known(kernel.operation.restore(flat), ctx.known)
+        results, saved = kernel.forward(**arguments)
+        ctx.overwritten = arguments.get("overwritten", ())
         tensors = [value for value in flat if isinstance(value, Tensor)]
         ctx.kernel, ctx.counts = kernel, (len(tensors), len(results))
         ctx.rest = [None if isinstance(value, Tensor) else value for value in flat]
@@ -107,19 +114,23 @@ class _Differentiable(Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
-        operation, kept = ctx.kernel.operation, ctx.saved_tensors
+        operation = ctx.kernel.operation
+        overwriting.begin(ctx, operation.op.name, ctx.overwritten)
+        kept = ctx.saved_tensors
         inputs, results = ctx.counts
         tensors = iter(kept[:inputs])
         flat = [
             next(tensors) if is_tensor else value
             for is_tensor, value in zip(ctx.is_tensor, ctx.rest, strict=True)
         ]
+        arguments = _known(operation.restore(flat), ctx.known)
         found = ctx.kernel.backward(
             tuple(gradient.contiguous() for gradient in grads),
             kept[inputs : inputs + results],
             kept[inputs + results :],
-            **_known(operation.restore(flat), ctx.known),
+            **arguments,
         )
+        found = {**found, **{x: overwriting.finish(arguments[x]) for x in ctx.overwritten}}
         # One that is missing is an error, not a zero.
         gradients = [
             found[name] if is_needed else None

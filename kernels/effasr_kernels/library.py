@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
+from effasr_kernels import overwriting
 from effasr_kernels.dispatch import Backend, Op
 from effasr_kernels.kernel import Kernel
 from effasr_kernels.packed import OffsetsOnDemand, PackedLayout
@@ -76,6 +77,10 @@ OPTIONAL_INTS = Kind(
     lambda values: (None if values is None else list(values),),
     lambda values: None if values is None else tuple(values),
 )
+NAMES = Kind(
+    ("str {}",), lambda names: (",".join(names),), lambda text: tuple(text.split(",")) * bool(text)
+)
+"""A tuple of names. Not a list, as torch takes an empty one for a list of tensors."""
 LAYOUT = Kind(
     ("Tensor {}", "SymInt {}_rows", "SymInt? {}_longest"),
     _flatten_layout,
@@ -96,6 +101,7 @@ class Registered:
         outputs: Callable[..., Tensor | tuple[Tensor, ...]],
         flops: Callable[..., int],
         returns: str = "Tensor",
+        overwritable: Sequence[str] = (),
     ):
         """Register ``effasr::NAME`` and ``effasr::NAME_backward``.
 
@@ -108,6 +114,9 @@ class Registered:
                 sequence by sequence. The backward is counted as twice that, as for matrix
                 products; what is merely computed again is not counted.
             returns: ``"Tensor"``, or ``"(Tensor, Tensor)"`` and so on for several results.
+            overwritable: Tensors that the argument ``overwritten`` may name, of which kind it is
+                `NAMES`. The backward is then ``effasr::NAME_backward_over``, which writes their
+                gradients over them (`effasr_kernels.overwriting`), and returns the others.
         """
         self.op = op
         self.arguments = dict(arguments)
@@ -135,6 +144,8 @@ class Registered:
         )
         register_flop_formula(self._forward, get_raw=True)(self._count)
         register_flop_formula(self._backward, get_raw=True)(self._count_backward)
+        if overwritable:
+            self._register_over(overwritable)
 
     def __call__(self, *args: Any, backend: Backend | str | None = None, **kwargs: Any) -> Any:
         """Run the operation, through the dispatcher if torch compiles, fakes or counts."""
@@ -172,6 +183,26 @@ class Registered:
         self._library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=self._library)
 
+    def _register_over(self, overwritable: Sequence[str]) -> None:
+        """Define the backward that writes over some of its arguments."""
+        name = f"{self.op.name}_backward_over"
+        letters = dict(zip(overwritable, "abcdefgh", strict=False))
+        parts = [
+            f"Tensor({letters[own]}!) {own}" if own in letters else part
+            for own, part in zip(self.names, self.parts, strict=True)
+        ]
+        given = "Tensor[] grads, Tensor[] outputs, bool[] wanted"
+        self._library.define(f"{name}({given}, {', '.join(parts)}, str backend) -> Tensor[]")
+        self._register(name, self._run_backward_over, self._fake_backward_over)
+        self._backward_over = getattr(getattr(torch.ops, _NAMESPACE), name)
+        register_flop_formula(self._backward_over, get_raw=True)(self._count_backward)
+
+    def _overwritten(self, flat: Sequence[Any]) -> Sequence[str]:
+        """Which arguments of a call are written over by its backward."""
+        if "overwritten" not in self.arguments:
+            return ()
+        return self.arguments["overwritten"].restore(flat[self.names.index("overwritten")])
+
     def _select(self, arguments: dict[str, Any], backend: str) -> Callable[..., Any]:
         return self.op.select(**arguments, backend=backend or None)
 
@@ -207,6 +238,8 @@ class Registered:
         ctx.save_for_backward(*given, *kept)
 
     def _differentiate(self, ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
+        overwritten = self._overwritten(ctx.rest)
+        overwriting.begin(ctx, self.op.name, overwritten)
         given, kept = ctx.saved_tensors[: ctx.given], ctx.saved_tensors[ctx.given :]
         tensors = iter(given)
         flat = [
@@ -215,8 +248,14 @@ class Registered:
         ]
         wanted = list(ctx.needs_input_grad)
         upstream = list(grads[: self._results])
-        found = iter(self._backward(upstream, list(kept), wanted, *flat))
-        return tuple(next(found) if is_wanted else None for is_wanted in wanted)
+        if not overwritten:
+            found = iter(self._backward(upstream, list(kept), wanted, *flat))
+            return tuple(next(found) if is_wanted else None for is_wanted in wanted)
+        found = iter(self._backward_over(upstream, list(kept), wanted, *flat))
+        return tuple(
+            overwriting.finish(value) if name in overwritten else next(found) if is_wanted else None
+            for name, value, is_wanted in zip([*self.names, "backend"], flat, wanted, strict=True)
+        )
 
     def _run_backward(
         self, grads: list[Tensor], outputs: list[Tensor], wanted: list[bool], *flat: Any
@@ -227,6 +266,20 @@ class Registered:
             if isinstance(run, Kernel):
                 return self._from_kernel(run, grads, outputs, wanted, flat, arguments)
             return self._from_autograd(grads, wanted, flat)
+
+    def _run_backward_over(
+        self, grads: list[Tensor], outputs: list[Tensor], wanted: list[bool], *flat: Any
+    ) -> list[Tensor]:
+        found = self._run_backward(grads, outputs, wanted, *flat)
+        return self._not_overwritten(found, wanted, flat)
+
+    def _not_overwritten(
+        self, found: list[Tensor], wanted: list[bool], flat: Sequence[Any]
+    ) -> list[Tensor]:
+        """The gradients that have memory of their own, of all that are wanted."""
+        names = [name for name, is_wanted in zip(self.names, wanted[:-1], strict=True) if is_wanted]
+        overwritten = self._overwritten(flat)
+        return [x for name, x in zip(names, found, strict=True) if name not in overwritten]
 
     def _from_kernel(
         self,
@@ -276,6 +329,12 @@ class Registered:
     ) -> list[Tensor]:
         pairs = zip(wanted, flat, strict=True)
         return [value.new_empty(value.shape) for is_wanted, value in pairs if is_wanted]
+
+    def _fake_backward_over(
+        self, grads: list[Tensor], outputs: list[Tensor], wanted: list[bool], *flat: Any
+    ) -> list[Tensor]:
+        found = self._fake_backward(grads, outputs, wanted, *flat)
+        return self._not_overwritten(found, wanted, flat)
 
     def _count(self, *flat: Any, out_val: Any = None) -> int:
         return self._flops(**self.restore(flat[:-1]))

@@ -22,6 +22,11 @@ _SUBSAMPLED = {"8x": 12.5, "4x": 25.0}
 """Frames a second."""
 _SECONDS, _LABELS = 40.0, 200
 _REFERENCE_FRAMES = 1_000
+DEFAULTS = {
+    **{"activation": "relu", "fastemit": 0.0, "durations": None, "sigma": 0.0},
+    "overwritten": (),
+}
+"""Of the operation, for calls that go past its public function."""
 
 
 def cases(workload: Workload) -> list[Case]:
@@ -88,8 +93,8 @@ def count(batch: Batch) -> int:
     layouts = batch.frames, batch.labels
     flat = call.flatten(
         *(batch.encoded, batch.predicted, batch.targets, *layouts, batch.weight, batch.bias),
-        **{"blank_id": batch.blank_id, "activation": "relu", "fastemit": 0.0},
-        **{"durations": None, "sigma": 0.0},
+        blank_id=batch.blank_id,
+        **DEFAULTS,
     )
     return flop_registry[torch.ops.effasr.transducer_loss](*flat)
 

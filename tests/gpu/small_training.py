@@ -9,6 +9,7 @@ from effasr.data.augment import AugmentConfig
 from effasr.data.batch import Batch, Example, StaticShape, collate
 from effasr.distributed.process_group import World
 from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.cost import cost_model
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
 from effasr.training.objective import LossConfig, Objective
@@ -57,4 +58,5 @@ def make_trainee(device: torch.device, position: str, dropout: float = 0.0) -> T
         seed=0,
         clip=1.0,
         label_smoothing=0.1,
+        cost=cost_model(config, VOCABULARY),
     )

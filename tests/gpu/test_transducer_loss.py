@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from effasr_kernels import PackedLayout, transducer_loss
 from effasr_kernels.conformance import Case, Packed, Shared, check_kernel
@@ -16,6 +14,7 @@ from effasr_kernels.testing import AWKWARD_LENGTHS, assert_no_worse
 from effasr_kernels.transducer_loss import _lattice, _triton, set_workspace
 from effasr_kernels.transducer_loss._plan import Cost, Lattices, first_nodes
 from effasr_kernels.transducer_loss.lattice import occupancies
+from tests.gpu.live_memory import Live
 
 WIDTH = 20
 ROOMY = 2**29
@@ -293,30 +292,6 @@ def test_saves_what_it_says(device: torch.device) -> None:
         assert (saved[0].numel() > 0) == (longest is not None)
 
 
-class _Live(TorchDispatchMode):
-    """The most bytes alive at a time of what is made in the block, and of one tensor."""
-
-    def __init__(self, *given: Tensor) -> None:
-        """What is given does not count, which the interpreter wraps anew."""
-        super().__init__()
-        self.peak, self.largest = 0, 0
-        self._given = {x.untyped_storage()._cdata for x in given}
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, Tensor):
-                storage = x.untyped_storage()
-                if storage._cdata in self._given:
-                    continue
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                self.largest = max(self.largest, storage.nbytes())
-        self._made = {key: x for key, x in self._made.items() if not x[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
-        return out
-
-
 @pytest.mark.parametrize("keeps_logits", [False, True])
 def test_memory_does_not_grow_with_the_batch(keeps_logits: bool, device: torch.device) -> None:
     """But for inputs, and their gradients."""
@@ -331,7 +306,7 @@ def test_memory_does_not_grow_with_the_batch(keeps_logits: bool, device: torch.d
         )
         given = arguments["encoded"].nbytes + arguments["predicted"].nbytes
         fixed = 3 * arguments["weight"].nbytes
-        with _Live(*(x for x in arguments.values() if isinstance(x, Tensor))) as live:
+        with Live(*(x for x in arguments.values() if isinstance(x, Tensor))) as live:
             results, saved = _triton.forward(**arguments)
             gradients = _triton.backward(
                 (torch.ones_like(results[0]),), results, saved, **arguments

@@ -5,7 +5,7 @@ import torch
 
 from effasr.inference import doctor
 from effasr.inference.doctor_probes import PROBES, Probe
-from effasr_kernels import OPERATIONS, Backend
+from effasr_kernels import OPERATIONS, Backend, cpp, lattice
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,25 @@ def test_every_operation_is_probed() -> None:
 def test_every_operation_can_run_on_the_cpu(found) -> None:
     rows = [row for row in found.rows if row.name.endswith(" on cpu")]
     assert len(rows) == len(PROBES)
-    assert {row.value for row in rows} <= {"reference", "triton"}
+    assert {row.value for row in rows} <= {"reference", "triton", "cpp"}
 
 
 def test_versions_and_what_is_missing(found) -> None:
     assert _row(found, "torch").value == torch.__version__
     assert _row(found, "jiwer").value.startswith("4.")
     assert _row(found, "apex").note.startswith(("not used: ", "fused"))
+
+
+def test_the_extension_is_there_or_how_to_build_it(monkeypatch) -> None:
+    monkeypatch.setattr(lattice, "why_not", lambda backend: "no such module")
+    row = _row(doctor.report(), "extension")
+    assert row.value == "not built"
+    assert row.note.endswith(f"no such module ({cpp.HOW_TO_BUILD})")
+    note = _row(doctor.report(), "ctc_loss on cpu").note
+    assert "cpp: no such module (EFFASR_BUILD_CPP=1 pip install" in note
+    reasons = {"cpu-extension": None, "cuda-extension": "built without CUDA"}
+    monkeypatch.setattr(lattice, "why_not", reasons.get)
+    assert _row(doctor.report(), "extension").value == "cpu"
 
 
 def test_the_text_has_a_table_for_each_section(found) -> None:

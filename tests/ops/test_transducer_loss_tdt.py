@@ -300,16 +300,6 @@ def test_without_frames_the_empty_transcript_is_certain() -> None:
     assert loss.tolist() == [0]
 
 
-def test_triton_says_that_it_knows_no_durations() -> None:
-    kernel = pytest.importorskip("effasr_kernels.transducer_loss._triton")
-    x, layout = torch.zeros(1, 1), PackedLayout.from_lengths([1])
-    arguments = x, x, x, layout, layout, x, x
-    reason = kernel.why_not(
-        *arguments, blank_id=0, activation="relu", fastemit=0.0, durations=(0, 1), sigma=0.0
-    )
-    assert "durations" in reason
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -104,7 +104,7 @@ def test_large_batches_are_measured_on_request(
     with output.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     own = {f"peer: {name}" for name in transducer.OWN} | {"reference"}
-    assert {row["backend"] for row in rows} == own
+    assert {row["backend"] for row in rows} - {"cpp"} == own
     assert {row["kind"] for row in rows} == {"large 8x", "large 4x", ""}
     assert all(float(row["error"]) < 1e-4 and float(row["tflop_per_s"]) > 0 for row in rows)
     said = capsys.readouterr().err

@@ -26,6 +26,7 @@ op = Op(
     "ctc_loss",
     {
         Backend.TRITON: "effasr_kernels.ctc_loss._triton",
+        Backend.CPP: "effasr_kernels.ctc_loss._cpp",
         Backend.REFERENCE: "effasr_kernels.ctc_loss.reference",
     },
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from effasr_kernels import checks
 from effasr_kernels.dispatch import Backend
+from effasr_kernels.overwriting import check_overwritable
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.transducer_loss.registration import call, op
 from effasr_kernels.transducer_loss.workspace import set_workspace
@@ -30,6 +32,7 @@ def transducer_loss(
     fastemit: float = 0.0,
     durations: tuple[int, ...] | None = None,
     sigma: float = 0.0,
+    overwrite_inputs: bool = False,
     backend: Backend | str | None = None,
 ) -> Tensor:
     r"""Negative log-likelihood of each transcript under a transducer (RNN-T or TDT), exact.
@@ -82,6 +85,12 @@ def transducer_loss(
         durations: D numbers of frames, increasing, none negative, such as (0, 1, 2, 3, 4); an RNN-T
             without.
         sigma: Not negative, and 0 without durations.
+        overwrite_inputs: Whether the backward writes the gradients of ``encoded`` and ``predicted``
+            over these tensors, as far as they require one, which saves their memory. Their values
+            are lost: each must be what an operation made, contiguous, in memory of its own; nothing
+            else may need it after this backward, which there is but once. What autograd still needs
+            of it is an error there, as after any operation in place. Not in compiled code, where
+            the compiler alone decides what is written where.
         backend: Implementation to use; the fastest that can serve the call by default.
 
     Returns:
@@ -118,6 +127,11 @@ def transducer_loss(
         raise checks.wrong(op.name, "activation", 'be "relu" or "tanh"', repr(activation))
     if not fastemit >= 0:
         raise checks.wrong(op.name, "fastemit", "be at least 0", fastemit)
+    overwritten: tuple[str, ...] = ()
+    if overwrite_inputs:
+        overwritten = _overwritten(
+            encoded=encoded, predicted=predicted, weight=weight, bias=bias, targets=targets
+        )
     return call(
         encoded,
         predicted,
@@ -131,8 +145,21 @@ def transducer_loss(
         fastemit=fastemit,
         durations=durations,
         sigma=sigma,
+        overwritten=overwritten,
         backend=backend,
     )
+
+
+def _overwritten(**tensors: Tensor) -> tuple[str, ...]:
+    """Over which tensors gradients are written, if that is asked for."""
+    if torch.compiler.is_compiling():
+        remedy = "in compiled code, which decides on memory itself"
+        raise checks.wrong(op.name, "overwrite_inputs", f"be False {remedy}", True)
+    if not torch.is_grad_enabled():
+        return ()
+    names = tuple(name for name in ("encoded", "predicted") if tensors[name].requires_grad)
+    check_overwritable(op.name, "overwrite_inputs", names, **tensors)
+    return names
 
 
 def _count_durations(durations: tuple[int, ...] | None, sigma: float) -> int:

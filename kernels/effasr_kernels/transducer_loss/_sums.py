@@ -12,61 +12,73 @@ from effasr_kernels.projection import multiply, multiply_add
 from effasr_kernels.transducer_loss import _fold
 from effasr_kernels.transducer_loss._gradient import differentiate, differentiate_kept
 from effasr_kernels.transducer_loss._plan import Chunk, Group
+from effasr_kernels.transducer_loss._sweeps import Scores
 from effasr_kernels.transducer_loss._work import Rows, Work, part_of, pieces
 
 
 class Sums:
     """The gradients, to which groups add."""
 
-    def __init__(self, work: Work, groups: Sequence[Group], rows: Rows):
-        """Zeros, and room for the largest chunk."""
+    def __init__(
+        self, work: Work, groups: Sequence[Group], rows: Rows, overwritten: Sequence[str] = ()
+    ):
+        """Zeros, and room for the largest chunk.
+
+        Args:
+            work: The call.
+            groups: Its groups, which are added one after the other.
+            rows: Room for the largest chunk.
+            overwritten: Of ``encoded`` and ``predicted``, which are replaced by their gradients. A
+                frame is read once more, and last, in the chunk that finishes its gradient; the
+                rows of ``predicted`` are used by all chunks of their group, and written after it.
+        """
         self.work, self.rows = work, rows
         weight, width = work.weight, work.width
-        self.d_encoded = weight.new_zeros(work.encoded.shape)
-        self.d_predicted = weight.new_zeros(work.predicted.shape)
-        self.d_weight = weight.new_zeros(work.count, width, dtype=torch.float32)
-        self.d_bias = weight.new_zeros(work.count, dtype=torch.float32)
+        self.d_encoded, self.d_predicted = (
+            x if name in overwritten else x.new_zeros(x.shape)
+            for name, x in (("encoded", work.encoded), ("predicted", work.predicted))
+        )
+        self.d_encoded[work.lattices.frames[-1] :] = 0
+        self.d_predicted[work.lattices.states[-1] :] = 0
+        self.d_weight = weight.new_zeros(work.columns, width, dtype=torch.float32)
+        self.d_bias = weight.new_zeros(work.columns, dtype=torch.float32)
         self.d_hidden = weight.new_empty(rows.hidden.shape[0], width, dtype=torch.float32)
         self.d_logits: Tensor | None = None
 
     def add(
-        self,
-        group: Group,
-        occ_blank: Tensor,
-        occ_label: Tensor,
-        normalizer: Tensor,
-        base: int,
-        logits: Tensor | None,
+        self, group: Group, passing: Scores, normalizer: Tensor, base: int, logits: Tensor | None
     ) -> None:
-        """Add the gradients of a group, from what passes each step of its lattices.
+        """Add the gradients of a group.
 
         Args:
             group: Which.
-            occ_blank: float32, of its nodes.
-            occ_label: float32, of its nodes.
+            passing: What passes each step of its lattices.
             normalizer: float32, of nodes from ``base`` on.
             base: A node.
-            logits: (R, V), of its nodes, overwritten by their gradient; None to make them again.
+            logits: (R, V + D), of its nodes, overwritten by their gradient; None to make them
+                again.
         """
         work, rows = self.work, self.rows
-        if not group.nodes:
-            return
         d_states = self.d_bias.new_zeros(group.states, work.width)
         for chunk in group.chunks:
-            part = part_of(group, chunk)
+            part = part_of(chunk, group.first_node)
             hidden = rows.hidden[: chunk.nodes]
             d_hidden = self.d_hidden[: chunk.nodes]
             work.place(chunk, rows)
-            work.join(group, chunk, rows, occupied=(occ_blank, occ_label))
+            work.join(chunk, rows, passing)
             if logits is None:
                 if self.d_logits is None:
                     self.d_logits = work.logits(rows.hidden.shape[0])
                 d_logits = self.d_logits[: chunk.nodes]
             else:
                 d_logits = logits[part]
-            numbers = normalizer, occ_blank, occ_label, rows.label
-            firsts = chunk.first_node - group.first_node, chunk.first_node - base
+            numbers = normalizer, passing.blank, passing.label, rows.label
+            firsts = chunk.first_node - passing.base, chunk.first_node - base
             self._differentiate(chunk, numbers, firsts, logits, d_logits)
+            if passing.duration is not None:
+                d_durations = passing.duration[part]
+                d_logits[:, work.count :] = d_durations
+                self.d_bias[work.count :] += d_durations.sum(0)
             multiply_add(d_logits.t(), hidden[:, : work.width], self.d_weight)
             multiply(d_logits, work.weight[:, : work.width], d_hidden)
             self._fold(group, chunk, hidden, d_hidden, d_states)
@@ -91,7 +103,7 @@ class Sums:
         logits: Tensor | None,
         d_logits: Tensor,
     ) -> None:
-        """Write the gradient of a chunk's logits, and add its sum to that of the bias."""
+        """Write the gradient of logits of classes, and add its sum to that of the bias."""
         work = self.work
         tiles = work.tiles
         row_tiles, class_tiles = (
@@ -121,7 +133,7 @@ class Sums:
                 BLOCK_V=64,
                 ROWS=16,
             )
-        self.d_bias += d_bias.sum(0)
+        self.d_bias[: work.count] += d_bias.sum(0)
 
     def _fold(
         self, group: Group, chunk: Chunk, hidden: Tensor, d_hidden: Tensor, d_states: Tensor

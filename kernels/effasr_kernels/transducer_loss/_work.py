@@ -12,8 +12,10 @@ from effasr_kernels.launch import capability, launch
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.projection import aligned, product_tiles, row_statistics
 from effasr_kernels.transducer_loss import _fold
+from effasr_kernels.transducer_loss._durations import score_durations
 from effasr_kernels.transducer_loss._joint import join, place_nodes
 from effasr_kernels.transducer_loss._plan import Chunk, Cost, Group, Lattices, first_nodes
+from effasr_kernels.transducer_loss._sweeps import Scores
 from effasr_kernels.transducer_loss.workspace import workspace
 
 _PLACED, _JOINED = 256, 16
@@ -47,18 +49,24 @@ class Work:
         layout_targets: PackedLayout,
         blank_id: int,
         activation: str,
+        fastemit: float,
+        durations: tuple[int, ...] = (),
+        sigma: float = 0.0,
     ):
-        """Prepare encoded, predicted, targets, weight and bias."""
+        """Prepare encoded, predicted, targets, weight and bias, and the rest as it is given."""
         encoded, predicted, targets, weight, bias = tensors
         self.encoded, self.predicted = (
-            x if x.stride(-1) == 1 else x.contiguous() for x in (encoded, predicted)
+            x.detach() if x.stride(-1) == 1 else x.contiguous() for x in (encoded, predicted)
         )
         self.targets, self.bias = targets.contiguous(), bias.contiguous()
         self.blank_id, self.is_tanh = blank_id, activation == "tanh"
-        self.count, self.width = weight.shape
+        self.fastemit, self.durations, self.sigma = fastemit, durations, sigma
+        self.columns, self.width = weight.shape
+        self.count = self.columns - len(durations)
         self.tiles = product_tiles(weight.dtype, capability(weight.device))
         self.weight = aligned(weight, self.tiles["BLOCK_C"])
-        self.logit_bytes = pieces(self.count, 16) * 16 * weight.element_size()
+        self.logit_bytes = pieces(self.columns, 16) * 16 * weight.element_size()
+        self.layouts, self.bound = (layout_frames, layout_targets), layout_targets.bound
         self.lattices = Lattices(layout_frames, layout_targets)
         starts = first_nodes(layout_frames, layout_targets)
         self.offsets = layout_frames.cu_seqlens, layout_targets.cu_seqlens, starts
@@ -68,11 +76,15 @@ class Work:
         """Of a chunk whose rows are scored: three numbers, the row, and its statistics."""
         return Cost(node=32 + self.weight.shape[1] * self.weight.element_size())
 
+    def score_bytes(self, trace: torch.dtype | None) -> int:
+        """Of a node that is scored, and of what a sweep leaves there."""
+        return 8 + 4 * len(self.durations) + (0 if trace is None else trace.itemsize)
+
     def gradient_cost(self, logit_bytes: int) -> Cost:
         """Of a chunk that is differentiated: besides, three gradients and their sums."""
         wide = 4 * self.width
         sums = wide // _fold.STATES + wide // _fold.FRAMES
-        sums += 4 * self.count // self.tiles["BLOCK_R"]
+        sums += 4 * self.columns // self.tiles["BLOCK_R"]
         return Cost(self.row_bytes().node + logit_bytes + wide + sums, frame=wide, state=wide)
 
     def logits_fit(self) -> bool:
@@ -91,9 +103,17 @@ class Work:
         """A number for each node of a group."""
         return self.weight.new_empty(group.nodes, dtype=torch.float32)
 
+    def scores(self, group: Group) -> Scores:
+        """Room for a number for each step out of each node of a group."""
+        durations = None
+        if self.durations:
+            size = group.nodes, len(self.durations)
+            durations = self.weight.new_empty(size, dtype=torch.float32)
+        return Scores(group.first_node, self.plane(group), self.plane(group), durations)
+
     def logits(self, nodes: int) -> Tensor:
-        """Rows of logits, (nodes, V), which begin at multiples of 16 elements."""
-        return self.weight.new_empty(nodes, pieces(self.count, 16) * 16)[:, : self.count]
+        """Rows of logits, (nodes, V + D), which begin at multiples of 16 elements."""
+        return self.weight.new_empty(nodes, pieces(self.columns, 16) * 16)[:, : self.columns]
 
     def rows(self, groups: Sequence[Group]) -> Rows:
         """Room for the largest chunk."""
@@ -105,35 +125,40 @@ class Work:
         self,
         group: Group,
         rows: Rows,
-        log_blank: Tensor,
-        log_label: Tensor,
+        scores: Scores,
         normalizer: Tensor | None,
         logits: Tensor | None = None,
     ) -> None:
-        """The log-probabilities of blank and label of a group's nodes, float32.
+        """The log-probabilities of all steps out of a group's nodes.
 
         Args:
             group: Which.
             rows: To work in.
-            log_blank: Written.
-            log_label: Written.
+            scores: Written.
             normalizer: float32, of the group's nodes, written; None if it is not wanted.
-            logits: (R, V), of the group's nodes, written; None if they are not wanted.
+            logits: (R, V + D), of the group's nodes, written but for those of durations; None if
+                they are not wanted.
         """
+        classes = self.weight[: self.count], self.bias[: self.count]
         for chunk in group.chunks:
             self.place(chunk, rows)
-            self.join(group, chunk, rows, logits=(log_blank, log_label))
-            part = part_of(group, chunk)
+            self.join(chunk, rows, scores, logits=True)
+            hidden, part = rows.hidden[: chunk.nodes], part_of(chunk, group.first_node)
             log_normalizer = row_statistics(
-                rows.hidden[: chunk.nodes],
-                self.weight,
-                self.bias,
-                logits=None if logits is None else logits[part],
+                *(hidden, *classes),
+                logits=None if logits is None else logits[part, : self.count],
             ).log_normalizer
-            log_blank[part] -= log_normalizer
-            log_label[part] -= log_normalizer
             if normalizer is not None:
                 normalizer[part] = log_normalizer
+            log_normalizer += self.sigma
+            for step in (scores.blank, scores.label):
+                step[part_of(chunk, scores.base)] -= log_normalizer
+            if scores.duration is not None:
+                score_durations(
+                    *(hidden, self.weight, self.bias, scores.duration),
+                    *(chunk.first_node - scores.base, chunk.nodes, self.count),
+                    self.tiles["BLOCK_C"],
+                )
 
     def place(self, chunk: Chunk, rows: Rows) -> None:
         """Write the numbers of a chunk's rows."""
@@ -148,30 +173,23 @@ class Work:
             BLOCK=_PLACED,
         )
 
-    def join(
-        self,
-        group: Group,
-        chunk: Chunk,
-        rows: Rows,
-        *,
-        logits: tuple[Tensor | None, Tensor | None] = (None, None),
-        occupied: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> None:
+    def join(self, chunk: Chunk, rows: Rows, scores: Scores, *, logits: bool = False) -> None:
         """Write a chunk's rows; see `join`.
 
         Args:
-            group: Of the chunk.
             chunk: Which.
             rows: As `place` left them.
-            logits: Of the group's nodes, written.
-            occupied: What passes the blank and the label, of the group's nodes; rows where nothing
-                passes are zero.
+            scores: What passes the steps out of its nodes: rows where nothing does are zero.
+            logits: Whether the logits of blank and label are wanted there instead.
         """
+        steps = scores.blank, scores.label
+        none = None, None
+        occupied, wanted = (none, steps) if logits else (steps, none)
         launch(
             join,
             (pieces(chunk.nodes, _JOINED),),
             *(self.encoded, self.predicted, *rows[:3], *occupied, self.weight, self.bias),
-            *(*logits, rows.hidden, chunk.first_node - group.first_node, chunk.nodes),
+            *(*wanted, rows.hidden, chunk.first_node - scores.base, chunk.nodes),
             *(self.width, self.count, self.blank_id, self.encoded.stride(0)),
             *(self.predicted.stride(0), self.weight.stride(0), rows.hidden.stride(0)),
             num_warps=4,
@@ -182,9 +200,9 @@ class Work:
         )
 
 
-def part_of(group: Group, chunk: Chunk) -> slice:
-    """The chunk's nodes among those of the group."""
-    first = chunk.first_node - group.first_node
+def part_of(chunk: Chunk, base: int) -> slice:
+    """The chunk's nodes among those from node ``base`` on."""
+    first = chunk.first_node - base
     return slice(first, first + chunk.nodes)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from effasr_kernels import overwriting
 from effasr_kernels.checks import check_labels
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.ragged import widen
@@ -30,6 +31,7 @@ class _Settings:
     sigma: float
     with_gradient: bool
     dtype: torch.dtype
+    overwritten: tuple[str, ...]
 
 
 def run(
@@ -46,6 +48,7 @@ def run(
     fastemit: float,
     durations: tuple[int, ...] | None = None,
     sigma: float = 0.0,
+    overwritten: tuple[str, ...] = (),
 ) -> Tensor:
     """See `effasr_kernels.transducer_loss.transducer_loss`."""
     durations = durations or ()
@@ -53,17 +56,23 @@ def run(
     exception = f" other than the blank {blank_id}"
     classes = weight.shape[0] - len(durations)
     check_labels("transducer_loss", labels, classes, exception, blank_id)
-    inputs = tuple(widen(x) for x in (encoded, predicted, weight, bias))
+    packed = {"encoded": encoded, "predicted": predicted}
+    # What is written over has to be the argument itself, and is widened by sequences.
+    rows = (x if name in overwritten else widen(x) for name, x in packed.items())
+    inputs = (*rows, widen(weight), widen(bias))
     with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     settings = _Settings(
         *(layout_frames, layout_targets, blank_id, activation, fastemit),
-        *(durations, sigma, with_gradient, encoded.dtype),
+        *(durations, sigma, with_gradient and not overwritten, encoded.dtype, overwritten),
     )
     return _TransducerLoss.apply(*inputs, targets.long(), settings)
 
 
 class _TransducerLoss(torch.autograd.Function):
-    """The loss, whose forward also leaves the gradient of its sum."""
+    """The loss, whose forward also leaves the gradient of its sum.
+
+    Unless that is to be where the inputs are: then the backward computes all of it afresh.
+    """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -80,7 +89,12 @@ class _TransducerLoss(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Scale the gradient of the sum, or compute another weighting afresh."""
         (grad,) = grad_outputs
+        overwritten = ctx.settings.overwritten
+        overwriting.begin(ctx, "transducer_loss", overwritten)
         inputs, gradients = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        if overwritten:
+            _, gradients = _losses(inputs, grad, replace(ctx.settings, with_gradient=True))
+            return *(x.detach() for x in gradients), None, None
         # Those without frames, with which a static shape is filled up, have no gradient at all.
         lengths = torch.tensor(ctx.settings.frames.lengths, device=grad.device)
         counted = grad[lengths > 0]
@@ -103,10 +117,14 @@ def _losses(
         settings: The rest.
     """
     encoded, predicted, weight, bias, targets = inputs
-    losses = encoded.new_zeros(settings.frames.num_sequences)
+    losses = weight.new_zeros(settings.frames.num_sequences)
     gradients: tuple[Tensor, ...] = ()
     if settings.with_gradient:
-        gradients = tuple(torch.zeros_like(x) for x in (encoded, predicted, weight, bias))
+        names = "encoded", "predicted", "weight", "bias"
+        gradients = tuple(
+            x if name in settings.overwritten else torch.zeros_like(x)
+            for name, x in zip(names, inputs[:4], strict=True)
+        )
     labels = settings.labels
     rows_f, rows_y = settings.frames.cu_seqlens_host, labels.cu_seqlens_host
     rows_g = labels.lengthened(1).cu_seqlens_host
@@ -116,12 +134,18 @@ def _losses(
         y = targets[rows_y[n] : rows_y[n + 1]]
         if f.start == f.stop:
             losses[n] = torch.inf if y.numel() else 0.0
+            for gradient in gradients[1:2]:
+                gradient[g] = 0
             continue
-        losses[n], dz, h = _logit_gradient(encoded[f], predicted[g], weight, bias, y, settings)
+        rows = widen(encoded[f]), widen(predicted[g])
+        losses[n], dz, h = _logit_gradient(*rows, weight, bias, y, settings)
         if settings.with_gradient:
             if scales is not None:
                 dz *= scales[n]
             _accumulate(gradients, f, g, dz, h, weight, settings.activation)
+    # Of what is overwritten, all rows are, also those of no sequence.
+    for gradient, offsets in zip(gradients[:2], (rows_f, rows_g), strict=False):
+        gradient[offsets[-1] :] = 0
     return losses, gradients
 
 

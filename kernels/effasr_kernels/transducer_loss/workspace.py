@@ -12,6 +12,8 @@ class _Workspace:
 def set_workspace(size: int) -> int:
     """Set how many bytes the Triton backend works in; 512 MiB unless this is called.
 
+    The backend ``cpp`` takes of it what it needs, at most 32 MiB for each thread.
+
     A quarter is for numbers of lattice nodes, three quarters for rows of the joint's output and of
     the logits' gradient. More makes products larger and launches fewer; results change by rounding
     alone. One frame of one sequence, and the lattice of one sequence, are the least that is held at

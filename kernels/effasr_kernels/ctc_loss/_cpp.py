@@ -1,0 +1,134 @@
+"""`ctc_loss` on a CPU, its lattices in C++.
+
+Group by group of sequences: log-probabilities of all classes, of which the lattices take those of
+the blank and of each frame's own labels, and give how probable each is; then the gradient of the
+logits, which takes the place of the log-probabilities, and its products. Beside the arguments and
+their gradients there is one group: 64 MiB, or one sequence that needs more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from effasr_kernels import lattice
+from effasr_kernels.checks import check_labels
+from effasr_kernels.cpp import differentiable, groups, refusal
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.ragged import widen
+
+_GROUP_BYTES = 64 * 2**20
+
+
+def why_not(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    layout_frames: PackedLayout,
+    layout_targets: PackedLayout,
+    *,
+    bias: Tensor | None,
+    blank_id: int,
+) -> str | None:
+    """The reason for which these arguments cannot be served, or None."""
+    return refusal(hidden, weight, bias)
+
+
+def run(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    layout_frames: PackedLayout,
+    layout_targets: PackedLayout,
+    *,
+    bias: Tensor | None,
+    blank_id: int,
+) -> Tensor:
+    """See `effasr_kernels.ctc_loss.ctc_loss`."""
+    labels = targets[: layout_targets.total]
+    exception = f" other than the blank {blank_id}"
+    check_labels("ctc_loss", labels, weight.shape[0], exception, blank_id)
+    losses = _Losses(layout_frames, layout_targets, labels.long(), blank_id)
+    inputs = {"hidden": widen(hidden), "weight": widen(weight)}
+    if bias is not None:
+        inputs["bias"] = widen(bias)
+    return differentiable("ctc_loss", losses, inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Losses:
+    """See `effasr_kernels.cpp.Losses`; inputs are hidden, weight and, if there is one, bias."""
+
+    frames: PackedLayout
+    labels: PackedLayout
+    targets: Tensor
+    blank_id: int
+
+    def __call__(
+        self,
+        inputs: tuple[Tensor, ...],
+        scales: Tensor | None = None,
+        gradients: tuple[Tensor, ...] = (),
+    ) -> Tensor:
+        hidden, weight, *_ = inputs
+        losses = hidden.new_empty(self.frames.num_sequences)
+        for gradient in gradients:
+            gradient.zero_()
+        transcripts = self.targets.split(self.labels.lengths)
+        lengths = zip(self.frames.lengths, self.labels.lengths, strict=True)
+        # Logits, and of each label its number, its score, and what the extension works in.
+        sizes = [4 * t * (weight.shape[0] + 4 * (u + 1)) for t, u in lengths]
+        for begin, end in groups(sizes, _GROUP_BYTES):
+            columns = self._columns(transcripts[begin:end])
+            scale = None if scales is None else scales[begin:end]
+            losses[begin:end] = self._group(inputs, begin, end, columns, scale, gradients)
+        return losses
+
+    def _columns(self, transcripts: tuple[Tensor, ...]) -> Tensor:
+        """The blank and the labels of each sequence, int64 (n, K + 1); -1 past the last."""
+        labels = pad_sequence(list(transcripts), batch_first=True, padding_value=-1)
+        return F.pad(labels, (1, 0), value=self.blank_id)
+
+    def _group(
+        self,
+        inputs: tuple[Tensor, ...],
+        begin: int,
+        end: int,
+        columns: Tensor,
+        scale: Tensor | None,
+        gradients: tuple[Tensor, ...],
+    ) -> Tensor:
+        """The losses of a run of sequences; their share is added to the gradients."""
+        hidden, weight, *bias = inputs
+        cu_frames = self.frames.cu_seqlens[begin : end + 1]
+        rows = slice(int(cu_frames[0]), int(cu_frames[-1]))
+        cu_frames = cu_frames - rows.start
+        cu_labels = self.labels.cu_seqlens[begin : end + 1].contiguous()
+        log_probs = F.linear(hidden[rows], weight, *bias).log_softmax(-1)
+        lengths = cu_frames.diff()
+        repeat = lambda x: x.repeat_interleave(lengths, 0, output_size=log_probs.shape[0])
+        classes = repeat(columns)
+        # What is no label is neither read nor written, so it stays zero.
+        scores = log_probs.gather(1, classes.clamp(min=0)).masked_fill_(classes < 0, 0)
+        given = scores, None, self.targets, cu_frames, cu_labels
+        most = {"max_frames": self.frames.max_seqlen}
+        if not gradients:
+            return 0 - lattice.ctc_log_likelihood(*given, **most, backend="cpu-extension")
+        total, occupancies = lattice.ctc_occupancies(
+            *given, **most, in_place=True, backend="cpu-extension"
+        )
+        losses = (0 - total).to(hidden.dtype)
+        scale = torch.ones_like(losses) if scale is None else scale
+        of_rows = repeat(scale.masked_fill(losses.isinf(), 0))[:, None]
+        dz = log_probs.exp_().mul_(of_rows)
+        dz.scatter_add_(1, classes.clamp_(min=0), occupancies.mul_(-of_rows))
+        of_hidden, of_weight, *of_bias = gradients
+        torch.mm(dz, weight, out=of_hidden[rows])
+        of_weight.addmm_(dz.T, hidden[rows])
+        for gradient in of_bias:
+            gradient += dz.sum(0)
+        return losses

@@ -1,0 +1,94 @@
+"""Log-probabilities of a token-and-duration transducer's durations."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from effasr_kernels.launch import launch
+
+ROWS = 64
+"""Rows of a program."""
+_NARROWEST = 16
+"""Columns that a product has at least."""
+
+
+def score_durations(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    log_duration: Tensor,
+    first_node: int,
+    nodes: int,
+    count: int,
+    block: int,
+) -> None:
+    """Write the log-probabilities of durations, a softmax of their own, for a chunk's nodes.
+
+    Args:
+        hidden: (R, ...), rows of the joint's output, as long as those of ``weight``.
+        weight: (V + D, ...), rows whole blocks long.
+        bias: (V + D,).
+        log_duration: float32 (nodes, D), contiguous, written.
+        first_node: Where the chunk's begin there.
+        nodes: How many the chunk has.
+        count: V.
+        block: Columns at a time.
+    """
+    durations = log_duration.shape[1]
+    launch(
+        score,
+        (-(-nodes // ROWS),),
+        *(hidden, weight, bias, log_duration, first_node, nodes, count),
+        *(hidden.stride(0), weight.stride(0)),
+        num_warps=4,
+        num_stages=2,
+        WIDTH=weight.shape[1],
+        DURATIONS=durations,
+        BLOCK_R=ROWS,
+        BLOCK_D=max(_NARROWEST, 1 << (durations - 1).bit_length()),
+        BLOCK_C=block,
+    )
+
+
+@triton.jit(do_not_specialize=["first_node", "nodes", "count"])
+def score(
+    hidden,
+    weight,
+    bias,
+    log_duration,
+    first_node,
+    nodes,
+    count,
+    hidden_stride,
+    weight_stride,
+    WIDTH: tl.constexpr,
+    DURATIONS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One tile of rows; see `score_durations`."""
+    first_row = tl.program_id(0) * BLOCK_R
+    in_rows = tl.arange(0, BLOCK_R)
+    in_width = tl.arange(0, BLOCK_C)
+    d = tl.arange(0, BLOCK_D)
+    # Rows and durations past the end read the last one: no mask in the loop, and nothing is stored.
+    h_tile = hidden + first_row.to(tl.int64) * hidden_stride + in_width[None, :]
+    h_tile += tl.minimum(in_rows, nodes - 1 - first_row)[:, None] * hidden_stride
+    w_tile = weight + tl.cast(count, tl.int64) * weight_stride + in_width[None, :]
+    w_tile += tl.minimum(d, DURATIONS - 1)[:, None] * weight_stride
+    start = tl.load(bias + count + d, mask=d < DURATIONS, other=float("-inf")).to(tl.float32)
+    z = tl.zeros((BLOCK_R, BLOCK_D), tl.float32) + start[None, :]
+    for c in range(0, WIDTH, BLOCK_C):
+        z = tl.dot(tl.load(h_tile + c), tl.trans(tl.load(w_tile + c)), z, input_precision="ieee")
+    largest = tl.max(z, axis=1)
+    # Where all logits are -inf, the difference to their maximum would be NaN.
+    pivot = tl.where(largest == float("-inf"), 0.0, largest)
+    normalizer = pivot + tl.log(tl.sum(tl.exp(z - pivot[:, None]), axis=1))
+    row = first_row + in_rows
+    node = tl.cast(first_node, tl.int64) + row
+    stored = (row < nodes)[:, None] & (d < DURATIONS)[None, :]
+    out = log_duration + node[:, None] * DURATIONS + d[None, :]
+    tl.store(out, z - normalizer[:, None], mask=stored)

@@ -1,0 +1,108 @@
+"""A corpus that exists only as lengths, and its batches as different systems make them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.workload import LISTED, read_durations
+from effasr.data.batch import Batch, Example, StaticShape, collate, encoder_frames
+from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
+from effasr.data.sampling.plan import UtteranceLengths
+from effasr.data.sampling.shuffle import shuffled
+
+TOKENS_PER_SECOND = 3.6
+PROMPT = (7, 4, 16, 5)
+EOS, PAD = 3, 2
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A corpus that exists only as lengths.
+
+    Attributes:
+        seconds: Of each utterance.
+        lengths: The same as frames and tokens.
+        classes: Tokens of the vocabulary.
+    """
+
+    seconds: list[float]
+    lengths: UtteranceLengths
+    classes: int
+
+    @classmethod
+    def of(cls, count: int, classes: int, longest: float) -> Workload:
+        """Utterances of the list's durations, in a random order that is always the same."""
+        rng = np.random.default_rng(0)
+        listed = np.minimum(np.array(read_durations(LISTED)), longest)
+        seconds = rng.choice(listed, count)
+        frames = [encoder_frames(round(x * 16_000)) for x in seconds]
+        tokens = [len(PROMPT) + max(1, round(TOKENS_PER_SECOND * x)) for x in seconds]
+        lengths = UtteranceLengths(np.array(frames, np.int32), np.array(tokens, np.int32))
+        return cls(seconds.tolist(), lengths, classes)
+
+    def example(self, index: int) -> Example:
+        """Noise, and random tokens."""
+        rng = np.random.default_rng(index)
+        audio = 0.1 * rng.standard_normal(round(self.seconds[index] * 16_000), dtype=np.float32)
+        count = int(self.lengths.tokens[index]) - len(PROMPT)
+        text = rng.integers(20, self.classes, count).tolist()
+        return Example(str(index), audio, list(PROMPT), text, True)
+
+    def shape(self, frame_budget: int) -> StaticShape:
+        """The static shape of a budget."""
+        return StaticShape(
+            frame_budget,
+            suggest_token_budget(self.lengths, frame_budget),
+            max(8, frame_budget // 8),
+            longest_frames=int(self.lengths.frames.max()),
+            longest_tokens=int(self.lengths.tokens.max()),
+        )
+
+
+def plan_of(system: str, workload: Workload, shape: StaticShape) -> list[list[int]]:
+    """One epoch of a system: the utterances of each micro-batch, of which a step has one."""
+    lengths = workload.lengths
+    if system in ("random", "transformers"):
+        return random_batches(lengths.frames, shape.frame_budget)
+    if system.startswith("packed"):
+        plan = plan_epoch(lengths, shape=shape, micro_batches=1, seed=0, epoch=0)
+    else:
+        from effasr.data.sampling.strategies import StrategyOptions, planner
+
+        options = StrategyOptions(padded=True)
+        plan = planner(system, lengths, shape=shape, micro_batches=1, options=options).plan(0)
+    return [plan.step(step)[0].tolist() for step in range(plan.num_steps)]
+
+
+def random_batches(frames: np.ndarray, budget: int) -> list[list[int]]:
+    """Batches of any utterances, each as many as fit padded: the plan of strategy ``random``.
+
+    That one asks lhotse; this one is for where it is not installed. A test compares them.
+
+    Args:
+        frames: Of each utterance, (n,), none above the budget.
+        budget: Frames of a padded batch, at most.
+    """
+    batches: list[list[int]] = [[]]
+    longest = 0
+    for index in shuffled(len(frames), 0, 0).tolist():
+        wide = max(longest, int(frames[index]))
+        if (len(batches[-1]) + 1) * wide > budget:
+            batches.append([])
+            wide = int(frames[index])
+        batches[-1].append(index)
+        longest = wide
+    return batches
+
+
+def batches_of(system: str, workload: Workload, shape: StaticShape, steps: int) -> Iterator[Batch]:
+    """The micro-batches of the first steps, on the host."""
+    plan = plan_of(system, workload, shape)
+    for step in range(steps):
+        examples = [workload.example(index) for index in plan[step % len(plan)]]
+        static = shape if system == "packed_static" else None
+        padded = not system.startswith("packed")
+        yield collate(examples, static, eos_id=EOS, pad_id=PAD, padded=padded)

@@ -1,0 +1,38 @@
+"""Building `effasr_kernels._C` as setup.py does, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Python on this checkout, with these environment variables more."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("EFFASR_BUILD")}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    environment |= {"PYTHONPATH": paths, "MAX_JOBS": "1"} | variables
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=290
+    )
+
+
+def build(folder: Path, switch: str) -> Path:
+    """Build in an empty folder; returns where packages lie.
+
+    Args:
+        folder: Where.
+        switch: ``"EFFASR_BUILD_CPP"`` or ``"EFFASR_BUILD_CUDA"``.
+    """
+    # Without pyproject.toml any setuptools will do.
+    shutil.copy(ROOT / "setup.py", folder)
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    places = "--build-lib", "lib", "--build-temp", "temporary"
+    done = run("setup.py", "build_ext", *places, cwd=folder, **{switch: "1"})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder / "lib"

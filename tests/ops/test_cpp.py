@@ -1,0 +1,50 @@
+"""The backend ``cpp``: what is said where it is not built, and the checks of a build."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from effasr_kernels import BackendUnavailable, PackedLayout, ctc_loss, lattice
+from effasr_kernels.cpp import groups, refusal
+from tests.csrc.build import run
+
+
+def test_where_it_is_not_built_the_reference_serves_and_says_how_to_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "effasr_kernels._C", None)
+    lattice.why_not.cache_clear()
+    layout = PackedLayout.from_lengths([2])
+    x, weight, y = torch.randn(2, 3), torch.randn(4, 3), torch.tensor([1, 2])
+    given = x, weight, y, layout, layout
+    assert ctc_loss(*given, blank_id=0).shape == (1,)
+    how = r"cpp: effasr_kernels\._C cannot be imported: .* \(EFFASR_BUILD_CPP=1 pip install"
+    with pytest.raises(BackendUnavailable, match=how):
+        ctc_loss(*given, blank_id=0, backend="cpp")
+    lattice.why_not.cache_clear()
+
+
+def test_other_devices_and_float64_are_refused() -> None:
+    assert refusal(None, torch.zeros(1, device="meta")) == "serves CPUs"
+    assert refusal(torch.zeros(1, dtype=torch.float64)) == "float64 is for the reference"
+
+
+def test_groups_are_as_long_as_they_may_be() -> None:
+    divide = lambda sizes, most: list(groups(sizes, most))
+    assert divide([], 5) == []
+    assert divide([2, 3, 1, 5, 9, 0, 1], 5) == [(0, 2), (2, 3), (3, 4), (4, 5), (5, 7)]
+    assert divide([0, 0], 0) == [(0, 2)]
+    assert divide([4, 4], 0) == [(0, 1), (1, 2)]
+
+
+@pytest.mark.slow
+def test_a_build(cpp_extension: Path, tmp_path: Path) -> None:
+    checks = str(Path(__file__).with_name("cpp_checks.py"))
+    options = "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'checks'}"
+    given = {"EFFASR_EXTENSION": str(cpp_extension), "OMP_NUM_THREADS": "1"}
+    done = run("-m", "pytest", checks, *options, **given)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert os.linesep not in done.stdout.strip().split("passed")[-1]
