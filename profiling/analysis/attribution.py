@@ -1,0 +1,254 @@
+"""Which range made each kernel: exactly one for each, so that tables add up.
+
+In this order; the share of each rule is part of the report:
+
+    forward      a backward operator launched it, whose forward operator is known by sequence number
+                 or flow: the range around the forward operator, on its thread
+    launch       the innermost range around the launch, on the launching thread
+    time         no range on that thread (autograd's has none of ours): the innermost one that was
+                 open on the main thread when it was launched
+    external id  its launch is not in the trace, but it bears the number of its operator
+    operator     no range at all was open, but an operator of PyTorch: the innermost one
+    none         unattributed: no record of the launch, or no range was open
+
+The phase is the outermost range below the step, by the same launch: a kernel of the backward has
+phase ``backward`` and the range of the forward that made it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from analysis import steps as step_ranges
+from analysis.nesting import Nest
+from analysis.table import NONE, Kind, Table
+
+RULES = ("none", "launch", "forward", "time", "external id", "operator")
+_NO_RULE, _LAUNCH, _FORWARD, _TIME, _EXTERNAL, _OPERATOR = range(6)
+UNATTRIBUTED = "(unattributed)"
+STEP = "(step)"
+"""Directly in the step, in no range of it."""
+_NUMBER = re.compile(r"\d+")
+_MANY = 5
+_BACKWARD = re.compile(r"^backward", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Where and when the host asked for each row of work.
+
+    Attributes:
+        row: Of ``launches``, or -1.
+        thread: Of the launch or, without one, of the operator; NONE where unknown.
+        begin: Of the launch; where unknown, the start of the work.
+        end: Of the launch; where unknown, the start of the work.
+        is_known: Whether there is a launch, bool.
+    """
+
+    row: np.ndarray
+    thread: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    is_known: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """One label a row of work.
+
+    Attributes:
+        paths: Texts of the labels.
+        path: The range that made it, a number into ``paths``.
+        phase: Its phase, a number into ``paths``.
+        rule: A number into `RULES`.
+        is_backward: Whether the backward launched it.
+    """
+
+    paths: list[str]
+    path: np.ndarray
+    phase: np.ndarray
+    rule: np.ndarray
+    is_backward: np.ndarray
+
+
+def find_launches(table: Table) -> Launches:
+    """Join work and launches by process and correlation id, which repeats between processes."""
+    work, launches = table.work, table.launches
+    row = np.full(len(work), -1, np.int64)
+    if len(launches) and len(work):
+        key = _keys(launches["process"], launches["correlation"])
+        # The first of several: a runtime call holds the driver call that it makes.
+        order = np.lexsort((-launches["end"], launches["start"], key))
+        key = key[order]
+        asked = _keys(work["process"], work["correlation"])
+        place = np.minimum(np.searchsorted(key, asked), len(key) - 1)
+        found = (key[place] == asked) & (work["correlation"] > 0)
+        found &= work["kind"] != Kind.OPERATOR
+        row[found] = order[place[found]]
+    known, start = row >= 0, work["start"]
+    placed = work["thread"] != NONE
+    take = lambda column, default: (
+        np.where(known, launches[column][row], default) if len(launches) else default
+    )
+    return Launches(
+        row,
+        take("thread", work["thread"]),
+        take("start", np.where(placed, work["called"], start)),
+        take("end", np.where(placed, work["called"], start)),
+        known,
+    )
+
+
+def attribute(table: Table, launches: Launches, steps: dict[int, step_ranges.Steps]) -> Attribution:
+    """Give each row of work its range and its phase.
+
+    Args:
+        table: The capture.
+        launches: Of its work.
+        steps: By process.
+    """
+    work, ranges = table.work, table.ranges
+    place_of_name = np.empty(len(table.names), np.int64)
+    place_of_name[np.argsort(np.array(table.names, object), kind="stable")] = np.arange(
+        len(table.names)
+    )
+    annotated = Nest(ranges, np.flatnonzero(~ranges["is_op"]), place_of_name)
+    operators = Nest(ranges, np.flatnonzero(ranges["is_op"]), place_of_name)
+    labels = _Labels(table, annotated.parent, steps)
+    process, has_place = work["process"], launches.thread != NONE
+    main = np.full(len(work), NONE, np.int64)
+    for number in range(len(table.processes)):
+        main[process == number] = _main_thread(table, number, steps)
+    on_thread = annotated.find(process, launches.thread, launches.begin, launches.end)
+    on_thread[~has_place] = -1
+    on_main = annotated.find(process, main, launches.begin, launches.end)
+    on_main[~has_place] = -1
+    operator = operators.find(process, launches.thread, launches.begin, launches.end)
+    operator[~has_place] = -1
+    backward, linked = _backward(ranges, operators.parent, operator)
+
+    found = np.where(on_thread >= 0, on_thread, on_main)
+    rule = np.where(on_thread >= 0, _LAUNCH, np.where(on_main >= 0, _TIME, _NO_RULE))
+    phase = labels.phase[np.where(on_main >= 0, on_main, on_thread)]
+    made = np.flatnonzero(linked >= 0)
+    forward = annotated.find(
+        process[made],
+        ranges["forward_thread"][linked[made]],
+        ranges["forward_time"][linked[made]],
+        ranges["forward_time"][linked[made]],
+    )
+    made, forward = made[forward >= 0], forward[forward >= 0]
+    found[made], rule[made] = forward, _FORWARD
+    rule[(rule != _NO_RULE) & ~launches.is_known & (work["kind"] != Kind.OPERATOR)] = _EXTERNAL
+    is_backward = backward | labels.is_backward[phase]
+    phase = np.where(backward & (phase <= labels.step), labels.backward, phase)
+    path = labels.path[found]
+    bare = np.flatnonzero((rule == _NO_RULE) & (operator >= 0))
+    path[bare], rule[bare] = labels.of_operators(ranges["name"][operator[bare]]), _OPERATOR
+    return Attribution(labels.texts, path, phase, rule, is_backward)
+
+
+class _Labels:
+    """Texts for ranges; row -1 is `UNATTRIBUTED`."""
+
+    step = 1
+
+    def __init__(
+        self, table: Table, parent: np.ndarray, steps: dict[int, step_ranges.Steps]
+    ) -> None:
+        self.texts: list[str] = [UNATTRIBUTED, STEP, "backward"]
+        self.backward = 2
+        self._numbers = {text: number for number, text in enumerate(self.texts)}
+        ranges, names = table.ranges, _without_counters(table)
+        self._names = names
+        containers = {int(row) for found in steps.values() for row in found.containers}
+        # One more at the end, for row -1.
+        self.path = np.zeros(len(ranges) + 1, np.int64)
+        self.phase = np.zeros(len(ranges) + 1, np.int64)
+        order = np.lexsort((-ranges["end"], ranges["start"]))
+        for row in order[~ranges["is_op"][order]].tolist():
+            self._label(row, names[ranges["name"][row]], int(parent[row]), containers)
+        self.is_backward = np.array([_BACKWARD.match(text) is not None for text in self.texts])
+
+    def of_operators(self, names: np.ndarray) -> np.ndarray:
+        """The numbers of the labels of operators, by the numbers of their names."""
+        numbers, place = np.unique(names, return_inverse=True)
+        made = [self._number(f"(operator) {self._names[number]}") for number in numbers]
+        return np.array(made, np.int64)[place] if made else place
+
+    def _label(self, row: int, name: str, around: int, containers: set[int]) -> None:
+        if row in containers or (step_ranges.STEP.match(name) and self._is_top(around)):
+            self.path[row] = self.phase[row] = self.step
+            return
+        if self._is_top(around):
+            self.path[row] = self.phase[row] = self._number(name)
+            return
+        outer = self.texts[self.path[around]]
+        self.path[row] = self._number(f"{outer} / {name}")
+        self.phase[row] = self.phase[around]
+
+    def _is_top(self, around: int) -> bool:
+        return around < 0 or self.path[around] == self.step
+
+    def _number(self, text: str) -> int:
+        number = self._numbers.get(text)
+        if number is None:
+            number = self._numbers[text] = len(self.texts)
+            self.texts.append(text)
+        return number
+
+
+def _without_counters(table: Table) -> list[str]:
+    """Names of ranges, where a number that is another each time is left out.
+
+    ``Compute 30`` of iteration 30 is one of many; ``layers.3`` comes again in every step.
+    """
+    rows = table.ranges["name"][~table.ranges["is_op"]]
+    used, times = np.unique(rows, return_counts=True)
+    families: dict[str, list[tuple[int, int]]] = {}
+    for name, count in zip(used.tolist(), times.tolist(), strict=True):
+        family = _NUMBER.sub("#", table.names[name])
+        families.setdefault(family, []).append((name, count))
+    names = list(table.names)
+    for family, members in families.items():
+        if len(members) >= _MANY and all(count == 1 for _, count in members):
+            for name, _ in members:
+                names[name] = family
+    return names
+
+
+def _main_thread(table: Table, process: int, steps: dict[int, step_ranges.Steps]) -> int:
+    """The thread of the steps or, without them, the one with the longest ranges."""
+    if process in steps and steps[process].is_found:
+        return steps[process].thread
+    ranges = table.ranges[(table.ranges["process"] == process) & ~table.ranges["is_op"]]
+    if not len(ranges):
+        return NONE
+    threads, place = np.unique(ranges["thread"], return_inverse=True)
+    spent = np.zeros(len(threads), np.int64)
+    np.add.at(spent, place, ranges["end"] - ranges["start"])
+    return int(threads[int(np.argmax(spent))])
+
+
+def _backward(
+    ranges: np.ndarray, parent: np.ndarray, operator: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Whether an operator around each is of the backward, and the innermost with a forward."""
+    backward = np.zeros(len(operator), bool)
+    linked = np.full(len(operator), -1, np.int64)
+    current = operator.copy()
+    while (open_rows := np.flatnonzero(current >= 0)).size:
+        at = current[open_rows]
+        backward[open_rows] |= ranges["is_backward"][at]
+        has_link = (ranges["forward_thread"][at] != NONE) & (linked[open_rows] < 0)
+        linked[open_rows[has_link]] = at[has_link]
+        current[open_rows] = parent[at]
+    return backward, linked
+
+
+def _keys(process: np.ndarray, correlation: np.ndarray) -> np.ndarray:
+    # Correlation ids are 32 bit.
+    return process.astype(np.int64) << 40 | (correlation & (1 << 40) - 1)

@@ -1,0 +1,83 @@
+"""What kind of work a kernel does, by its name.
+
+The first pattern that is found in the name decides, in this order: a name that says what the
+kernel is for (``flash_fwd``, ``nll_loss``) comes before one that says how (``elementwise``). The
+patterns are part of report.json. A softmax alone counts as attention, and a copy kernel, which
+runs on the multiprocessors, as copy.
+"""
+
+from __future__ import annotations
+
+import re
+
+COMMUNICATION, COPY, DATA, OTHER = "communication", "copy", "data", "other"
+
+PATTERNS: dict[str, str] = {
+    COMMUNICATION: r"nccl|nvshmem|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
+    r"|\bgloo:|\bc10d::|\bmpi:|one_shot_|two_shot_",
+    # The recursions of the transducer and of CTC, and what is fused with them.
+    "lattice": r"transducer|rnnt|lattice|^_?sweep_|^_?finish_frames|^_?place_nodes"
+    r"|^_?differentiate|^_?(fold|join|search)$",
+    "optimizer": r"adam|multi_tensor_apply|_foreach_|fused_?optim|(?<![a-z])lamb(?!da)|\bsgd"
+    r"|clip_grad|Optimizer\.",
+    "loss": r"log_?softmax|nll_loss|cross_?entropy|(?<![a-z])ctc|kl_div|(^|_)loss"
+    r"|^_?(label_gradient|softmax_gradient|score_labels|merge_repeats)",
+    "attention": r"flash|fmha|attention|attn|softmax|^_?(guided_|grad_queries|grad_table|turn\b"
+    r"|add_content_bias|scores$)",
+    "convolution": r"conv(?!ert)|fprop|dgrad|wgrad|winograd|im2col|col2im|implicit_?gemm"
+    r"|^_?(stem|strided)_|^_?merge$",
+    "matmul": r"gemm|gemv|cutlass|cublas|nvjet|splitk|xmma|matmul|_mm\b|::mm\b|::bmm|addmm|baddbmm"
+    r"|linear|einsum|::dot\b|wgmma",
+    "normalisation": r"layer_?norm|batch_?norm|group_?norm|rms_?norm|instance_?norm|welford"
+    r"|bn_(fw|bw)|_norm\b|::norm\b",
+    COPY: r"^memcpy|^memset|copy|catarray|::cat\b|::clone|::contiguous|::to\b",
+    "elementwise": r"elementwise|pointwise|vectorized|unrolled|triton_(poi|red|per)|reduce|dropout"
+    r"|bernoulli|random|distribution|::(add|sub|mul|div|neg|relu|silu|sigmoid|glu|gelu|tanh|exp"
+    r"|log|sqrt|rsqrt|pow|sum|mean|where|fill|zero|masked|clamp|threshold|maximum|minimum|abs"
+    r"|lerp|addc|copysign|sign|reciprocal|std|var|bitwise|logical|gt|lt|ge|le|eq|ne)\w*\b"
+    r"|multiply|divide|subtract|sqrt|cub::|scan|sort|gather|scatter|index|embedding|fill",
+}
+_COMPILED = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in PATTERNS.items()}
+_NODE = re.compile(r"(?:autograd::engine::evaluate_function: )?(\w+?)Backward\d*$")
+"""A node of autograd's graph, after the operator that it belongs to."""
+_UNNAMED = re.compile(r"(\(anonymous namespace\)|<unnamed>)::")
+_HINT = re.compile(r"\w*(?:[Ff]unctor|_kernel|_cuda|Op|Kernel)\w*")
+"""In template parameters, what tells kernels of one name apart."""
+CATEGORIES = (*PATTERNS, OTHER)
+
+
+def categorize(name: str) -> str:
+    """The category of a kernel, copy or operator of this name."""
+    node = _NODE.match(name)
+    if node:
+        name = f"aten::{node[1]}"
+    for category, pattern in _COMPILED.items():
+        if pattern.search(name):
+            return category
+    return OTHER
+
+
+def shorten(name: str, longest: int = 96) -> str:
+    """A C++ name without its return type, arguments and most of its template parameters."""
+    text = _UNNAMED.sub("", name).removeprefix("void ")
+    text = text[: _arguments_at(text)]
+    head, _, rest = text.partition("<")
+    if rest:
+        hint = next((word for word in _HINT.findall(rest) if word not in head), "…")
+        text = f"{head}<{hint}>"
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def _arguments_at(name: str) -> int:
+    """Where the arguments of a function begin: at a bracket right after its name."""
+    depth = 0
+    for place, letter in enumerate(name):
+        depth += (letter == "<") - (letter == ">")
+        if (
+            letter == "("
+            and depth == 0
+            and place
+            and (name[place - 1].isalnum() or name[place - 1] in "_>")
+        ):
+            return place
+    return len(name)

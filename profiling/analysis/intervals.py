@@ -1,0 +1,136 @@
+"""Sets of moments as arrays of half-open intervals: wall time is the length of a union.
+
+A set is int64 (n, 2), sorted, disjoint, without empty intervals: nanoseconds [begin, end). All
+results are exact integers, so that the parts of a whole add up to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+EMPTY = np.zeros((0, 2), np.int64)
+
+
+def union(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The moments that lie in any of the intervals, which may overlap, (n,) and (n,)."""
+    kept = ends > begins
+    begins, ends = np.asarray(begins)[kept], np.asarray(ends)[kept]
+    if not len(begins):
+        return EMPTY
+    order = np.argsort(begins, kind="stable")
+    begins, reached = begins[order], np.maximum.accumulate(ends[order])
+    first = np.concatenate([[True], begins[1:] > reached[:-1]])
+    last = np.concatenate([first[1:], [True]])
+    return np.stack([begins[first], reached[last]], axis=1).astype(np.int64)
+
+
+def join(*sets: np.ndarray) -> np.ndarray:
+    """The moments that lie in any of the sets."""
+    everything = np.concatenate(sets)
+    return union(everything[:, 0], everything[:, 1])
+
+
+def subtract(whole: np.ndarray, part: np.ndarray) -> np.ndarray:
+    """The moments of ``whole`` that are not in ``part``."""
+    return _where(whole, part, lambda in_whole, in_part: in_whole & ~in_part)
+
+
+def intersect(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The moments that are in both sets."""
+    return _where(one, other, lambda in_one, in_other: in_one & in_other)
+
+
+def clip(moments: np.ndarray, begin: int, end: int) -> np.ndarray:
+    """The moments of a set in [begin, end), a set."""
+    first = np.searchsorted(moments[:, 1], begin, side="right")
+    last = np.searchsorted(moments[:, 0], end, side="left")
+    return np.clip(moments[first:last], begin, end)
+
+
+def measure(moments: np.ndarray) -> int:
+    """Length of a set, ns."""
+    return int((moments[:, 1] - moments[:, 0]).sum())
+
+
+def covered(moments: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """How much of each interval [begin, end) lies in the set, ns, int64 (n,)."""
+    before = lambda times: _elapsed(moments, np.asarray(times, np.int64))
+    return before(ends) - before(begins)
+
+
+def within(moments: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Whether each time lies in the set, bool (n,)."""
+    if not len(moments):
+        return np.zeros(len(times), bool)
+    index = np.searchsorted(moments[:, 0], times, side="right") - 1
+    return (index >= 0) & (np.asarray(times) < moments[index, 1])
+
+
+def increments(
+    begins: np.ndarray, ends: np.ndarray, turns: np.ndarray, moments: np.ndarray
+) -> np.ndarray:
+    """What each interval adds to those that began before it, inside a set; ns, int64 (n,).
+
+    They sum to how much of the set the union covers: wall time shared out among things that
+    overlap. Of two that begin together, the one that ends first counts, then the other from there;
+    of two that are the same, the one with the lower ``turns``.
+    """
+    added = np.zeros(len(begins), np.int64)
+    if not len(begins):
+        return added
+    order = np.lexsort((turns, ends, begins))
+    begins, ends = np.asarray(begins)[order], np.asarray(ends)[order]
+    reached = np.concatenate([begins[:1], np.maximum.accumulate(ends)[:-1]])
+    added[order] = covered(moments, np.minimum(np.maximum(begins, reached), ends), ends)
+    return added
+
+
+def split(
+    begins: np.ndarray, ends: np.ndarray, windows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cut intervals at the edges of windows.
+
+    Args:
+        begins: int64 (n,).
+        ends: int64 (n,).
+        windows: A set.
+
+    Returns:
+        For each piece: the number of its interval and of its window, its begin and its end.
+    """
+    first = np.searchsorted(windows[:, 1], begins, side="right")
+    last = np.searchsorted(windows[:, 0], ends, side="left")
+    counts = np.maximum(last - first, 0)
+    item = np.repeat(np.arange(len(begins)), counts)
+    offset = np.arange(len(item)) - np.repeat(np.cumsum(counts) - counts, counts)
+    window = np.repeat(first, counts) + offset
+    begin = np.maximum(begins[item], windows[window, 0])
+    end = np.minimum(ends[item], windows[window, 1])
+    kept = end > begin
+    return item[kept], window[kept], begin[kept], end[kept]
+
+
+def _elapsed(moments: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Length of the set before each time."""
+    if not len(moments):
+        return np.zeros(times.shape, np.int64)
+    lengths = moments[:, 1] - moments[:, 0]
+    complete = np.concatenate([[0], np.cumsum(lengths)])
+    index = np.searchsorted(moments[:, 0], times, side="right")
+    inside = np.minimum(times - moments[index - 1, 0], lengths[index - 1])
+    return np.where(index > 0, complete[index - 1] + inside, 0)
+
+
+def _where(
+    one: np.ndarray, other: np.ndarray, keep: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """The moments for which ``keep`` holds, given whether each stretch is in either set."""
+    # Sorted and mostly merged already: a stable sort is far faster than `np.unique`.
+    edges = np.sort(np.concatenate([one.ravel(), other.ravel()]), kind="stable")
+    if len(edges) < 2:
+        return EMPTY
+    begins, ends = edges[:-1], edges[1:]
+    kept = (ends > begins) & keep(within(one, begins), within(other, begins))
+    return union(begins[kept], ends[kept])

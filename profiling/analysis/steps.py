@@ -1,0 +1,231 @@
+"""When each step begins and ends.
+
+A host queues work and goes on; a step is over when the host has left it *and* the work that it
+queued is done. Windows therefore end with their work, and the next begins there: they lie end to
+end, and every moment of a step belongs to one. The time between two ranges belongs to the later
+step (its batch is fetched there), except validation, checkpoints and long interruptions.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from analysis import intervals
+from analysis.table import NONE, Note, Table
+
+STEP = re.compile(
+    r"^(ProfilerStep#\d+|(train(ing)?[ _]?)?(step|iteration|iter|train_batch)(?![a-z]))", re.I
+)
+DATA = re.compile(r"^(data|data[ _]?(wait|load\w*)|fetch|next_batch|enumerate\(DataLoader\))", re.I)
+_NO_STEP = re.compile(r"^(validat|evaluat|checkpoint|save)", re.I)
+_INTERRUPTION = 10
+"""A pause as long as so many steps is not part of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps of one process.
+
+    Attributes:
+        windows: A set of intervals, one a step.
+        numbers: Of the steps, int64 (n,): the payload of the range, or the number in its name, or
+            counted from 0.
+        host: The ranges of the steps as the host saw them, a set.
+        containers: Rows of the ranges that mark the steps.
+        thread: The one on which they are.
+        is_found: Whether there were such ranges; else the whole capture is one window.
+    """
+
+    windows: np.ndarray
+    numbers: np.ndarray
+    host: np.ndarray
+    containers: np.ndarray
+    thread: int
+    is_found: bool
+
+
+def find(
+    table: Table,
+    process: int,
+    launched: np.ndarray,
+    *,
+    name: str | None = None,
+    skip: int = 0,
+) -> Steps:
+    """Find the steps of a process.
+
+    Args:
+        table: The capture.
+        process: Its number.
+        launched: When the host asked for each row of work, int64; its start where not known.
+        name: Of the ranges that mark steps; None: whatever `STEP` matches.
+        skip: How many of the first steps to leave out.
+    """
+    containers, thread = _containers(table, process, name)
+    own = table.work["process"] == process
+    asked, done = launched[own], table.work["end"][own]
+    if not len(containers):
+        return _whole(table, process, asked, done)
+    begins = table.ranges["start"][containers]
+    ends = table.ranges["end"][containers]
+    pauses = _pauses(table, process, thread, begins, ends)
+    begins = begins.copy()
+    begins[0] = _with_data(table, process, thread, int(begins[0]), int(np.median(ends - begins)))
+    found = _windows(begins, ends, pauses, _Finish(asked, done))
+    numbers = _numbers(table, containers)
+    kept = (found[:, 1] > found[:, 0]) & (np.arange(len(found)) >= skip)
+    if skip and not kept.any():
+        raise ValueError(
+            f"`skip` must leave a step, but is {skip} and {table.processes[process].source} holds "
+            f"{len(found)}: skip fewer, or capture more."
+        )
+    host = intervals.union(begins, ends)
+    return Steps(found[kept], numbers[kept], host, containers, thread, True)
+
+
+def _windows(
+    begins: np.ndarray, ends: np.ndarray, pauses: np.ndarray, finish: _Finish
+) -> np.ndarray:
+    """When the steps begin and end, int64 (n, 2); those that the next one has overtaken are empty.
+
+    Args:
+        begins: Of the ranges on the host.
+        ends: Of the same.
+        pauses: What is part of no step, a set.
+        finish: When work is done.
+    """
+    windows = []
+    previous = finish.of(None, int(begins[0]))
+    left = None
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        start = begin
+        if left is not None:
+            pause = intervals.clip(pauses, left, begin)
+            start = int(pause[-1, 1]) if len(pause) else left
+            previous = max(previous, finish.of(left, start))
+        start = max(start, previous)
+        previous = max(end, start, finish.of(begin if left is None else left, end))
+        windows.append((start, previous))
+        left = end
+    return np.array(windows, np.int64)
+
+
+def _containers(table: Table, process: int, name: str | None) -> tuple[np.ndarray, int]:
+    """The outermost ranges that mark steps, in order, on the thread that has most of them."""
+    ranges = table.ranges
+    if name is None:
+        marks = np.array([STEP.match(text) is not None for text in table.names], bool)
+    else:
+        marks = np.array([text == name for text in table.names], bool)
+    rows = np.flatnonzero((ranges["process"] == process) & ~ranges["is_op"])
+    rows = rows[marks[ranges["name"][rows]]] if len(rows) else rows
+    if not len(rows):
+        return rows, NONE
+    # The profiler's own marks count from its first step; those of the program know better.
+    own = np.array([not text.startswith("ProfilerStep#") for text in table.names], bool)
+    own = own[ranges["name"][rows]]
+    rows = rows[own] if own.any() else rows
+    threads = np.unique(ranges["thread"][rows])
+    spent = [
+        int((ranges["end"] - ranges["start"])[rows[ranges["thread"][rows] == thread]].sum())
+        for thread in threads
+    ]
+    thread = int(threads[int(np.argmax(spent))])
+    rows = rows[ranges["thread"][rows] == thread]
+    rows = rows[np.lexsort((-ranges["end"][rows], ranges["start"][rows]))]
+    reached = np.maximum.accumulate(ranges["end"][rows])
+    outermost = np.ones(len(rows), bool)
+    outermost[1:] = ranges["start"][rows][1:] >= reached[:-1]
+    return rows[outermost], thread
+
+
+def _with_data(table: Table, process: int, thread: int, begin: int, length: int) -> int:
+    """Where the first step begins: at the range that fetched its batch, if that comes just before.
+
+    Args:
+        table: The capture.
+        process: Its number.
+        thread: The one with the steps.
+        begin: Of the range of the step.
+        length: Of a step, which is as long before as is looked.
+    """
+    ranges = table.ranges
+    named = np.array([DATA.match(text) is not None for text in table.names], bool)
+    chosen = (ranges["process"] == process) & (ranges["thread"] == thread) & ~ranges["is_op"]
+    chosen &= (ranges["end"] <= begin) & (ranges["end"] >= begin - length)
+    found = np.flatnonzero(chosen)
+    found = found[named[ranges["name"][found]]]
+    return int(ranges["start"][found].max()) if len(found) else begin
+
+
+def _pauses(
+    table: Table, process: int, thread: int, begins: np.ndarray, ends: np.ndarray
+) -> np.ndarray:
+    """What lies between steps and is part of none, a set."""
+    ranges = table.ranges
+    named = np.array([_NO_STEP.match(text) is not None for text in table.names], bool)
+    rows = np.flatnonzero(
+        (ranges["process"] == process) & (ranges["thread"] == thread) & ~ranges["is_op"]
+    )
+    rows = rows[named[ranges["name"][rows]]]
+    pauses = [intervals.union(ranges["start"][rows], ranges["end"][rows])]
+    limit = _INTERRUPTION * int(np.median(ends - begins))
+    long = np.flatnonzero(begins[1:] - ends[:-1] > limit)
+    if len(long):
+        source = table.processes[process].source
+        seconds = int((begins[1:] - ends[:-1])[long].sum()) / 1e9
+        table.notes.append(
+            Note(
+                "note",
+                f"{source}: {len(long)} interruptions between steps, {seconds:.1f} s together, "
+                "are not counted",
+            )
+        )
+        pauses.append(intervals.union(ends[:-1][long], begins[1:][long]))
+    return intervals.join(*pauses)
+
+
+class _Finish:
+    """When the work is done that was asked for in a stretch of time."""
+
+    def __init__(self, asked: np.ndarray, done: np.ndarray) -> None:
+        order = np.argsort(asked, kind="stable")
+        self.asked, self.done = asked[order], done[order]
+
+    def of(self, begin: int | None, end: int) -> int:
+        """Of the work asked for in [begin, end), ns; far in the past where there is none."""
+        first = 0 if begin is None else int(np.searchsorted(self.asked, begin))
+        last = int(np.searchsorted(self.asked, end))
+        return int(self.done[first:last].max()) if last > first else np.iinfo(np.int64).min
+
+
+def _whole(table: Table, process: int, asked: np.ndarray, done: np.ndarray) -> Steps:
+    """The whole capture as one window."""
+    launches = table.launches[table.launches["process"] == process]
+    begins = [asked, launches["start"]]
+    ends = [done, launches["end"]]
+    if not sum(map(len, begins)):
+        ranges = table.ranges[table.ranges["process"] == process]
+        begins, ends = [ranges["start"]], [ranges["end"]]
+    begin, end = np.concatenate(begins), np.concatenate(ends)
+    window = intervals.EMPTY
+    if len(begin) and end.max() > begin.min():
+        window = np.array([[begin.min(), end.max()]], np.int64)
+    nothing = np.zeros(0, np.int64)
+    return Steps(window, np.zeros(len(window), np.int64), window, nothing, NONE, False)
+
+
+def _numbers(table: Table, containers: np.ndarray) -> np.ndarray:
+    payloads = table.ranges["payload"][containers]
+    if (payloads != NONE).all() and len(np.unique(payloads)) == len(payloads):
+        return payloads
+    texts = [table.names[name] for name in table.ranges["name"][containers]]
+    written = [re.search(r"\d+", text) for text in texts]
+    if all(written):
+        numbers = np.array([int(match[0]) for match in written if match], np.int64)
+        if len(np.unique(numbers)) == len(numbers):
+            return numbers
+    return np.arange(len(containers), dtype=np.int64)

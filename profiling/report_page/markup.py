@@ -1,0 +1,118 @@
+"""Pieces of HTML: escaped text, figures, tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell of a table.
+
+    Attributes:
+        html: What it shows.
+        value: A figure, by which it is sorted; figures stand to the right.
+    """
+
+    html: str
+    value: float | None = None
+
+
+def text(value: object) -> Cell:
+    """A cell with text."""
+    return Cell(escape(str(value)))
+
+
+def figure(value: float | None, html: str) -> Cell:
+    """A cell with a figure; a dash where there is none."""
+    return Cell("&ndash;", 0.0) if value is None else Cell(html, value)
+
+
+def unbroken(sentence: str) -> str:
+    """A sentence whose figures are not parted from their units at the end of a line."""
+    return re.sub(r"(\d) (ms|%|\u00b5s|times)", r"\1&nbsp;\2", escape(sentence))
+
+
+def times(ratio: float | None) -> str:
+    """How many times as fast a run could become."""
+    return "no bound" if ratio is None else f"{ratio:.2f} \u00d7"
+
+
+def key(color: str) -> str:
+    """A square in the colour of a legend."""
+    return f'<span class="key" style="background:var({color})"></span>'
+
+
+def keyed(color: str, name: str) -> str:
+    """A name with the colour of its legend, on one line."""
+    return f'<span class="keyed">{key(color)}{escape(name)}</span>'
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Names and their colours."""
+    items = "".join(f"<li>{key(color)}{escape(name)}</li>" for name, color in entries)
+    return f'<ul class="legend">{items}</ul>'
+
+
+def table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    *,
+    caption: str = "",
+    last: Sequence[Cell] | None = None,
+    sortable: bool = False,
+    classes: str = "",
+) -> str:
+    """A table whose first column names the rows.
+
+    Args:
+        heads: Of the columns.
+        rows: Cells, a row as long as ``heads``.
+        caption: Says what it shows.
+        last: A row of sums.
+        sortable: Whether the script lets readers sort it.
+        classes: More CSS classes.
+    """
+    rows = list(rows)
+    is_figure = [
+        any(len(row) > column and row[column].value is not None for row in rows)
+        for column in range(len(heads))
+    ]
+    head = "".join(
+        f'<th scope="col"{_class(right)}>{escape(name)}</th>'
+        for name, right in zip(heads, is_figure, strict=True)
+    )
+    body = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
+    if last is not None:
+        body += f'<tr class="sum">{_cells(last)}</tr>'
+    names = " ".join(filter(None, ["sortable" if sortable else "", classes]))
+    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return (
+        f'<div class="scroll"><table class="{names}">{title}<thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _class(is_figure: bool) -> str:
+    return ' class="n"' if is_figure else ""
+
+
+def _cells(row: Sequence[Cell]) -> str:
+    made = []
+    for number, cell in enumerate(row):
+        attributes = _class(cell.value is not None)
+        if cell.value is not None:
+            attributes += f' data-v="{cell.value:.9g}"'
+        tag = 'th scope="row"' if number == 0 else "td"
+        made.append(f"<{tag}{attributes}>{cell.html}</{tag.split()[0]}>")
+    return "".join(made)
+
+
+def section(title: str, identifier: str, *content: str, lead: str = "") -> str:
+    """A part of the page."""
+    intro = f"<p>{escape(lead)}</p>" if lead else ""
+    inner = "".join(content)
+    return f'<section id="{identifier}"><h2>{escape(title)}</h2>{intro}{inner}</section>'

@@ -1,0 +1,286 @@
+"""The budget of a step: by hand, and what must hold for every capture."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+from analysis import attribution, nsys, steps, summary
+from analysis.budget import Lane, classes, lanes
+from analysis.categories import categorize
+from analysis.figures import by_range, cut
+from analysis.sources import Subject, gather
+from analysis.table import LAUNCH, RANGE, WORK, Kind, Process, Table
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.profiling.nsys_export import COPY, KERNEL, Export
+
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def budget(table: Table, **options) -> list[Lane]:
+    launches = attribution.find_launches(table)
+    found = {
+        process: steps.find(table, process, launches.begin, **options)
+        for process in sorted(set(table.work["process"].tolist()))
+    }
+    labels = attribution.attribute(table, launches, found)
+    part = classes(table, [categorize(name) for name in table.names])
+    return lanes(table, launches, found, labels, part)
+
+
+def parts(lane: Lane) -> dict[str, list[int]]:
+    return {name: found.tolist() for name, found in (lane.parts | lane.idle).items() if found.any()}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "export.sqlite"
+
+
+def test_every_part_by_hand(path: Path) -> None:
+    export = Export()
+    export.range("data", 0, 100)
+    export.range("step", 100, 1000)
+    # Launched at 150, begins at 200: 50 to launch, and the wait for it after the call's end.
+    export.kernel(150, 200, 300)
+    # Two streams at once: 300 to 450 is busy once.
+    export.kernel(210, 300, 400)
+    export.kernel(220, 350, 450, stream=8)
+    # Half hidden.
+    export.kernel(230, 420, 500, NCCL, stream=9)
+    launch = export.call(240, 245, name="cudaMemcpyAsync_v3020")
+    export.work(COPY, 480, 520, launch, copyKind=1, srcKind=1, dstKind=2, bytes=8, stream=10)
+    # Nothing from 520 on, while the host waits from 530 to 600, then launches at 700.
+    export.call(530, 600, name="cudaStreamSynchronize_v3020")
+    export.kernel(700, 710, 1000)
+    (lane,) = budget(nsys.read(export.write(path)))
+    assert lane.wall.tolist() == [1000]
+    assert parts(lane) == {
+        "compute": [100 + 150 + 290],
+        "communication": [50],
+        "copies": [20],
+        "data_wait": [100],
+        # 100 to the end of the first launch at 152; 520 to 530; 600 to 702.
+        "host_gap": [52 + 10 + 102],
+        "idle": [48 + 70 + 8],
+        "queued": [48 + 8],
+        "synchronizing": [70],
+    }
+    assert lane.hidden.tolist() == [30]
+
+
+def test_a_step_ends_when_its_work_is_done(path: Path) -> None:
+    export = Export()
+    for number in range(3):
+        # The host is ahead: it needs 100 for a step, and the GPU 1000.
+        begin = 100 * number
+        export.range("step", begin, begin + 100, payload=40 + number)
+        export.kernel(begin + 10, 20 + 1000 * number, 1020 + 1000 * number)
+    (lane,) = budget(nsys.read(export.write(path)))
+    assert lane.steps.windows.tolist() == [[0, 1020], [1020, 2020], [2020, 3020]]
+    assert lane.steps.numbers.tolist() == [40, 41, 42]
+    assert lane.parts["compute"].tolist() == [1000, 1000, 1000]
+
+
+def test_work_from_before_the_first_step_is_not_part_of_it(path: Path) -> None:
+    export = Export()
+    export.kernel(0, 10, 150)
+    export.range("step", 100, 200)
+    export.kernel(110, 150, 180)
+    (lane,) = budget(nsys.read(export.write(path)))
+    assert lane.steps.windows.tolist() == [[150, 200]]
+
+
+def test_between_two_steps_only_validation_and_interruptions_are_left_out(path: Path) -> None:
+    export = Export()
+    export.range("step", 0, 100)
+    export.range("data", 130, 150)
+    export.range("step", 150, 250)
+    export.range("validation", 260, 900)
+    export.range("step", 920, 1000)
+    export.range("step", 5000, 5100)
+    for launch in (10, 160, 930, 5010):
+        export.kernel(launch, launch + 10, launch + 50)
+    table = nsys.read(export.write(path))
+    (lane,) = budget(table)
+    assert lane.steps.windows.tolist() == [[0, 100], [100, 250], [900, 1000], [5000, 5100]]
+    assert any("1 interruptions between steps" in note.text for note in table.notes)
+
+
+def test_nested_marks_of_steps_are_one_step(path: Path) -> None:
+    export = Export()
+    for number in range(2):
+        export.range(f"ProfilerStep#{number + 7}", 1000 * number, 1000 * number + 1000)
+        export.range("step", 1000 * number + 100, 1000 * number + 900)
+        export.kernel(1000 * number + 110, 1000 * number + 120, 1000 * number + 130)
+    (lane,) = budget(nsys.read(export.write(path)))
+    assert lane.steps.windows.tolist() == [[100, 900], [900, 1900]]
+
+
+def test_steps_may_be_named_and_skipped(path: Path) -> None:
+    export = Export()
+    for number in range(3):
+        export.range("my loop", 100 * number, 100 * number + 100)
+        export.kernel(100 * number + 10, 100 * number + 20, 100 * number + 30)
+    table = nsys.read(export.write(path))
+    assert not budget(table)[0].steps.is_found
+    assert len(budget(table, name="my loop", skip=1)[0].wall) == 2
+    with pytest.raises(ValueError, match="`skip` must leave a step, but is 3"):
+        budget(table, name="my loop", skip=3)
+    with pytest.raises(ValueError, match="`step_range` must be the name of a range"):
+        summary.analyze(gather([path]), step_range="no such")
+
+
+def test_two_devices_of_a_process_have_a_budget_each(path: Path) -> None:
+    export = Export()
+    export.range("step", 0, 100)
+    export.kernel(10, 20, 60, device=0)
+    export.kernel(12, 20, 90, device=1)
+    report = summary.analyze(gather([export.write(path)])).report
+    assert [rank["name"] for rank in report["budget"]["per_rank"]] == [
+        *("process 100 GPU 0", "process 100 GPU 1"),
+    ]
+    assert [rank["parts_ms"]["compute"] for rank in report["budget"]["per_rank"]] == [4e-5, 7e-5]
+
+
+@st.composite
+def captures(draw: st.DrawFn) -> Table:
+    """Captures with anything in them: overlaps, lost launches, graphs, crossing ranges."""
+    names = ["step", "data", "encoder", "backward", "aten::mm", NCCL, "gemm", "cudaLaunchKernel"]
+    names += ["cudaStreamSynchronize", "validation", "MmBackward0"]
+    time = st.integers(0, 400)
+    length = st.integers(0, 120)
+    table = Table(names, [Process("a", 1), Process("b", 2)])
+    ranges = [
+        (
+            *(start, start + n, process, thread, names.index(name)),
+            *(name.startswith(("aten", "Mm")), name.startswith("Mm"), sequence, -1, -1, 0),
+        )
+        for start, n, process, thread, name, sequence in draw(
+            st.lists(
+                st.tuples(
+                    *(time, length, st.integers(0, 1), st.integers(1, 2)),
+                    st.sampled_from(
+                        ["data", "encoder", "backward", "aten::mm", "validation", "MmBackward0"]
+                    ),
+                    st.integers(-1, 2),
+                ),
+                max_size=8,
+            )
+        )
+    ]
+    for process in range(2):
+        at = 0
+        for n in draw(st.lists(st.integers(1, 120), max_size=4)):
+            ranges.append((at, at + n, process, 1, 0, False, False, -1, -1, -1, 0))
+            at += n + draw(st.integers(0, 40))
+    table.ranges = np.array(ranges, RANGE)
+    launches = draw(
+        st.lists(
+            st.tuples(time, st.integers(0, 20), st.integers(0, 1), st.integers(1, 2), st.booleans())
+        )
+    )
+    table.launches = np.array(
+        [
+            (start, start + n, process, thread, 8 if blocks else 7, number // 2 + 1)
+            for number, (start, n, process, thread, blocks) in enumerate(launches)
+        ],
+        LAUNCH,
+    )
+    work = draw(
+        st.lists(
+            st.tuples(time, length, st.integers(0, 1), st.integers(0, 1), st.sampled_from([5, 6]),
+                      st.sampled_from([Kind.KERNEL, Kind.COPY, Kind.GRAPH]), st.integers(0, 6)),
+            max_size=14,
+        )
+    )  # fmt: skip
+    table.work = np.array(
+        [
+            (start, start + n, process, device, device, name, int(kind), correlation, -1, 0, -1, 0)
+            for start, n, process, device, name, kind, correlation in work
+        ],
+        WORK,
+    )
+    return table
+
+
+class _Given(Subject):
+    def __init__(self, table: Table) -> None:
+        super().__init__("given")
+        self.given = table
+
+    def table(self) -> Table:
+        return copy.deepcopy(self.given)
+
+
+def figures(table: Table) -> dict:
+    report = summary.analyze(_Given(table)).report
+    # The picture is at the resolution of a screen, and may round another way.
+    report.pop("timeline", None)
+    return report
+
+
+many = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@many
+@given(captures())
+def test_parts_are_the_step_exactly_and_unions_fit_in_it(table: Table) -> None:
+    for lane in budget(table):
+        assert sum(lane.parts.values()).tolist() == lane.wall.tolist()
+        assert sum(lane.idle.values()).tolist() == lane.parts["idle"].tolist()
+        assert all((found >= 0).all() for found in (*lane.parts.values(), *lane.idle.values()))
+        assert (lane.hidden <= lane.parts["compute"]).all()
+        assert (np.diff(lane.steps.windows.ravel()) >= 0).all()
+
+
+@many
+@given(captures())
+def test_exclusive_sums_are_the_total(table: Table) -> None:
+    launches = attribution.find_launches(table)
+    found = {p: steps.find(table, p, launches.begin) for p in set(table.work["process"].tolist())}
+    labels = attribution.attribute(table, launches, found)
+    part = classes(table, [categorize(name) for name in table.names])
+    for lane in lanes(table, launches, found, labels, part):
+        pieces = cut(table, lane, part)
+        rows = by_range([pieces], labels, 1)
+        total = sum(row["forward_ms"] + row["backward_ms"] for row in rows)
+        assert total == pytest.approx(pieces.work.sum() / 1e6)
+        busy = sum(int(lane.parts[name].sum()) for name in ("compute", "communication", "copies"))
+        assert pieces.wall.sum() == busy
+        assert (pieces.wall <= pieces.work).all()
+
+
+@many
+@given(captures(), st.integers(-(10**12), 10**12))
+def test_a_shift_in_time_changes_nothing(table: Table, shift: int) -> None:
+    shifted = copy.deepcopy(table)
+    for rows in (shifted.work, shifted.launches, shifted.ranges):
+        rows["start"] += shift
+        rows["end"] += shift
+    assert figures(shifted) == figures(table)
+
+
+@many
+@given(captures(), st.randoms(use_true_random=False))
+def test_the_order_of_rows_changes_nothing(table: Table, random) -> None:
+    mixed = copy.deepcopy(table)
+    for column in ("work", "launches", "ranges"):
+        rows = getattr(mixed, column)
+        order = list(range(len(rows)))
+        random.shuffle(order)
+        setattr(mixed, column, rows[order])
+    assert figures(mixed) == figures(table)
+
+
+def test_kernels_of_equal_span_share_their_time_in_any_order(path: Path) -> None:
+    export = Export()
+    export.range("step", 0, 100)
+    for name in ("b", "a"):
+        export.work(KERNEL, 20, 60, export.call(10, 12), name=name)
+    top = summary.analyze(gather([export.write(path)])).report["kernels"]["top"]
+    assert {entry["name"]: entry["wall_ms"] for entry in top} == {"a": 4e-5, "b": 0.0}

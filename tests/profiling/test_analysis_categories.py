@@ -1,0 +1,82 @@
+"""Kernels by their names."""
+
+from __future__ import annotations
+
+import pytest
+from analysis.categories import categorize, shorten
+
+LAMBDA = (
+    "at::native::gpu_kernel_impl_nocast<at::native::log_kernel_cuda()::[lambda() (instance 1)]>"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x256x8_cublas", "matmul"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "matmul"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>(cublasSplitKParams<float>)", "matmul"),
+        ("aten::addmm", "matmul"),
+        (
+            "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            "communication",
+        ),
+        ("gloo:all_reduce", "communication"),
+        (
+            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>(Flash_fwd_params)",
+            "attention",
+        ),
+        ("attention_backward_kv", "attention"),
+        ("guided_forward", "attention"),
+        (
+            "void at::native::(anonymous namespace)::softmax_warp_forward<float>(float*)",
+            "attention",
+        ),
+        (
+            "at::native::(anonymous namespace)::cunn_SoftMaxForward<LogSoftMaxForwardEpilogue>",
+            "loss",
+        ),
+        ("aten::_log_softmax", "loss"),
+        ("nll_loss_forward_reduce_cuda_kernel_2d", "loss"),
+        ("void ctc_loss_log_alpha_gpu_kernel<float>()", "loss"),
+        ("label_gradient", "loss"),
+        ("sweep_forward", "lattice"),
+        ("place_nodes", "lattice"),
+        ("void cudnn::cnn::conv2d_grouped_direct_kernel<false>()", "convolution"),
+        ("convolve_backward", "convolution"),
+        ("stem_forward", "convolution"),
+        ("void at::native::vectorized_layer_norm_kernel<float>()", "normalisation"),
+        ("void at::native::batch_norm_collect_statistics_kernel<InvStd>()", "normalisation"),
+        ("multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "optimizer"),
+        ("aten::_fused_adamw_", "optimizer"),
+        (f"void at::native::elementwise_kernel<128, 4, {LAMBDA}>(int)", "elementwise"),
+        ("void at::native::unrolled_elementwise_kernel<direct_copy_kernel_cuda()>(int)", "copy"),
+        ("triton_poi_fused_silu_mul_0", "elementwise"),
+        ("Memcpy HtoD (pinned -> device)", "copy"),
+        ("Memset", "copy"),
+        ("aten::mul", "elementwise"),
+        ("autograd::engine::evaluate_function: BmmBackward0", "matmul"),
+        ("NativeLayerNormBackward0", "normalisation"),
+        ("ReluBackward0", "elementwise"),
+        ("my_own_thing", "other"),
+    ],
+)
+def test_the_name_tells_the_category(name: str, category: str) -> None:
+    assert categorize(name) == category
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("ncclDevKernel_Sum_bf16(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_Sum_bf16"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>(int)",
+         "at::native::vectorized_elementwise_kernel<FillFunctor>"),
+        ("void (anonymous namespace)::kernel<int>(float*)", "kernel<…>"),
+        ("void <unnamed>::kernel(float*)", "kernel"),
+        ("Memcpy HtoD (pageable -> device)", "Memcpy HtoD (pageable -> device)"),
+        ("CUDA graph 5 (whole)", "CUDA graph 5 (whole)"),
+        ("x" * 200, "x" * 95 + "…"),
+    ],
+)  # fmt: skip
+def test_names_are_cut_to_what_tells_them_apart(name: str, short: str) -> None:
+    assert shorten(name) == short

@@ -1,0 +1,215 @@
+"""Reading traces of torch.profiler."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from analysis import kineto, sources, summary
+from analysis.kineto import nanoseconds
+from analysis.table import Kind
+
+from tests.profiling.kineto_trace import AUTOGRAD, MAIN, Trace
+from tests.profiling.test_analysis_nsys import labelled
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "trace.json"
+
+
+def a_step(trace: Trace) -> None:
+    trace.note("step", 0, 1000)
+    trace.note("forward", 10, 400)
+    trace.note("encoder", 20, 200)
+    trace.operator("aten::t", 15, 18, sequence=7)
+    trace.operator("aten::mm", 30, 60, sequence=7)
+    trace.kernel(40, 50, 60)
+    trace.note("backward", 500, 900)
+    engine = "autograd::engine::evaluate_function: MmBackward0"
+    trace.operator(engine, 600, 700, AUTOGRAD, sequence=7, forward_thread=1)
+    trace.operator("aten::mm", 620, 680, AUTOGRAD)
+    trace.kernel(630, 640, 690, tid=AUTOGRAD)
+
+
+def test_backward_goes_to_its_forward_by_sequence_number(path: Path) -> None:
+    trace = Trace()
+    a_step(trace)
+    assert labelled(kineto.read(trace.write(path))) == [
+        ("forward / encoder", "forward", "launch", False),
+        ("forward / encoder", "backward", "forward", True),
+    ]
+
+
+def test_arrows_come_before_sequence_numbers(path: Path) -> None:
+    trace = Trace()
+    a_step(trace)
+    trace.note("decoder", 250, 350)
+    # Sequence numbers are counted by thread, and so may name the operator of another.
+    trace.flow(1, (MAIN, 300), (AUTOGRAD, 600))
+    assert labelled(kineto.read(trace.write(path)))[1][:3] == (
+        *("forward / decoder", "backward", "forward"),
+    )
+
+
+def test_backward_without_links_goes_by_time(path: Path) -> None:
+    trace = Trace()
+    trace.note("ProfilerStep#3", 0, 1000)
+    trace.note("backward", 500, 900)
+    trace.kernel(630, 640, 690, tid=AUTOGRAD)
+    assert labelled(kineto.read(trace.write(path))) == [("backward", "backward", "time", True)]
+
+
+def test_a_kernel_without_launch_is_placed_by_its_external_id(path: Path) -> None:
+    trace = Trace()
+    trace.note("step", 0, 1000)
+    trace.note("encoder", 20, 200)
+    external = trace.operator("aten::mm", 30, 60)
+    trace.kernel(None, 300, 400, external=external)
+    trace.kernel(None, 500, 600)
+    assert labelled(kineto.read(trace.write(path))) == [
+        ("encoder", "encoder", "external id", False),
+        ("(unattributed)", "(unattributed)", "none", False),
+    ]
+
+
+def test_device_events_have_kind_device_and_stream(path: Path) -> None:
+    trace = Trace(
+        {"deviceProperties": [{"id": 0, "name": "A GPU"}], "distributedInfo": {"rank": 5}}
+    )
+    trace.kernel(0, 10, 20, stream=20)
+    trace.kernel(1, 20, 30, "Memcpy HtoD (Pageable -> Device)", category="gpu_memcpy")
+    trace.kernel(2, 30, 40, "Memset (Device)", category="gpu_memset")
+    table = kineto.read(trace.write(path))
+    assert table.work["kind"].tolist() == [Kind.KERNEL, Kind.COPY, Kind.FILL]
+    assert table.work["stream"].tolist() == [20, 7, 7]
+    assert table.facts["GPU"] == "A GPU"
+    assert table.processes[0].rank == 5
+    assert table.has_gpu
+
+
+def test_operators_are_the_work_where_there_is_no_gpu(path: Path) -> None:
+    trace = Trace()
+    trace.note("step", 0, 100)
+    trace.operator("aten::linear", 10, 60)
+    trace.operator("aten::addmm", 20, 40)
+    trace.operator("aten::empty", 40, 45)
+    table = kineto.read(trace.write(path))
+    rows = table.work[["start", "end", "name"]].tolist()
+    assert [(start, end, table.names[name]) for start, end, name in rows] == [
+        (10, 20, "aten::linear"),
+        (20, 40, "aten::addmm"),
+        (40, 45, "aten::empty"),
+        (45, 60, "aten::linear"),
+    ]
+    report = summary.analyze(sources.gather([path])).report
+    assert {e["name"]: e["calls"] for e in report["kernels"]["top"]}["aten::linear"] == 1
+    parts = {part["name"]: part["ns"] for part in report["budget"]["parts"]}
+    assert parts["compute"] == 50
+    assert parts["host_gap"] == 50
+
+
+def test_making_a_batch_on_the_cpu_is_waiting_for_it(path: Path) -> None:
+    trace = Trace()
+    trace.note("step", 0, 100)
+    trace.note("data", 100, 150)
+    trace.operator("aten::stack", 110, 140)
+    trace.note("step", 150, 250)
+    trace.operator("aten::mm", 160, 240)
+    report = summary.analyze(sources.gather([trace.write(path)])).report
+    parts = {part["name"]: part["ns"] for part in report["budget"]["parts"]}
+    assert parts == {
+        **{"compute": 80, "communication": 0, "copies": 0},
+        **{"data_wait": 50, "host_gap": 120, "idle": 0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("4401286070104.696", 4401286070104696),
+        # As a float of µs since 1970 it would be wrong by up to 125 ns.
+        ("1740461679471440.123", 1740461679471440123),
+        ("12.5", 12500),
+        ("-3.250", -3250),
+        ("-0.5", -500),
+        ("0.0005", 0),
+        ("1e3", 1000000),
+        (7, 7000),
+    ],
+)
+def test_times_are_read_to_the_nanosecond(written: str | int, expected: int) -> None:
+    assert nanoseconds(written) == expected
+
+
+def test_gz_and_a_bare_list_are_traces_too(tmp_path: Path) -> None:
+    trace = Trace()
+    a_step(trace)
+    packed = sources.read(trace.write(tmp_path / "rank2.json.gz"))
+    assert packed.processes[0].rank == 2
+    bare = tmp_path / "bare.json"
+    bare.write_text(json.dumps(trace.events))
+    assert len(sources.read(bare).work) == len(packed.work) == 2
+
+
+def test_damaged_traces_are_refused_in_one_line(tmp_path: Path) -> None:
+    trace = Trace()
+    a_step(trace)
+    whole = trace.write(tmp_path / "whole.json").read_bytes()
+    cut = tmp_path / "cut.json"
+    cut.write_bytes(whole[: len(whole) // 2])
+    squeezed = tmp_path / "cut.json.gz"
+    squeezed.write_bytes(gzip.compress(whole)[:-40])
+    settings = tmp_path / "settings.json"
+    settings.write_text('{"learning_rate": 1}')
+    for path, message in (
+        (cut, "must be a whole trace"),
+        (squeezed, "must be a whole .gz file"),
+        (settings, "has no list traceEvents"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            sources.read(path)
+        assert "\n" not in str(error.value)
+
+
+def test_an_empty_trace_says_so(path: Path) -> None:
+    report = summary.analyze(sources.gather([Trace().write(path)])).report
+    assert "nothing to judge" in report["verdict"]["text"]
+    assert any("neither kernels nor operators" in note["text"] for note in report["quality"])
+
+
+def test_the_profilers_own_work_is_told(path: Path) -> None:
+    trace = Trace()
+    for start in (0, 1000, 2000):
+        trace.note("step", start, start + 1000)
+        trace.kernel(start + 10, start + 100, start + 900)
+    trace.span("overhead", "Activity Buffer Request", 200, 500)
+    report = summary.analyze(sources.gather([trace.write(path)])).report
+    assert any("at work during 10.0 % of the steps" in note["text"] for note in report["quality"])
+
+
+def test_exchanges_on_the_cpu_are_communication(path: Path) -> None:
+    trace = Trace({"distributedInfo": {"backend": "gloo", "rank": 1}})
+    trace.note("step", 0, 100)
+    trace.operator("aten::mm", 10, 40)
+    # Marked as by a user, on a thread of its own.
+    trace.note("gloo:all_reduce", 30, 90, tid=555)
+    report = summary.analyze(sources.gather([trace.write(path)])).report
+    parts = {part["name"]: part["ns"] for part in report["budget"]["parts"]}
+    assert parts["compute"] == 30
+    assert parts["communication"] == 50
+    assert report["budget"]["hidden_communication"]["ns"] == 10
+
+
+def test_the_median_is_of_calls_and_not_of_their_stretches(path: Path) -> None:
+    trace = Trace()
+    trace.note("step", 0, 100_000)
+    for start in (0, 50_000):
+        trace.operator("aten::linear", start, start + 40_000)
+        trace.operator("aten::t", start + 1000, start + 2000)
+    top = summary.analyze(sources.gather([trace.write(path)])).report["kernels"]["top"]
+    assert top[0]["name"] == "aten::linear"
+    assert top[0]["calls"] == 2
+    assert top[0]["median_us"] == 39

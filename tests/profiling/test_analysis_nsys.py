@@ -1,0 +1,304 @@
+"""Reading exports of nsys, and naming the range of every kernel: each trap is a case."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from analysis import nsys, sources, summary
+from analysis.attribution import RULES, UNATTRIBUTED, attribute, find_launches
+from analysis.steps import find
+from analysis.table import Table, merge
+
+from tests.profiling.nsys_export import COPY, FILL, GRAPH, KERNEL, Export
+
+AUTOGRAD = 177
+
+
+def labelled(table: Table) -> list[tuple[str, str, str, bool]]:
+    """Range, phase, rule and direction of every row of work, in order of begin."""
+    launches = find_launches(table)
+    found = {
+        process: find(table, process, launches.begin)
+        for process in sorted(set(table.work["process"].tolist()))
+    }
+    result = attribute(table, launches, found)
+    return [
+        (
+            result.paths[result.path[row]],
+            result.paths[result.phase[row]],
+            RULES[result.rule[row]],
+            bool(result.is_backward[row]),
+        )
+        for row in table.work["start"].argsort(kind="stable")
+    ]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "export.sqlite"
+
+
+def test_a_kernel_belongs_to_the_innermost_range_of_its_launch(path: Path) -> None:
+    export = Export()
+    export.range("step", 0, 1000)
+    export.range("forward", 10, 500, registered=True)
+    export.range("encoder", 20, 300)
+    export.range("encoder", 30, 200)
+    # Long after the range has ended on the host.
+    export.kernel(40, 700, 800)
+    export.kernel(250, 800, 850)
+    export.kernel(400, 850, 900)
+    export.kernel(600, 900, 950)
+    assert labelled(nsys.read(export.write(path))) == [
+        ("forward / encoder / encoder", "forward", "launch", False),
+        ("forward / encoder", "forward", "launch", False),
+        ("forward", "forward", "launch", False),
+        ("(step)", "(step)", "launch", False),
+    ]
+
+
+def test_a_launch_that_outlives_a_range_is_not_in_it(path: Path) -> None:
+    export = Export()
+    export.range("outer", 0, 100)
+    export.range("inner", 10, 41)
+    export.kernel(40, 60, 70)
+    assert labelled(nsys.read(export.write(path)))[0][0] == "outer"
+
+
+def test_ranges_that_cross_are_searched_outwards(path: Path) -> None:
+    export = Export()
+    export.range("a", 0, 100, kind=60)
+    export.range("b", 20, 50, kind=60)
+    export.range("c", 40, 80, kind=60)
+    for launch in (45, 60, 90):
+        export.kernel(launch, launch + 100, launch + 110)
+    assert [row[0].split(" / ")[-1] for row in labelled(nsys.read(export.write(path)))] == [
+        *("c", "c", "a"),
+    ]
+
+
+def test_backward_without_ranges_of_its_thread_goes_by_time(path: Path) -> None:
+    export = Export()
+    export.range("step", 0, 1000)
+    export.range("backward", 500, 900)
+    export.kernel(600, 650, 700, tid=AUTOGRAD)
+    export.kernel(950, 960, 970, tid=AUTOGRAD)
+    assert labelled(nsys.read(export.write(path))) == [
+        ("backward", "backward", "time", True),
+        ("(step)", "(step)", "time", False),
+    ]
+
+
+def test_backward_goes_to_its_forward_by_sequence_number(path: Path) -> None:
+    export = Export()
+    export.range("step", 0, 1000)
+    export.range("forward", 10, 400)
+    export.range("encoder", 20, 200)
+    # A view has no node of its own, and bears the number of the next operator that makes one.
+    export.range("aten::t, seq = 7, op_id = 1", 15, 18)
+    export.range("aten::mm, seq = 7, op_id = 2", 30, 60)
+    export.kernel(40, 50, 60)
+    export.range("backward", 500, 900)
+    # The engine's range ends later than that of the node; between them, the node is backward too.
+    engine = "autograd::engine::evaluate_function: MmBackward0, seq = 7, op_id = 9"
+    export.range(engine, 600, 700, tid=AUTOGRAD)
+    export.range("MmBackward0, seq = 7, op_id = 10", 610, 690, tid=AUTOGRAD)
+    export.range("aten::mm, op_id = 11", 620, 680, tid=AUTOGRAD)
+    export.kernel(630, 640, 690, tid=AUTOGRAD)
+    table = nsys.read(export.write(path))
+    assert labelled(table) == [
+        ("forward / encoder", "forward", "launch", False),
+        ("forward / encoder", "backward", "forward", True),
+    ]
+    assert "MmBackward0" in table.names
+
+
+def test_missing_launches_are_reported_and_kept(path: Path) -> None:
+    export = Export()
+    export.range("step", 0, 1000)
+    export.kernel(100, 110, 200)
+    export.work(KERNEL, 300, 500, 99)
+    path = export.write(path)
+    assert [row[2] for row in labelled(nsys.read(path))] == ["launch", "none"]
+    report = summary.analyze(sources.gather([path])).report
+    assert report["attribution"]["none"] == pytest.approx(200 / 290)
+    assert {entry["name"] for entry in report["ranges"]} == {"(step)", UNATTRIBUTED}
+    assert any("1 of 2 kernels and copies, 69.0 %" in note["text"] for note in report["quality"])
+
+
+def test_correlation_ids_of_two_processes_are_not_confused(path: Path) -> None:
+    export = Export(pid=1)
+    for pid, name in ((1, "first"), (2, "second")):
+        export.pid, export.correlation = pid, 0
+        export.range(name, 0, 100)
+        export.kernel(10 + pid, 20 + pid, 30 + pid)
+    table = nsys.read(export.write(path))
+    assert [row[0] for row in labelled(table)] == ["first", "second"]
+    launches = find_launches(table)
+    assert (table.launches["process"][launches.row] == table.work["process"]).all()
+    assert launches.is_known.all()
+    assert sorted(process.pid for process in table.processes) == [1, 2]
+
+
+def test_nodes_of_a_graph_share_a_launch(path: Path) -> None:
+    export = Export()
+    export.range("step", 0, 1000)
+    export.range("replay", 10, 100)
+    launch = export.call(20, 30, name="cudaGraphLaunch_v10000")
+    for node in range(1, 4):
+        export.work(KERNEL, 100 * node, 100 * node + 50, launch, graphNodeId=node)
+    path = export.write(path)
+    assert [row[:3] for row in labelled(nsys.read(path))] == [("replay", "replay", "launch")] * 3
+    notes = [note["text"] for note in summary.analyze(sources.gather([path])).report["quality"]]
+    assert any(text.startswith("100.0 % of the kernels' time is in CUDA graphs") for text in notes)
+
+
+def test_a_graph_recorded_whole_is_work_of_its_own(path: Path) -> None:
+    export = Export()
+    export.range("step", 0, 1000)
+    launch = export.call(20, 30, name="cudaGraphLaunch_v10000")
+    export.work(GRAPH, 100, 600, launch, graphId=5)
+    path = export.write(path)
+    report = summary.analyze(sources.gather([path])).report
+    assert [entry["name"] for entry in report["kernels"]["top"]] == ["CUDA graph 5 (whole)"]
+    assert report["budget"]["parts"][0]["ns"] == 500
+    assert any("--cuda-graph-trace=node" in note["text"] for note in report["quality"])
+
+
+def test_open_ranges_last_to_the_end_of_the_capture(path: Path) -> None:
+    export = Export()
+    export.range("open", 0, None)
+    export.kernel(50, 60, 900)
+    table = nsys.read(export.write(path))
+    assert labelled(table)[0][0] == "open"
+    assert table.ranges["end"].tolist() == [900]
+    assert any("still open" in note.text for note in table.notes)
+
+
+def test_copies_and_fills_have_names_that_say_what_memory(path: Path) -> None:
+    export = Export()
+    for kind, source, target in ((1, 0, 2), (1, 1, 2), (8, 2, 2)):
+        launch = export.call(0, 1)
+        export.work(COPY, 10, 20, launch, bytes=64, copyKind=kind, srcKind=source, dstKind=target)
+    export.work(FILL, 30, 40, export.call(2, 3), bytes=16)
+    table = nsys.read(export.write(path))
+    assert [table.names[name] for name in table.work["name"]] == [
+        *("Memcpy HtoD (pageable -> device)", "Memcpy HtoD (pinned -> device)"),
+        *("Memcpy DtoD (device -> device)", "Memset"),
+    ]
+    assert table.work["bytes"].tolist() == [64, 64, 64, 16]
+
+
+def test_a_mark_that_numbers_each_iteration_is_one_label(path: Path) -> None:
+    export = Export()
+    for number in range(6):
+        export.range("step", 100 * number, 100 * number + 90)
+        export.range(f"compute {number}", 100 * number + 1, 100 * number + 50)
+        export.range(f"layer.{number % 2}", 100 * number + 2, 100 * number + 40)
+        export.kernel(100 * number + 10, 100 * number + 20, 100 * number + 30)
+    assert {row[0] for row in labelled(nsys.read(export.write(path)))} == {
+        *("compute # / layer.0", "compute # / layer.1"),
+    }
+
+
+def test_only_operators_still_name_the_work(path: Path) -> None:
+    export = Export()
+    export.range("aten::mm, op_id = 3", 0, 100)
+    export.kernel(10, 20, 30)
+    assert labelled(nsys.read(export.write(path))) == [
+        ("(operator) aten::mm", UNATTRIBUTED, "operator", False)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"more_columns": ["addedFirst", "addedSecond"]},
+        {"without": ["graphNodeId", "greenContextId", "int64Value", "uint64Value"]},
+    ],
+    ids=["newer", "older"],
+)
+def test_columns_come_and_go_with_versions(path: Path, options: dict) -> None:
+    export = Export()
+    export.range("step", 0, 1000, payload=3)
+    export.kernel(10, 20, 30)
+    assert labelled(nsys.read(export.write(path, **options)))[0][0] == "(step)"
+
+
+def test_absent_tables_are_said_and_no_reason_to_fail(path: Path) -> None:
+    export = Export()
+    export.work(KERNEL, 100, 200, 1)
+    report = summary.analyze(sources.gather([export.write(path)])).report
+    warnings = [note["text"] for note in report["quality"] if note["level"] == "warning"]
+    assert any("no table CUPTI_ACTIVITY_KIND_RUNTIME" in text for text in warnings)
+    assert any("no table NVTX_EVENTS" in text for text in warnings)
+    assert any("no ranges that mark steps" in text for text in warnings)
+    assert report["budget"]["wall_ns"] == 100
+
+
+def test_ranges_alone_give_a_report_without_work(path: Path) -> None:
+    export = Export()
+    export.range("step", 0, 1000)
+    report = summary.analyze(sources.gather([export.write(path)])).report
+    assert report["budget"] is None
+    assert "nothing to judge" in report["verdict"]["text"]
+
+
+def test_lost_events_and_secrets_are_pointed_out(path: Path) -> None:
+    export = Export()
+    export.kernel(10, 20, 30)
+    export.add(
+        "DIAGNOSTIC_EVENT", severity=2, text="Not all CUDA events\nmight have been collected."
+    )
+    export.add("DIAGNOSTIC_EVENT", severity=1, text="Profiling has started.")
+    export.add("TARGET_INFO_SYSTEM_ENV", name="DeviceEnvironment", value="TOKEN=1")
+    texts = [note.text for note in nsys.read(export.write(path)).notes]
+    assert "export.sqlite: Not all CUDA events might have been collected." in texts
+    assert any("TARGET_INFO_SYSTEM_ENV" in text for text in texts)
+    assert not any("started" in text for text in texts)
+
+
+def test_the_rank_is_in_the_file_name_and_means_who_works(tmp_path: Path) -> None:
+    export = Export(pid=5)
+    export.range("launcher", 0, 10)
+    export.pid = 6
+    export.kernel(10, 20, 30)
+    table = nsys.read(export.write(tmp_path / "host_rank3.sqlite"))
+    assert {process.pid: process.rank for process in table.processes} == {5: None, 6: 3}
+
+
+def test_tables_of_several_ranks_are_put_together(tmp_path: Path) -> None:
+    tables = []
+    for rank in range(3):
+        export = Export(pid=7)
+        export.range("step", 0, 100)
+        export.range(f"only on {rank}", 0, 90)
+        export.kernel(10, 20, 30 + rank)
+        tables.append(nsys.read(export.write(tmp_path / f"rank{rank}.sqlite")))
+    merged = merge(tables)
+    assert [process.rank for process in merged.processes] == [0, 1, 2]
+    assert [row[0] for row in labelled(merged)] == [f"only on {rank}" for rank in range(3)]
+
+
+def test_what_is_no_export_is_refused_in_one_line(tmp_path: Path) -> None:
+    other = tmp_path / "other.sqlite"
+    with closing(sqlite3.connect(other)) as connection, connection:
+        connection.execute("CREATE TABLE mine (a)")
+    cut = tmp_path / "cut.sqlite"
+    cut.write_bytes(other.read_bytes()[:3000] + b"x" * 2000)
+    report = tmp_path / "a.nsys-rep"
+    report.write_bytes(b"")
+    text = tmp_path / "a.txt"
+    text.write_text("hello")
+    for path, message in (
+        (other, "has none of its tables"),
+        (cut, "must be a whole SQLite file"),
+        (report, "nsys export"),
+        (text, "but is neither"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            sources.read(path)
+        assert "\n" not in str(error.value)

@@ -1,0 +1,189 @@
+"""From figures to a sentence: what limits a run, what to do, padding, ranks, comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from analysis import run_log, summary
+from analysis.comparison import compare
+from analysis.sources import Subject, gather, read_metrics
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.profiling.nsys_export import KERNEL, Export
+
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def line(**values: Any) -> dict[str, Any]:
+    return {"step": 10, "step_s": 0.5, "data_wait_s": 0.1} | values
+
+
+def report(
+    export: Export, path: Path, metrics: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    subject = gather([export.write(path)])
+    subject.metrics = metrics or []
+    return summary.analyze(subject).report
+
+
+def limited_by(part: str, path: Path) -> dict[str, Any]:
+    """A step of 1 ms, 600 µs of which go into one part and the rest into compute."""
+    export = Export()
+    ms = 1_000_000
+    export.range("step", 0, ms)
+    export.kernel(0, 2, 400_000)
+    if part == "data_wait":
+        export.range("data", 400_000, ms)
+    elif part == "communication":
+        export.kernel(3, 400_000, ms, NCCL, stream=9)
+    elif part == "copies":
+        export.work(
+            "CUPTI_ACTIVITY_KIND_MEMCPY", 400_000, ms, export.call(3, 4), copyKind=1, bytes=1
+        )
+    elif part == "compute":
+        export.kernel(3, 400_000, ms)
+    elif part == "synchronizing":
+        export.call(400_000, ms, name="cudaDeviceSynchronize_v3020")
+    return report(export, path)
+
+
+@pytest.mark.parametrize(
+    ("part", "limit", "words"),
+    [
+        ("data_wait", "data_wait", "Waiting for data takes 0.6 ms of a step of 1 ms (60.0 %)"),
+        ("communication", "communication", "Communication that nothing hides takes 0.6 ms"),
+        ("copies", "copies", "Memory copies that nothing hides take 0.6 ms"),
+        ("host_gap", "host_gap", "The host does not launch work fast enough"),
+        ("synchronizing", "idle", "while the host waits in a synchronizing call"),
+        ("compute", "compute", "Compute limits the run: 100.0 % of a step of 1 ms"),
+    ],
+)
+def test_the_verdict_names_what_limits_the_run(
+    part: str, limit: str, words: str, tmp_path: Path
+) -> None:
+    verdict = limited_by(part, tmp_path / "export.sqlite")["verdict"]
+    assert verdict["limit"] == limit
+    assert words in verdict["text"]
+    bound = "at most 1.00 times as fast" if part == "compute" else "at most 2.50 times as fast"
+    assert bound in verdict["text"]
+
+
+def test_the_first_action_is_about_the_largest_part(tmp_path: Path) -> None:
+    actions = limited_by("data_wait", tmp_path / "export.sqlite")["actions"]
+    assert actions[0]["basis"] == "waiting for data"
+    assert actions[0]["share"] == pytest.approx(0.6, abs=1e-4)
+    assert actions[0]["speedup_at_most"] == pytest.approx(2.5, abs=1e-3)
+    assert [a["share"] for a in actions] == sorted((a["share"] for a in actions), reverse=True)
+
+
+def test_copies_of_the_budget_are_not_counted_again_as_compute(tmp_path: Path) -> None:
+    bases = [a["basis"] for a in limited_by("copies", tmp_path / "export.sqlite")["actions"]]
+    assert "exposed memory copies" in bases
+    assert "compute: copy" not in bases
+
+
+def test_padding_is_worth_the_compute_that_it_takes(tmp_path: Path) -> None:
+    export = Export()
+    export.range("step", 0, 1000)
+    export.kernel(0, 2, 1000)
+    found = report(
+        export, tmp_path / "e.sqlite", [line(padding_frames=0.25), line(padding_frames=0.35)]
+    )
+    (action,) = [a for a in found["actions"] if a["basis"] == "compute on padded frames"]
+    assert action["share"] == pytest.approx(0.998 * 0.3)
+
+
+def test_without_a_capture_the_log_still_says_something() -> None:
+    found = summary.analyze(Subject("run", metrics=[line(), line(data_wait_s=0.3)])).report
+    assert found["verdict"]["text"].startswith("A step takes 500 ms, and 40.0 % of it is waiting")
+    assert found["actions"][0]["speedup_at_most"] == pytest.approx(1 / 0.6)
+    assert any("no capture was given" in note["text"] for note in found["quality"])
+
+
+def ranks(tmp_path: Path) -> dict[str, Any]:
+    """Two ranks, of which one computes for 800 and the other for 500 of every 1000."""
+    paths = []
+    for rank, work in enumerate((500, 800)):
+        export = Export(pid=20 + rank)
+        for begin in range(0, 4000, 1000):
+            export.range("step", begin, begin + 1000, payload=begin // 1000)
+            export.kernel(begin, begin + 2, begin + work)
+            export.kernel(begin + 3, begin + work, begin + 1000, NCCL)
+        paths.append(export.write(tmp_path / f"rank{rank}.sqlite"))
+    return summary.analyze(gather(paths)).report
+
+
+def test_the_slowest_rank_is_the_one_that_does_not_wait(tmp_path: Path) -> None:
+    found = ranks(tmp_path)
+    assert found["ranks"]["slowest"] == "rank 1"
+    assert found["ranks"]["steps"] == [0, 1, 2, 3]
+    assert found["ranks"]["ranks"][0]["own_ms"] == pytest.approx([500e-6] * 4)
+    assert found["ranks"]["waiting_ms"] == pytest.approx(150e-6)
+    (action,) = [a for a in found["actions"] if "slowest rank" in a["basis"]]
+    assert action["how"].startswith("rank 1 is slowest")
+    assert action["share"] == pytest.approx(0.15)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=50))
+def test_a_histogram_of_padding_counts_every_line(values: list[float]) -> None:
+    found = run_log.padding([line(padding_frames=value) for value in values])["padding_frames"]
+    assert sum(found["counts"]) == len(values)
+    assert len(found["edges"]) == len(found["counts"]) + 1 <= 42
+    assert found["edges"][0] == 0
+    assert found["edges"][-1] >= max(values) * (1 - 1e-9)
+
+
+def test_the_waterfall_falls() -> None:
+    metrics = [line(mfu=0.4, mfu_with_padding=0.5, hfu=0.6)]
+    bars = run_log.waterfall(metrics, {})["bars"]
+    assert [bar["share"] for bar in bars] == [1.0, 0.6, 0.5, 0.4]
+    estimate = run_log.waterfall([line(mfu=0.4)], {"padding_frames": {"mean": 0.2}})
+    assert estimate["is_estimate"]
+    assert [bar["share"] for bar in estimate["bars"]] == [1.0, pytest.approx(0.5), 0.4]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        ([], "no run directory was given"),
+        ([line(mfu=None)], "has no mfu"),
+        ([line(mfu=0.4)], "neither padded FLOPs nor padding_frames"),
+    ],
+)
+def test_without_flops_the_reason_is_given(metrics: list, reason: str) -> None:
+    assert reason in run_log.waterfall(metrics, {})["reason"]
+
+
+def test_a_log_that_was_cut_short_loses_its_last_line_only(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(line()) + "\n" + '{"step": 2')
+    assert read_metrics(path) == [line()]
+    path.write_text('{"step"\n' + json.dumps(line()) + "\n")
+    with pytest.raises(ValueError, match=r"line 1 of .* must be JSON"):
+        read_metrics(path)
+
+
+def test_a_comparison_says_where_the_difference_comes_from(tmp_path: Path) -> None:
+    before = limited_by("host_gap", tmp_path / "before.sqlite")
+    export = Export()
+    export.range("step", 0, 500_000)
+    export.kernel(0, 2, 400_000)
+    after = report(export, tmp_path / "after.sqlite")
+    found = compare(before, after)
+    assert found["step_ms"]["ratio"] == pytest.approx(0.5)
+    assert {row["name"]: row["delta"] for row in found["parts"]}["host_gap"] == pytest.approx(-0.5)
+    assert found["text"].endswith(
+        "0.50 times as long. Most of the change is in host gaps (-0.5 ms)."
+    )
+
+
+def test_a_profiled_step_is_held_against_the_log(tmp_path: Path) -> None:
+    export = Export()
+    export.range("step", 0, 2_000_000_000)
+    export.work(KERNEL, 10, 20, export.call(1, 2))
+    notes = report(export, tmp_path / "e.sqlite", [line(step_s=1.0)])["quality"]
+    assert any("takes 2.00 times the run's median step" in note["text"] for note in notes)
