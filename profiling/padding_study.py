@@ -1,107 +1,198 @@
-"""How much of a batch is padding: random batches, bucketed batches, and packed static shapes.
+"""How much of a batch is padding, for each way of batching: a table, CSV and a picture.
 
-    python profiling/padding_study.py LENGTHS.tsv ... [--budgets 2000 8000 24000]
+    python profiling/padding_study.py LIST ... [--budgets 8000 24000] [--csv FILE] [--picture FILE]
 
-A list is a table with a header, separated by tabs, of ``duration_seconds`` and, if known,
-``n_tokens_bpe5000``; without tokens, 3.6 a second are assumed. Padded batches are as large as the
-packed ones: as many utterances as fill the budget on average. Prints one row for each list,
-budget and way of batching: the share of frame rows, and of token rows, that is padding.
+A list is what `effasr plan --manifest` takes: a manifest, a table with ``duration_seconds``, or
+durations alone; ``A+B`` is one corpus of two lists. A finished run, runs/NAME, gives the padding
+that it measured. All strategies but packed are computed padded, every utterance at the length of
+the longest of its micro-batch, and hold what fills the same frame budget.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import io
+import json
 import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+from effasr.data.files import write_atomically
+from effasr.planning.picture import Panel, draw
+from effasr.planning.request import Request
+from effasr.planning.study import LADDER, StudyOptions, compare
+from effasr.planning.text import percent
 
-from effasr.data.batch import StaticShape
-from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
-from effasr.data.sampling.plan import UtteranceLengths
-
-FRAMES_PER_SECOND = 12.5
-TOKENS_PER_SECOND = 3.6
-PROMPT = 5
+MEASURED = "measured"
+"""In place of a strategy: what a run saw."""
 
 
-def read_lengths(path: Path, longest: float) -> UtteranceLengths:
-    """Encoder frames and decoder tokens of a list, up to ``longest`` seconds."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
-    seconds = np.array([float(row["duration_seconds"]) for row in rows])
-    known = [row.get("n_tokens_bpe5000") or "" for row in rows]
-    tokens = np.array(
-        [int(k) if k else round(TOKENS_PER_SECOND * s) for k, s in zip(known, seconds, strict=True)]
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        lengths: Name of the list, or of the run.
+        strategy: How it was batched.
+        figures: By the names of `effasr.data.sampling.report.PlanReport`, and of the budgets.
+    """
+
+    lengths: str
+    strategy: str
+    figures: dict[str, Any]
+
+    def cell(self, name: str, form: str = "") -> str:
+        """A figure as text, empty where there is none."""
+        value = self.figures.get(name)
+        if value is None:
+            return ""
+        return percent(value) if form == "%" else format(value, form)
+
+
+def study(
+    paths: Sequence[Path], options: StudyOptions, *, budgets: Iterable[int], recipe: str | None
+) -> list[Row]:
+    """All strategies on one corpus, at several frame budgets."""
+    name = "+".join(path.stem for path in paths)
+    rows = []
+    for budget in budgets:
+        request = Request.of(recipe, manifests=paths, frame_budget=budget)
+        _, selection = request.read()
+        setting = {
+            "utterances": len(selection),
+            "hours": round(float(selection.seconds.sum()) / 3600, 2),
+            "dropped": len(selection.dropped),
+            "world_size": options.world_size,
+            "frame_budget": budget,
+            "token_budget": selection.shape.token_budget,
+        }
+        for outcome in compare(selection, LADDER, request.cost, options):
+            rows.append(Row(name, outcome.strategy, {**setting, **asdict(outcome.report)}))
+    return rows
+
+
+def measured(run: Path) -> Row:
+    """The padding and imbalance that a run measured, over all of its steps.
+
+    Raises:
+        ValueError: The run has no metrics, or a line of them is malformed.
+    """
+    path = run / "metrics.jsonl"
+    sums, steps = {"padding_frames": 0.0, "padding_tokens": 0.0, "rank_imbalance": 0.0}, 0
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            values = json.loads(line)
+            # A line holds the means of the steps since the line before.
+            weight = values["step"] - steps
+            for name in sums:
+                sums[name] += weight * values[name]
+            steps = values["step"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: not a line of metrics ({error}).") from error
+    if not steps:
+        raise ValueError(f"{path}: holds no step.")
+    means = {name: value / steps for name, value in sums.items()}
+    means["rank_imbalance_mean"] = means.pop("rank_imbalance")
+    return Row(run.name, MEASURED, {"steps": steps, **means})
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown."""
+    columns = [
+        ("frames %", "padding_frames", "%"),
+        ("tokens %", "padding_tokens", "%"),
+        ("FLOPs %", "padding_flops", "%"),
+        ("T x U %", "padding_cells", "%"),
+        ("imbalance %", "rank_imbalance_mean", "%"),
+        ("p99 %", "rank_imbalance_p99", "%"),
+        ("utterances", "batch_utterances", ".1f"),
+        ("audio s", "batch_audio_seconds", ".0f"),
+        ("steps", "steps", ""),
+    ]
+    lines = [
+        f"| lengths | frame budget | strategy | {' | '.join(title for title, _, _ in columns)} |",
+        "|---|---|---|" + "---:|" * len(columns),
+    ]
+    for row in rows:
+        cells = [row.lengths, row.cell("frame_budget", ","), row.strategy]
+        cells += [row.cell(name, form) for _, name, form in columns]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """All figures; the columns are those of the row that has most."""
+    columns = max((row.figures for row in rows), key=len)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["lengths", "strategy", *columns], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        figures = {name: _rounded(value) for name, value in row.figures.items()}
+        writer.writerow({"lengths": row.lengths, "strategy": row.strategy, **figures})
+    write_atomically(path, text.getvalue().encode())
+
+
+def write_picture(path: Path, rows: Sequence[Row]) -> None:
+    """What of frames, tokens and FLOPs is padding, of all rows that have all three."""
+    rows = [row for row in rows if "padding_flops" in row.figures]
+    if not rows:
+        raise ValueError("`--picture` needs a list: runs measure no FLOPs.")
+    panels = []
+    for title in ("frames", "tokens", "FLOPs"):
+        shares = [row.figures[f"padding_{title.lower()}"] for row in rows]
+        useful = [1 - share for share in shares]
+        panels.append(Panel(f"{title}: padding %", useful, [percent(s) for s in shares], shares))
+    picture = draw(
+        [row.strategy for row in rows],
+        panels,
+        title="Padding, by sampling strategy",
+        legend=("utterances", "padding"),
+        groups=[f"{row.lengths}, {row.cell('frame_budget', ',')} frames a batch" for row in rows],
     )
-    kept = (seconds >= 0.3) & (seconds <= longest)
-    frames = np.ceil(seconds[kept] * FRAMES_PER_SECOND).astype(np.int32)
-    return UtteranceLengths(frames, (tokens[kept] + PROMPT).astype(np.int32))
+    write_atomically(path, picture.encode())
 
 
-def padded(lengths: UtteranceLengths, batches: list[np.ndarray]) -> tuple[float, float]:
-    """The share of padding where each batch is as wide as its longest utterance."""
-
-    def share(values: np.ndarray) -> float:
-        rows = sum(len(batch) * int(values[batch].max()) for batch in batches)
-        return 1 - int(values.sum()) / rows
-
-    return share(lengths.frames), share(lengths.tokens)
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def random_batches(lengths: UtteranceLengths, size: int, seed: int) -> list[np.ndarray]:
-    """Utterances in any order, ``size`` to a batch."""
-    order = np.random.default_rng(seed).permutation(len(lengths))
-    return np.array_split(order, max(1, len(order) // size))
+def _paths(argument: str) -> list[Path]:
+    whole = Path(argument)
+    return [whole] if whole.exists() else [Path(part) for part in argument.split("+")]
 
 
-def bucketed_batches(
-    lengths: UtteranceLengths, size: int, seed: int, buckets: int = 20
-) -> list[np.ndarray]:
-    """Buckets of about the same total duration; batches of random utterances of one bucket."""
-    order = np.random.default_rng(seed).permutation(len(lengths))
-    order = order[np.argsort(lengths.frames[order], kind="stable")]
-    total = np.cumsum(lengths.frames[order], dtype=np.int64)
-    edges = np.searchsorted(total, np.linspace(0, total[-1], buckets + 1)[1:-1])
-    batches = []
-    for bucket in np.split(order, edges):
-        if len(bucket):
-            mixed = np.random.default_rng(seed).permutation(bucket)
-            # As many frames as the others: a bucket of short utterances has larger batches.
-            fit = max(1, round(size * lengths.frames.mean() / lengths.frames[bucket].mean()))
-            batches += np.array_split(mixed, max(1, len(mixed) // fit))
-    return batches
-
-
-def study(lengths: UtteranceLengths, budget: int, seed: int = 0) -> dict[str, tuple[float, float]]:
-    """The padding of frames and of tokens, by way of batching."""
-    size = max(1, round(budget / lengths.frames.mean()))
-    shape = StaticShape(budget, suggest_token_budget(lengths, budget), -(-budget // 8))
-    plan = plan_epoch(lengths, shape=shape, micro_batches=1, seed=seed, epoch=0)
-    return {
-        "random, padded": padded(lengths, random_batches(lengths, size, seed)),
-        "20 buckets, padded": padded(lengths, bucketed_batches(lengths, size, seed)),
-        "packed, static shape": (plan.padding_frames, plan.padding_tokens),
-    }
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("lists", nargs="+", type=Path)
-    parser.add_argument("--budgets", nargs="+", type=int, default=[2_000, 8_000, 24_000])
-    parser.add_argument("--longest", type=float, default=40.0, help="seconds")
-    options = parser.parse_args()
-    write = sys.stdout.write
-    write("| lengths | frame budget | batches | padding of frames | of tokens |\n")
-    write("|---|---|---|---|---|\n")
-    for path in options.lists:
-        lengths = read_lengths(path, options.longest)
-        for budget in options.budgets:
-            for way, (frames, tokens) in study(lengths, budget).items():
-                write(f"| {path.stem} | {budget} | {way} | {frames:.2%} | {tokens:.2%} |\n")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("lists", nargs="+", metavar="LIST_OR_RUN")
+    parser.add_argument("--budgets", nargs="+", type=int, default=[8_000], metavar="FRAMES")
+    parser.add_argument("--world-size", type=int, default=8, metavar="N")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="of random and bucketed")
+    parser.add_argument("--recipe", help="whose model's FLOPs (default: canary_180m_flash)")
+    parser.add_argument("--csv", type=Path, metavar="FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg")
+    given = parser.parse_args(arguments)
+    options = StudyOptions(world_size=given.world_size, batch_size=given.batch_size)
+    rows = []
+    for argument in given.lists:
+        if (Path(argument) / "metrics.jsonl").is_file():
+            rows.append(measured(Path(argument)))
+        else:
+            rows += study(_paths(argument), options, budgets=given.budgets, recipe=given.recipe)
+    sys.stdout.write(table(rows))
+    if given.csv is not None:
+        write_csv(given.csv, rows)
+    if given.picture is not None:
+        write_picture(given.picture, rows)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"padding_study: {error}")

@@ -1,230 +1,176 @@
-"""How one micro-batch after the other is filled from a queue of utterances."""
+"""How utterances in random order become micro-batches that are full and cost the same."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from effasr.data.batch import StaticShape
-from effasr.data.sampling.plan import UtteranceLengths
+from effasr.data.sampling.exchange import Exchange, Quantity, slots
 
-_POOL = 512
-"""Waiting utterances, beyond those of two micro-batches, from which the last are chosen."""
-_LOOKED_AT = 128
-"""Of them, the oldest so many are looked at for each choice."""
-_SWAPS = 12
-"""Exchanges at most, to mend a micro-batch that the choices did not fill."""
+_ROUNDS = 16
+"""Of exchanges for equal cost; more of them for few micro-batches, where it takes no time."""
+_ROUNDS_OF_FEW = 48
+_FEW = 1024
+_PATIENCE_IN_TRIALS, _PATIENCE = 8, 48
+"""Rounds after which budgets must be exceeded by clearly less than before, or it is given up."""
+_COST_BITS = 22
+"""Bits of the mean cost of a micro-batch: a resolution far finer than any imbalance."""
+_FULL = 998
+"""Share of a budget to which all are filled where room is held in reserve, in 1/1000."""
+_LOOSE = 97
+"""Filled to less than this percentage, a budget counts little: it does not run out."""
 
-_NEVER = np.iinfo(np.int64).max
 
-
-@dataclass(frozen=True, slots=True)
-class Aim:
-    """What a micro-batch should hold.
+@dataclass(frozen=True, slots=True, eq=False)
+class Utterances:
+    """Utterances to be dealt to micro-batches.
 
     Attributes:
-        shape: The budgets, never exceeded.
-        frames: Frames aimed at: the budget, or, where tokens run out before, what goes with them.
-        tokens: Likewise.
-        frame_weight: How much a share of the frames counts against the same share of the tokens.
-        token_weight: Likewise.
-        expected: Utterances of a micro-batch, on average.
-        spread: How far a single utterance strays from the proportion: mean absolute value of
-            its ``tokens * aim.frames - frames * aim.tokens``.
-
-    All sums are of integers: those of floats could differ between two ranks' processors.
+        frames: int32 (n,), encoder frames.
+        tokens: int32 (n,), decoder tokens.
+        cost: int64 (n,), predicted FLOPs; None where cost need not be equal.
     """
 
-    shape: StaticShape
-    frames: int
-    tokens: int
-    frame_weight: int
-    token_weight: int
-    expected: float
-    spread: int
+    frames: np.ndarray
+    tokens: np.ndarray
+    cost: np.ndarray | None = None
 
-    @classmethod
-    def of(cls, lengths: UtteranceLengths, shape: StaticShape) -> Aim:
-        """The aim for a corpus with at least one utterance."""
-        frames = max(1, int(lengths.frames.sum(dtype=np.int64)))
-        tokens = max(1, int(lengths.tokens.sum(dtype=np.int64)))
-        # The pool keeps the corpus's ratio of tokens to frames only if micro-batches have it:
-        # of the dimension with rows to spare, no more is wanted than goes with the other.
-        aim_frames = max(1, min(shape.frame_budget, shape.token_budget * frames // tokens))
-        aim_tokens = max(1, min(shape.token_budget, shape.frame_budget * tokens // frames))
-        # numpy 1 would leave the product of an int32 array and a scalar in int32.
-        stray = lengths.tokens.astype(np.int64) * aim_frames
-        stray -= lengths.frames.astype(np.int64) * aim_tokens
-        return cls(
-            shape,
-            aim_frames,
-            aim_tokens,
-            frame_weight=8 if aim_tokens < 0.99 * shape.token_budget else 1,
-            token_weight=8 if aim_frames < 0.99 * shape.frame_budget else 1,
-            expected=min(aim_frames * len(lengths) / frames, shape.max_sequences),
-            spread=int(np.abs(stray).sum()) // len(lengths),
-        )
+    def __len__(self) -> int:
+        return len(self.frames)
 
-    def cost(self, frames: np.ndarray | np.int64, tokens: np.ndarray | np.int64) -> np.ndarray:
-        """What it costs to close with these frames and tokens; int64, exact."""
-        short_of_frames = np.abs(self.frames - frames) * (self.frame_weight * self.tokens)
-        short_of_tokens = np.abs(self.tokens - tokens) * (self.token_weight * self.frames)
-        return short_of_frames + short_of_tokens
+    def totals(self) -> tuple[int, int, int]:
+        """Frames, tokens and utterances."""
+        frames, tokens = (int(v.sum(dtype=np.int64)) for v in (self.frames, self.tokens))
+        return frames, tokens, len(self)
 
 
-class Queue:
-    """Utterances in random order, and the micro-batches that leave it.
+@dataclass(frozen=True, slots=True, eq=False)
+class Filled:
+    """Micro-batches.
 
-    Utterances are known by their place in that order. A pool holds the oldest that wait.
+    Attributes:
+        members: int32 (n,), places of utterances, micro-batch by micro-batch.
+        starts: int64 (micro-batches + 1,), where each begins.
     """
 
-    def __init__(self, frames: np.ndarray, tokens: np.ndarray, aim: Aim) -> None:
-        """Queue utterances.
-
-        Args:
-            frames: int (n,), frames in the random order.
-            tokens: int (n,), tokens in that order.
-            aim: What a micro-batch should hold.
-        """
-        self._frames = frames.astype(np.int64)
-        self._tokens = tokens.astype(np.int64)
-        self._aim = aim
-        self._pool = np.arange(0)
-        self._pool_size = _POOL + 2 * math.ceil(aim.expected)
-        self._head = 0
-
-    @property
-    def waiting(self) -> bool:
-        """Whether an utterance is left."""
-        return self._pool.size > 0 or self._head < len(self._frames)
-
-    def next_micro_batch(self) -> np.ndarray:
-        """Take the utterances of the next micro-batch: int64 (members,), at least one place."""
-        end = min(len(self._frames), self._head + self._pool_size - self._pool.size)
-        pool = np.concatenate([self._pool, np.arange(self._head, end)])
-        self._head = end
-        batch = _MicroBatch(self._frames[pool], self._tokens[pool], self._aim)
-        batch.take_oldest()
-        batch.steer()
-        batch.finish()
-        batch.swap()
-        self._pool = pool[~batch.taken]
-        return pool[batch.taken]
+    members: np.ndarray
+    starts: np.ndarray
 
 
-class _MicroBatch:
-    """A micro-batch while it is filled from a pool, whose oldest come first."""
+def budgets(shape: StaticShape) -> tuple[int, int, int]:
+    """Most frames, tokens and utterances of a micro-batch."""
+    return shape.frame_budget, shape.token_budget, shape.max_sequences
 
-    def __init__(self, frames: np.ndarray, tokens: np.ndarray, aim: Aim) -> None:
-        self.pool_frames = frames
-        self.pool_tokens = tokens
-        self.aim = aim
-        self.taken = np.zeros(len(frames), dtype=bool)
-        self.frames = 0
-        self.tokens = 0
-        self.room = aim.shape.max_sequences
 
-    def take_oldest(self) -> None:
-        """Take the oldest, at least one, until only those to be chosen are missing.
+def scarcest(totals: tuple[int, int, int], limits: tuple[int, int, int]) -> int:
+    """Of which there is most in relation to its budget: 0 for frames, 1 tokens, 2 utterances."""
+    # Products of the other limits, since quotients would be rounded.
+    products = limits[0] * limits[1] * limits[2]
+    return max(range(3), key=lambda i: totals[i] * (products // limits[i]))
 
-        The sum of n random utterances strays from the proportion by sqrt(n) times what one
-        does, and each choice can take back what one strays.
-        """
-        aim = self.aim
-        chosen = 3 + math.sqrt(aim.expected)
-        share = max(0.0, 1 - chosen / aim.expected)
-        frames = np.cumsum(self.pool_frames)
-        tokens = np.cumsum(self.pool_tokens)
-        inside = (frames <= share * aim.frames) & (tokens <= share * aim.tokens)
-        count = max(1, min(int(inside.sum()), self.room - math.ceil(chosen)))
-        self.taken[:count] = True
-        self.frames = int(frames[count - 1])
-        self.tokens = int(tokens[count - 1])
-        self.room -= count
 
-    def steer(self) -> None:
-        """Choose utterances that bring frames and tokens back into proportion.
+def fill(
+    utterances: Utterances, shape: StaticShape, micro_batches: int, *, reserve: bool = False
+) -> Filled | None:
+    """Deal all utterances to micro-batches within the budgets, as equal in cost as it can.
 
-        Of those that do it well enough, the oldest is taken, so that the draw stays fair.
-        """
-        aim = self.aim
-        mean = aim.frames / aim.expected
-        while self.room > 2 and (left := (aim.frames - self.frames) / mean) > 2.5:
-            free = self._candidates(_LOOKED_AT)
-            if not free.size:
-                return
-            stray = self.pool_tokens[free] * aim.frames - self.pool_frames[free] * aim.tokens
-            wanted = (self.frames * aim.tokens - self.tokens * aim.frames) / left
-            miss = np.abs(stray - wanted)
-            good = miss <= aim.spread / 3
-            self._take(free[[good.argmax() if good.any() else miss.argmin()]])
+    Each gets a stretch of the order, and then they exchange utterances.
 
-    def finish(self) -> None:
-        """Choose the last ones, two at a time, while that brings the sums nearer to the aim."""
-        while self.room:
-            free = self._candidates(_LOOKED_AT)
-            if not free.size:
-                return
-            pair = self._best_pair(free)
-            if not pair.size:
-                return
-            self._take(pair)
+    Args:
+        utterances: In random order; each fits in the budgets.
+        shape: The budgets.
+        micro_batches: How many.
+        reserve: Leave what room there is to a few, the last ones, and fill the others. Where few
+            utterances make a micro-batch, a little room in each is of no use.
 
-    def _best_pair(self, free: np.ndarray) -> np.ndarray:
-        """The one or two candidates with which closing costs least; none if that is now."""
-        # An extra candidate of no size stands for "none".
-        frames = np.append(self.pool_frames[free], 0)
-        tokens = np.append(self.pool_tokens[free], 0)
-        sum_frames = self.frames + frames[:, None] + frames
-        sum_tokens = self.tokens + tokens[:, None] + tokens
-        cost = self.aim.cost(sum_frames, sum_tokens)
-        shape = self.aim.shape
-        cost[(sum_frames > shape.frame_budget) | (sum_tokens > shape.token_budget)] = _NEVER
-        none = len(free)
-        closing = cost[none, none]
-        np.fill_diagonal(cost, _NEVER)
-        if self.room == 1:
-            cost[:none, :none] = _NEVER
-        best = int(cost.argmin())
-        if cost.flat[best] >= closing:
-            return free[:0]
-        chosen = np.array(divmod(best, none + 1))
-        return free[chosen[chosen < none]]
+    Returns:
+        The micro-batches; None if they were not found.
+    """
+    totals, limits = utterances.totals(), budgets(shape)
+    if any(total > limit * micro_batches for total, limit in zip(totals, limits, strict=True)):
+        return None
+    if len(utterances) <= micro_batches:
+        ends = np.minimum(np.arange(micro_batches + 1), len(utterances))
+        return Filled(np.arange(len(utterances), dtype=np.int32), ends)
+    scarce = scarcest(totals, limits)
+    aside = 0
+    edges = np.arange(1, micro_batches + 1) * totals[scarce] // micro_batches
+    if reserve:
+        aside = _aside(totals[scarce], limits[scarce], micro_batches)
+        full = micro_batches - aside
+        most = min(totals[scarce], full * limits[scarce] * _FULL // 1000)
+        edges[:full] = np.arange(1, full + 1) * most // max(1, full)
+        edges[full:] = most + np.arange(1, aside + 1) * (totals[scarce] - most) // max(1, aside)
+    group = _stretches(values_of(utterances, scarce), edges)
+    quantities = _quantities(utterances, shape, group, micro_batches)
+    exchange = Exchange(quantities, group, micro_batches, aside)
+    if not _even_out(exchange, micro_batches):
+        return None
+    return Filled(*exchange.members())
 
-    def swap(self) -> None:
-        """Exchange single utterances with waiting ones while that helps; never the oldest."""
-        for _ in range(_SWAPS):
-            inside = np.flatnonzero(self.taken)[1:][-_LOOKED_AT:]
-            free = np.flatnonzero(~self.taken)[:_LOOKED_AT]
-            if not inside.size or not free.size:
-                return
-            frames = self.frames - self.pool_frames[inside, None] + self.pool_frames[free]
-            tokens = self.tokens - self.pool_tokens[inside, None] + self.pool_tokens[free]
-            cost = self.aim.cost(frames, tokens)
-            shape = self.aim.shape
-            cost[(frames > shape.frame_budget) | (tokens > shape.token_budget)] = _NEVER
-            best = int(cost.argmin())
-            now = self.aim.cost(np.int64(self.frames), np.int64(self.tokens))
-            if cost.flat[best] >= now:
-                return
-            out, into = divmod(best, len(free))
-            self.taken[inside[out]] = False
-            self.taken[free[into]] = True
-            self.frames = int(frames[out, into])
-            self.tokens = int(tokens[out, into])
 
-    def _candidates(self, count: int) -> np.ndarray:
-        """The oldest of the pool that still fit."""
-        shape = self.aim.shape
-        free = ~self.taken
-        free &= self.pool_frames <= shape.frame_budget - self.frames
-        free &= self.pool_tokens <= shape.token_budget - self.tokens
-        return np.flatnonzero(free)[:count]
+def values_of(utterances: Utterances, kind: int) -> np.ndarray:
+    """Frames, tokens, or 1 for each utterance: int32 (n,); kinds are those of `scarcest`."""
+    if kind == 2:
+        return np.ones(len(utterances), np.int32)
+    return utterances.tokens if kind else utterances.frames
 
-    def _take(self, chosen: np.ndarray) -> None:
-        self.taken[chosen] = True
-        self.frames += int(self.pool_frames[chosen].sum())
-        self.tokens += int(self.pool_tokens[chosen].sum())
-        self.room -= len(chosen)
+
+def _aside(total: int, limit: int, micro_batches: int) -> int:
+    """How many micro-batches are half full if the others are as full as they can be."""
+    room = micro_batches * limit * _FULL - 1000 * total
+    return min(micro_batches - 1, max(1, room // (limit * (_FULL - 500))))
+
+
+def _stretches(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Which micro-batch gets which utterance: int64 (n,), ascending; ``edges`` are their ends."""
+    ends = np.cumsum(values, dtype=np.int64)
+    # An utterance belongs where its middle lies.
+    ends *= 2
+    ends -= values
+    group = np.searchsorted(2 * edges, ends, side="left")
+    return np.minimum(group, len(edges) - 1, out=group)
+
+
+def _quantities(
+    utterances: Utterances, shape: StaticShape, group: np.ndarray, micro_batches: int
+) -> list[Quantity]:
+    values = [utterances.frames, utterances.tokens]
+    if int(slots(np.bincount(group, minlength=micro_batches)).max()) > shape.max_sequences:
+        values.append(np.ones(len(utterances), np.int32))
+    quantities = []
+    for value, limit in zip(values, budgets(shape), strict=False):
+        loose = 100 * int(value.sum(dtype=np.int64)) < _LOOSE * limit * micro_batches
+        quantities.append(Quantity(value, limit, weight=1 if loose else 8))
+    if utterances.cost is not None:
+        mean, most = int(utterances.cost.sum()) // micro_batches, int(utterances.cost.max())
+        coarse = max(0, mean.bit_length() - _COST_BITS, most.bit_length() - 30)
+        quantities.append(Quantity((utterances.cost >> coarse).astype(np.int32), None))
+    return quantities
+
+
+def _even_out(exchange: Exchange, micro_batches: int) -> bool:
+    """Exchange until no budget is exceeded; whether that was reached."""
+    number = 0
+    if exchange.has_wishes:
+        rounds = _ROUNDS_OF_FEW if micro_batches <= _FEW else _ROUNDS
+        while number < rounds and (uneven := exchange.uneven()).any():
+            exchange.even_out(number, uneven, wishes=True)
+            number += 1
+    last = number + _ROUNDS
+    while number < last and (over := exchange.over()).any():
+        exchange.even_out(number, over, wishes=False)
+        number += 1
+    patience = _PATIENCE if exchange.has_wishes else _PATIENCE_IN_TRIALS
+    before, number = 0, 0
+    while (over := exchange.over()).any():
+        if number % patience == 0:
+            left = exchange.overflow()
+            if number and 8 * left > 7 * before:
+                return False
+            before = left
+        exchange.squeeze(number, over)
+        number += 1
+    return True

@@ -1,31 +1,50 @@
 """The packed planner: micro-batches that fill a frame budget and a token budget at once.
 
-Utterances come in a random order. Each micro-batch takes the oldest that wait until little room
-is left, and the last few are chosen from a pool of waiting ones so that frames and tokens run
-out together. As the oldest is always taken first, none waits for long.
+Utterances come in a random order, of which each micro-batch gets a stretch. Then micro-batches
+exchange single utterances, until frames and tokens fit in all of them and their predicted cost is
+about the same; those of most similar cost share a step.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from effasr.data.batch import StaticShape
-from effasr.data.sampling.filling import Aim, Queue
+from effasr.data.sampling.balance import steps as grouped
+from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
+from effasr.data.sampling.ends import Ends, capacity
+from effasr.data.sampling.filling import Filled, Utterances, fill
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.shuffle import shuffled
 
-_COMPLETE = 98
-"""A last step filled to less than this percentage of the steps before it is deferred."""
+_ATTEMPTS = 8
+"""Orders that are tried before a step is added, where micro-batches are few."""
+_SMALL = 512
+"""Micro-batches that may be filled for that, over all attempts."""
+
+EpochEnd = Literal["carry", "exact"]
 
 
 def plan_epoch(
-    lengths: UtteranceLengths, *, shape: StaticShape, micro_batches: int, seed: int, epoch: int
+    lengths: UtteranceLengths,
+    *,
+    shape: StaticShape,
+    micro_batches: int,
+    seed: int,
+    epoch: int,
+    cost: CostModel = CANARY_180M_FLASH,
+    epoch_end: EpochEnd | None = None,
+    population: np.ndarray | None = None,
 ) -> EpochPlan:
     """Plan an epoch; a pure function of its arguments.
 
-    Every utterance is planned once or deferred. Deferred are those of an incomplete last step,
-    a different random set in each epoch; an epoch without a full step keeps one partial step,
-    in which micro-batches may be empty.
+    With ``carry`` every epoch has full steps only: the utterances that are too many, a random set
+    of known size, are carried over to the next epoch, which plans them beside its own. After epoch
+    e, each utterance was planned e + 1 times, but e times if it is in ``deferred``. With ``exact``
+    an epoch is exactly the corpus; what its last step lacks is spread evenly over all steps. So it
+    is wherever the corpus fills less than a step.
 
     Args:
         lengths: Frames and tokens of the utterances.
@@ -33,25 +52,39 @@ def plan_epoch(
         micro_batches: Micro-batches of a global step, over all ranks.
         seed: Seed of the run.
         epoch: Number of the epoch.
+        cost: What micro-batches of a step have in common; by default that of a common model.
+        epoch_end: ``carry`` or ``exact``; by default ``carry``, or ``exact`` for a ``population``.
+        population: int32 (p,), the utterances of this epoch, with repetitions, in place of every
+            utterance once. As other epochs may have others, it can only be ``exact``.
 
     Raises:
-        ValueError: There is no utterance, ``micro_batches`` or ``epoch`` is too small, or an
-            utterance alone exceeds a budget; these must be dropped before.
+        ValueError: There is no utterance, an argument is out of range, or an utterance alone
+            exceeds a budget; these must be dropped before.
     """
-    if micro_batches < 1:
-        raise ValueError(f"`micro_batches` must be at least 1, but is {micro_batches}.")
-    if epoch < 0:
-        raise ValueError(f"`epoch` must be at least 0, but is {epoch}.")
-    if not len(lengths):
-        raise ValueError("`lengths` must hold at least one utterance, but is empty.")
-    _check_fits(lengths.frames, shape.frame_budget, "frame_budget", "frames")
-    _check_fits(lengths.tokens, shape.token_budget, "token_budget", "tokens")
-    order = shuffled(len(lengths), seed, epoch)
-    queue = Queue(lengths.frames[order], lengths.tokens[order], Aim.of(lengths, shape))
-    members = []
-    while queue.waiting:
-        members.append(queue.next_micro_batch())
-    return _assemble(lengths, shape, micro_batches, order, members)
+    _check(micro_batches, epoch, epoch_end, population)
+    members = _members(lengths, population)
+    everything = _taken(lengths, members, None)
+    _check_fits(everything.frames, members, shape.frame_budget, "frame_budget", "frames")
+    _check_fits(everything.tokens, members, shape.token_budget, "token_budget", "tokens")
+    ends = Ends(everything, capacity(everything, shape), micro_batches, seed)
+    deferred = members[:0]
+    if epoch_end == "exact" or population is not None or not ends.fills_a_step:
+        num_steps = ends.least_steps
+    else:
+        num_steps = ends.num_steps(epoch)
+        left = ends.carried(epoch)
+        deferred = members[left]
+        members = np.concatenate([np.delete(members, left), members[ends.carried(epoch - 1)]])
+    del everything, ends
+    while True:
+        for attempt in range(max(1, min(_ATTEMPTS, _SMALL // (num_steps * micro_batches)))):
+            order = members[shuffled(len(members), seed + attempt, epoch)]
+            utterances = _taken(lengths, order, cost)
+            filled = _filled(utterances, shape, num_steps * micro_batches)
+            if filled is not None:
+                return _plan(filled, utterances, order, deferred, shape, micro_batches, seed, epoch)
+        # Rare: the micro-batches are all a little emptier.
+        num_steps += max(1, num_steps // 256)
 
 
 def suggest_token_budget(lengths: UtteranceLengths, frame_budget: int) -> int:
@@ -72,10 +105,47 @@ def suggest_token_budget(lengths: UtteranceLengths, frame_budget: int) -> int:
     )
 
 
-def _check_fits(values: np.ndarray, budget: int, name: str, what: str) -> None:
+def _check(
+    micro_batches: int, epoch: int, epoch_end: str | None, population: np.ndarray | None
+) -> None:
+    if micro_batches < 1:
+        raise ValueError(f"`micro_batches` must be at least 1, but is {micro_batches}.")
+    if epoch < 0:
+        raise ValueError(f"`epoch` must be at least 0, but is {epoch}.")
+    if epoch_end not in (None, "carry", "exact"):
+        raise ValueError(f"`epoch_end` must be 'carry' or 'exact', but is {epoch_end!r}.")
+    if population is not None and epoch_end == "carry":
+        raise ValueError(
+            "`epoch_end` must be 'exact' for a `population`, but is 'carry': what one epoch leaves "
+            "may not be part of the next."
+        )
+
+
+def _members(lengths: UtteranceLengths, population: np.ndarray | None) -> np.ndarray:
+    """The utterances of an epoch: int32."""
+    if not len(lengths):
+        raise ValueError("`lengths` must hold at least one utterance, but is empty.")
+    if population is None:
+        return np.arange(len(lengths), dtype=np.int32)
+    if population.ndim != 1 or population.dtype != np.int32:
+        raise ValueError(
+            f"`population` must be int32 (p,), but is {population.dtype} {population.shape}."
+        )
+    if not len(population):
+        raise ValueError("`population` must hold at least one utterance, but is empty.")
+    least, most = int(population.min()), int(population.max())
+    if least < 0 or most >= len(lengths):
+        raise ValueError(
+            f"`population` must be of indices in 0 .. {len(lengths) - 1}, but has "
+            f"{least if least < 0 else most}."
+        )
+    return population
+
+
+def _check_fits(values: np.ndarray, members: np.ndarray, budget: int, name: str, what: str) -> None:
     over = np.flatnonzero(values > budget)
     if over.size:
-        shown = ", ".join(f"{index} ({values[index]})" for index in over[:5])
+        shown = ", ".join(f"{members[place]} ({values[place]})" for place in over[:5])
         raise ValueError(
             f"plan_epoch: every utterance must fit in `{name}` = {budget}, but {over.size} have "
             f"more {what}: {shown}{', ...' if over.size > 5 else ''}: drop them or raise the "
@@ -83,48 +153,49 @@ def _check_fits(values: np.ndarray, budget: int, name: str, what: str) -> None:
         )
 
 
-def _assemble(
-    lengths: UtteranceLengths,
+def _taken(lengths: UtteranceLengths, members: np.ndarray, cost: CostModel | None) -> Utterances:
+    frames, tokens = lengths.frames[members], lengths.tokens[members]
+    return Utterances(frames, tokens, None if cost is None else cost.of(frames, tokens))
+
+
+def _filled(utterances: Utterances, shape: StaticShape, micro_batches: int) -> Filled | None:
+    for reserve in (False, True):
+        if filled := fill(utterances, shape, micro_batches, reserve=reserve):
+            return filled
+    return None
+
+
+def _plan(
+    filled: Filled,
+    utterances: Utterances,
+    order: np.ndarray,
+    deferred: np.ndarray,
     shape: StaticShape,
     micro_batches: int,
-    order: np.ndarray,
-    members: list[np.ndarray],
+    seed: int,
+    epoch: int,
 ) -> EpochPlan:
-    """Group micro-batches into steps and defer what is left."""
-    sizes = np.array([len(places) for places in members])
-    indices = order[np.concatenate(members)].astype(np.int32)
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    frames = np.add.reduceat(lengths.frames[indices].astype(np.int64), starts[:-1])
-    tokens = np.add.reduceat(lengths.tokens[indices].astype(np.int64), starts[:-1])
-    steps = _complete_steps(frames, tokens, shape, micro_batches)
-    kept = min(max(1, steps) * micro_batches, len(members))
-    planned = int(starts[kept])
-    # The partial step of an epoch without a full one ends with empty micro-batches.
-    offsets = np.full(max(1, steps) * micro_batches + 1, planned, dtype=np.int64)
-    offsets[: kept + 1] = starts[: kept + 1]
-    rows = len(offsets) - 1
+    """Put micro-batches into steps."""
+    assert utterances.cost is not None
+    starts = filled.starts
+    cost = _sums(utterances.cost, filled)
+    chosen = grouped(cost, micro_batches, seed, epoch).ravel()
+    sizes = np.diff(starts)[chosen]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    # The places of one micro-batch after the other, in the new order.
+    places = np.arange(len(filled.members)) + np.repeat(starts[chosen] - offsets[:-1], sizes)
+    frames, tokens, _ = utterances.totals()
     return EpochPlan(
         micro_batches=micro_batches,
-        indices=indices[:planned],
+        indices=order[filled.members[places]],
         offsets=offsets,
-        deferred=np.sort(indices[planned:]),
-        padding_frames=1 - int(frames[:kept].sum()) / (rows * shape.frame_budget),
-        padding_tokens=1 - int(tokens[:kept].sum()) / (rows * shape.token_budget),
+        deferred=deferred,
+        padding_frames=1 - frames / (len(chosen) * shape.frame_budget),
+        padding_tokens=1 - tokens / (len(chosen) * shape.token_budget),
     )
 
 
-def _complete_steps(
-    frames: np.ndarray, tokens: np.ndarray, shape: StaticShape, micro_batches: int
-) -> int:
-    """How many steps to keep: not the last ones where the pool had run too dry to fill them."""
-    steps = len(frames) // micro_batches
-    # In integers, so that every rank counts the same.
-    fill = np.maximum(frames * shape.token_budget, tokens * shape.frame_budget)
-    by_step = fill[: steps * micro_batches].reshape(steps, micro_batches).sum(axis=1).tolist()
-    before = sum(by_step)
-    while steps > 1:
-        before -= by_step[steps - 1]
-        if 100 * (steps - 1) * by_step[steps - 1] >= _COMPLETE * before:
-            break
-        steps -= 1
-    return steps
+def _sums(values: np.ndarray, filled: Filled) -> np.ndarray:
+    """Of each micro-batch: int64."""
+    ends = np.concatenate([[0], np.cumsum(values[filled.members])])
+    return ends[filled.starts[1:]] - ends[filled.starts[:-1]]

@@ -49,7 +49,7 @@ class EpochPlan:
         indices: int32, the planned utterances in order.
         offsets: int64 (num_steps * micro_batches + 1,), micro-batch m is
             ``indices[offsets[m]:offsets[m + 1]]``.
-        deferred: int32, the utterances left for other epochs, in ascending order.
+        deferred: int32, the utterances left for the next epoch, in ascending order.
         padding_frames: Share of all frame rows that no utterance fills.
         padding_tokens: Share of all token rows that no utterance fills.
     """

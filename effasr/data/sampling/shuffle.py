@@ -17,16 +17,35 @@ def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
 
     Returns:
         int64 (count,).
+    """
+    return np.argsort(hashes(count, seed, epoch), kind="stable")
+
+
+def hashes(count: int, seed: int, epoch: int) -> np.ndarray:
+    """Random numbers for ``0 .. count - 1`` that depend on the arguments alone.
+
+    Args:
+        count: How many.
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+
+    Returns:
+        uint64 (count,), uniform.
 
     References:
         The hash is SplitMix64's: Steele et al., 2014, https://doi.org/10.1145/2714064.2660195.
     """
     key = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch))
-    hashes = _mix(key + np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    return np.argsort(hashes, kind="stable")
+    values = np.arange(count, dtype=np.uint64)
+    values *= np.uint64(0x9E3779B97F4A7C15)
+    values += key
+    return _mix(values)
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    values = values ^ (values >> np.uint64(30))
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values

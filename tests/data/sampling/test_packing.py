@@ -1,4 +1,6 @@
+import hashlib
 from collections import Counter
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -7,8 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effasr.data.batch import StaticShape
-from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
+from effasr.data.sampling.balance import imbalance
+from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
+from effasr.data.sampling.packing import EpochEnd, plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
+from effasr.data.sampling.shuffle import hashes
+
+PINNED = "3311c9068466c001"
 
 
 def lengths_of(frames: list[int], tokens: list[int]) -> UtteranceLengths:
@@ -23,8 +30,20 @@ def commands(count: int, seed: int = 0) -> UtteranceLengths:
     return UtteranceLengths(np.ceil(12.5 * seconds).astype(np.int32), tokens.astype(np.int32))
 
 
-def everything(plan: EpochPlan) -> np.ndarray:
-    return np.concatenate([plan.indices, plan.deferred])
+def speech(count: int) -> UtteranceLengths:
+    """Like read sentences: 1.3 to 35 s, median 6 s, tokens of pieces of words."""
+    rng = np.random.default_rng(0)
+    seconds = np.clip(np.exp(rng.normal(np.log(5.9), 0.6, count)), 1.3, 35)
+    tokens = 5 + np.maximum(1, np.round(3.5 * seconds * np.exp(rng.normal(0, 0.2, count))))
+    return UtteranceLengths(np.ceil(12.5 * seconds).astype(np.int32), tokens.astype(np.int32))
+
+
+def costs(
+    lengths: UtteranceLengths, plan: EpochPlan, cost: CostModel = CANARY_180M_FLASH
+) -> np.ndarray:
+    """Of each micro-batch."""
+    ends = np.append(0, np.cumsum(cost.of(lengths.frames, lengths.tokens)[plan.indices]))
+    return np.diff(ends[plan.offsets])
 
 
 @st.composite
@@ -37,38 +56,93 @@ def problems(draw: st.DrawFn) -> tuple[UtteranceLengths, StaticShape, int]:
     return lengths_of(list(frames), list(tokens)), shape, draw(st.integers(1, 5))
 
 
-@settings(deadline=None, max_examples=150)
-@given(problems(), st.integers(0, 2**63), st.integers(0, 1000))
+@settings(deadline=None, max_examples=40)
+@given(problems(), st.integers(0, 2**63), st.sampled_from(["carry", "exact"]))
 def test_every_plan_is_sound(
-    problem: tuple[UtteranceLengths, StaticShape, int], seed: int, epoch: int
+    problem: tuple[UtteranceLengths, StaticShape, int], seed: int, epoch_end: EpochEnd
 ) -> None:
+    """Within budgets, and each utterance once in each pass, whatever is planned before."""
     lengths, shape, micro_batches = problem
-    plan = plan_epoch(lengths, shape=shape, micro_batches=micro_batches, seed=seed, epoch=epoch)
-    assert sorted(everything(plan).tolist()) == list(range(len(lengths)))
-    assert plan.num_steps >= 1
-    rows = 0
-    frames = tokens = 0
-    for step in range(plan.num_steps):
-        batches = plan.step(step)
-        assert len(batches) == micro_batches
+    seen = Counter[int]()
+    for epoch in range(3):
+        plan = plan_epoch(
+            lengths,
+            shape=shape,
+            micro_batches=micro_batches,
+            seed=seed,
+            epoch=epoch,
+            epoch_end=epoch_end,
+        )
+        batches = [batch for step in range(plan.num_steps) for batch in plan.step(step)]
+        assert len(batches) == plan.num_steps * micro_batches >= micro_batches
         for batch in batches:
             assert len(batch) <= shape.max_sequences
             assert lengths.frames[batch].sum() <= shape.frame_budget
             assert lengths.tokens[batch].sum() <= shape.token_budget
-            # Only the one partial step of an epoch without a full step may have empty ones.
-            assert len(batch) or (plan.num_steps == 1 and not len(plan.deferred))
-            frames += int(lengths.frames[batch].sum())
-            tokens += int(lengths.tokens[batch].sum())
-            rows += 1
-    assert plan.padding_frames == pytest.approx(1 - frames / (rows * shape.frame_budget))
-    assert plan.padding_tokens == pytest.approx(1 - tokens / (rows * shape.token_budget))
-    again = plan_epoch(lengths, shape=shape, micro_batches=micro_batches, seed=seed, epoch=epoch)
-    np.testing.assert_array_equal(again.indices, plan.indices)
-    np.testing.assert_array_equal(again.offsets, plan.offsets)
+            seen.update(batch.tolist())
+        deferred = set(plan.deferred.tolist())
+        assert not deferred or epoch_end == "carry"
+        assert all(seen[i] == epoch + 1 - (i in deferred) for i in range(len(lengths)))
+        frames = int(lengths.frames[plan.indices].sum())
+        tokens = int(lengths.tokens[plan.indices].sum())
+        assert plan.padding_frames == pytest.approx(
+            1 - frames / (len(batches) * shape.frame_budget)
+        )
+        assert plan.padding_tokens == pytest.approx(
+            1 - tokens / (len(batches) * shape.token_budget)
+        )
+
+
+def test_the_plan_depends_on_its_arguments_alone() -> None:
+    lengths, shape = commands(500), StaticShape(500, 273, 60)
+    for epoch_end in ("carry", "exact"):
+        one, other = (
+            plan_epoch(lengths, shape=shape, micro_batches=2, seed=3, epoch=4, epoch_end=epoch_end)
+            for _ in range(2)
+        )
+        np.testing.assert_array_equal(one.indices, other.indices)
+        np.testing.assert_array_equal(one.offsets, other.offsets)
+        np.testing.assert_array_equal(one.deferred, other.deferred)
+
+
+def test_the_plan_is_pinned() -> None:
+    """A run that resumes on another machine, or with another numpy, must see the same plan."""
+    random = hashes(3000, seed=0, epoch=0)
+    frames = (10 + random % 90 + (random >> 20) % 40).astype(np.int32)
+    tokens = (frames // 4 + 5 + (random >> 40) % 9).astype(np.int32)
+    plan = plan_epoch(
+        UtteranceLengths(frames, tokens),
+        shape=StaticShape(1000, 320, 125),
+        micro_batches=4,
+        seed=7,
+        epoch=2,
+    )
+    digest = hashlib.sha256(plan.indices.astype("<i4").tobytes())
+    digest.update(plan.offsets.astype("<i8").tobytes())
+    assert digest.hexdigest()[:16] == PINNED
+
+
+def test_a_run_resumed_with_other_ranks_sees_each_utterance_once() -> None:
+    lengths, shape = commands(700), StaticShape(500, suggest_token_budget(commands(700), 500), 60)
+    seen = Counter[int]()
+    position = 0
+    plans = [
+        plan_epoch(lengths, shape=shape, micro_batches=6, seed=1, epoch=epoch) for epoch in range(3)
+    ]
+    steps = [(plan, step) for plan in plans for step in range(plan.num_steps)]
+    for world_size, stop in ((2, 5), (3, 12), (1, len(steps))):
+        for plan, step in steps[position:stop]:
+            for rank in range(world_size):
+                for batch in plan.step(step)[rank::world_size]:
+                    seen.update(batch.tolist())
+        position = stop
+    deferred = set(plans[-1].deferred.tolist())
+    assert deferred
+    assert all(seen[i] == 3 - (i in deferred) for i in range(len(lengths)))
 
 
 @pytest.mark.parametrize(
-    ("budget", "count", "most"), [(250, 4000, 0.02), (8000, 12_000, 0.005), (24_000, 20_000, 0.005)]
+    ("budget", "count", "most"), [(250, 4000, 0.02), (8000, 12_000, 0.002), (24_000, 20_000, 0.002)]
 )
 def test_little_padding_in_frames_and_tokens(budget: int, count: int, most: float) -> None:
     lengths = commands(count)
@@ -80,7 +154,7 @@ def test_little_padding_in_frames_and_tokens(budget: int, count: int, most: floa
     plan = plan_epoch(kept, shape=shape, micro_batches=1, seed=0, epoch=0)
     assert plan.padding_frames <= most
     assert plan.padding_tokens <= most
-    assert len(plan.deferred) <= 1.5 * count / plan.num_steps
+    assert len(plan.deferred) <= 1.2 * count / plan.num_steps
 
 
 @pytest.mark.parametrize("factor", [0.7, 1.5])
@@ -88,7 +162,8 @@ def test_the_other_budget_having_rows_to_spare_costs_nothing(factor: float) -> N
     lengths = commands(4000)
     shape = StaticShape(500, int(factor * suggest_token_budget(lengths, 500)), 60)
     plan = plan_epoch(lengths, shape=shape, micro_batches=1, seed=0, epoch=0)
-    assert min(plan.padding_frames, plan.padding_tokens) <= 0.005
+    # One token of 191 is no longer planned for.
+    assert min(plan.padding_frames, plan.padding_tokens) <= 0.006
 
 
 def test_epochs_and_seeds_differ() -> None:
@@ -101,45 +176,120 @@ def test_epochs_and_seeds_differ() -> None:
     assert len(orders) == 9
 
 
-def test_nobody_starves() -> None:
-    """What is hard to place waits longest, but even in a small corpus it is mostly planned."""
+@pytest.mark.parametrize(("count", "budget"), [(2700, 8000), (5300, 8000), (5300, 24_000)])
+def test_ranks_wait_for_nobody(count: int, budget: int) -> None:
+    """As LibriSpeech's dev sets: eight ranks, a few steps an epoch."""
+    lengths = speech(count)
+    shape = StaticShape(budget, suggest_token_budget(lengths, budget), budget // 8)
+    excess = []
+    for epoch in range(6):
+        plan = plan_epoch(lengths, shape=shape, micro_batches=8, seed=0, epoch=epoch)
+        assert max(plan.padding_frames, plan.padding_tokens) <= 0.005
+        excess.append(imbalance(costs(lengths, plan), 8, world_size=8))
+    assert np.quantile(np.concatenate(excess), 0.99) <= 0.005
+
+
+def test_a_heavy_joint_is_balanced_too() -> None:
+    lengths, cost = speech(5000), replace(CANARY_180M_FLASH, token_frame=1_500_000)
+    shape = StaticShape(8000, suggest_token_budget(lengths, 8000), 1000)
+    plan = plan_epoch(lengths, shape=shape, micro_batches=16, seed=0, epoch=0, cost=cost)
+    for world_size in (2, 4, 8, 16):
+        work = costs(lengths, plan, cost)
+        assert imbalance(work, 16, world_size).max() <= 0.005
+
+
+def test_no_utterance_is_absent_from_two_epochs_running() -> None:
     lengths = commands(700)
-    shape = StaticShape(250, suggest_token_budget(lengths, 250), 31)
-    epochs = 20
-    deferred = Counter[int]()
-    for epoch in range(epochs):
-        plan = plan_epoch(lengths, shape=shape, micro_batches=4, seed=0, epoch=epoch)
-        deferred.update(plan.deferred.tolist())
-    assert sum(deferred.values()) <= 0.04 * epochs * len(lengths)
-    assert max(deferred.values()) <= 0.5 * epochs
-    long = np.flatnonzero(lengths.frames >= np.quantile(lengths.frames, 0.95)).tolist()
-    assert sum(deferred[index] for index in long) <= 0.2 * epochs * len(long)
+    shape = StaticShape(500, suggest_token_budget(lengths, 500), 62)
+    before = np.ones(len(lengths), bool)
+    for epoch in range(8):
+        plan = plan_epoch(lengths, shape=shape, micro_batches=8, seed=0, epoch=epoch)
+        there = np.isin(np.arange(len(lengths)), plan.indices)
+        assert (before | there).all()
+        before = there
 
 
-def test_an_utterance_that_fills_the_budget_is_planned() -> None:
+def test_long_utterances_share_micro_batches_as_if_drawn_at_random() -> None:
+    lengths = commands(2000)
+    shape = StaticShape(2000, suggest_token_budget(lengths, 2000), 250)
+    long = lengths.frames >= np.quantile(lengths.frames, 0.9)
+    pairs = expected = 0.0
+    for epoch in range(6):
+        plan = plan_epoch(lengths, shape=shape, micro_batches=1, seed=0, epoch=epoch)
+        ends = np.concatenate([[0], np.cumsum(long[plan.indices])])
+        there = np.diff(ends[plan.offsets])
+        pairs += float((there * (there - 1)).sum())
+        total = float(there.sum())
+        expected += total * (total - 1) / len(there)
+    assert 0.85 <= pairs / expected <= 1.05
+
+
+def test_utterances_that_fill_the_budget_are_planned() -> None:
     lengths = lengths_of([100] + [7] * 200, [3] + [2] * 200)
     shape = StaticShape(100, 40, 20)
-    planned = [
-        0 in plan_epoch(lengths, shape=shape, micro_batches=1, seed=0, epoch=epoch).indices
-        for epoch in range(20)
+    plans = [
+        plan_epoch(lengths, shape=shape, micro_batches=1, seed=0, epoch=epoch) for epoch in range(8)
     ]
-    assert sum(planned) >= 18
+    assert sum(int((plan.indices == 0).sum()) for plan in plans) >= 7
 
 
-def test_a_corpus_under_one_step_is_kept_in_a_partial_one() -> None:
-    lengths = lengths_of([10, 10, 10], [2, 2, 2])
-    plan = plan_epoch(lengths, shape=StaticShape(20, 10, 5), micro_batches=4, seed=0, epoch=0)
-    assert plan.num_steps == 1
-    assert sorted(len(batch) for batch in plan.step(0)) == [0, 0, 1, 2]
+@pytest.mark.parametrize("epoch_end", ["carry", "exact"])
+def test_a_corpus_under_one_step_is_spread_over_it(epoch_end: EpochEnd) -> None:
+    lengths = lengths_of([10] * 11, [2] * 11)
+    for epoch in range(3):
+        plan = plan_epoch(
+            lengths,
+            shape=StaticShape(50, 20, 10),
+            micro_batches=4,
+            seed=0,
+            epoch=epoch,
+            epoch_end=epoch_end,
+        )
+        assert plan.num_steps == 1
+        assert sorted(len(batch) for batch in plan.step(0)) == [2, 3, 3, 3]
+        assert plan.deferred.size == 0
+
+
+def test_what_fills_half_a_step_is_carried_over() -> None:
+    lengths, shape = lengths_of([10] * 25, [2] * 25), StaticShape(100, 20, 10)
+    plans = [
+        plan_epoch(lengths, shape=shape, micro_batches=1, seed=0, epoch=epoch) for epoch in range(2)
+    ]
+    assert [plan.num_steps for plan in plans] == [2, 3]
+    assert [plan.padding_frames for plan in plans] == [0.0, 0.0]
+    assert [len(plan.deferred) for plan in plans] == [5, 0]
+    exact = plan_epoch(lengths, shape=shape, micro_batches=1, seed=0, epoch=0, epoch_end="exact")
+    assert sorted(len(exact.step(step)[0]) for step in range(3)) == [8, 8, 9]
+
+
+def test_a_population_takes_the_place_of_the_corpus() -> None:
+    lengths = commands(400)
+    shape = StaticShape(500, suggest_token_budget(lengths, 500), 62)
+    population = np.array([3] * 40 + list(range(100, 300)), np.int32)
+    plan = plan_epoch(lengths, shape=shape, micro_batches=2, seed=0, epoch=5, population=population)
+    assert sorted(plan.indices.tolist()) == sorted(population.tolist())
     assert plan.deferred.size == 0
 
 
-def test_a_half_filled_last_step_is_deferred() -> None:
-    lengths = lengths_of([10] * 25, [2] * 25)
-    plan = plan_epoch(lengths, shape=StaticShape(100, 20, 10), micro_batches=1, seed=0, epoch=0)
-    assert plan.num_steps == 2
-    assert (plan.padding_frames, plan.padding_tokens) == (0.0, 0.0)
-    assert len(plan.deferred) == 5
+@pytest.mark.parametrize(
+    ("population", "message"),
+    [
+        (np.array([0, 2], np.int32), r"of indices in 0 \.\. 1, but has 2"),
+        (np.array([-1, 1], np.int32), r"of indices in 0 \.\. 1, but has -1"),
+        (np.array([0, 1]), r"`population` must be int32 \(p,\), but is int64"),
+        (np.array([], np.int32), "`population` must hold at least one utterance"),
+    ],
+)
+def test_a_wrong_population_is_refused(population: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_epoch(
+            lengths_of([1, 1], [1, 1]),
+            shape=StaticShape(1, 1, 1),
+            micro_batches=1,
+            seed=0,
+            epoch=0,
+            population=population,
+        )
 
 
 def test_steps_outside_the_epoch_are_refused() -> None:
@@ -181,6 +331,25 @@ def test_wrong_arguments_are_refused() -> None:
         plan_epoch(lengths, shape=shape, micro_batches=0, seed=0, epoch=0)
     with pytest.raises(ValueError, match="`epoch` must be at least 0, but is -1"):
         plan_epoch(lengths, shape=shape, micro_batches=1, seed=0, epoch=-1)
+    with pytest.raises(ValueError, match="`epoch_end` must be 'carry' or 'exact', but is 'drop'"):
+        plan_epoch(
+            lengths,
+            shape=shape,
+            micro_batches=1,
+            seed=0,
+            epoch=0,
+            epoch_end="drop",  # type: ignore[arg-type]
+        )
+    with pytest.raises(ValueError, match="`epoch_end` must be 'exact' for a `population`"):
+        plan_epoch(
+            lengths,
+            shape=shape,
+            micro_batches=1,
+            seed=0,
+            epoch=0,
+            epoch_end="carry",
+            population=np.zeros(1, np.int32),
+        )
     with pytest.raises(ValueError, match="`frames` must be int32"):
         UtteranceLengths(np.zeros(2), np.zeros(2, np.int32))
 

@@ -1,0 +1,88 @@
+"""How much computing an utterance is, by its lengths."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+_MOST = 2**62
+"""No cost may exceed this, so that a few can be added in int64."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    r"""Predicted forward work of an utterance of f encoder frames and u decoder tokens, in FLOPs.
+
+    .. math:: a f + b f^2 + c u + d u^2 + e u f
+
+    A multiply-add is two FLOPs. `effasr.model.cost.cost_model` derives the factors of a model.
+    The backward of matrix products is twice the forward, so it changes no comparison.
+
+    Attributes:
+        frame: a, FLOPs of each frame: convolutions, projections, feed-forward networks.
+        frame_pair: b, of each pair of frames: self-attention of the encoder.
+        token: c, of each token.
+        token_pair: d, of each pair of tokens: self-attention of the decoder.
+        token_frame: e, of each pair of a token and a frame: cross-attention, a transducer's joint.
+    """
+
+    frame: float
+    frame_pair: float
+    token: float
+    token_pair: float
+    token_frame: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (value == 0 or 1 <= value < math.inf):
+                raise ValueError(
+                    f"`{field.name}` must be 0 or at least 1 FLOP, but is {value}: costs are "
+                    "counted in whole FLOPs."
+                )
+        if not any(getattr(self, field.name) for field in fields(self)):
+            raise ValueError("`frame` or another factor must be at least 1 FLOP, but all are 0.")
+
+    def of(self, frames: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """The work of each utterance, in exact integers: the same on every machine.
+
+        Args:
+            frames: int (n,), encoder frames, at least 0.
+            tokens: int (n,), decoder tokens, at least 0.
+
+        Returns:
+            int64 (n,), FLOPs with the factors rounded to whole numbers.
+
+        Raises:
+            ValueError: A cost is too large for int64.
+        """
+        a, b, c, d, e = (round(getattr(self, field.name)) for field in fields(self))
+        f = np.asarray(frames).astype(np.int64)
+        u = np.asarray(tokens).astype(np.int64)
+        longest, most = int(f.max(initial=0)), int(u.max(initial=0))
+        if (a + b * longest + e * most) * longest + (c + d * most) * most >= _MOST:
+            raise ValueError(
+                f"`frames` and `tokens` must cost less than 2**62 FLOPs, but {longest} frames and "
+                f"{most} tokens may cost more under {self}."
+            )
+        cost = b * f
+        cost += e * u
+        cost += a
+        cost *= f
+        u_cost = d * u
+        u_cost += c
+        u_cost *= u
+        cost += u_cost
+        return cost
+
+
+CANARY_180M_FLASH = CostModel(
+    frame=239_733_760,
+    frame_pair=52_224,
+    token=128_196_608,
+    token_pair=8_192,
+    token_frame=16_384,
+)
+"""Of the preset of this name: for planning where no model is known."""

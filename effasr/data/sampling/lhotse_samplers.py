@@ -1,0 +1,268 @@
+"""The batches of other toolkits: lhotse's samplers, run over lengths alone.
+
+lhotse keeps ranks in step without talking: the sampler of every rank draws the batches of all of
+them, in the same order, and returns only its own. So one sampler that returns all of them draws
+what the samplers of a whole run would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from lhotse import CutSet
+from lhotse.dataset.sampling.base import CutSampler
+from lhotse.dataset.sampling.dynamic_bucketing import (
+    DynamicBucketingSampler,
+    FixedBucketBatchSizeConstraint,
+    estimate_duration_buckets,
+)
+from lhotse.dataset.sampling.simple import SimpleCutSampler
+
+from effasr.data.batch import FRAME_SAMPLES, StaticShape
+from effasr.data.features import SAMPLE_RATE
+from effasr.data.sampling.bucket_table import BucketTable
+from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
+from effasr.data.sampling.shuffle import shuffled
+
+_BUFFER = 20_000
+"""Utterances that wait in buckets: lhotse's default."""
+_ESTIMATED_FROM = 10_000
+"""Utterances that buckets are estimated from: lhotse's default."""
+
+
+class LhotsePlanner:
+    """Plans ``random``, ``bucketed``, ``sync_bucketed`` and ``sync_bucketed_2d``.
+
+    - ``random``: lhotse's `SimpleCutSampler`, batches of any utterances.
+    - ``bucketed``: `DynamicBucketingSampler`, buckets by duration; ranks draw independently.
+      Without ``sync_buckets`` lhotse ends the epoch at the first empty bucket that it draws once
+      none is full, so that more is deferred.
+    - ``sync_bucketed``: the same with ``sync_buckets``: all ranks draw the same bucket, as long
+      as it has a batch for each.
+    - ``sync_bucketed_2d``: the same, with buckets by duration and tokens and a
+      `FixedBucketBatchSizeConstraint`.
+
+    The samplers read the utterances in an order that depends on seed and epoch. An end of data
+    that leaves some micro-batches of a step without utterances is deferred; an epoch without a
+    full step keeps one partial step, in which micro-batches may be empty.
+    """
+
+    def __init__(
+        self,
+        strategy: str,
+        lengths: UtteranceLengths,
+        *,
+        shape: StaticShape,
+        micro_batches: int,
+        world_size: int,
+        seed: int,
+        batch_duration: float | None,
+        batch_size: int | None,
+        num_buckets: int,
+        table: BucketTable | None,
+        padded: bool,
+    ) -> None:
+        """See `effasr.data.sampling.strategies.planner`, which also checks what is given here.
+
+        Raises:
+            ValueError: There is no utterance, there are fewer than buckets, or one exceeds a
+                micro-batch.
+        """
+        if not len(lengths):
+            raise ValueError("`lengths` must hold at least one utterance, but is empty.")
+        self._strategy = strategy
+        self._lengths = lengths
+        self._micro_batches = micro_batches
+        self._world_size = world_size
+        self._seed = seed
+        self._padded = padded
+        self._batch_size = batch_size
+        self._batch_frames = None
+        if batch_size is None and table is None:
+            self._batch_frames = _batch_frames(lengths, shape, batch_duration)
+        self._table = table
+        self._edges: list[float] = []
+        if strategy == "sync_bucketed_2d":
+            self._table = table or BucketTable.derive(
+                lengths, _scaled(shape, self._batch_frames), num_buckets
+            )
+            self.buckets = self._table.assign(lengths)
+        elif strategy != "random":
+            self._edges = _estimated_edges(lengths.frames, num_buckets)
+            found = np.searchsorted(self._edges, lengths.frames, side="left")
+            self.buckets = found.astype(np.int32)
+        else:
+            self.buckets = None
+
+    @property
+    def shape(self) -> None:
+        """Each batch has its own."""
+        return None
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """Plan an epoch; see `effasr.data.sampling.strategies.Planner`."""
+        if epoch < 0:
+            raise ValueError(f"`epoch` must be at least 0, but is {epoch}.")
+        batches = [[item.index for item in batch] for batch in self._sampler(epoch)]
+        return self._joined(batches)
+
+    def _sampler(self, epoch: int) -> CutSampler:
+        order = shuffled(len(self._lengths), self._seed, epoch)
+        ranks: dict[str, Any] = {"world_size": self._world_size, "rank": 0}
+        limits = {"max_duration": self._batch_frames, "max_cuts": self._batch_size}
+        if self._strategy == "random":
+            cuts: Any = _Stream(order, self._lengths.frames)
+            return _RandomSampler(CutSet(cuts), **limits, **ranks)
+        waiting = _BUFFER
+        if self._table is None:
+            measured, edges = self._lengths.frames, self._edges
+            if self._batch_frames is not None:
+                # Less would leave buckets without full batches; lhotse warns of it.
+                mean = max(1.0, sum(edges) / len(edges))
+                needed = self._batch_frames * (len(edges) + 1) / mean
+                waiting = max(waiting, int(needed) + 1)
+        else:
+            # lhotse's constraint knows one length: the number of the bucket stands for both.
+            measured, edges = self.buckets, [*map(float, range(len(self._table.bins) - 1))]
+            sizes = list(self._table.batch_sizes)
+            constraint = FixedBucketBatchSizeConstraint(list(range(len(sizes))), sizes)
+            limits = {"constraint": constraint}
+        assert measured is not None
+        sampler = _BucketingSampler(
+            _Stream(order, measured),
+            **limits,
+            **ranks,
+            duration_bins=edges,
+            buffer_size=waiting,
+            seed=self._seed,
+            sync_buckets=self._strategy != "bucketed",
+        )
+        sampler.set_epoch(epoch)
+        return sampler
+
+    def _joined(self, batches: list[list[int]]) -> EpochPlan:
+        """The plan of the batches that lhotse hands out: number i to rank i modulo their number."""
+        steps = max(1, len(batches) // self._micro_batches)
+        kept = batches[: steps * self._micro_batches]
+        # The partial step of an epoch without a full one ends with empty micro-batches.
+        kept += [[]] * (steps * self._micro_batches - len(kept))
+        sizes = np.array([len(batch) for batch in kept], dtype=np.int64)
+        indices = np.array([index for batch in kept for index in batch], dtype=np.int32)
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        planned = np.zeros(len(self._lengths), dtype=bool)
+        planned[indices] = True
+        padding = {"padding_frames": 0.0, "padding_tokens": 0.0}
+        if self._padded:
+            begins = offsets[:-1][sizes > 0]
+            sizes = sizes[sizes > 0]
+            padding = {
+                "padding_frames": _padding(self._lengths.frames[indices], begins, sizes),
+                "padding_tokens": _padding(self._lengths.tokens[indices], begins, sizes),
+            }
+        return EpochPlan(
+            micro_batches=self._micro_batches,
+            indices=indices,
+            offsets=offsets,
+            deferred=np.flatnonzero(~planned).astype(np.int32),
+            **padding,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _StandIn:
+    """What a sampler asks of a cut.
+
+    Attributes:
+        index: Of the utterance.
+        duration: What is measured: encoder frames, whose sums are exact, or a bucket's number.
+    """
+
+    index: int
+    duration: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stream:
+    """Stand-ins for all utterances in an order, made when they are asked for."""
+
+    order: np.ndarray
+    durations: np.ndarray
+
+    def __iter__(self) -> Iterator[_StandIn]:
+        for begin in range(0, len(self.order), _BUFFER):
+            part = self.order[begin : begin + _BUFFER]
+            yield from map(_StandIn, part.tolist(), self.durations[part].tolist())
+
+
+class _AllRanks(CutSampler):
+    """Returns the batches of all ranks, in turn, and not those of one."""
+
+    def __next__(self) -> CutSet:
+        return self._next_batch()
+
+
+class _RandomSampler(_AllRanks, SimpleCutSampler):
+    pass
+
+
+class _BucketingSampler(_AllRanks, DynamicBucketingSampler):
+    pass
+
+
+def _batch_frames(
+    lengths: UtteranceLengths, shape: StaticShape, batch_duration: float | None
+) -> int:
+    """Encoder frames of a batch.
+
+    Raises:
+        ValueError: An utterance has more.
+    """
+    longest = int(lengths.frames.max())
+    if batch_duration is None:
+        frames, name = shape.frame_budget, f"`frame_budget` = {shape.frame_budget}"
+    else:
+        frames = int(batch_duration * SAMPLE_RATE / FRAME_SAMPLES + 1e-6)
+        name = f"`batch_duration` = {batch_duration:g} s"
+    if longest > frames:
+        raise ValueError(
+            f"every utterance must fit in {name}, but the longest has {longest} frames "
+            f"({longest * FRAME_SAMPLES / SAMPLE_RATE:.2f} s): drop it with data.max_duration, or "
+            "raise the limit."
+        )
+    return frames
+
+
+def _scaled(shape: StaticShape, frames: int | None) -> StaticShape:
+    """A shape of so many frames, and of tokens in proportion."""
+    if frames is None or frames == shape.frame_budget:
+        return shape
+    tokens = max(1, shape.token_budget * frames // shape.frame_budget)
+    return StaticShape(frames, tokens, shape.max_sequences)
+
+
+def _estimated_edges(frames: np.ndarray, num_buckets: int) -> list[float]:
+    """Where one bucket ends and the next begins, by lhotse's estimate: at least one edge.
+
+    Raises:
+        ValueError: There are fewer utterances than buckets.
+    """
+    if num_buckets > len(frames):
+        raise ValueError(
+            f"`buckets` must be at most the number of utterances, {len(frames)}, but is "
+            f"{num_buckets}."
+        )
+    count = min(len(frames), max(_ESTIMATED_FROM, num_buckets))
+    places = np.linspace(0, len(frames) - 1, count).astype(np.int64)
+    sample = _Stream(places, np.sort(frames))
+    # Equally long utterances give equal edges, between which nothing lies.
+    edges = {float(edge) for edge in estimate_duration_buckets(sample, num_buckets)}  # type: ignore[arg-type]
+    return sorted(edges) or [float(frames.max())]
+
+
+def _padding(values: np.ndarray, begins: np.ndarray, sizes: np.ndarray) -> float:
+    """The share of rows that is padding where each batch is as wide as its longest utterance."""
+    rows = int((np.maximum.reduceat(values, begins) * sizes).sum())
+    return 1 - int(values.sum(dtype=np.int64)) / rows if rows else 0.0

@@ -1,0 +1,129 @@
+"""Which utterances an epoch of mixed sources has, and how often each of them."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effasr.data.batch import StaticShape
+from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
+from effasr.data.sampling.shuffle import shuffled
+
+Population = Callable[[int], np.ndarray]
+"""The utterances of an epoch, int32 (p,), with repetitions."""
+
+if TYPE_CHECKING:
+    from effasr.data.sampling.strategies import Planner
+
+
+def population(
+    sources: np.ndarray,
+    amounts: np.ndarray,
+    quotas: Sequence[int],
+    *,
+    seed: int,
+    epoch: int,
+) -> np.ndarray:
+    """The utterances of an epoch to which every source contributes its quota; a pure function.
+
+    The utterances of a source, shuffled anew for each pass, follow one another without end. Each
+    epoch takes the next stretch of ``quotas[s]``: an utterance is in the epoch in which it begins.
+    As every pass is equally long, any epoch is found at once, whatever came before; none is drawn
+    twice more often than another of its source, and quotas are met but for one utterance.
+
+    Args:
+        sources: int (n,), the source of each utterance.
+        amounts: int (n,), what each utterance counts for, such as its samples; at least 1.
+        quotas: What each source contributes to an epoch, in the unit of ``amounts``.
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+
+    Returns:
+        int32 (p,), grouped by source, for a planner to shuffle.
+
+    Raises:
+        ValueError: A source with a quota has no utterance, or an amount is less than 1.
+    """
+    if epoch < 0:
+        raise ValueError(f"`epoch` must be at least 0, but is {epoch}.")
+    if amounts.size and amounts.min() < 1:
+        worst = int(amounts.argmin())
+        raise ValueError(f"`amounts[{worst}]` must be at least 1, but is {amounts[worst]}.")
+    by_source = np.argsort(sources, kind="stable").astype(np.int32)
+    bounds = np.searchsorted(sources[by_source], np.arange(len(quotas) + 1))
+    parts = []
+    for source, quota in enumerate(quotas):
+        members = by_source[bounds[source] : bounds[source + 1]]
+        if not quota:
+            continue
+        if not members.size:
+            raise ValueError(f"`quotas[{source}]` must be 0 for a source without utterances.")
+        key = _source_seed(seed, source)
+        parts += _stretch(members, amounts[members], quota * epoch, quota * (epoch + 1), key)
+    return np.concatenate([*parts, np.arange(0, dtype=np.int32)])
+
+
+@dataclass(frozen=True, slots=True)
+class PopulationPlanner:
+    """Plans each epoch's own population as another planner plans a corpus.
+
+    Attributes:
+        make: Makes that planner for utterances of these lengths.
+        lengths: Of all utterances.
+        population: Which of them an epoch has.
+    """
+
+    make: Callable[[UtteranceLengths], Planner]
+    lengths: UtteranceLengths
+    population: Population
+
+    @property
+    def shape(self) -> StaticShape | None:
+        """The static shape of every batch; None where each batch has its own."""
+        return self.make(self.lengths).shape
+
+    @property
+    def buckets(self) -> np.ndarray | None:
+        """int32 (n,), as if every utterance were drawn once."""
+        return self.make(self.lengths).buckets
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """Plan an epoch: each member of its population is in one micro-batch or deferred.
+
+        Raises:
+            ValueError: ``epoch`` is negative.
+        """
+        chosen = self.population(epoch)
+        lengths = UtteranceLengths(self.lengths.frames[chosen], self.lengths.tokens[chosen])
+        plan = self.make(lengths).plan(epoch)
+        return replace(plan, indices=chosen[plan.indices], deferred=np.sort(chosen[plan.deferred]))
+
+
+def _stretch(
+    members: np.ndarray, amounts: np.ndarray, begin: int, end: int, seed: int
+) -> list[np.ndarray]:
+    """The utterances that begin in ``begin .. end - 1`` of a source's endless sequence."""
+    total = int(amounts.sum(dtype=np.int64))
+    first, last = begin // total, (end - 1) // total
+
+    def of_pass(number: int) -> np.ndarray:
+        order = shuffled(len(members), seed, number)
+        ends = np.cumsum(amounts[order], dtype=np.int64)
+        starts = ends - amounts[order]
+        low, high = np.searchsorted(starts, [begin - number * total, end - number * total])
+        return members[order[low:high]]
+
+    if first == last:
+        return [of_pass(first)]
+    # The passes between are whole; their order does not matter, as the planner has its own.
+    return [of_pass(first), *[members] * (last - first - 1), of_pass(last)]
+
+
+def _source_seed(seed: int, source: int) -> int:
+    digest = hashlib.blake2b(struct.pack("<qq", seed, source), digest_size=8, person=b"source")
+    return int.from_bytes(digest.digest(), "little")

@@ -1,0 +1,228 @@
+"""What a plan costs: padding, work, and how evenly the ranks share it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from effasr.data.batch import StaticShape
+from effasr.data.sampling.cost import CostModel
+from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """Figures of one or more planned epochs; ratios are parts of one.
+
+    A batch is a micro-batch, which a rank runs at a time; a step is that of all ranks.
+
+    Attributes:
+        steps: Global steps.
+        planned: Utterances planned, each as often as it is.
+        deferred: Utterances that the last of the epochs leaves out, or for the next.
+        batch_utterances: Utterances of a batch, on average.
+        batch_audio_seconds: Audio of a batch, on average.
+        padding_frames: Share of the encoder's rows that no utterance fills.
+        padding_tokens: Share of the decoder's rows that no utterance fills.
+        padding_flops: Share of the FLOPs that is spent on such rows.
+        padding_cells: Share of the cells, frames times tokens, of a transducer's lattices that
+            lies outside the utterances.
+        rank_imbalance_mean: By how much the FLOPs of a step's busiest rank exceed the mean of its
+            ranks, over all steps.
+        rank_imbalance_p99: Likewise, of which one step in a hundred has more.
+        bucket_mismatch: Share of the steps in which not all ranks drew the same bucket; None for
+            a strategy without buckets.
+        step_flops: FLOPs of a step, forward, on average.
+        flops_per_audio_hour: Likewise, of an hour of audio.
+    """
+
+    steps: int
+    planned: int
+    deferred: int
+    batch_utterances: float
+    batch_audio_seconds: float
+    padding_frames: float
+    padding_tokens: float
+    padding_flops: float
+    padding_cells: float
+    rank_imbalance_mean: float
+    rank_imbalance_p99: float
+    bucket_mismatch: float | None
+    step_flops: float
+    flops_per_audio_hour: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """Sums of each micro-batch, (micro-batches,): what utterances need, and what is executed."""
+
+    utterances: np.ndarray
+    seconds: np.ndarray
+    frames: np.ndarray
+    tokens: np.ndarray
+    cells: np.ndarray
+    flops: np.ndarray
+    frame_rows: np.ndarray
+    token_rows: np.ndarray
+    cells_run: np.ndarray
+    flops_run: np.ndarray
+
+
+def measure(
+    plans: Sequence[EpochPlan],
+    lengths: UtteranceLengths,
+    seconds: np.ndarray,
+    *,
+    cost: CostModel,
+    world_size: int,
+    shape: StaticShape | None,
+    buckets: np.ndarray | None = None,
+) -> PlanReport:
+    """Add up what plans execute and what of it the utterances need.
+
+    With a static shape, every micro-batch has the rows of its budgets; the tail costs what is
+    linear in rows, since no utterance attends to it. Without, micro-batches are padded: each of
+    their utterances costs as much as one that has the most frames and the most tokens of them.
+
+    Args:
+        plans: Of one epoch or several, with the same micro-batches in a step.
+        lengths: Of the utterances.
+        seconds: float64 (n,), their durations.
+        cost: FLOPs by lengths.
+        world_size: Ranks; micro-batch m of a step belongs to rank m modulo their number. Where
+            they cannot share a step evenly, some have an empty micro-batch in its last round.
+        shape: The static shape; None for padded micro-batches.
+        buckets: int (n,), the bucket of each utterance, one for all of a micro-batch; None for a
+            strategy without buckets.
+
+    Raises:
+        ValueError: There is no plan, or ``world_size`` is less than 1.
+    """
+    if not plans:
+        raise ValueError("`plans` must hold at least one plan, but is empty.")
+    micro_batches = plans[0].micro_batches
+    if world_size < 1:
+        raise ValueError(f"`world_size` must be at least 1, but is {world_size}.")
+    rounds = -(-micro_batches // world_size)
+    plans = [_shared(plan, rounds * world_size) for plan in plans]
+    parts = [_work(plan, lengths, seconds, cost, shape) for plan in plans]
+    work = _Work(
+        *(
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in _Work.__dataclass_fields__
+        )
+    )
+    # A rank runs its micro-batches one after the other, and waits at the end of the step.
+    ranks = work.flops_run.reshape(-1, rounds, world_size).sum(axis=1)
+    imbalance = _excess(ranks)
+    audio = float(work.seconds.sum())
+    total = float(work.flops_run.sum(dtype=np.float64))
+    steps = len(ranks)
+    return PlanReport(
+        steps=steps,
+        planned=int(work.utterances.sum()),
+        deferred=len(plans[-1].deferred),
+        batch_utterances=float(work.utterances.mean()),
+        batch_audio_seconds=float(work.seconds.mean()),
+        padding_frames=_unused(work.frames, work.frame_rows),
+        padding_tokens=_unused(work.tokens, work.token_rows),
+        padding_flops=_unused(work.flops, work.flops_run),
+        padding_cells=_unused(work.cells, work.cells_run),
+        rank_imbalance_mean=float(imbalance.mean()),
+        rank_imbalance_p99=float(np.quantile(imbalance, 0.99)),
+        bucket_mismatch=_mismatch(plans, buckets, world_size),
+        step_flops=total / steps,
+        flops_per_audio_hour=3600 * total / audio if audio else 0.0,
+    )
+
+
+def _shared(plan: EpochPlan, micro_batches: int) -> EpochPlan:
+    """The plan with so many micro-batches in a step, of which the last ones are empty."""
+    extra = micro_batches - plan.micro_batches
+    if not extra:
+        return plan
+    starts = plan.offsets[:-1].reshape(-1, plan.micro_batches)
+    ends = np.repeat(plan.offsets[plan.micro_batches :: plan.micro_batches, None], extra, axis=1)
+    offsets = np.append(np.concatenate([starts, ends], axis=1), plan.offsets[-1])
+    return replace(plan, micro_batches=micro_batches, offsets=offsets)
+
+
+def _work(
+    plan: EpochPlan,
+    lengths: UtteranceLengths,
+    seconds: np.ndarray,
+    cost: CostModel,
+    shape: StaticShape | None,
+) -> _Work:
+    frames = lengths.frames[plan.indices].astype(np.int64)
+    tokens = lengths.tokens[plan.indices].astype(np.int64)
+    count = np.diff(plan.offsets)
+    sums = [
+        _reduce(np.add, values, plan.offsets)
+        for values in (frames, tokens, frames * tokens, cost.of(frames, tokens))
+    ]
+    all_frames, all_tokens, cells, flops = sums
+    if shape is None:
+        widest = _reduce(np.maximum, frames, plan.offsets)
+        longest = _reduce(np.maximum, tokens, plan.offsets)
+        frame_rows, token_rows = count * widest, count * longest
+        cells_run, flops_run = frame_rows * longest, count * cost.of(widest, longest)
+    else:
+        frame_rows = np.full(len(count), shape.frame_budget)
+        token_rows = np.full(len(count), shape.token_budget)
+        tail_frames, tail_tokens = frame_rows - all_frames, token_rows - all_tokens
+        cells_run = cells
+        flops_run = flops + cost.frame * tail_frames + cost.token * tail_tokens
+    return _Work(
+        utterances=count,
+        seconds=_reduce(np.add, seconds[plan.indices], plan.offsets),
+        frames=all_frames,
+        tokens=all_tokens,
+        cells=cells,
+        flops=flops,
+        frame_rows=frame_rows,
+        token_rows=token_rows,
+        cells_run=cells_run,
+        flops_run=flops_run,
+    )
+
+
+def _reduce(function: np.ufunc, values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Apply to each micro-batch; 0 where it is empty, of which numpy's own makes no case."""
+    reduced = np.zeros(len(offsets) - 1, dtype=values.dtype)
+    filled = np.flatnonzero(np.diff(offsets))
+    if filled.size:
+        reduced[filled] = function.reduceat(values, offsets[filled])
+    return reduced
+
+
+def _mismatch(
+    plans: Sequence[EpochPlan], buckets: np.ndarray | None, world_size: int
+) -> float | None:
+    """Share of the steps in which ranks run different buckets at the same time."""
+    if buckets is None:
+        return None
+    differ = []
+    for plan in plans:
+        drawn = np.full(len(plan.offsets) - 1, -1, dtype=np.int64)
+        filled = np.flatnonzero(np.diff(plan.offsets))
+        drawn[filled] = buckets[plan.indices[plan.offsets[filled]]]
+        together = drawn.reshape(plan.num_steps, -1, world_size)
+        largest = together.max(axis=2, keepdims=True)
+        # An empty micro-batch differs from no other.
+        differ.append(((together != largest) & (together >= 0)).any(axis=(1, 2)))
+    return float(np.concatenate(differ).mean())
+
+
+def _unused(used: np.ndarray, executed: np.ndarray) -> float:
+    # In floats: the FLOPs of a large corpus exceed int64.
+    total = float(executed.sum(dtype=np.float64))
+    return 1 - float(used.sum(dtype=np.float64)) / total if total else 0.0
+
+
+def _excess(ranks: np.ndarray) -> np.ndarray:
+    """Of each step, (steps, ranks): by how much its largest exceeds its mean."""
+    mean = ranks.mean(axis=1)
+    return np.divide(ranks.max(axis=1), mean, out=np.ones(len(ranks)), where=mean > 0) - 1

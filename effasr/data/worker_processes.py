@@ -1,0 +1,77 @@
+"""The processes that load audio: how they begin, and how each of them ends."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.context import BaseContext
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_SIGNAL_PATIENCE_S = 1.0
+
+_PR_SET_PDEATHSIG = 1
+"""From Linux's <sys/prctl.h>."""
+
+
+def next_item(loaded: Iterator[T]) -> T:
+    """The next item that workers have loaded.
+
+    Raises:
+        RuntimeError: A worker process was killed.
+        StopIteration: There is none.
+    """
+    try:
+        try:
+            return next(loaded)
+        except (EOFError, ConnectionError):
+            # The pipe of a dead worker can break before the signal comes by which torch learns of
+            # its death: waiting for that gives one error, with the worker's name, and not two.
+            time.sleep(_SIGNAL_PATIENCE_S)
+            raise
+    except (RuntimeError, EOFError, ConnectionError) as error:
+        if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
+            raise
+        what = " ".join(str(error).split()) or "its pipe broke"
+        raise RuntimeError(
+            f"a loading process died ({what}): if memory or shared memory (/dev/shm; docker's "
+            "--shm-size) ran out, lower `workers` or `prefetch`."
+        ) from error
+
+
+def context() -> BaseContext | None:
+    """Forked workers share the corpus's memory; where there is no safe fork, torch's default."""
+    if sys.platform == "linux":
+        return multiprocessing.get_context("fork")
+    return None
+
+
+def end_with_parent(parent: int, worker: int) -> None:
+    """Let this worker end with the training process: at once when that dies, and not before.
+
+    A batch system or a terminal sends its signal to all processes; the training process finishes
+    its step on SIGTERM and SIGINT, and for that it needs its workers.
+    """
+    del worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            # It died between the fork and the line above, of which the kernel then says nothing.
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_obey_parent_alone, daemon=True).start()
+
+
+def _obey_parent_alone() -> None:
+    """End on the SIGTERM of the training process, with which multiprocessing ends leftovers."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

@@ -1,0 +1,110 @@
+"""How much computing an utterance is to a model, from the widths of its layers."""
+
+from __future__ import annotations
+
+from effasr.data.features import SUBSAMPLING
+from effasr.data.sampling.cost import CostModel
+from effasr.model.asr import ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.transducer import TransducerConfig
+
+
+def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
+    """The forward FLOPs of an utterance by its lengths, for planning.
+
+    Counted are matrix products and convolutions, as `torch.utils.flop_counter.FlopCounterMode`
+    does. Left out is what does not grow with the utterance: the table of relative positions. All
+    decoder tokens but the first of a prompt count as text, since lengths do not tell them apart.
+
+    Args:
+        config: The architecture.
+        vocab_size: V, the tokenizer's.
+
+    Raises:
+        ValueError: ``vocab_size`` is less than 1.
+    """
+    if vocab_size < 1:
+        raise ValueError(f"`vocab_size` must be at least 1, but is {vocab_size}.")
+    width = config.encoder.width
+    frame, frame_pair = _encoder(config)
+    token = token_pair = token_frame = 0
+    if config.ctc:
+        frame += 2 * width * (vocab_size + 1)
+    if config.decoder is not None:
+        if config.decoder.width != width:
+            frame += 2 * width * config.decoder.width
+        per_frame, token, token_pair, token_frame = _decoder(config.decoder, vocab_size)
+        frame += per_frame
+    if config.transducer is not None:
+        frame += 2 * width * config.transducer.joint
+        token += _predictor(config.transducer)
+        classes = vocab_size + 1 + len(config.transducer.durations or ())
+        token_frame += 2 * config.transducer.joint * classes
+    return CostModel(
+        frame=frame,
+        frame_pair=frame_pair,
+        token=token,
+        token_pair=token_pair,
+        token_frame=token_frame,
+    )
+
+
+def text_cost_model(config: ModelConfig, vocab_size: int) -> CostModel | None:
+    """The forward FLOPs of a text pair, whose frames are the tokens that the text encoder reads.
+
+    None for a model without a text encoder; see `cost_model`.
+    """
+    text, width = config.text_encoder, config.encoder.width
+    if text is None or config.decoder is None:
+        return None
+    frame = text.layers * (2 * 4 * width**2 + 2 * 2 * width * text.feed_forward)
+    if config.decoder.width != width:
+        frame += 2 * width * config.decoder.width
+    per_frame, token, token_pair, token_frame = _decoder(config.decoder, vocab_size)
+    return CostModel(
+        frame=frame + per_frame,
+        frame_pair=text.layers * 2 * 2 * width,
+        token=token,
+        token_pair=token_pair,
+        token_frame=token_frame,
+    )
+
+
+def _encoder(config: ModelConfig) -> tuple[int, int]:
+    """FLOPs of features and encoder: of each frame, and of each pair of frames."""
+    encoder, bins = config.encoder, config.features.mel_bins
+    width, channels = encoder.width, encoder.subsampling_channels
+    features = 2 * SUBSAMPLING * (config.features.n_fft // 2 + 1) * bins
+    # Places of a frame after each convolution: 4 x F/2, 2 x F/4, 1 x F/8; 3 x 3 taps each.
+    taps = 2 * 9 * channels * (4 * (bins // 2) + 2 * (bins // 4) + bins // 8)
+    pointwise = 2 * channels**2 * (2 * (bins // 4) + bins // 8)
+    subsampling = taps + pointwise + 2 * channels * (bins // 8) * width
+    feed_forward = 2 * 2 * 2 * width * encoder.feed_forward
+    attention = 2 * 4 * width**2
+    convolution = 2 * 3 * width**2 + 2 * encoder.conv_kernel * width
+    layers = encoder.layers * (feed_forward + attention + convolution)
+    # Content and values; relative positions are a third product.
+    products = 3 if encoder.position == "relative" else 2
+    return features + subsampling + layers, encoder.layers * products * 2 * width
+
+
+def _decoder(config: DecoderConfig, vocab_size: int) -> tuple[int, int, int, int]:
+    """FLOPs of each frame, token, pair of tokens, and pair of a token and a frame."""
+    width, layers, inner = config.width, config.layers, config.heads * config.head_width
+    # Query, key, value and output of self-attention; query and output of cross-attention.
+    projections = 2 * 6 * width * inner
+    feed_forward = 2 * 2 * width * config.feed_forward
+    # A token sees u (u + 1) / 2 of the pairs: scores and values are two products.
+    pair = 2 * inner
+    token = layers * (projections + feed_forward + pair) + 2 * width * vocab_size
+    return layers * 2 * 2 * width * inner, token, layers * pair, layers * 2 * 2 * inner
+
+
+def _predictor(config: TransducerConfig) -> int:
+    """FLOPs of each label, and of the row before the first."""
+    width = config.width
+    projection = 2 * width * config.joint
+    if config.predictor == "lstm":
+        # Four gates, each from the input and from the last output.
+        return config.layers * 2 * 4 * 2 * width**2 + projection
+    return 2 * config.context * width + projection

@@ -1,0 +1,1 @@
+"""What a plan of batches costs, before anything is trained: `effasr plan`."""

@@ -1,0 +1,298 @@
+"""Lengths of utterances, from manifests or mere lists; no audio where they say how long it is."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lhotse import MonoCut, SupervisionSegment
+from lhotse.cut import Cut
+
+from effasr.data.audio import AudioError
+from effasr.data.filters import Dropped, Limits, Unfit, check, text_of
+from effasr.data.manifests import named
+from effasr.data.sources import nemo
+from effasr.data.sources.cuts import CUTS_FILE
+from effasr.data.sources.fields import optional_text, prompt_fields, seconds_field, text_field
+from effasr.data.sources.lines import numbered_lines, parse_object
+from effasr.data.sources.utterance import FileUtterance, Utterance, custom_fields
+from effasr.data.tokenizer import Tokenizer
+from effasr.planning.tables import MOST_TOKENS, Row, is_number, read_durations, read_table
+
+PROMPT_TOKENS = 5
+"""Tokens before the text: those of the prompts that `effasr tokenizer` makes."""
+BYTES_PER_TOKEN = 3
+"""Of a text, where there is no tokenizer: about that of 1,000 pieces of English, and of Chinese,
+where a token is a character of three bytes."""
+TOKENS_PER_SECOND = 3.6
+"""Where nothing but durations is known: that of LibriSpeech and Earnings-22 with 5,000 pieces."""
+
+_Place = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listing:
+    """Utterances as lists give them, before any is dropped for its length.
+
+    Attributes:
+        paths: The lists.
+        places: int32 (n, 2), for each utterance the list, by its number, and the line in it.
+        names: Names of the utterances; None where the list has none.
+        seconds: float64 (n,), durations.
+        texts: int64 (n,), tokens of the texts.
+        prompts: int64 (n,), tokens of the prompts.
+        by_text: How many of ``texts`` are estimated from characters.
+        by_duration: How many are estimated from durations.
+        dropped: What was left out for its text or its audio.
+    """
+
+    paths: tuple[str, ...]
+    places: np.ndarray
+    names: Sequence[str | None]
+    seconds: np.ndarray
+    texts: np.ndarray
+    prompts: np.ndarray
+    by_text: int
+    by_duration: int
+    dropped: tuple[Dropped, ...]
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def name(self, index: int) -> str:
+        """The name of an utterance, or else where it stands."""
+        source, line = self.places[index].tolist()
+        return self.names[index] or f"{self.paths[source]}:{line}"
+
+
+def read_listing(
+    paths: Sequence[str | Path],
+    *,
+    limits: Limits,
+    tokenizer: Tokenizer | None = None,
+    prompt_tokens: int = PROMPT_TOKENS,
+    language: str = "en",
+) -> Listing:
+    """Read the lengths of utterances.
+
+    A path is a manifest of any kind that `effasr.data.manifests.read` takes, or a file of
+
+    - JSON lines with ``duration``, and ``num_tokens`` or ``text``;
+    - a table, see `effasr.planning.tables.read_table`;
+    - durations alone, one a line.
+
+    With a tokenizer, texts are checked and counted as training does. Without one, a text has
+    ``num_tokens``, or else a token for each `BYTES_PER_TOKEN`; a table without tokens,
+    `TOKENS_PER_SECOND`. Audio is opened only for lines without a duration, and only its header.
+
+    Args:
+        paths: Manifests and lists.
+        limits: What texts are checked against; see `effasr.data.filters.check`.
+        tokenizer: For texts and prompts.
+        prompt_tokens: Tokens of a prompt, where no tokenizer says.
+        language: The language of utterances that name none.
+
+    Raises:
+        ValueError: A line is malformed or says too little; the message names file and line.
+    """
+    reader = _Reader(limits, tokenizer, prompt_tokens, language)
+    for source, path in enumerate(paths):
+        reader.read(source, Path(path))
+    return reader.listing(tuple(map(str, paths)))
+
+
+class _Reader:
+    """A listing while it is read: numbers in flat arrays, so that millions fit."""
+
+    def __init__(
+        self, limits: Limits, tokenizer: Tokenizer | None, prompt_tokens: int, language: str
+    ) -> None:
+        self._limits = limits
+        self._tokenizer = tokenizer
+        self._prompt_tokens = prompt_tokens
+        self._language = language
+        # To make a cut of every line only where more than its length counts.
+        self._looks_at_texts = (
+            tokenizer is not None
+            or bool(limits.languages)
+            or limits.characters is not None
+            or limits.max_characters_per_second is not None
+        )
+        self._places = array("i")
+        self._names: list[str | None] = []
+        self._seconds = array("d")
+        self._texts = array("q")
+        self._prompts = array("q")
+        self._by_text = 0
+        self._by_duration = 0
+        self._dropped: list[Dropped] = []
+
+    def read(self, source: int, path: Path) -> None:
+        """Read one manifest or list."""
+        file = path / CUTS_FILE
+        if path.is_dir() and not file.is_file():
+            for line, (name, utterance) in enumerate(named(path, language=self._language), 1):
+                self._add_utterance(name, (source, line), utterance)
+            return
+        file = file if path.is_dir() else path
+        if not file.is_file():
+            raise ValueError(f"{path}: there is no such file or folder.")
+        lines = numbered_lines(file)
+        first = next(lines, None)
+        if first is None:
+            return
+        lines = chain([first], lines)
+        start = first[1].lstrip()
+        if start.startswith("{") or ".jsonl" in file.suffixes:
+            self._add_objects(source, file, lines)
+        elif start.startswith("#") or is_number(start.split("#")[0]):
+            self._add_rows(source, read_durations(file, lines))
+        else:
+            self._add_rows(source, read_table(file, lines))
+
+    def listing(self, paths: tuple[str, ...]) -> Listing:
+        """What was read."""
+        return Listing(
+            paths=paths,
+            places=np.array(self._places, dtype=np.int32).reshape(-1, 2),
+            names=self._names,
+            seconds=np.array(self._seconds, dtype=np.float64),
+            texts=np.array(self._texts, dtype=np.int64),
+            prompts=np.array(self._prompts, dtype=np.int64),
+            by_text=self._by_text,
+            by_duration=self._by_duration,
+            dropped=tuple(self._dropped),
+        )
+
+    def _add(self, name: str | None, place: _Place, seconds: float, text: int, prompt: int) -> None:
+        self._names.append(name)
+        self._places.extend(place)
+        self._seconds.append(seconds)
+        self._texts.append(text)
+        self._prompts.append(prompt)
+
+    def _add_rows(self, source: int, rows: Iterator[Row]) -> None:
+        for row in rows:
+            tokens = row.tokens
+            if tokens is None:
+                self._by_duration += 1
+                tokens = max(1, round(min(TOKENS_PER_SECOND * row.seconds, MOST_TOKENS)))
+            self._add(row.name, (source, row.line), row.seconds, tokens, self._prompt_tokens)
+
+    def _add_objects(self, source: int, path: Path, lines: Iterator[tuple[int, str]]) -> None:
+        for line, json_text in lines:
+            origin = f"{path}:{line}"
+            row = parse_object(json_text, origin)
+            seconds = seconds_field(row, "duration", origin)
+            if seconds is not None:
+                self._add_object((source, line), seconds, row, origin)
+                continue
+            if "audio_filepath" not in row:
+                raise ValueError(
+                    f"{origin}: `duration` is missing: every line needs it, in seconds, where it "
+                    "names no audio file (`audio_filepath`)."
+                )
+            for utterance in nemo.utterances([(line, json_text)], path, self._language):
+                self._add_utterance(utterance.id, (source, line), utterance)
+
+    def _add_object(
+        self, place: _Place, seconds: float, row: Mapping[str, Any], origin: str
+    ) -> None:
+        """A JSON line with a duration."""
+        name = optional_text(row, "id", origin)
+        counted = _num_tokens(row, origin)
+        if "supervisions" in row:
+            row = _supervised(row, origin)
+        if "text" in row and (counted is None or self._looks_at_texts):
+            text = text_field(row, "text", origin).strip()
+            self._add_text(name, place, seconds, text, row, origin)
+        elif counted is not None:
+            self._add(name, place, seconds, min(counted, MOST_TOKENS), self._prompt_tokens)
+        else:
+            raise ValueError(
+                f"{origin}: `text` and `num_tokens` are missing: every line needs one of them."
+            )
+
+    def _add_utterance(self, name: str, place: _Place, utterance: Utterance) -> None:
+        """What a reader of manifests yields."""
+        if isinstance(utterance, FileUtterance) and utterance.duration is not None:
+            prompt = utterance.prompt
+            row = {"source_lang": prompt.source, **custom_fields(prompt)}
+            self._add_text(name, place, utterance.duration, utterance.text, row, utterance.origin)
+            return
+        try:
+            cut = utterance.cut(name)
+        except AudioError as error:
+            self._dropped.append(Dropped(name, error.problem, str(error), utterance.audio))
+            return
+        self._add_cut(name, place, cut)
+
+    def _add_text(
+        self,
+        name: str | None,
+        place: _Place,
+        seconds: float,
+        text: str,
+        row: Mapping[str, Any],
+        origin: str,
+    ) -> None:
+        if not self._looks_at_texts:
+            self._add_estimated(name, place, seconds, text)
+            return
+        prompt = prompt_fields(row, origin, self._language)
+        spoken = SupervisionSegment("", "", 0.0, seconds, text=text, language=prompt.source)
+        cut = MonoCut(
+            name or origin, 0.0, seconds, 0, supervisions=[spoken], custom=custom_fields(prompt)
+        )
+        self._add_cut(name, place, cut)
+
+    def _add_cut(self, name: str | None, place: _Place, cut: Cut) -> None:
+        """Check a text as training does, and count its tokens."""
+        try:
+            tokens = check(cut, self._limits, self._tokenizer)
+        except Unfit as error:
+            drop = Dropped(cut.id, error.reason, str(error), "", cut.duration)
+            self._dropped.append(drop)
+            return
+        if tokens is None:
+            self._add_estimated(name, place, cut.duration, text_of(cut))
+        else:
+            self._add(name, place, cut.duration, len(tokens.text), len(tokens.prompt))
+
+    def _add_estimated(self, name: str | None, place: _Place, seconds: float, text: str) -> None:
+        self._by_text += 1
+        tokens = -(-len(text.encode()) // BYTES_PER_TOKEN)
+        self._add(name, place, seconds, tokens, self._prompt_tokens)
+
+
+def _num_tokens(row: Mapping[str, Any], origin: str) -> int | None:
+    value = row.get("num_tokens")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(
+            f"{origin}: `num_tokens` must be an integer from 0 on, but is {str(value)[:60]!r}."
+        )
+    return value
+
+
+def _supervised(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """The fields of a lhotse cut's only supervision, by the names that NeMo's manifests use."""
+    supervisions = row["supervisions"]
+    count = len(supervisions) if isinstance(supervisions, list) else 0
+    if count != 1 or not isinstance(supervisions[0], dict):
+        raise ValueError(
+            f"{origin}: a cut must have one supervision, but has {count}: use "
+            "`cuts.trim_to_supervisions()`."
+        )
+    custom = row.get("custom")
+    own: dict[str, Any] = dict(custom) if isinstance(custom, dict) else {}
+    spoken = optional_text(supervisions[0], "language", origin)
+    fields = {**own, "lang": spoken} if spoken else own
+    text = {"text": supervisions[0]["text"]} if "text" in supervisions[0] else {}
+    return {"source_lang": spoken or own.get("lang"), **fields, **text}

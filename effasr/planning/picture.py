@@ -1,0 +1,169 @@
+"""Horizontal bars, side by side, as SVG that is readable on light and on dark pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from effasr.data.files import write_atomically
+from effasr.planning.study import Outcome
+from effasr.planning.text import percent
+
+_STYLE = """\
+text { font: 13px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2328; }
+.title { font-size: 15px; font-weight: 600; }
+.head { font-weight: 600; }
+.quiet { fill: #59636e; }
+.filled { fill: #0969da; }
+.rest { fill: #f0b37e; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #f0f6fc; }
+  .quiet { fill: #9198a1; }
+  .filled { fill: #4493f8; }
+  .rest { fill: #8a4f1d; }
+}"""
+_CHARACTER = 7.3
+"""Width of one, on average, so that names do not run into bars; more than any system font needs."""
+_BAR = 170
+_LABEL = 62
+_GAP = 18
+_TOP = 92
+_ROW = 30
+_HEIGHT = 18
+_BASE = 14
+"""Of the text beside a bar, below its top."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A column of bars, one for each row; the longest takes the whole width.
+
+    Attributes:
+        title: Above them, with the unit.
+        filled: Lengths of the first parts of the bars, at least 0.
+        labels: Behind the bars.
+        rest: Lengths of the second parts; none by default.
+    """
+
+    title: str
+    filled: Sequence[float]
+    labels: Sequence[str]
+    rest: Sequence[float] | None = None
+
+
+def padding_picture(path: Path, outcomes: Sequence[Outcome], *, title: str, subtitle: str) -> None:
+    """Draw what of the frames, tokens and FLOPs of each strategy is padding."""
+    panels = [
+        Panel(
+            f"{name}: padding %",
+            [1 - share for share in shares],
+            [percent(share) for share in shares],
+            shares,
+        )
+        for name, field in (
+            ("frames", "padding_frames"),
+            ("tokens", "padding_tokens"),
+            ("FLOPs", "padding_flops"),
+        )
+        for shares in [[getattr(outcome.report, field) for outcome in outcomes]]
+    ]
+    rows = [outcome.strategy for outcome in outcomes]
+    picture = draw(rows, panels, title=title, subtitle=subtitle, legend=("utterances", "padding"))
+    write_atomically(path, picture.encode())
+
+
+def draw(
+    rows: Sequence[str],
+    panels: Sequence[Panel],
+    *,
+    title: str,
+    subtitle: str = "",
+    legend: tuple[str, str] | None = None,
+    groups: Sequence[str] | None = None,
+) -> str:
+    """Draw panels side by side.
+
+    Args:
+        rows: Names of the rows, the same in all panels.
+        panels: Each with a bar for every row.
+        title: Of the picture.
+        subtitle: Below it.
+        legend: What the first and the second part of a bar stand for.
+        groups: What each row belongs to: a heading where it changes; none by default.
+
+    Returns:
+        An SVG document.
+
+    Raises:
+        ValueError: A panel has more or fewer bars than there are rows.
+    """
+    headings, tops = _arrange(len(rows), groups)
+    names = round(_CHARACTER * max(map(len, rows), default=0)) + _GAP
+    width = names + len(panels) * (_BAR + _LABEL + _GAP) - _GAP
+    height = tops[-1] + _ROW + 6 if tops else _TOP
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:g}" '
+        f'viewBox="0 0 {width} {height:g}" role="img" aria-label="{escape(title)}">',
+        f"<style>\n{_STYLE}\n</style>",
+        _text(0, 18, title, "title"),
+        _text(0, 38, subtitle, "quiet"),
+        *(_legend(width, legend) if legend else ()),
+        *(_text(0, top + _BASE, name, "head") for top, name in headings),
+        *(_text(0, top + _BASE, name) for top, name in zip(tops, rows, strict=True)),
+    ]
+    for number, panel in enumerate(panels):
+        left = names + number * (_BAR + _LABEL + _GAP)
+        parts.append(_text(left, _TOP - 14, panel.title, "head"))
+        parts += _bars(left, panel, tops)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _arrange(
+    rows: int, groups: Sequence[str] | None
+) -> tuple[list[tuple[float, str]], list[float]]:
+    """Where each heading stands, and each row."""
+    headings: list[tuple[float, str]] = []
+    tops: list[float] = []
+    top = float(_TOP)
+    for row in range(rows):
+        if groups is not None and (not row or groups[row] != groups[row - 1]):
+            headings.append((top, groups[row]))
+            top += _ROW
+        tops.append(top)
+        top += _ROW
+    return headings, tops
+
+
+def _bars(left: float, panel: Panel, tops: Sequence[float]) -> list[str]:
+    rest = panel.rest or [0.0] * len(tops)
+    if not len(panel.filled) == len(panel.labels) == len(rest) == len(tops):
+        raise ValueError(f"`panels`: {panel.title!r} must have {len(tops)} bars, one for each row.")
+    scale = _BAR / (max((a + b for a, b in zip(panel.filled, rest, strict=True)), default=0) or 1)
+    parts = []
+    for top, first, second, label in zip(tops, panel.filled, rest, panel.labels, strict=True):
+        parts.append(_bar(left, top, first * scale, "filled"))
+        parts.append(_bar(left + first * scale, top, second * scale, "rest"))
+        parts.append(_text(left + (first + second) * scale + 6, top + _BASE, label))
+    return parts
+
+
+def _legend(width: float, legend: tuple[str, str]) -> list[str]:
+    parts = []
+    left = width - 210.0
+    for kind, what in zip(("filled", "rest"), legend, strict=True):
+        parts += [_bar(left, 8, 14, kind, height=12), _text(left + 20, 18, what, "quiet")]
+        left += 110
+    return parts
+
+
+def _bar(left: float, top: float, width: float, kind: str, height: float = _HEIGHT) -> str:
+    return (
+        f'<rect class="{kind}" x="{left:.2f}" y="{top:g}" width="{width:.2f}" height="{height}"/>'
+    )
+
+
+def _text(left: float, base: float, content: str, kind: str = "") -> str:
+    css = f' class="{kind}"' if kind else ""
+    return f'<text x="{left:.2f}" y="{base:g}"{css}>{escape(content)}</text>'

@@ -1,0 +1,140 @@
+"""What is to be planned: a recipe, and what stands in its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from effasr import config
+from effasr.data.config import DataConfig
+from effasr.data.filters import Limits
+from effasr.data.sampling.cost import CostModel
+from effasr.data.tokenizer import Tokenizer, load_tokenizer
+from effasr.model.cost import cost_model
+from effasr.model.presets import PRESET_VOCABULARIES
+from effasr.planning.listing import PROMPT_TOKENS, Listing, read_listing
+from effasr.planning.selection import Selection, select
+from effasr.training.assembly import find_tokenizer, resolve
+from effasr.training.config import TrainConfig
+
+_MODEL = "canary_180m_flash"
+"""Stands for any other where no recipe is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Utterances, limits and costs.
+
+    Attributes:
+        manifests: Manifests and lists of durations.
+        model: Name of the model, for people.
+        cost: Its FLOPs.
+        tokenizer: For texts; None to estimate.
+        data: Budgets, durations and filters.
+        limits: What utterances may be.
+        seed: Of the plans.
+    """
+
+    manifests: Sequence[Path]
+    model: str
+    cost: CostModel
+    tokenizer: Tokenizer | None
+    data: DataConfig
+    limits: Limits
+    seed: int
+
+    @classmethod
+    def of(
+        cls,
+        recipe: str | None = None,
+        *,
+        manifests: Sequence[Path] = (),
+        tokenizer: Path | None = None,
+        frame_budget: int | None = None,
+        token_budget: int | None = None,
+        max_duration: float | None = None,
+    ) -> Request:
+        """Read a recipe; what else is given stands in place of its fields.
+
+        Args:
+            recipe: By default, the model of canary_180m_flash with the defaults of `DataConfig`.
+            manifests: By default the recipe's.
+            tokenizer: Its folder; by default the recipe's, if there is one.
+            frame_budget: Encoder frames of a micro-batch.
+            token_budget: Decoder tokens of a micro-batch.
+            max_duration: Seconds of the longest utterance.
+
+        Raises:
+            ValueError: The recipe is wrong, or there is no manifest.
+        """
+        settings = config.load(TrainConfig, recipe or _MODEL)
+        model = resolve(settings, None).model
+        data = settings.data if recipe else DataConfig()
+        found = manifests or [Path(path) for path, _ in data.manifests]
+        if not found:
+            raise ValueError("`--manifest` must name a manifest or a list, but is not given.")
+        if not manifests and data.mix is not None:
+            raise ValueError(
+                "`--manifest` must name manifests for a recipe with `data.mix`, whose shares are "
+                "not planned: a plan has every utterance once."
+            )
+        # A recipe may be given for its model alone, before there is a tokenizer.
+        is_own = recipe is not None and (
+            not manifests or settings.init_from is not None or _is_folder(data.tokenizer)
+        )
+        reader = None
+        if tokenizer is not None:
+            reader = load_tokenizer(tokenizer)
+        elif is_own:
+            reader = find_tokenizer(settings, None)
+        data = replace(
+            data,
+            frame_budget=frame_budget or data.frame_budget,
+            token_budget=token_budget or data.token_budget,
+            max_duration=max_duration or data.max_duration,
+            min_duration=min(data.min_duration, max_duration or math.inf),
+        )
+        decoder = model.decoder
+        return cls(
+            manifests=found,
+            model=settings.name,
+            cost=cost_model(
+                model, PRESET_VOCABULARIES[_MODEL] if reader is None else reader.vocab_size
+            ),
+            tokenizer=reader,
+            data=data,
+            limits=data.limits(
+                ctc=model.ctc,
+                max_frames=model.encoder.max_frames,
+                max_positions=None if decoder is None else decoder.max_positions,
+            ),
+            seed=settings.seed,
+        )
+
+    def read(self, prompt_tokens: int = PROMPT_TOKENS) -> tuple[Listing, Selection]:
+        """Read the lengths, and leave out what cannot be trained on.
+
+        Raises:
+            ValueError: A line is malformed, or no utterance is left.
+        """
+        listing = read_listing(
+            self.manifests,
+            limits=self.limits,
+            tokenizer=self.tokenizer,
+            prompt_tokens=prompt_tokens,
+            language=self.data.language,
+        )
+        selection = select(
+            listing,
+            self.limits,
+            frame_budget=self.data.known_frame_budget,
+            token_budget=self.data.token_budget,
+            max_sequences=self.data.max_sequences,
+        )
+        return listing, selection
+
+
+def _is_folder(path: str) -> bool:
+    return bool(path) and Path(path).is_dir()

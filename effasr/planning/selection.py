@@ -1,0 +1,158 @@
+"""What of a listing can be trained on, and the static shape for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from effasr.data.batch import StaticShape
+from effasr.data.features import SAMPLE_RATE, SUBSAMPLING, FeatureConfig
+from effasr.data.filters import Dropped, Limits, Reason
+from effasr.data.sampling.packing import suggest_token_budget
+from effasr.data.sampling.plan import UtteranceLengths
+from effasr.planning.listing import Listing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """Utterances to plan.
+
+    Attributes:
+        lengths: Encoder frames and decoder tokens.
+        seconds: float64 (n,), durations.
+        shape: The static shape of a micro-batch.
+        dropped: What was left out, and why.
+    """
+
+    lengths: UtteranceLengths
+    seconds: np.ndarray
+    shape: StaticShape
+    dropped: tuple[Dropped, ...]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many were left out, by reason, the most first."""
+        return dict(Counter(str(drop.reason) for drop in self.dropped).most_common())
+
+
+def select(
+    listing: Listing,
+    limits: Limits,
+    *,
+    frame_budget: int,
+    token_budget: int | None = None,
+    max_sequences: int | None = None,
+) -> Selection:
+    """Leave out what `effasr.data.corpus.Corpus.load` leaves out, as far as lengths tell.
+
+    Args:
+        listing: The utterances.
+        limits: What they may be.
+        frame_budget: Encoder frames of a micro-batch.
+        token_budget: Decoder tokens of a micro-batch; by default what the utterances fill at the
+            same time as the frame budget.
+        max_sequences: Utterances of a micro-batch; by default one per 8 frames.
+
+    Raises:
+        ValueError: No utterance is left.
+    """
+    sieve = _Sieve(listing)
+    seconds = listing.seconds
+    sieve.drop(
+        Reason.TOO_SHORT,
+        seconds < limits.min_duration,
+        lambda i: f"{seconds[i]:.3f} s, under {limits.min_duration:g} s",
+    )
+    sieve.drop(
+        Reason.TOO_LONG,
+        seconds > limits.max_duration,
+        lambda i: f"{seconds[i]:.3f} s, over {limits.max_duration:g} s",
+    )
+    sieve.drop(Reason.EMPTY_TEXT, listing.texts < 1, lambda i: "the text is empty")
+    frames = _frames(np.minimum(seconds, limits.max_duration))
+    tokens = listing.texts + listing.prompts
+    for name, most, reason, values, what in (
+        ("frame_budget", frame_budget, Reason.FRAME_BUDGET, frames, "encoder frames"),
+        ("max_frames", limits.max_frames, Reason.MODEL, frames, "encoder frames"),
+        ("token_budget", token_budget, Reason.TOKEN_BUDGET, tokens, "tokens"),
+        ("max_positions", limits.max_positions, Reason.MODEL, tokens, "tokens"),
+    ):
+        if most is not None:
+            sieve.drop(reason, values > most, _over(values, what, name, most))
+    if limits.ctc:
+        sieve.drop(
+            Reason.CTC_INFEASIBLE,
+            listing.texts > frames,
+            lambda i: f"CTC needs a frame for each of {listing.texts[i]} tokens, of {frames[i]}",
+        )
+    if limits.max_tokens_per_second is not None:
+        rates = listing.texts / seconds
+        most_per_second = limits.max_tokens_per_second
+        sieve.drop(
+            Reason.TOKEN_RATE,
+            rates > most_per_second,
+            lambda i: f"{rates[i]:.1f} per second, over {most_per_second:g}",
+        )
+    if token_budget is None and sieve.kept.size:
+        lengths = _lengths(frames, tokens, sieve.kept)
+        token_budget = suggest_token_budget(lengths, frame_budget)
+        over = _over(tokens, "tokens", "token_budget", token_budget, " (derived)")
+        sieve.drop(Reason.TOKEN_BUDGET, tokens > token_budget, over)
+    if not sieve.kept.size or token_budget is None:
+        shown = ", ".join(listing.paths) or "no list"
+        first = f"; the first: {sieve.dropped[0].details}" if sieve.dropped else ""
+        raise ValueError(
+            f"{shown}: no utterance can be planned ({len(sieve.dropped)} dropped{first})."
+        )
+    lengths = _lengths(frames, tokens, sieve.kept)
+    return Selection(
+        lengths=lengths,
+        seconds=seconds[sieve.kept],
+        shape=StaticShape(
+            frame_budget,
+            token_budget,
+            max_sequences or max(8, -(-frame_budget // 8)),
+            longest_frames=max(1, int(lengths.frames.max())),
+            longest_tokens=max(1, int(lengths.tokens.max())),
+        ),
+        dropped=tuple(sieve.dropped),
+    )
+
+
+class _Sieve:
+    """Which utterances of a listing are left, and why the others are not."""
+
+    def __init__(self, listing: Listing) -> None:
+        self._listing = listing
+        self.kept = np.arange(len(listing))
+        self.dropped = list(listing.dropped)
+
+    def drop(self, reason: Reason, out: np.ndarray, details: Callable[[int], str]) -> None:
+        """Leave out those that are left and where ``out``, bool (n,), is true."""
+        leaving = out[self.kept]
+        for index in self.kept[leaving].tolist():
+            name, seconds = self._listing.name(index), float(self._listing.seconds[index])
+            self.dropped.append(Dropped(name, reason, details(index), "", seconds))
+        self.kept = self.kept[~leaving]
+
+
+def _over(
+    values: np.ndarray, what: str, name: str, most: int, remark: str = ""
+) -> Callable[[int], str]:
+    return lambda index: f"{values[index]} {what}, over `{name}` {most}{remark}"
+
+
+def _frames(seconds: np.ndarray) -> np.ndarray:
+    """Encoder frames, int64 (n,): `effasr.data.filters.frames_of` for many."""
+    samples = np.floor(seconds * SAMPLE_RATE + 0.5).astype(np.int64)
+    return -(-(samples // FeatureConfig().hop) // SUBSAMPLING)
+
+
+def _lengths(frames: np.ndarray, tokens: np.ndarray, kept: np.ndarray) -> UtteranceLengths:
+    return UtteranceLengths(frames[kept].astype(np.int32), tokens[kept].astype(np.int32))

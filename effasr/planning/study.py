@@ -1,0 +1,183 @@
+"""One strategy beside the other on the same utterances."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from effasr.data.batch import StaticShape
+from effasr.data.sampling.bucket_table import BucketTable
+from effasr.data.sampling.cost import CostModel
+from effasr.data.sampling.packing import EpochEnd, plan_epoch
+from effasr.data.sampling.plan import EpochPlan
+from effasr.data.sampling.report import PlanReport, measure
+from effasr.data.sampling.strategies import StrategyOptions, planner
+from effasr.planning.selection import Selection
+
+LADDER = ("random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "packed")
+"""All strategies, each a step better than the one before."""
+
+_BY_SIZE = ("random", "bucketed", "sync_bucketed")
+"""Strategies that can be given a number of utterances in place of a duration."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyOptions:
+    """How to plan.
+
+    Attributes:
+        world_size: Ranks that share a step.
+        micro_batches: Of a global step, over all ranks; by default one for each.
+        seed: Of the plans.
+        epochs: How many to plan.
+        epoch_end: Of packed; see `effasr.data.sampling.packing.plan_epoch`.
+        batch_duration: Seconds of a micro-batch of all but packed, padding included; by default
+            what the frame budget holds.
+        batch_size: Utterances of one of random, bucketed and sync_bucketed, in place of seconds.
+        buckets: By duration, of the strategies that have them.
+        table: Buckets and batch sizes of sync_bucketed_2d; by default derived from the budgets.
+    """
+
+    world_size: int = 8
+    micro_batches: int | None = None
+    seed: int = 0
+    epochs: int = 1
+    epoch_end: EpochEnd | None = None
+    batch_duration: float | None = None
+    batch_size: int | None = None
+    buckets: int = 20
+    table: BucketTable | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "micro_batches", "epochs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {value}.")
+
+    @property
+    def of_step(self) -> int:
+        """Micro-batches of a global step."""
+        return self.micro_batches or self.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a strategy makes of the utterances.
+
+    Attributes:
+        strategy: Its name.
+        report: The figures.
+        seconds: How long it took to plan.
+    """
+
+    strategy: str
+    report: PlanReport
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Flat, by the names of `PlanReport`."""
+        return {"strategy": self.strategy, **asdict(self.report), "seconds": round(self.seconds, 3)}
+
+
+def compare(
+    selection: Selection, strategies: Sequence[str], cost: CostModel, options: StudyOptions
+) -> list[Outcome]:
+    """Plan the utterances by each strategy.
+
+    All but ``packed`` are computed padded, as the toolkits do that they are from: every utterance
+    at the length of the longest of its micro-batch.
+
+    Args:
+        selection: The utterances, and the static shape whose budgets all strategies fill.
+        strategies: Of `effasr.data.sampling.strategies.STRATEGIES`.
+        cost: FLOPs by lengths.
+        options: How to plan.
+
+    Raises:
+        ValueError: A strategy is unknown, or cannot plan these utterances.
+    """
+    return [_outcome(selection, strategy, cost, options) for strategy in strategies]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """Epochs as a strategy plans them.
+
+    Attributes:
+        plans: One for each epoch.
+        shape: The static shape of every micro-batch; None where they are padded.
+        buckets: See `effasr.data.sampling.strategies.Planner`.
+    """
+
+    plans: list[EpochPlan]
+    shape: StaticShape | None
+    buckets: np.ndarray | None
+
+
+def plan_by(strategy: str, selection: Selection, cost: CostModel, options: StudyOptions) -> Planned:
+    """Plan the utterances by one strategy.
+
+    Raises:
+        ValueError: See `compare`.
+    """
+    epochs = range(options.epochs)
+    if strategy == "packed":
+        plans = [_packed(selection, cost, options, epoch) for epoch in epochs]
+        return Planned(plans, selection.shape, None)
+    made = planner(
+        strategy,
+        selection.lengths,
+        shape=selection.shape,
+        micro_batches=options.of_step,
+        world_size=options.world_size,
+        seed=options.seed,
+        options=_strategy_options(strategy, options),
+    )
+    return Planned([made.plan(epoch) for epoch in epochs], made.shape, made.buckets)
+
+
+def _outcome(
+    selection: Selection, strategy: str, cost: CostModel, options: StudyOptions
+) -> Outcome:
+    started = time.perf_counter()
+    planned = plan_by(strategy, selection, cost, options)
+    seconds = time.perf_counter() - started
+    report = measure(
+        planned.plans,
+        selection.lengths,
+        selection.seconds,
+        cost=cost,
+        world_size=options.world_size,
+        shape=planned.shape,
+        buckets=planned.buckets,
+    )
+    return Outcome(strategy, report, seconds)
+
+
+def _packed(selection: Selection, cost: CostModel, options: StudyOptions, epoch: int) -> EpochPlan:
+    return plan_epoch(
+        selection.lengths,
+        shape=selection.shape,
+        micro_batches=options.of_step,
+        seed=options.seed,
+        epoch=epoch,
+        cost=cost,
+        epoch_end=options.epoch_end,
+    )
+
+
+def _strategy_options(strategy: str, options: StudyOptions) -> StrategyOptions:
+    """Those that the strategy has."""
+    by_size = strategy in _BY_SIZE and options.batch_size is not None
+    table = options.table if strategy == "sync_bucketed_2d" else None
+    return StrategyOptions(
+        batch_duration=None if by_size or table else options.batch_duration,
+        batch_size=options.batch_size if by_size else None,
+        buckets=options.buckets,
+        table=table,
+        padded=True,
+    )

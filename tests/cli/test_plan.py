@@ -1,0 +1,232 @@
+"""`effasr plan`: what batches a corpus makes, for people and for programs."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from effasr.cli_plan import _STRATEGIES
+from effasr.data.sampling.strategies import STRATEGIES
+
+RATIOS = (
+    "padding_frames", "padding_tokens", "padding_flops", "padding_cells", "rank_imbalance_mean",
+    "rank_imbalance_p99",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """Durations as those of read speech: 3,000 utterances, of which two are too long."""
+    generator = np.random.default_rng(0)
+    seconds = np.minimum(generator.lognormal(1.8, 0.6, 3000), 35.0).round(2)
+    seconds[[7, 9]] = 41.0
+    path = tmp_path_factory.mktemp("plan") / "corpus.jsonl"
+    rows = (
+        {"id": f"u{n}", "duration": s, "num_tokens": 1 + int(3.5 * s * generator.uniform(0.7, 1.3))}
+        for n, s in enumerate(seconds.tolist())
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_json_has_what_was_agreed(effasr, corpus) -> None:
+    done = effasr("plan", "--manifest", corpus, "--frame-budget", 2000, "--json")
+    assert done.code == 0
+    assert done.err == ""
+    made = json.loads(done.out)
+    for name in RATIOS:
+        assert 0 <= made[name] < 0.02, name
+    assert made["padding_frames"] <= 0.005
+    assert made["rank_imbalance_p99"] <= 0.005
+    assert made["dropped"] == {"too_long": 2, "total": 2}
+    assert (made["strategy"], made["world_size"], made["micro_batches"]) == ("packed", 8, 8)
+    assert made["utterances"] == 2998
+    assert made["planned"] + made["deferred"] == 2998
+    assert made["batch_utterances"] * made["steps"] * 8 == pytest.approx(made["planned"])
+    assert 0 < 160 - made["batch_audio_seconds"] < 2
+    assert made["bucket_mismatch"] is None
+    assert made["estimated_tokens"] == 0
+    assert not any(isinstance(value, float) and not math.isfinite(value) for value in made.values())
+
+
+def test_all_strategies_are_one_object(effasr, corpus) -> None:
+    done = effasr(
+        "plan", "--manifest", corpus, "--frame-budget", 2000, "--strategy", "all", "--json"
+    )
+    made = json.loads(done.out)
+    assert list(made) == ["random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "packed"]
+    assert made["packed"]["padding_flops"] < 0.005
+    assert made["random"]["padding_flops"] > 0.4 > made["bucketed"]["padding_flops"] > 0.02
+    work = [one["flops_per_audio_hour"] for one in made.values()]
+    assert max(work) == work[0]
+    assert min(work) == work[-1]
+    assert 0 <= made["sync_bucketed"]["bucket_mismatch"] <= made["bucketed"]["bucket_mismatch"] <= 1
+    assert made["sync_bucketed_2d"]["padding_tokens"] < made["sync_bucketed"]["padding_tokens"]
+
+
+def test_random_batches_of_a_given_size(effasr, corpus) -> None:
+    arguments = ("plan", "--manifest", corpus, "--strategy", "random", "--json", "--world-size", 2)
+    made = json.loads(effasr(*arguments, "--batch-size", 16).out)
+    assert 15.9 < made["batch_utterances"] <= 16
+    assert 0.3 < made["padding_frames"] < 0.7
+
+
+def test_what_a_person_reads(effasr, corpus, tmp_path) -> None:
+    listed = tmp_path / "dropped.jsonl"
+    done = effasr(
+        "plan", "--manifest", corpus, "--strategy", "all", "--frame-budget", 2000,
+        "--dropped", listed, "--picture", tmp_path / "p.svg",
+    )  # fmt: skip
+    assert done.code == 0
+    lines = done.out.splitlines()
+    assert lines[0].startswith("2,998 utterances, 5.")
+    rows = [line for line in lines if line.startswith("|")]
+    assert len({len(row) for row in rows}) == 1
+    assert [row.split()[1] for row in rows[2:]] == [
+        "random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "packed",
+    ]  # fmt: skip
+    assert max(map(len, lines)) <= 140
+    assert f"dropped 2 utterances (0.07 %): too_long 2; each listed in {listed}" in lines
+    assert lines[-1].startswith("Train with data.strategy=packed: random batches, padded, ")
+    drops = [json.loads(line) for line in listed.read_text().splitlines()]
+    assert [(drop["id"], drop["reason"]) for drop in drops] == [
+        ("u7", "too_long"),
+        ("u9", "too_long"),
+    ]
+    assert drops[0]["details"] == "41.000 s, over 40 s"
+    picture = ElementTree.parse(tmp_path / "p.svg").getroot()
+    texts = [text.text or "" for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert "Padding of corpus" in texts
+    assert texts.count("sync_bucketed_2d") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (("--frame-budget", "2000"), "Nothing to mend: train with these budgets."),
+        (("--strategy", "random"), "Plan with --strategy all to see what packed saves: up to "),
+        (("--max-duration", "5"), "Look at what is dropped first: too_long takes "),
+        (("--frame-budget", "2000", "--token-budget", "900"), "Leave --token-budget out: this "),
+        (("--frame-budget", "30000"), "Steps are large for this corpus, and "),
+        (("--frame-budget", "60000"), "The corpus fills no more than one step, and that not well"),
+        (
+            ("--frame-budget", "2000", "--micro-batches", "4"),
+            "8 ranks cannot share 4 micro-batches evenly",
+        ),
+    ],
+)
+def test_it_says_what_to_do(effasr, corpus, options, advice) -> None:
+    done = effasr("plan", "--manifest", corpus, *options)
+    assert done.code == 0
+    assert done.out.splitlines()[-1].startswith(advice), done.out
+
+
+def test_a_recipe_gives_manifests_budgets_and_tokenizer(effasr, workplace) -> None:
+    made = json.loads(effasr("plan", "--recipe", workplace.recipe, "--world-size", 2, "--json").out)
+    assert (made["model"], made["frame_budget"], made["micro_batches"]) == ("first", 60, 2)
+    assert made["utterances"] == 24
+    assert made["estimated_tokens"] == 0
+    lines = (workplace.run / "metrics.jsonl").read_text().splitlines()
+    trained = [line for line in map(json.loads, lines) if line["epoch"] == 0]
+    assert made["steps"] == len(trained)
+    for name in ("padding_frames", "padding_tokens"):
+        assert made[name] == pytest.approx(np.mean([line[name] for line in trained])), name
+    over = ("--frame-budget", 80, "--manifest", workplace.folder / "dev.jsonl")
+    made = json.loads(effasr("plan", "--recipe", workplace.recipe, *over, "--json").out)
+    assert (made["frame_budget"], made["utterances"], made["micro_batches"]) == (80, 4, 8)
+
+
+def test_shares_of_sources_are_not_planned(effasr, workplace, tmp_path) -> None:
+    recipe = Path(workplace.recipe).read_text()
+    train = f"train: {workplace.folder}/train"
+    path = tmp_path / "mixed.yaml"
+    path.write_text(recipe.replace(train, f"mix: {{sources: {{a: {workplace.folder}/train}}}}"))
+    failed = effasr("plan", "--recipe", path)
+    assert failed.code == 2
+    assert "`--manifest` must name manifests for a recipe with `data.mix`" in failed.error
+    given = ("--manifest", workplace.folder / "train", "--world-size", 1)
+    assert effasr("plan", "--recipe", path, *given).code == 0
+
+
+def test_text_needs_no_tokenizer_and_says_so(effasr, workplace) -> None:
+    manifest = workplace.folder / "train"
+    done = effasr("plan", "--manifest", manifest, "--frame-budget", 60, "--world-size", 1)
+    assert "tokens of 24 utterances are estimated from texts, 3 bytes each" in done.out
+    exact = ("--tokenizer", workplace.folder / "tokenizer", "--manifest", manifest)
+    done = effasr("plan", *exact, "--frame-budget", 60, "--world-size", 1)
+    assert done.code == 0
+    assert "estimated" not in done.out
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "no utterance can be planned (0 dropped)"),
+        (['{"duration": 50, "num_tokens": 1}'], "no utterance can be planned (1 dropped; the f"),
+        (["{"], "m.jsonl:1: not valid JSON"),
+        (['{"duration": 1, "num_tokens": 1}', "oops"], "m.jsonl:2: not valid JSON"),
+        (['{"duration": -3, "num_tokens": 1}'], "m.jsonl:1: `duration` must be greater than 0"),
+        (['{"duration": NaN, "num_tokens": 1}'], "m.jsonl:1: `duration` must be a number of sec"),
+        (['{"num_tokens": 1}'], "m.jsonl:1: `duration` is missing"),
+        (['{"duration": 1}'], "m.jsonl:1: `text` and `num_tokens` are missing"),
+    ],
+)
+def test_a_bad_manifest(effasr, tmp_path, lines, message) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    failed = effasr("plan", "--manifest", path)
+    assert failed.code == 2
+    assert message in failed.error
+    assert failed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "`--manifest` must name a manifest or a list, but is not given"),
+        (("--manifest", "gone"), "gone: there is no such file or folder"),
+        (("--strategy", "best"), "argument --strategy: invalid choice: 'best'"),
+        (("--world-size", "0"), "argument --world-size: must be an integer from 1 on, but is '0'"),
+        (("--epochs", "-1"), "argument --epochs: must be an integer from 1 on"),
+        (("--frame-budget", "9" * 99), "argument --frame-budget: must be an integer from 1 on"),
+        (("--seed", "²"), "argument --seed: must be an integer from 0 on"),
+        (("--max-duration", "nan"), "argument --max-duration: must be a number of seconds over 0"),
+        (("--max-duration", "-1"), "argument --max-duration: must be a number of seconds over 0"),
+        (("--recipe", "nope"), "`recipe` must be a YAML file or one of"),
+        (("--tokenizer", "gone"), "effasr tokenizer"),
+        (("--picture", "p.png"), "`--picture` must be a file that ends in .svg, but is 'p.png'"),
+        (("--picture", "gone/p.svg"), "`--picture` must be in a folder that exists"),
+        (("--dropped", "d.txt"), "`--dropped` must be a file that ends in .jsonl"),
+    ],
+)
+def test_bad_options(effasr, corpus, options, message) -> None:
+    given = ("--manifest", corpus) if options and "--manifest" not in options else ()
+    failed = effasr("plan", *given, *options)
+    assert failed.code == 2
+    assert message in failed.error
+
+
+def test_ranks_that_cannot_share_a_step(effasr, corpus) -> None:
+    """Packed goes on, with empty micro-batches that count as padding; lhotse's samplers cannot."""
+    arguments = ("--manifest", corpus, "--micro-batches", 3, "--world-size", 2)
+    made = json.loads(effasr("plan", *arguments, "--frame-budget", 1000, "--json").out)
+    assert made["padding_frames"] > 0.24
+    failed = effasr("plan", *arguments, "--strategy", "random")
+    assert failed.code == 2
+    assert "`micro_batches` must be a multiple of the number of ranks" in failed.error
+
+
+def test_choices_are_the_strategies_that_there_are() -> None:
+    assert set(_STRATEGIES) == {*STRATEGIES, "all"}
+
+
+def test_as_a_module(corpus) -> None:
+    command = [sys.executable, "-m", "effasr.cli", "plan", "--manifest", str(corpus), "--json"]
+    done = subprocess.run(command, capture_output=True, check=True, text=True)
+    assert json.loads(done.stdout)["strategy"] == "packed"
+    assert done.stderr == ""

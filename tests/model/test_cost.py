@@ -1,0 +1,77 @@
+"""Predicted FLOPs against those that torch counts."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from effasr.data.batch import Batch, Example
+from effasr.data.sampling.cost import CANARY_180M_FLASH
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.cost import cost_model
+from effasr.model.presets import PRESET_VOCABULARIES, PRESETS
+from effasr.model.transducer import TransducerConfig
+
+VOCABULARY = 40
+STATELESS = TransducerConfig(predictor="stateless", width=12, joint=10)
+LSTM = TransducerConfig(width=12, layers=2, joint=10, durations=(0, 1, 2))
+
+
+@pytest.mark.parametrize("transducer", [None, STATELESS, LSTM], ids=["none", "stateless", "lstm"])
+@pytest.mark.parametrize("position", ["relative", "rotary"])
+@pytest.mark.parametrize("decoder", [True, False])
+def test_the_factors_are_what_torch_counts(
+    transducer: TransducerConfig | None,
+    position: str,
+    decoder: bool,
+    tiny_config: ModelConfig,
+    examples: Sequence[Example],
+    make_batch: Callable[..., Batch],
+) -> None:
+    config = dataclasses.replace(
+        tiny_config,
+        encoder=dataclasses.replace(tiny_config.encoder, position=position),
+        decoder=tiny_config.decoder if decoder else None,
+        transducer=transducer,
+    )
+    model = ASRModel(config, VOCABULARY).eval()
+    predicted, counted = [], []
+    for example in examples:
+        # More prompt would count as text; a translation has none for CTC and transducer.
+        batch = make_batch([dataclasses.replace(example, prompt=[7], monotonic=True)])
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(batch)
+        lengths = np.array([batch.frames.total]), np.array([batch.tokens.layout.total])
+        predicted.append(int(cost_model(config, VOCABULARY).of(*lengths)[0]))
+        counted.append(counter.get_total_flops() - _table(model, batch) - _spare_row(transducer))
+    assert predicted == counted
+
+
+def _table(model: ASRModel, batch: Batch) -> int:
+    """Of the projection of relative positions, which does not depend on lengths."""
+    encoder = model.encoder
+    if encoder.config.position != "relative":
+        return 0
+    embeddings = encoder._embeddings(batch.frames, torch.float32)
+    assert embeddings is not None
+    return encoder.config.layers * 2 * len(embeddings) * encoder.config.width**2
+
+
+def _spare_row(transducer: TransducerConfig | None) -> int:
+    """Of the row by which a lane is longer than the sequences that an LSTM reads in it."""
+    if transducer is None or transducer.predictor != "lstm":
+        return 0
+    return transducer.layers * 16 * transducer.width**2
+
+
+def test_the_default_of_planning_is_the_preset() -> None:
+    name = "canary_180m_flash"
+    assert cost_model(PRESETS[name], PRESET_VOCABULARIES[name]) == CANARY_180M_FLASH
+
+
+def test_a_vocabulary_is_needed(tiny_config: ModelConfig) -> None:
+    with pytest.raises(ValueError, match="`vocab_size` must be at least 1, but is 0"):
+        cost_model(tiny_config, 0)

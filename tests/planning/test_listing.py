@@ -1,0 +1,205 @@
+"""Lengths from everything that has some, and what is said of lines that have none."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from effasr.data.config import DataConfig
+from effasr.data.corpus import Corpus
+from effasr.data.filters import Limits
+from effasr.data.tokenizer import train_tokenizer
+from effasr.planning.listing import read_listing
+from effasr.planning.selection import select
+
+LIMITS = Limits(ctc=False)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def file(name: str, *lines: object) -> Path:
+        text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        path = tmp_path / name
+        path.write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
+        return path
+
+    return file
+
+
+def read(*paths: Path, **options):
+    return read_listing(paths, limits=LIMITS, **options)
+
+
+def test_json_lines_with_tokens_or_text(write) -> None:
+    path = write(
+        "m.jsonl",
+        {"duration": 1.5, "num_tokens": 7, "id": "first"},
+        {"duration": 2, "text": "einundzwanzig"},
+        "",
+        {"duration": 3.25, "text": "你好", "audio_filepath": "nowhere.wav"},
+    )
+    found = read(path, prompt_tokens=4)
+    assert found.seconds.tolist() == [1.5, 2.0, 3.25]
+    assert found.texts.tolist() == [7, 5, 2]
+    assert found.prompts.tolist() == [4, 4, 4]
+    assert (found.by_text, found.by_duration) == (2, 0)
+    assert [found.name(i) for i in range(3)] == ["first", f"{path}:2", f"{path}:4"]
+
+
+def test_tables_and_mere_durations(write) -> None:
+    tabs = write("a.tsv", "duration_seconds\tn_tokens_bpe5000\tid", "2.5\t9\tx", "10.0\t\ty")
+    quoted = write("q.tsv", "duration\ttext", '3\tsaid "yes')
+    assert read(quoted).seconds.tolist() == [3.0]
+    commas = write("b.csv", 'num_tokens,duration,"some, text"', '3,1.25,"a, b"')
+    mere = write("c.txt", "# seconds", "4.0", "", "5  # and more")
+    found = read(tabs, commas, mere)
+    assert found.seconds.tolist() == [2.5, 10.0, 1.25, 4.0, 5.0]
+    assert found.texts.tolist() == [9, 36, 3, 14, 18]
+    assert (found.by_text, found.by_duration) == (0, 3)
+    assert [found.name(i) for i in (0, 1, 4)] == ["x", "y", f"{mere}:4"]
+
+
+def test_gzipped_lhotse_cuts(tmp_path) -> None:
+    cut = {
+        "id": "c", "duration": 2.0, "type": "MonoCut", "custom": {"pnc": False},
+        "supervisions": [{"text": "abcdef", "language": "de"}],
+    }  # fmt: skip
+    path = tmp_path / "cuts.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write(json.dumps(cut) + "\n")
+    found = read(path)
+    assert (found.texts.tolist(), found.seconds.tolist()) == ([2], [2.0])
+    # A folder that `effasr prepare` wrote is that file.
+    assert read(tmp_path).texts.tolist() == [2]
+
+
+def test_audio_is_opened_only_for_lines_without_a_duration(tmp_path, write) -> None:
+    soundfile.write(tmp_path / "a.wav", np.zeros(8000, np.float32), 16_000)
+    path = write(
+        "m.jsonl",
+        {"audio_filepath": "a.wav", "text": "abc"},
+        {"audio_filepath": "gone.wav", "text": "abc", "duration": 1.0},
+        {"audio_filepath": "gone.wav", "text": "abc"},
+    )
+    found = read(path)
+    assert found.seconds.tolist() == [0.5, 1.0]
+    assert [(drop.id, drop.reason) for drop in found.dropped] == [("gone", "missing_audio")]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    soundfile.write(folder / "b.wav", np.zeros(16_000, np.float32), 16_000)
+    (folder / "b.txt").write_text("abcdef")
+    found = read(folder)
+    assert (found.seconds.tolist(), found.texts.tolist()) == ([1.0], [2])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{oops", "not valid JSON"),
+        ("[1]", "must be a JSON object"),
+        ({"num_tokens": 3}, "`duration` is missing"),
+        ({"duration": None, "text": "a"}, "`duration` is missing"),
+        ({"duration": -1, "text": "a"}, "`duration` must be greater than 0, but is -1"),
+        ({"duration": 0, "text": "a"}, "`duration` must be greater than 0, but is 0"),
+        ('{"duration": NaN, "text": "a"}', "`duration` must be a number of seconds, but is nan"),
+        ('{"duration": Infinity, "text": "a"}', "`duration` must be a number of seconds, but is"),
+        ({"duration": 10**400, "text": "a"}, "`duration` must be a number of seconds, but is 100"),
+        (f'{{"duration": {"1" * 5000}}}', "no JSON that Python reads"),
+        ("[" * 100_000, "no JSON that Python reads"),
+        ({"duration": "1", "text": "a"}, "`duration` must be a number of seconds, but is '1'"),
+        ({"duration": True, "text": "a"}, "`duration` must be a number of seconds, but is True"),
+        ({"duration": 1}, "`text` and `num_tokens` are missing: every line needs one of them"),
+        ({"duration": 1, "text": None}, "`text` must be a string, but is None"),
+        ({"duration": 1, "num_tokens": -1}, "`num_tokens` must be an integer from 0 on"),
+        ({"duration": 1, "num_tokens": 2.5}, "`num_tokens` must be an integer from 0 on"),
+        ({"duration": 1, "num_tokens": False}, "`num_tokens` must be an integer from 0 on"),
+        ({"duration": 1, "supervisions": []}, "a cut must have one supervision, but has 0"),
+        ({"duration": 1, "supervisions": [7]}, "a cut must have one supervision"),
+        ({"duration": 1, "supervisions": [{}, {}]}, "a cut must have one supervision, but has 2"),
+    ],
+)
+def test_a_malformed_line_is_named(write, line, message) -> None:
+    path = write("m.jsonl", {"duration": 1, "num_tokens": 1}, line)
+    with pytest.raises(ValueError, match=r"m\.jsonl:2: ") as caught:
+        read(path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["words", "1"], "t:1: must be a JSON object, a number of seconds, or a header"),
+        (["duration", "-1"], "t:2: `duration` must be a finite number of seconds greater than 0"),
+        (["duration", "nan"], "t:2: `duration` must be a finite number"),
+        (["duration", "inf"], "t:2: `duration` must be a finite number"),
+        (["duration", "x"], "t:2: `duration` must be a finite number"),
+        (["duration,id", "1"], "t:2: must have 2 columns, as the header has, but has 1"),
+        (["duration,id", f"1,{'x' * 200_000}"], "t:2: not a line of a table (field larger than"),
+        (["duration,num_tokens", "1,-2"], "t:2: `num_tokens` must be an integer from 0 on"),
+        (["duration,num_tokens", "1,²"], "t:2: `num_tokens` must be an integer from 0 on"),
+        (["1.5", "", "0"], "t:3: the line must be a finite number of seconds greater than 0"),
+        (["1.5", "two"], "t:2: the line must be a finite number of seconds"),
+    ],
+)
+def test_a_malformed_row_is_named(write, lines, message) -> None:
+    with pytest.raises(ValueError, match="t:") as caught:
+        read(write("t", *lines))
+    assert message in str(caught.value)
+
+
+def test_no_such_file_and_no_text(tmp_path) -> None:
+    with pytest.raises(ValueError, match="there is no such file or folder"):
+        read(tmp_path / "gone.jsonl")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe1")
+    with pytest.raises(ValueError, match="must be UTF-8"):
+        read(tmp_path / "bytes")
+
+
+def test_huge_values_are_numbers_like_others(write) -> None:
+    path = write(
+        "m.jsonl",
+        {"duration": 1, "num_tokens": 10**30},
+        {"duration": 1e308, "num_tokens": 1},
+        {"duration": 10**25, "text": "a"},
+        {"duration": 2, "num_tokens": 4},
+    )
+    table = write("t.tsv", "duration\tn_tokens", f"1\t{'9' * 5000}", "1e300\t")
+    limits = Limits(ctc=False, max_positions=1024)
+    chosen = select(read(path, table), limits, frame_budget=100)
+    assert chosen.reasons == {"too_long": 3, "over_model_length": 2}
+    assert len(chosen) == 1
+
+
+def test_with_a_tokenizer_it_is_what_training_plans(tmp_path, write) -> None:
+    """The same lengths, shape and reasons as those of a corpus that is trained on."""
+    words = ["one", "two", "three", "four"]
+    tokenizer = train_tokenizer({"en": words * 20}, tmp_path / "t", vocab_size=20)
+    rows = []
+    for number in range(30):
+        seconds = 0.3 + 0.07 * number
+        soundfile.write(tmp_path / f"{number}.wav", np.zeros(int(16e3 * seconds)), 16_000)
+        text = " ".join(words[: 1 + number % 4])
+        rows.append({"audio_filepath": f"{number}.wav", "text": text, "duration": seconds})
+    rows[3]["text"] = ""
+    rows[5]["lang"] = "fr"
+    rows[6]["text"] = "жц"
+    rows[7]["text"] = "four three two one " * 3
+    path = write("m.jsonl", *rows)
+    config = DataConfig(frame_budget=100, min_duration=0.4, max_duration=2.0)
+    corpus = Corpus.load([path], tokenizer, config)
+    listing = read_listing([path], limits=config.limits(), tokenizer=tokenizer)
+    chosen = select(listing, config.limits(), frame_budget=100)
+    assert chosen.lengths.frames.tolist() == corpus.lengths.frames.tolist()
+    assert chosen.lengths.tokens.tolist() == corpus.lengths.tokens.tolist()
+    assert chosen.shape == corpus.shape
+    mine = {drop.id.split(":")[-1]: drop.reason for drop in chosen.dropped}
+    assert mine == {str(int(drop.id) + 1): drop.reason for drop in corpus.dropped}
+    assert set(mine.values()) == {
+        "too_short", "too_long", "empty_text", "unknown_language", "unknown_text",
+        "ctc_infeasible",
+    }  # fmt: skip
+    assert listing.by_text == 0

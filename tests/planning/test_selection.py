@@ -1,0 +1,81 @@
+"""What of a list is left, and why the rest is not."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effasr.data.audio import samples_in
+from effasr.data.batch import encoder_frames
+from effasr.data.filters import Limits
+from effasr.planning.listing import Listing
+from effasr.planning.selection import select
+
+
+def listing(seconds: list[float], texts: list[int]) -> Listing:
+    return Listing(
+        paths=("list",),
+        places=np.stack([np.zeros(len(seconds)), np.arange(len(seconds))], 1).astype(np.int32),
+        names=[f"u{number}" for number in range(len(seconds))],
+        seconds=np.array(seconds, np.float64),
+        texts=np.array(texts, np.int64),
+        prompts=np.full(len(seconds), 5),
+        by_text=0,
+        by_duration=0,
+        dropped=(),
+    )
+
+
+def test_every_reason_is_counted_and_listed() -> None:
+    found = listing(
+        [0.05, 41.0, 2.0, 39.0, 9.0, 2.0, 2.0, 2.0, 3.0], [1, 1, 0, 1, 1, 60, 30, 20, 3]
+    )
+    limits = Limits(max_frames=100, max_positions=32, max_tokens_per_second=8.0)
+    chosen = select(found, limits, frame_budget=400, token_budget=50)
+    assert {drop.id: str(drop.reason) for drop in chosen.dropped} == {
+        "u0": "too_short",
+        "u1": "too_long",
+        "u2": "empty_text",
+        "u3": "over_frame_budget",
+        "u4": "over_model_length",
+        "u5": "over_token_budget",
+        "u6": "over_model_length",
+        "u7": "token_rate_outlier",
+    }
+    assert len(chosen) == 1
+    assert (chosen.lengths.frames.tolist(), chosen.lengths.tokens.tolist()) == ([38], [8])
+    assert chosen.reasons["over_model_length"] == 2
+    details = {drop.id: drop.details for drop in chosen.dropped}
+    assert details["u0"] == "0.050 s, under 0.1 s"
+    assert details["u3"] == "488 encoder frames, over `frame_budget` 400"
+    assert details["u5"] == "65 tokens, over `token_budget` 50"
+    assert json.dumps(chosen.dropped[1].duration) == "41.0"
+
+
+def test_ctc_needs_a_frame_for_each_token() -> None:
+    found = listing([0.8, 0.8], [10, 11])
+    assert select(found, Limits(), frame_budget=100).reasons == {"ctc_infeasible": 1}
+    assert select(found, Limits(ctc=False), frame_budget=100).reasons == {}
+
+
+def test_a_derived_token_budget_drops_one_in_a_thousand_at_most() -> None:
+    found = listing([4.0] * 2000 + [4.0], [10] * 2000 + [900])
+    chosen = select(found, Limits(ctc=False), frame_budget=100)
+    assert chosen.reasons == {"over_token_budget": 1}
+    assert chosen.dropped[0].details.endswith("(derived)")
+    assert chosen.shape.token_budget < 905
+    assert chosen.shape.longest_tokens == 15
+
+
+@pytest.mark.parametrize("seconds", [[], [50.0]])
+def test_nothing_is_left(seconds) -> None:
+    with pytest.raises(ValueError, match=rf"list: no utterance can be planned \({len(seconds)} d"):
+        select(listing(seconds, [1] * len(seconds)), Limits(), frame_budget=100)
+
+
+@given(st.lists(st.floats(0.1, 40.0), min_size=1, max_size=50))
+def test_frames_are_those_of_the_corpus(seconds: list[float]) -> None:
+    chosen = select(listing(seconds, [1] * len(seconds)), Limits(), frame_budget=1000)
+    assert chosen.lengths.frames.tolist() == [encoder_frames(samples_in(s)) for s in seconds]
