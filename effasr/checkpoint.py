@@ -129,15 +129,21 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     return load_tokenizer(directory / _TOKENIZER)
 
 
-def load_weights(model: ASRModel, directory: Path) -> None:
+def load_weights(model: ASRModel, directory: Path, *, may_lack: tuple[str, ...] = ()) -> None:
     """Give a model the weights of a model directory, which must fit exactly.
+
+    Args:
+        model: Any.
+        directory: The model directory.
+        may_lack: What names begin with that it need not have; the model keeps its own then.
 
     Raises:
         CheckpointError: The file is missing or damaged, or is of another architecture.
     """
     remedy = " Leave `model` out of the recipe to take the architecture with the weights."
     with _explaining(directory / _WEIGHTS, remedy) as path:
-        model.load_state_dict(safetensors.torch.load_file(path))
+        own = {k: v for k, v in model.state_dict().items() if k.startswith(may_lack)}
+        model.load_state_dict(own | safetensors.torch.load_file(path))
 
 
 @contextmanager

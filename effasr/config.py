@@ -146,15 +146,22 @@ def _apply(cls: type, mapping: dict[str, Any], override: str) -> None:
     node[last] = value
 
 
-def _child(owner: type, key: str, path: str) -> type:
-    """The dataclass of field ``key``, so that a typing error is named before it is buried."""
-    hints = typing.get_type_hints(owner)
+def _child(owner: Any, key: str, path: str) -> Any:
+    """The type of field ``key``, so that a typing error is named before it is buried.
+
+    It is a dataclass, or a dict, which has a field of any name.
+    """
     where = f"{path}.{key}" if path else key
-    if key not in hints:
-        raise ConfigError(_unknown(where, key, hints))
-    for option in _options(hints[key]):
-        if dataclasses.is_dataclass(option):
-            return typing.cast(type, option)
+    if typing.get_origin(owner) is dict:
+        annotation = typing.get_args(owner)[1]
+    else:
+        hints = typing.get_type_hints(owner)
+        if key not in hints:
+            raise ConfigError(_unknown(where, key, hints))
+        annotation = hints[key]
+    for option in _options(annotation):
+        if dataclasses.is_dataclass(option) or typing.get_origin(option) is dict:
+            return option
     raise ConfigError(f"`{where}` must be given a value itself, as it has no fields.")
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 import io
 import math
+import os
 import re
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,18 @@ DURATION_TOLERANCE = 0.1
 """Seconds by which a file may miss the length that its manifest states.
 
 Manifests round durations, and an MP3 header may be one codec frame off."""
+
+RATES = range(1_000, 1_000_001)
+"""Sample rates in Hz that are believed: a header of 1 Hz makes an hour of every kilobyte."""
+
+_BLOCK = 2**20
+"""Values that are decoded at a time: a header may claim more than there is, or than fits."""
+
+_LOUDEST = 2.0**31
+"""Full scale is 1, but some files have integers as floating point. More overflows the features."""
+
+_SAMPLES_PER_BYTE = 8192
+"""No codec does better: FLAC's longest block of silence is 65,535 samples in about 11 bytes."""
 
 
 class AudioProblem(enum.StrEnum):
@@ -46,6 +60,10 @@ class AudioError(ValueError):
     def __init__(self, problem: AudioProblem, message: str) -> None:
         super().__init__(message)
         self.problem = problem
+
+
+class UnknownFormat(AudioError):
+    """A file is none that soundfile can read; another program may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +118,7 @@ def read_header(path: str | Path) -> AudioHeader:
     Raises:
         AudioError: The file is missing, is not audio, or holds no samples.
     """
-    with _opened(path) as file:
+    with open_audio(path) as file:
         return AudioHeader(file.samplerate, file.frames, file.channels)
 
 
@@ -130,22 +148,11 @@ def read_audio(
         AudioError: The file is missing, damaged, empty, or ends before ``offset + duration``
             by more than `DURATION_TOLERANCE`.
     """
-    with _opened(path) as file:
+    with open_audio(path) as file:
         rate = file.samplerate
-        begin = samples_in(offset, rate)
-        wanted = file.frames - begin if duration is None else samples_in(duration, rate)
-        if begin >= file.frames:
-            raise AudioError(
-                AudioProblem.DURATION,
-                f"{path}: a part from {offset:g} s is wanted, but the file ends at "
-                f"{file.frames / rate:g} s.",
-            )
-        samples = _read_samples(file, path, begin, wanted)
-    chosen = _choose_channels(samples, path, channels)
-    _check_complete(path, chosen.shape[0], wanted, rate)
-    if not np.isfinite(chosen).all():
-        raise AudioError(AudioProblem.NOT_FINITE, f"{path}: a sample is NaN or infinite.")
-    mono = chosen.mean(axis=1, dtype=np.float32) if chosen.shape[1] > 1 else chosen[:, 0]
+        begin, wanted = place(file, path, offset, duration)
+        blocks = list(mono_blocks(file, path, begin, wanted, channels))
+    mono = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
     if rate != sample_rate:
         mono = soxr.resample(mono, rate, sample_rate)
     return mono if duration is None else _fit(mono, samples_in(duration, sample_rate))
@@ -210,16 +217,40 @@ def _tar_member(cut: Cut) -> TarMember | None:
     return TarMember.parse(str(sources[0].source))
 
 
-def _opened(path: str | Path | TarMember) -> soundfile.SoundFile:
+def open_audio(path: str | Path | TarMember) -> soundfile.SoundFile:
+    """Open a file whose header can be believed; see `read_audio`.
+
+    Raises:
+        AudioError: There is none, it is no regular file, or it is not audio.
+    """
     if isinstance(path, TarMember):
-        return _checked_file(_open(_bytes_of(path), path), path)
-    if Path(path).is_dir():
+        return _checked_file(_open(_bytes_of(path), path), path, path.size)
+    size = regular_file_size(path)
+    # soundfile would encode the name strictly, and not all names are text.
+    return _checked_file(_open(os.fsencode(path), path), path, size)
+
+
+def regular_file_size(path: str | Path) -> int:
+    """Bytes of a file that is there and can be read without waiting for somebody to write it.
+
+    Raises:
+        AudioError: It is missing, empty, a folder, a pipe or a device.
+    """
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        raise AudioError(AudioProblem.MISSING, f"{path}: there is no such file.") from None
+    except OSError as error:
+        raise AudioError(AudioProblem.MISSING, f"{path}: {error.strerror}.") from error
+    if stat.S_ISDIR(found.st_mode):
         raise AudioError(AudioProblem.UNREADABLE, f"{path}: not an audio file but a folder.")
-    if not Path(path).is_file():
-        raise AudioError(AudioProblem.MISSING, f"{path}: there is no such file.")
-    if Path(path).stat().st_size == 0:
+    if not stat.S_ISREG(found.st_mode):
+        raise AudioError(AudioProblem.UNREADABLE, f"{path}: not a file but a pipe or a device.")
+    if not os.access(path, os.R_OK):
+        raise AudioError(AudioProblem.UNREADABLE, f"{path}: Permission denied.")
+    if found.st_size == 0:
         raise AudioError(AudioProblem.EMPTY, f"{path}: the file is empty.")
-    return _checked_file(_open(str(path), path), path)
+    return found.st_size
 
 
 def _bytes_of(member: TarMember) -> io.BytesIO:
@@ -234,24 +265,97 @@ def _bytes_of(member: TarMember) -> io.BytesIO:
     return io.BytesIO(data)
 
 
-def _open(file: str | io.BytesIO, path: str | Path | TarMember) -> soundfile.SoundFile:
+def _open(file: bytes | io.BytesIO, path: str | Path | TarMember) -> soundfile.SoundFile:
     try:
         return soundfile.SoundFile(file)
-    except (soundfile.SoundFileError, OSError) as error:
-        raise AudioError(
+    # TypeError for a name that ends in .raw, of which soundfile wants to be told the rate.
+    except (soundfile.SoundFileError, OSError, TypeError) as error:
+        raise UnknownFormat(
             AudioProblem.UNREADABLE, f"{path}: not a readable audio file: {_reason(error)}"
         ) from error
 
 
-def _checked_file(file: soundfile.SoundFile, path: str | Path | TarMember) -> soundfile.SoundFile:
+def _checked_file(
+    file: soundfile.SoundFile, path: str | Path | TarMember, size: int
+) -> soundfile.SoundFile:
     if file.frames <= 0 or file.samplerate <= 0:
         file.close()
         raise AudioError(AudioProblem.EMPTY, f"{path}: the file holds no samples.")
+    claim = None
+    if file.samplerate not in RATES:
+        claim = f"a sample rate of {file.samplerate} Hz, which is not from 1 kHz to 1 MHz"
+    elif file.frames > _SAMPLES_PER_BYTE * size:
+        claim = f"{file.frames} samples, which {size} bytes cannot hold"
+    if claim is not None:
+        file.close()
+        raise AudioError(AudioProblem.UNREADABLE, f"{path}: the header claims {claim}.")
     return file
 
 
+def place(
+    file: soundfile.SoundFile, path: str | Path | TarMember, offset: float, duration: float | None
+) -> tuple[int, int]:
+    """The first sample of a part of a file, and how many it has.
+
+    Raises:
+        AudioError: The file ends before.
+    """
+    rate = file.samplerate
+    begin = samples_in(offset, rate)
+    if begin >= file.frames:
+        raise AudioError(
+            AudioProblem.DURATION,
+            f"{path}: a part from {offset:g} s is wanted, but the file ends at "
+            f"{file.frames / rate:g} s.",
+        )
+    return begin, file.frames - begin if duration is None else samples_in(duration, rate)
+
+
+def mono_blocks(
+    file: soundfile.SoundFile,
+    path: str | Path | TarMember,
+    begin: int,
+    wanted: int,
+    channels: Sequence[int] | None = None,
+    values: int = _BLOCK,
+) -> Iterator[np.ndarray]:
+    """Decode a part of an open file, a block at a time.
+
+    Args:
+        file: The file.
+        path: For messages.
+        begin: The first sample of the part.
+        wanted: Samples of the part.
+        channels: The channels to average; all by default.
+        values: Samples of a block, those of all channels counted.
+
+    Yields:
+        float32 (samples,), mono, at the file's rate; no array is empty.
+
+    Raises:
+        AudioError: The file is damaged, ends before the part does, or has NaN or infinite samples.
+    """
+    rate, left = file.samplerate, wanted
+    longest = max(1, values // file.channels)
+    while left:
+        first = left == wanted
+        samples = _read_samples(file, path, begin if first else None, min(left, longest))
+        if not len(samples):
+            break
+        left -= len(samples)
+        chosen = _choose_channels(samples, path, channels)
+        if not (chosen.min() >= -_LOUDEST and chosen.max() <= _LOUDEST):  # NaN is neither
+            raise AudioError(
+                AudioProblem.NOT_FINITE, f"{path}: a sample is NaN or infinite, or nearly so."
+            )
+        yield chosen.mean(axis=1, dtype=np.float32) if chosen.shape[1] > 1 else chosen[:, 0]
+    if left == wanted:
+        raise AudioError(AudioProblem.EMPTY, f"{path}: no sample can be read.")
+    _check_complete(path, wanted - left, wanted, rate)
+
+
 def _read_samples(
-    file: soundfile.SoundFile, path: str | Path | TarMember, begin: int, wanted: int
+    file: soundfile.SoundFile, path: str | Path | TarMember, begin: int | None, wanted: int
 ) -> np.ndarray:
     try:
         if begin:

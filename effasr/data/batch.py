@@ -112,6 +112,23 @@ class Batch:
     """Rows of ``targets`` that a loss counts."""
     num_monotonic_targets: int
     """Those of them that belong to a transcription."""
+    frame_lengths: tuple[int, ...]
+    """Encoder frames of each utterance; ``frames`` also counts silence put after it."""
+    token_lengths: tuple[int, ...]
+    """Tokens of each utterance; ``tokens.layout`` also counts padding put after it."""
+    source: PackedSequence | None = None
+    """Of a text-only batch, int64 (T,): what the text encoder reads. Then ``audio`` has no row, and
+    ``frames`` is the layout of this."""
+
+    @property
+    def num_frames(self) -> int:
+        """Encoder frames of all utterances, without any padding."""
+        return sum(self.frame_lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all utterances, without any padding."""
+        return sum(self.token_lengths)
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device; asynchronous from pinned memory."""
@@ -127,6 +144,9 @@ class Batch:
             self.audio_seconds,
             self.num_targets,
             self.num_monotonic_targets,
+            self.frame_lengths,
+            self.token_lengths,
+            None if self.source is None else self.source.to(**move),
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -141,6 +161,7 @@ class Batch:
             self.text.values,
             self.text.layout.cu_seqlens,
             self.monotonic,
+            *([] if self.source is None else [self.source.values]),
         )
 
     def rewritable(self) -> Batch:
@@ -175,11 +196,19 @@ class Batch:
             self.audio_seconds,
             self.num_targets,
             self.num_monotonic_targets,
+            self.frame_lengths,
+            self.token_lengths,
+            None if self.source is None else self.source.pin_memory(),
         )
 
 
 def collate(
-    examples: Sequence[Example], shape: StaticShape | None = None, *, eos_id: int, pad_id: int
+    examples: Sequence[Example],
+    shape: StaticShape | None = None,
+    *,
+    eos_id: int,
+    pad_id: int,
+    padded: bool = False,
 ) -> Batch:
     """Pack utterances, with a tail up to a static shape if one is given.
 
@@ -191,49 +220,68 @@ def collate(
         examples: The utterances; none at all is a batch of tails.
         shape: The static shape; exact sizes by default.
         eos_id: The token that ends a text.
-        pad_id: The token of the tail.
+        pad_id: The token of the tail, and of padding.
+        padded: Whether every utterance is made as long as the longest, in exact sizes: audio by
+            silence, tokens by ``pad_id``, targets by `IGNORED`. To the model they are utterances
+            of that length, and nothing masks what was added; only ``text``, and with it the CTC
+            and transducer losses, stays as it is.
 
     Returns:
         The batch, on the CPU.
 
     Raises:
-        ValueError: A prompt is empty, or the utterances do not fit in the shape.
+        ValueError: A prompt is empty, the utterances do not fit in the shape, or both a shape and
+            padding are asked for.
     """
+    if padded and shape is not None:
+        raise ValueError("`shape` must be None for a padded batch: its longest utterance gives it.")
     for example in examples:
         if not example.prompt:
             raise ValueError(f"{example.id}: `prompt` must have at least one token, but is empty.")
-    frames = [encoder_frames(example.audio.shape[0]) for example in examples]
+    samples = [example.audio.shape[0] for example in examples]
+    frames = [encoder_frames(length) for length in samples]
     tokens = [example.prompt + example.text for example in examples]
+    frame_lengths, token_lengths = tuple(frames), tuple(map(len, tokens))
     targets = [
         [IGNORED] * (len(example.prompt) - 1) + example.text + [eos_id] for example in examples
     ]
     texts = [example.text if example.monotonic else [] for example in examples]
     counted = [len(example.text) + 1 for example in examples]
+    if padded:
+        samples, frames = ([max(x, default=0)] * len(x) for x in (samples, frames))
+        tokens, targets = _extended(tokens, pad_id), _extended(targets, IGNORED)
     count, frame_rows, token_rows, audio_rows = len(examples), None, None, None
     longest_frames = longest_tokens = None
     if shape is not None:
-        _check_fits(shape, len(examples), sum(frames), sum(map(len, tokens)))
+        check_fits(shape, len(examples), sum(frame_lengths), sum(token_lengths))
         count, audio_rows = shape.max_sequences, shape.audio_rows
         frame_rows, token_rows = shape.frame_budget, shape.token_budget
         longest_frames, longest_tokens = shape.longest_frames, shape.longest_tokens
     monotonic = [example.monotonic for example in examples]
     return Batch(
-        audio=_pack_audio(examples, audio_rows, count),
+        audio=_pack_audio(examples, samples, audio_rows, count),
         frames=PackedLayout.from_lengths(
             frames, rows=frame_rows, num_sequences=count, longest=longest_frames
         ),
-        tokens=_pack_ids(tokens, token_rows, count, pad_id, longest_tokens),
-        targets=_pack_ids(targets, token_rows, count, IGNORED, longest_tokens).values,
-        text=_pack_ids(texts, token_rows, count, pad_id, longest_tokens),
+        tokens=pack_ids(tokens, token_rows, count, pad_id, longest_tokens),
+        targets=pack_ids(targets, token_rows, count, IGNORED, longest_tokens).values,
+        text=pack_ids(texts, token_rows, count, pad_id, longest_tokens),
         monotonic=torch.tensor(monotonic + [False] * (count - len(examples)), dtype=torch.bool),
         ids=tuple(example.id for example in examples),
         audio_seconds=sum(example.audio.shape[0] for example in examples) / SAMPLE_RATE,
         num_targets=sum(counted),
         num_monotonic_targets=sum(compress(counted, monotonic)),
+        frame_lengths=frame_lengths,
+        token_lengths=token_lengths,
     )
 
 
-def _check_fits(shape: StaticShape, sequences: int, frames: int, tokens: int) -> None:
+def check_fits(shape: StaticShape, sequences: int, frames: int, tokens: int) -> None:
+    """Check that utterances fit in a static shape.
+
+    Raises:
+        ValueError: They do not.
+    """
     filled = {"max_sequences": sequences, "frame_budget": frames, "token_budget": tokens}
     for name, rows in filled.items():
         limit = getattr(shape, name)
@@ -244,9 +292,18 @@ def _check_fits(shape: StaticShape, sequences: int, frames: int, tokens: int) ->
             )
 
 
-def _pack_ids(
+def pack_ids(
     sequences: Sequence[list[int]], rows: int | None, count: int, fill: int, longest: int | None
 ) -> PackedSequence:
+    """Pack token ids.
+
+    Args:
+        sequences: The token ids.
+        rows: Of the packed tensor; by default as many as there are ids.
+        count: Sequences of the layout; the last ones are empty.
+        fill: Value of the tail.
+        longest: What no sequence exceeds; None where it is not known beforehand.
+    """
     lengths = [len(sequence) for sequence in sequences]
     layout = PackedLayout.from_lengths(lengths, rows=rows, num_sequences=count, longest=longest)
     values = torch.full((layout.rows,), fill, dtype=torch.int64)
@@ -256,12 +313,18 @@ def _pack_ids(
     return PackedSequence(values, layout)
 
 
-def _pack_audio(examples: Sequence[Example], rows: int | None, count: int) -> PackedSequence:
-    lengths = [example.audio.shape[0] for example in examples]
+def _extended(sequences: list[list[int]], fill: int) -> list[list[int]]:
+    """Make all as long as the longest."""
+    longest = max(map(len, sequences), default=0)
+    return [sequence + [fill] * (longest - len(sequence)) for sequence in sequences]
+
+
+def _pack_audio(
+    examples: Sequence[Example], lengths: Sequence[int], rows: int | None, count: int
+) -> PackedSequence:
+    """Lay out the waveforms in sequences of these lengths, each followed by silence."""
     layout = PackedLayout.from_lengths(lengths, rows=rows, num_sequences=count)
     values = np.zeros(layout.rows, dtype=np.float32)
-    end = 0
-    for example in examples:
-        begin, end = end, end + example.audio.shape[0]
-        values[begin:end] = example.audio
+    for begin, example in zip(layout.cu_seqlens_host, examples, strict=False):
+        values[begin : begin + example.audio.shape[0]] = example.audio
     return PackedSequence(torch.from_numpy(values), layout)

@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from effasr.data.filter_config import FilterConfig
-from effasr.data.filters import Limits
+from effasr.data.limits import Limits
+from effasr.data.mixing import MixConfig, leaves
+from effasr.data.sampling.bucket_table import BucketTable
+from effasr.data.sampling.packing import EpochEnd
+from effasr.data.sampling.strategies import Strategy, StrategyOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,15 +19,39 @@ class DataConfig:
 
     Attributes:
         train: Manifests to train on, of any kind that `effasr.data.manifests.read` takes.
+        mix: Sources with shares, in place of ``train``.
         validation: Manifests to evaluate on during training.
         tokenizer: Folder of the tokenizer.
         language: The language of utterances that name none.
-        frame_budget: Encoder frames (80 ms) of a micro-batch.
+        strategy: How utterances become micro-batches. ``packed`` fills the budgets of one static
+            shape. The others are the batches of other toolkits, for comparison: ``random``,
+            ``bucketed`` by duration, ``sync_bucketed`` (all ranks draw the same bucket, where
+            they can) and ``sync_bucketed_2d`` (by duration and tokens).
+        epoch_end: Of ``packed``, what becomes of utterances that fill no whole step: the next epoch
+            begins with them (``carry``), or steps are a little emptier and the epoch is exactly the
+            corpus (``exact``). By default ``carry``, or ``exact`` with ``mix``.
+        padded: Whether micro-batches of these others are computed at the length of their longest
+            utterance, as other toolkits do. Audio is extended with silence and texts with the
+            padding token. Silence is computed on and not masked: it takes part in the features'
+            normalisation, in attention and in batch norm. Losses count real tokens alone.
+        batch_duration: Seconds of a micro-batch of these others, padding included; by default
+            what the frame budget holds.
+        batch_size: Utterances of it, in place of a duration.
+        buckets: Buckets by duration; ``sync_bucketed_2d`` divides each in two by tokens.
+        bucket_batch_sizes: JSON file of the buckets and batch sizes of ``sync_bucketed_2d``, see
+            `effasr.data.sampling.bucket_table.BucketTable.save`; by default derived from the
+            budgets.
+        frame_budget: Encoder frames (80 ms) of a micro-batch. ``auto``: what `effasr calibrate`
+            found for this machine, model and corpus; training finds it out where nobody did.
         token_budget: Decoder tokens (prompts and texts) of a micro-batch; by default what the
             corpus fills at the same time as the frame budget.
         max_sequences: Utterances of a micro-batch; by default one per 8 frames (0.64 s).
         micro_batches: Micro-batches of a global step, over all ranks: the gradient of a step
             does not depend on the number of ranks that share them.
+        text_share: The part of a step's micro-batches that are text-only: pairs of a text and its
+            translation, for the text encoder. Null where no manifest has such.
+        text_token_budget: Decoder tokens of a text-only micro-batch; by default as many as of
+            another.
         min_duration: Shorter utterances are dropped; seconds.
         max_duration: Longer utterances are dropped; seconds.
         filters: What else is left out, and how much may be.
@@ -34,13 +62,23 @@ class DataConfig:
     """
 
     train: str | tuple[str, ...] = ()
+    mix: MixConfig | None = None
     validation: str | tuple[str, ...] = ()
     tokenizer: str = ""
     language: str = "en"
-    frame_budget: int = 8000
+    strategy: Strategy = "packed"
+    epoch_end: EpochEnd | None = None
+    padded: bool = False
+    batch_duration: float | None = None
+    batch_size: int | None = None
+    buckets: int = 20
+    bucket_batch_sizes: str | None = None
+    frame_budget: int | Literal["auto"] = 8000
     token_budget: int | None = None
     max_sequences: int | None = None
     micro_batches: int = 1
+    text_share: float | None = None
+    text_token_budget: int | None = None
     min_duration: float = 0.1
     max_duration: float = 40.0
     filters: FilterConfig = field(default_factory=FilterConfig)
@@ -53,10 +91,15 @@ class DataConfig:
             value = getattr(self, name)
             paths = (value,) if isinstance(value, str) else tuple(value)
             object.__setattr__(self, name, paths)
+        if self.mix is not None and self.train:
+            raise ValueError(
+                f"`train` must be left out where `mix` is given, but is {', '.join(self.train)}: "
+                "name the manifests in `mix.sources`."
+            )
         for name in ("frame_budget", "micro_batches", "prefetch"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) != "auto" and getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
-        for name in ("token_budget", "max_sequences"):
+        for name in ("token_budget", "max_sequences", "text_token_budget"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(
@@ -68,7 +111,92 @@ class DataConfig:
             raise ValueError(
                 f"`on_bad_audio` must be 'raise' or 'skip', but is {self.on_bad_audio!r}."
             )
+        self._check_text_share()
         self.limits()
+        if self.epoch_end is not None and self.strategy != "packed":
+            raise ValueError(
+                f"`epoch_end` must be null for strategy {self.strategy}, which drops what is left, "
+                f"but is {self.epoch_end}: use strategy packed."
+            )
+        if self.epoch_end == "carry" and self.mix is not None:
+            raise ValueError(
+                "`epoch_end` must be null or exact where `mix` is given, because each epoch has "
+                "utterances of its own, but is carry."
+            )
+        self._options(None).check(self.strategy)
+
+    def strategy_options(self) -> StrategyOptions:
+        """What the strategy leaves open.
+
+        Raises:
+            ValueError: ``bucket_batch_sizes`` cannot be read.
+        """
+        path = self.bucket_batch_sizes
+        return self._options(None if path is None else BucketTable.load(path))
+
+    def _options(self, table: BucketTable | None) -> StrategyOptions:
+        return StrategyOptions(
+            batch_duration=self.batch_duration,
+            batch_size=self.batch_size,
+            buckets=self.buckets,
+            table=table,
+            padded=self.padded,
+        )
+
+    @property
+    def text_micro_batches(self) -> int:
+        """Text-only micro-batches of a global step, over all ranks."""
+        return 0 if self.text_share is None else round(self.text_share * self.micro_batches)
+
+    @property
+    def speech_micro_batches(self) -> int:
+        """The others."""
+        return self.micro_batches - self.text_micro_batches
+
+    def _check_text_share(self) -> None:
+        share, count = self.text_share, self.micro_batches
+        if share is None:
+            if self.text_token_budget is not None:
+                raise ValueError(
+                    "`text_token_budget` must be left out where `text_share` is null, but is "
+                    f"{self.text_token_budget}."
+                )
+            return
+        if not 0 < share < 1 or abs(share * count - self.text_micro_batches) > 1e-6:
+            if count == 1:
+                remedy = "use `micro_batches` = 2 or more"
+            else:
+                near = min(range(1, count), key=lambda number: abs(number - share * count))
+                remedy = f"use {near / count:g}, for {near} of {count}"
+            raise ValueError(
+                f"`text_share` must make a whole number of micro-batches text-only, but neither "
+                f"none nor all of them; it is {share:g}, of {count}: {remedy}."
+            )
+        if self.strategy != "packed":
+            raise ValueError(
+                f"`text_share` must be null for strategy {self.strategy}, but is {share:g}: use "
+                "strategy packed."
+            )
+
+    @property
+    def manifests(self) -> list[tuple[str, int]]:
+        """The manifests to train on, each with the number of its source."""
+        if self.mix is None:
+            return [(path, 0) for path in self.train]
+        return [(path, n) for n, leaf in enumerate(leaves(self.mix)) for path in leaf.manifests]
+
+    @property
+    def known_frame_budget(self) -> int:
+        """``frame_budget``, a number.
+
+        Raises:
+            ValueError: It is ``auto``, which training replaces by a number before it loads data.
+        """
+        if self.frame_budget == "auto":
+            raise ValueError(
+                "`frame_budget` must be a number here, but is 'auto': `effasr calibrate` finds one."
+            )
+        return self.frame_budget
 
     def limits(
         self,
@@ -87,7 +215,7 @@ class DataConfig:
         return Limits(
             min_duration=self.min_duration,
             max_duration=self.max_duration,
-            frame_budget=self.frame_budget,
+            frame_budget=None if self.frame_budget == "auto" else self.frame_budget,
             token_budget=self.token_budget,
             max_frames=max_frames,
             max_positions=max_positions,

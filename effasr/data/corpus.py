@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from lhotse.cut import Cut
@@ -16,7 +17,9 @@ from lhotse.cut.set import deserialize_cut
 
 from effasr.data.audio import AudioError, load_audio
 from effasr.data.batch import Example, StaticShape
+from effasr.data.blend import SOURCE_DTYPE, Blend, Mixture, planned
 from effasr.data.config import DataConfig
+from effasr.data.features import SAMPLE_RATE
 from effasr.data.filter_config import check_share
 from effasr.data.filters import (
     Dropped,
@@ -30,10 +33,15 @@ from effasr.data.filters import (
 )
 from effasr.data.manifests import named, request
 from effasr.data.prompt import Prompt
+from effasr.data.ragged import Ragged, ragged
 from effasr.data.sampling.packing import suggest_token_budget
-from effasr.data.sampling.plan import UtteranceLengths
+from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
+from effasr.data.sampling.population import Population
 from effasr.data.sources.utterance import CutUtterance, Utterance
 from effasr.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from effasr.data.text_corpus import TextCorpus
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +56,12 @@ class Corpus:
         shape: The static shape of every batch.
         dropped: What the manifests hold beside, and why it was left out.
         seconds: Duration of all utterances.
+        samples: int32 (n,), duration of each utterance in samples at `SAMPLE_RATE`.
+        sources: uint16 (n,), the source of each utterance.
+        mixture: What share each source is to get; None where an epoch has every utterance once
+            and nothing is reported by source.
         fingerprint: Changes if a length, a text or the order does; a resumed run compares it.
+        text: Text pairs that are trained on beside; None without any.
         prompt: What is asked most often: what a model trained on this is best at.
         eos_id: The tokenizer's.
         pad_id: The tokenizer's.
@@ -58,12 +71,16 @@ class Corpus:
     shape: StaticShape
     dropped: tuple[Dropped, ...]
     seconds: float
+    samples: np.ndarray
+    sources: np.ndarray
+    mixture: Mixture | None
     fingerprint: str
     prompt: Prompt
     eos_id: int
     pad_id: int
-    _lines: _Ragged
-    _tokens: _Ragged
+    text: TextCorpus | None
+    _lines: Ragged
+    _tokens: Ragged
     _prompt_lengths: np.ndarray
     _monotonic: np.ndarray
 
@@ -77,6 +94,7 @@ class Corpus:
         ctc: bool = True,
         max_frames: int | None = None,
         max_positions: int | None = None,
+        sources: Sequence[int] | None = None,
     ) -> Corpus:
         """Read manifests, tokenize their texts and leave out what cannot be trained on.
 
@@ -87,19 +105,62 @@ class Corpus:
             ctc: Whether the model has a CTC head, so that texts must not be too long for it.
             max_frames: Most encoder frames that the model can read; None for no limit.
             max_positions: Most decoder tokens that it can write; None for no limit.
+            sources: The number of each manifest's source among the leaves of ``config.mix``; by
+                default all are of one.
 
         Raises:
-            ValueError: A manifest is malformed, or no utterance is left.
+            ValueError: A manifest is malformed, or no utterance is left, be it of one source.
         """
         gathered = _Gathered()
+        sources = [0] * len(paths) if sources is None else sources
         limits = config.limits(ctc=ctc, max_frames=max_frames, max_positions=max_positions)
-        for path in paths:
+        for path, source in zip(paths, sources, strict=True):
             for name, utterance in named(path, language=config.language):
-                gathered.add(name, utterance, limits, tokenizer)
-        return gathered.corpus(paths, config, tokenizer)
+                gathered.add(name, utterance, limits, tokenizer, source)
+        corpus = gathered.corpus(paths, config, tokenizer)
+        if corpus.mixture is not None:
+            corpus.mixture.check(sources)
+        return corpus
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def populations(self, seed: int) -> Population | None:
+        """What gives the utterances of an epoch; None where it has every utterance once."""
+        if self.mixture is None:
+            return None
+        return self.mixture.populations(self.sources, self.samples, seed=seed)
+
+    def steps(self, micro_batches: int) -> int:
+        """Global steps of an epoch, about: as many as its frames and tokens need."""
+        members = slice(None) if (draw := self.populations(seed=0)) is None else draw(0)
+        frames = int(self.lengths.frames[members].sum(dtype=np.int64)) / self.shape.frame_budget
+        tokens = int(self.lengths.tokens[members].sum(dtype=np.int64)) / self.shape.token_budget
+        return max(1, round(max(frames, tokens) / micro_batches))
+
+    def with_text(self, text: TextCorpus) -> Corpus:
+        """The same utterances, with text pairs beside them."""
+        digest = hashlib.sha256(f"{self.fingerprint} {text.fingerprint}".encode())
+        dropped = (*self.dropped, *text.dropped)
+        return replace(self, text=text, dropped=dropped, fingerprint=digest.hexdigest())
+
+    def blends(self, plan: EpochPlan, text_plan: EpochPlan | None = None) -> list[Blend]:
+        """The shares asked for beside those that a plan gives the sources.
+
+        Args:
+            plan: Of speech.
+            text_plan: Of text, if there is any.
+
+        Returns:
+            The blend of speech, and that of text if there is any; nothing without a mixture.
+        """
+        if self.mixture is None:
+            return []
+        blends = [planned(self.mixture, self.sources, self.samples, plan.indices)]
+        if (text := self.text) is not None and text_plan is not None:
+            read = text.lengths.frames
+            blends.append(planned(text.mixture, text.sources, read, text_plan.indices))
+        return blends
 
     def cut(self, index: int) -> Cut:
         """The utterance as a lhotse cut."""
@@ -121,30 +182,6 @@ class Corpus:
         return Example(cut.id, audio, tokens[:split], tokens[split:], bool(self._monotonic[index]))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ragged:
-    """Arrays of unequal length, end to end."""
-
-    values: np.ndarray
-    offsets: np.ndarray
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return self.values[self.offsets[index] : self.offsets[index + 1]]
-
-    def select(self, kept: np.ndarray) -> _Ragged:
-        """Those at the ascending indices ``kept``."""
-        if len(kept) == len(self.offsets) - 1:
-            return self
-        lengths = np.diff(self.offsets)
-        mask = np.zeros(len(lengths), dtype=bool)
-        mask[kept] = True
-        return _ragged(self.values[np.repeat(mask, lengths)], lengths[kept])
-
-
-def _ragged(values: np.ndarray, lengths: Iterable[int] | np.ndarray) -> _Ragged:
-    return _Ragged(values, np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))]))
-
-
 class _Gathered:
     """A corpus while it is read."""
 
@@ -157,10 +194,13 @@ class _Gathered:
         self.prompt_lengths = array("i")
         self.frames = array("i")
         self.durations = array("d")
+        self.sources = array("H")
         self.monotonic = array("b")
         self.prompts: Counter[Prompt] = Counter()
 
-    def add(self, name: str, utterance: Utterance, limits: Limits, tokenizer: Tokenizer) -> None:
+    def add(
+        self, name: str, utterance: Utterance, limits: Limits, tokenizer: Tokenizer, source: int
+    ) -> None:
         """Keep an utterance, or note why not."""
         try:
             cut = utterance.cut(name)
@@ -184,6 +224,7 @@ class _Gathered:
         self.prompt_lengths.append(len(tokens.prompt))
         self.frames.append(frames_of(cut))
         self.durations.append(cut.duration)
+        self.sources.append(source)
         self.monotonic.append(tokens.monotonic)
         self.prompts[request(cut)] += 1
 
@@ -201,16 +242,17 @@ class _Gathered:
             raise ValueError(
                 f"{shown}: no utterance can be trained on ({len(self.dropped)} dropped{first})."
             )
-        lines = _ragged(np.frombuffer(self.lines, dtype=np.uint8), self.line_lengths)
+        lines = ragged(np.frombuffer(self.lines, dtype=np.uint8), self.line_lengths)
         outliers = self._outliers(config.filters.rate_deviations)
         dropped = [*self.dropped, *self._rate_drops(lines, outliers)]
         lengths = UtteranceLengths(_int32(self.frames), _int32(self.token_lengths))
-        usual = UtteranceLengths(lengths.frames[~outliers], lengths.tokens[~outliers])
-        token_budget = config.token_budget or suggest_token_budget(usual, config.frame_budget)
+        usual = self._usual(config, lengths, np.flatnonzero(~outliers))
+        frame_budget = config.known_frame_budget
+        token_budget = config.token_budget or suggest_token_budget(usual, frame_budget)
         shape = StaticShape(
-            config.frame_budget,
+            frame_budget,
             token_budget,
-            config.max_sequences or max(8, -(-config.frame_budget // 8)),
+            config.max_sequences or max(8, -(-frame_budget // 8)),
         )
         over = ~outliers & (lengths.tokens > token_budget)
         dropped += self._over_budget(lines, lengths, np.flatnonzero(over), token_budget)
@@ -223,21 +265,45 @@ class _Gathered:
             longest_tokens=max(1, int(lengths.tokens.max(initial=0))),
         )
         lines = lines.select(kept)
-        tokens = _ragged(_int32(self.tokens), self.token_lengths).select(kept)
+        tokens = ragged(_int32(self.tokens), self.token_lengths).select(kept)
+        sources, samples = self._sources(kept), self._samples(kept)
+        mixture = None if config.mix is None else Mixture.of(config.mix, sources, samples)
         return Corpus(
             lengths=lengths,
             shape=shape,
             dropped=tuple(dropped),
             seconds=float(np.array(self.durations)[kept].sum()),
-            fingerprint=_fingerprint(lengths, tokens),
+            samples=samples,
+            sources=sources,
+            mixture=mixture,
+            fingerprint=_fingerprint(lengths, tokens, *([] if mixture is None else [sources])),
             prompt=self.prompts.most_common(1)[0][0],
             eos_id=tokenizer.eos_id,
             pad_id=tokenizer.pad_id,
+            text=None,
             _lines=lines,
             _tokens=tokens,
             _prompt_lengths=_int32(self.prompt_lengths)[kept],
             _monotonic=np.array(self.monotonic, dtype=bool)[kept],
         )
+
+    def _usual(
+        self, config: DataConfig, lengths: UtteranceLengths, kept: np.ndarray
+    ) -> UtteranceLengths:
+        """The lengths that an epoch has: with shares, not those of the corpus."""
+        if config.mix is not None:
+            sources, samples = self._sources(kept), self._samples(kept)
+            mixture = Mixture.of(config.mix, sources, samples)
+            draw = mixture.populations(sources, samples, seed=0)
+            kept = kept if draw is None else kept[draw(0)]
+        return UtteranceLengths(lengths.frames[kept], lengths.tokens[kept])
+
+    def _sources(self, kept: np.ndarray) -> np.ndarray:
+        return np.array(self.sources, dtype=SOURCE_DTYPE)[kept]
+
+    def _samples(self, kept: np.ndarray) -> np.ndarray:
+        """As `samples_in` computes them."""
+        return np.floor(np.array(self.durations)[kept] * SAMPLE_RATE + 0.5).astype(np.int32)
 
     def _rates(self) -> np.ndarray:
         """Tokens of text per second."""
@@ -249,7 +315,7 @@ class _Gathered:
             return np.zeros(len(self.durations), dtype=bool)
         return rate_outliers(self._rates(), np.array(self.durations), deviations)
 
-    def _rate_drops(self, lines: _Ragged, outliers: np.ndarray) -> Iterable[Dropped]:
+    def _rate_drops(self, lines: Ragged, outliers: np.ndarray) -> Iterable[Dropped]:
         """Texts with far more tokens a second than others as long."""
         rates = self._rates()
         for index in np.flatnonzero(outliers).tolist():
@@ -258,7 +324,7 @@ class _Gathered:
             yield self._dropped(lines, index, Reason.TOKEN_RATE, details)
 
     def _over_budget(
-        self, lines: _Ragged, lengths: UtteranceLengths, over: np.ndarray, token_budget: int
+        self, lines: Ragged, lengths: UtteranceLengths, over: np.ndarray, token_budget: int
     ) -> Iterable[Dropped]:
         """What does not fit in a token budget that was derived when all lengths were known."""
         for index in over.tolist():
@@ -268,7 +334,7 @@ class _Gathered:
             )
             yield self._dropped(lines, index, Reason.TOKEN_BUDGET, details)
 
-    def _dropped(self, lines: _Ragged, index: int, reason: Reason, details: str) -> Dropped:
+    def _dropped(self, lines: Ragged, index: int, reason: Reason, details: str) -> Dropped:
         cut = json.loads(lines[index].tobytes())
         audio = str(cut["recording"]["sources"][0]["source"])
         return Dropped(cut["id"], reason, details, audio, self.durations[index])
@@ -278,9 +344,9 @@ def _int32(values: array[int]) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-def _fingerprint(lengths: UtteranceLengths, tokens: _Ragged) -> str:
+def _fingerprint(lengths: UtteranceLengths, tokens: Ragged, *others: np.ndarray) -> str:
     """Of what decides plans and targets; not of paths, so that data may move."""
     digest = hashlib.sha256()
-    for values in (lengths.frames, lengths.tokens, tokens.values):
+    for values in (lengths.frames, lengths.tokens, tokens.values, *others):
         digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()

@@ -6,8 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from effasr.data.filters import Dropped
+if TYPE_CHECKING:
+    from effasr.data.filters import Dropped
 
 _SHOWN = 3
 

@@ -12,6 +12,7 @@ from lhotse.cut import Cut
 
 from effasr.data.audio import samples_in
 from effasr.data.batch import encoder_frames
+from effasr.data.limits import Limits
 from effasr.data.manifests import request
 from effasr.data.tokenizer import Tokenizer, UnknownLanguageError
 
@@ -32,56 +33,6 @@ class Reason(enum.StrEnum):
     CHARACTER_RATE = "character_rate_outlier"
     LANGUAGE = "unwanted_language"
     CHARACTERS = "unwanted_characters"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What an utterance may be.
-
-    Attributes:
-        min_duration: Seconds.
-        max_duration: Seconds.
-        frame_budget: Encoder frames; None for no limit.
-        token_budget: Decoder tokens, the prompt included; None for no limit.
-        max_frames: Encoder frames that the model can read; None for no limit.
-        max_positions: Decoder tokens that the model can write, the prompt included; likewise.
-        max_tokens_per_second: None for no fixed limit; see `rate_outliers`.
-        max_characters_per_second: None for no fixed limit.
-        languages: The only ones of speech and text; empty for any.
-        characters: The only ones of texts, as between the brackets of a regular expression; None
-            for any.
-        ctc: Whether a transcription must leave CTC a path through its frames.
-    """
-
-    min_duration: float = 0.1
-    max_duration: float = 40.0
-    frame_budget: int | None = None
-    token_budget: int | None = None
-    max_frames: int | None = None
-    max_positions: int | None = None
-    max_tokens_per_second: float | None = None
-    max_characters_per_second: float | None = None
-    languages: tuple[str, ...] = ()
-    characters: str | None = None
-    ctc: bool = True
-
-    def __post_init__(self) -> None:
-        if not 0 < self.min_duration <= self.max_duration:
-            raise ValueError(
-                "`min_duration` must be greater than 0 and at most `max_duration`, but they are "
-                f"{self.min_duration} and {self.max_duration}."
-            )
-        for name in (
-            "frame_budget",
-            "token_budget",
-            "max_frames",
-            "max_positions",
-            "max_tokens_per_second",
-            "max_characters_per_second",
-        ):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"`{name}` must be greater than 0, but is {value}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +137,7 @@ def check(cut: Cut, limits: Limits, tokenizer: Tokenizer | None = None) -> Token
         tokens = tokenize(cut, tokenizer)
     except UnknownLanguageError as error:
         raise Unfit(Reason.UNKNOWN_LANGUAGE, str(error)) from error
-    if not _spells_something(tokens, tokenizer):
+    if not spells_something(tokens, tokenizer):
         raise Unfit(Reason.UNKNOWN_TEXT, f"the vocabulary spells nothing of {text[:60]!r}")
     _check_tokens(tokens, frames, limits)
     _check_rate(Reason.TOKEN_RATE, len(tokens.text) / cut.duration, limits.max_tokens_per_second)
@@ -250,7 +201,7 @@ def _check_wanted(cut: Cut, text: str, limits: Limits) -> None:
             raise Unfit(Reason.CHARACTERS, details)
 
 
-def _spells_something(tokens: TokenizedText, tokenizer: Tokenizer) -> bool:
+def spells_something(tokens: TokenizedText, tokenizer: Tokenizer) -> bool:
     """Whether any token stands for more than a space or an unknown character."""
     if tokens.text and not tokens.unknown:
         return True

@@ -1,4 +1,4 @@
-"""Global steps of packed micro-batches, from any position of a run.
+"""Global steps of micro-batches, from any position of a run.
 
 The plan of an epoch is a pure function, so a run resumes at (epoch, step) without looking at
 what came before, and every rank finds its own part of a step without asking the others.
@@ -6,37 +6,33 @@ what came before, and every rank finds its own part of a step without asking the
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing
+import hashlib
+import logging
 import os
-import signal
-import sys
-import threading
-import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.context import BaseContext
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from effasr.data import worker_processes
 from effasr.data.audio import AudioError, AudioProblem, audio_path
-from effasr.data.batch import Batch, collate
+from effasr.data.batch import Batch, StaticShape, collate
 from effasr.data.config import DataConfig
 from effasr.data.corpus import Corpus
 from effasr.data.filters import Dropped
-from effasr.data.sampling.packing import plan_epoch
+from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.plan import EpochPlan
+from effasr.data.sampling.strategies import planner
 
 __all__ = ["Corpus", "DataConfig", "Loader", "Step"]
 
-_SIGNAL_PATIENCE_S = 1.0
+log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
-"""From Linux's <sys/prctl.h>."""
+_NOBODY = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +45,8 @@ class Step:
         num_steps: Steps of this epoch.
         batches: This rank's micro-batches.
         skipped: Utterances left out of them because their audio could not be read.
+        indices: int (m,), the utterances of the corpus that were to be in them.
+        text_indices: int (m,), the text pairs that are in text-only ones.
     """
 
     epoch: int
@@ -56,6 +54,8 @@ class Step:
     num_steps: int
     batches: list[Batch]
     skipped: tuple[Dropped, ...]
+    indices: np.ndarray
+    text_indices: np.ndarray
 
     @property
     def next_position(self) -> tuple[int, int]:
@@ -65,10 +65,11 @@ class Step:
 
 
 class Loader:
-    """Loads a corpus by the packed plan, without end.
+    """Loads a corpus by the plans of ``data.strategy``, without end.
 
-    Micro-batch m of a global step belongs to rank m modulo the number of ranks: the utterances of
-    a step are the same on any number of ranks.
+    Micro-batch m of a global step belongs to rank m modulo the number of ranks. By the packed
+    plan the utterances of a step are the same on any number of ranks; where these cannot share
+    the micro-batches evenly, some get an empty one in the last round of each step.
     """
 
     def __init__(
@@ -80,28 +81,29 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         pin_memory: bool | None = None,
+        cost: CostModel = CANARY_180M_FLASH,
     ) -> None:
         """Set up; nothing is loaded before `steps` is iterated.
 
         Args:
             corpus: The utterances.
-            config: Micro-batches per step, workers, and what to do with bad audio.
+            config: Strategy, micro-batches per step, workers, and what to do with bad audio.
             seed: Seed of the plans.
             rank: Of this process.
             world_size: Number of processes that share a step.
             pin_memory: Whether batches are put into pinned memory; by default if there is a GPU.
+            cost: Of an utterance to the model, by which the ranks' work is balanced.
 
         Raises:
-            ValueError: The ranks cannot share the micro-batches evenly.
+            ValueError: ``rank`` is out of range, there are more ranks than micro-batches, or see
+                `effasr.data.sampling.strategies.planner`.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"`rank` must be in 0 .. {world_size - 1}, but is {rank}.")
-        if config.micro_batches % world_size:
-            lower = config.micro_batches // world_size * world_size
-            nearest = " or ".join(str(n) for n in (lower, lower + world_size) if n)
+        if config.micro_batches < world_size:
             raise ValueError(
-                f"`micro_batches` must be a multiple of the number of ranks, {world_size}, "
-                f"but is {config.micro_batches}: use {nearest}."
+                f"`micro_batches` must be at least the number of ranks, {world_size}, so that each "
+                f"has something to do, but is {config.micro_batches}: start fewer ranks."
             )
         self._corpus = corpus
         self._config = config
@@ -109,20 +111,59 @@ class Loader:
         self._rank = rank
         self._world_size = world_size
         self._pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self._planner = planner(
+            config.strategy,
+            corpus.lengths,
+            shape=corpus.shape,
+            micro_batches=config.speech_micro_batches,
+            # With text, a rank may have no micro-batch of speech.
+            world_size=max(1, world_size - config.text_micro_batches),
+            seed=seed,
+            options=config.strategy_options(),
+            population=corpus.populations(seed),
+            cost=cost,
+            epoch_end=config.epoch_end,
+        )
+        self._rounds = -(-config.micro_batches // world_size)
         self._plan: tuple[int, EpochPlan] | None = None
+        self._fingerprints: dict[int, str] = {}
+        if rank == 0 and config.micro_batches % world_size:
+            log.warning("%s", _uneven(config.micro_batches, world_size))
 
     def plan(self, epoch: int) -> EpochPlan:
         """The plan of an epoch; the latest is kept."""
         if self._plan is None or self._plan[0] != epoch:
-            plan = plan_epoch(
-                self._corpus.lengths,
-                shape=self._corpus.shape,
-                micro_batches=self._config.micro_batches,
-                seed=self._seed,
-                epoch=epoch,
-            )
+            plan = self._planner.plan(epoch)
             self._plan = (epoch, plan)
+            self._fingerprints[epoch] = _fingerprint(plan)
         return self._plan[1]
+
+    def text_plan(self, epoch: int) -> EpochPlan | None:
+        """The plan of the text-only micro-batches that go with an epoch; None without any.
+
+        It may have a step less or more than the epoch: its steps are used from the first on again
+        where there are too few, and left out where there are too many.
+        """
+        corpus, config = self._corpus, self._config
+        if corpus.text is None:
+            return None
+        return corpus.text.plan(
+            epoch,
+            steps=corpus.steps(config.speech_micro_batches),
+            micro_batches=config.text_micro_batches,
+            seed=self._seed,
+        )
+
+    @property
+    def shape(self) -> StaticShape | None:
+        """The shape of every batch; None where each has its own."""
+        return self._planner.shape
+
+    def fingerprint(self, epoch: int) -> str:
+        """Changes if the plan of an epoch does; a resumed run compares it."""
+        if epoch not in self._fingerprints:
+            self.plan(epoch)
+        return self._fingerprints[epoch]
 
     def steps(self, epoch: int = 0, step: int = 0) -> Generator[Step, None, None]:
         """This rank's part of every global step from a position on, without end.
@@ -149,8 +190,7 @@ class Loader:
         loaded = iter(self._data_loader(epoch, step))
         try:
             while True:
-                count = self._config.micro_batches // self._world_size
-                parts = [_checked(_next(loaded)) for _ in range(count)]
+                parts = [_checked(worker_processes.next_item(loaded)) for _ in range(self._rounds)]
                 place = parts[0].place
                 yield Step(
                     epoch=place.epoch,
@@ -158,6 +198,8 @@ class Loader:
                     num_steps=place.num_steps,
                     batches=[part.batch for part in parts],
                     skipped=tuple(drop for part in parts for drop in part.skipped),
+                    indices=_members(parts, text=False),
+                    text_indices=_members(parts, text=True),
                 )
         finally:
             # An error keeps this frame, but must not keep the workers.
@@ -166,17 +208,25 @@ class Loader:
     def _places(self, epoch: int, step: int) -> Iterator[_Place]:
         """What to load, in order; the data loader asks a little ahead of the training."""
         while True:
-            plan = self.plan(epoch)
+            plan, text = self.plan(epoch), self.text_plan(epoch)
             for number in range(step, plan.num_steps):
-                own = plan.step(number)[self._rank :: self._world_size]
-                for indices in own:
-                    yield _Place(epoch, number, plan.num_steps, indices)
+                members = [(indices, False) for indices in plan.step(number)]
+                if text is not None:
+                    members += [(indices, True) for indices in text.step(number % text.num_steps)]
+                    # By turns on every rank, whose batch norms must see speech now and then.
+                    turn = number % len(members)
+                    members = members[turn:] + members[:turn]
+                own = members[self._rank :: self._world_size]
+                # A rank that stayed away from a round would keep the others waiting.
+                own += [(_NOBODY, False)] * (self._rounds - len(own))
+                for indices, is_text in own:
+                    yield _Place(epoch, number, plan.num_steps, indices, is_text)
             epoch, step = epoch + 1, 0
 
     def _data_loader(self, epoch: int, step: int) -> DataLoader[Any]:
         workers = self._config.workers
         return DataLoader(
-            _MicroBatches(self._corpus, self._config.on_bad_audio),
+            _MicroBatches(self._corpus, self._config, self._planner.shape),
             batch_size=None,
             sampler=_Iterable(self._places(epoch, step)),
             collate_fn=_as_it_is,
@@ -185,8 +235,8 @@ class Loader:
             pin_memory=self._pin_memory,
             # The default would draw from torch's global generator, and a resumed run would differ.
             generator=torch.Generator(),
-            worker_init_fn=partial(_end_with_parent, os.getpid()),
-            multiprocessing_context=_forking() if workers else None,
+            worker_init_fn=partial(worker_processes.end_with_parent, os.getpid()),
+            multiprocessing_context=worker_processes.context() if workers else None,
         )
 
 
@@ -198,6 +248,7 @@ class _Place:
     step: int
     num_steps: int
     indices: np.ndarray
+    is_text: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +275,17 @@ class _Failure:
 class _MicroBatches(Dataset[_Loaded | _Failure]):
     """Loads what it is asked for; lives in every worker."""
 
-    def __init__(self, corpus: Corpus, on_bad_audio: str) -> None:
+    def __init__(self, corpus: Corpus, config: DataConfig, shape: StaticShape | None) -> None:
         self._corpus = corpus
-        self._skip = on_bad_audio == "skip"
+        self._shape = shape
+        self._padded = config.padded
+        self._skip = config.on_bad_audio == "skip"
 
     def __getitem__(self, place: _Place) -> _Loaded | _Failure:
         corpus = self._corpus
+        if place.is_text:
+            assert corpus.text is not None
+            return _Loaded(place, corpus.text.batch(place.indices), [])
         examples, skipped = [], []
         for index in place.indices.tolist():
             try:
@@ -240,7 +296,13 @@ class _MicroBatches(Dataset[_Loaded | _Failure]):
                 cut = corpus.cut(index)
                 path = audio_path(cut) or ""
                 skipped.append(Dropped(cut.id, error.problem, str(error), path, cut.duration))
-        batch = collate(examples, corpus.shape, eos_id=corpus.eos_id, pad_id=corpus.pad_id)
+        batch = collate(
+            examples,
+            self._shape,
+            eos_id=corpus.eos_id,
+            pad_id=corpus.pad_id,
+            padded=self._padded,
+        )
         return _Loaded(place, batch, skipped)
 
 
@@ -254,27 +316,33 @@ class _Iterable:
         return self._items
 
 
+def _members(parts: list[_Loaded], *, text: bool) -> np.ndarray:
+    """What was to be in the micro-batches of a kind."""
+    members = [part.place.indices for part in parts if part.place.is_text == text]
+    return np.concatenate([_NOBODY, *members])
+
+
+def _uneven(micro_batches: int, world_size: int) -> str:
+    """What it costs that ranks cannot share the micro-batches of a step."""
+    rounds = -(-micro_batches // world_size)
+    idle = rounds * world_size - micro_batches
+    return (
+        f"`micro_batches` = {micro_batches} is no multiple of the number of ranks, {world_size}: "
+        f"in each step {idle} of {rounds * world_size} places stay empty, "
+        f"{100 * idle / (rounds * world_size):.0f} % of the time of all; a run of "
+        f"{(rounds - 1) * world_size} or {rounds * world_size} micro-batches would lose nothing."
+    )
+
+
+def _fingerprint(plan: EpochPlan) -> str:
+    digest = hashlib.sha256()
+    for values in (plan.offsets, plan.indices):
+        digest.update(np.ascontiguousarray(values).data)
+    return digest.hexdigest()
+
+
 def _as_it_is(item: Any) -> Any:
     return item
-
-
-def _next(loaded: Iterator[_Loaded | _Failure]) -> _Loaded | _Failure:
-    try:
-        try:
-            return next(loaded)
-        except (EOFError, ConnectionError):
-            # The pipe of a dead worker can break before the signal comes by which torch learns of
-            # its death: waiting for that gives one error, with the worker's name, and not two.
-            time.sleep(_SIGNAL_PATIENCE_S)
-            raise
-    except (RuntimeError, EOFError, ConnectionError) as error:
-        if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
-            raise
-        what = " ".join(str(error).split()) or "its pipe broke"
-        raise RuntimeError(
-            f"a loading process died ({what}): if memory or shared memory (/dev/shm; docker's "
-            "--shm-size) ran out, lower `workers` or `prefetch`."
-        ) from error
 
 
 def _checked(item: _Loaded | _Failure) -> _Loaded:
@@ -284,34 +352,3 @@ def _checked(item: _Loaded | _Failure) -> _Loaded:
             f"{item.message} Run `effasr prepare` to leave it out, or set data.on_bad_audio=skip.",
         )
     return item
-
-
-def _forking() -> BaseContext | None:
-    """Forked workers share the corpus's memory; where there is no safe fork, torch's default."""
-    if sys.platform == "linux":
-        return multiprocessing.get_context("fork")
-    return None
-
-
-def _end_with_parent(parent: int, worker: int) -> None:
-    """Let this worker end with the training process: at once when that dies, and not before.
-
-    A batch system or a terminal sends its signal to all processes; the training process finishes
-    its step on SIGTERM and SIGINT, and for that it needs its workers.
-    """
-    del worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            # It died between the fork and the line above, of which the kernel then says nothing.
-            os._exit(1)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_obey_parent_alone, daemon=True).start()
-
-
-def _obey_parent_alone() -> None:
-    """End on the SIGTERM of the training process, with which multiprocessing ends leftovers."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)

@@ -17,6 +17,7 @@ from effasr.data.audio import AudioError, load_audio, read_audio
 from effasr.data.prompt import Prompt
 from effasr.data.sources import cuts, folder, kaldi, nemo, shar
 from effasr.data.sources.lines import numbered_lines, parse_object
+from effasr.data.sources.pairs import SOURCE_TEXT
 from effasr.data.sources.utterance import Utterance
 
 __all__ = ["AudioError", "iterate", "load_audio", "named", "read", "read_audio", "request"]
@@ -125,6 +126,11 @@ def _from_lines(path: Path, language: str) -> Iterator[Utterance]:
         return nemo.utterances(every, path, language)
     if row.keys() & {"supervisions", "recording", "tracks"}:
         return cuts.utterances(every, path, language)
+    if SOURCE_TEXT in row:
+        raise ValueError(
+            f"{path}:{number}: a text-only line, with `{SOURCE_TEXT}` but without "
+            "`audio_filepath`: only training reads such manifests."
+        )
     raise ValueError(
         f"{path}:{number}: neither a NeMo line (no `audio_filepath`) nor a lhotse cut (no "
         f"`supervisions`): its fields are {', '.join(sorted(row)) or 'none'}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -17,11 +17,13 @@ from effasr.model.checks import check
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import Encoder, EncoderConfig
 from effasr.model.losses import Losses, gather_losses
+from effasr.model.text_encoder import TextEncoder, TextEncoderConfig
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.cache import DecoderState
 from effasr.nn.convolution import DepthwiseConv
 from effasr.nn.norms import BatchNorm
+from effasr.nn.participation import with_participants
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
 from effasr_kernels import PackedSequence, ctc_loss, linear_cross_entropy
 
@@ -36,6 +38,7 @@ _RESETTABLE = (
     LSTMPredictor,
     RelativeSelfAttention,
     StatelessPredictor,
+    TextEncoder,
 )
 
 
@@ -50,6 +53,7 @@ class ModelConfig:
         decoder: The attention decoder; null for none.
         ctc: Whether there is a CTC head on the encoder.
         transducer: The transducer; null for none.
+        text_encoder: What reads text-only batches, for the decoder to translate; null for none.
     """
 
     features: FeatureConfig = field(default_factory=FeatureConfig)
@@ -58,6 +62,7 @@ class ModelConfig:
     decoder: DecoderConfig | None = field(default_factory=DecoderConfig)
     ctc: bool = False
     transducer: TransducerConfig | None = None
+    text_encoder: TextEncoderConfig | None = None
 
     def __post_init__(self) -> None:
         if self.decoder is None and not self.ctc and self.transducer is None:
@@ -65,6 +70,13 @@ class ModelConfig:
                 "`ctc` must be true where `decoder` and `transducer` are null, because the model "
                 "needs an output: set `ctc` or give a `decoder` or a `transducer`."
             )
+        if self.text_encoder is not None:
+            if self.decoder is None:
+                raise ValueError(
+                    "`decoder` must be given where `text_encoder` is, because nothing else reads "
+                    "what it writes: give a `decoder`, or leave `text_encoder` out."
+                )
+            self.text_encoder.check_width(self.encoder.width)
 
 
 class ASRModel(nn.Module):
@@ -96,6 +108,9 @@ class ASRModel(nn.Module):
         self.projection = None
         if config.decoder is not None and config.decoder.width != width:
             self.projection = nn.Linear(width, config.decoder.width)
+        self.text_encoder = None
+        if config.text_encoder is not None:
+            self.text_encoder = TextEncoder(config.text_encoder, width, vocab_size)
         self.reset_parameters()
 
     @classmethod
@@ -146,7 +161,8 @@ class ASRModel(nn.Module):
         """
         encoded = self.encode(batch)
         cross_entropy = penalty = ctc = transducer = None
-        if self.ctc_head is not None:
+        is_speech = batch.source is None
+        if self.ctc_head is not None and is_speech:
             with ranges.range("ctc"):
                 ctc = ctc_loss(
                     encoded.values,
@@ -157,11 +173,12 @@ class ASRModel(nn.Module):
                     bias=self.ctc_head.bias,
                     blank_id=self.vocab_size,
                 )
-        if self.transducer is not None:
+        if self.transducer is not None and is_speech:
             with ranges.range("transducer"):
                 transducer = self.transducer(encoded, batch.text)
         if self.decoder is not None:
-            hidden, penalty = self.decode(batch.tokens, encoded, guided_sigma=guided_sigma)
+            sigma = guided_sigma if is_speech else None
+            hidden, penalty = self.decode(batch.tokens, encoded, guided_sigma=sigma)
             with ranges.range("cross_entropy"):
                 cross_entropy = linear_cross_entropy(
                     hidden,
@@ -174,15 +191,36 @@ class ASRModel(nn.Module):
             batch, cross_entropy=cross_entropy, ctc=ctc, transducer=transducer, penalty=penalty
         )
         known = batch.frames.known_on_host and batch.tokens.layout.known_on_host
-        if known and 0 in (batch.frames.total, batch.tokens.layout.total):
-            # An operation on nothing may leave its weights out of the graph, but the processes of
-            # a group wait for the gradient of every parameter.
-            reached = sum(parameter.sum() for parameter in self.parameters()) * 0.0
-            losses = replace(losses, cross_entropy=losses.cross_entropy + reached)
+        is_empty = known and 0 in (batch.frames.total, batch.tokens.layout.total)
+        # An operation on nothing may leave its weights out of the graph, but the processes of a
+        # group wait for the gradient of every parameter.
+        idle = list(self.parameters() if is_empty else self._idle(is_speech))
+        if idle:
+            reached = with_participants(losses.cross_entropy, idle)
+            losses = replace(losses, cross_entropy=reached)
         return losses
 
+    def _idle(self, is_speech: bool) -> Iterator[nn.Parameter]:
+        """The parameters that a batch of a kind does not use."""
+        of_speech = self.encoder, self.ctc_head, self.transducer
+        for module in (self.text_encoder,) if is_speech else of_speech:
+            if module is not None:
+                yield from module.parameters()
+
     def encode(self, batch: Batch) -> PackedSequence:
-        """Compute the encoder's output, (T, encoder width), with SpecAugment in training."""
+        """Compute the encoder's output, (T, encoder width), with SpecAugment in training.
+
+        Of a text-only batch it is the text encoder's.
+
+        Raises:
+            ValueError: The batch is text-only, and the model has no text encoder.
+        """
+        if batch.source is not None:
+            if self.text_encoder is None:
+                raise ValueError(
+                    "`text_encoder` must be given for text-only batches, but this model has none."
+                )
+            return self.text_encoder(batch.source)
         with ranges.range("features"):
             mel = self.features(batch.audio, batch.frames)
             if self.training:

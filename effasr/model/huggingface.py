@@ -157,8 +157,8 @@ def export_canary(
 ) -> None:
     """Write a directory that ``CanaryForConditionalGeneration.from_pretrained`` loads.
 
-    A CTC head, a transducer, SpecAugment, and dropouts that transformers has not are left out with
-    a warning: they do not change what the exported model computes.
+    A CTC head, a transducer, a text encoder, SpecAugment, and dropouts that transformers has not
+    are left out with a warning: they do not change what the exported model computes.
 
     Args:
         model: With a decoder.
@@ -194,7 +194,7 @@ def export_canary(
         "dtype": "float32",
         **generation,
     }
-    others = ("ctc_head.", "transducer.")
+    others = ("ctc_head.", "transducer.", "text_encoder.")
     state = {
         name: value for name, value in model.state_dict().items() if not name.startswith(others)
     }
@@ -202,6 +202,8 @@ def export_canary(
         _log.warning("The CTC head is not exported: transformers' Canary has none.")
     if model.config.transducer is not None:
         _log.warning("The transducer is not exported: transformers' Canary has none.")
+    if model.config.text_encoder is not None:
+        _log.warning("The text encoder is not exported: transformers' Canary has none.")
     warn_about_training_options(model.config)
     weights = to_transformers(state)
     # transformers' output layer always has a bias.

@@ -92,6 +92,35 @@ def test_a_shape_must_not_be_empty(name: str) -> None:
         StaticShape(**sizes)
 
 
+def test_padding_makes_every_utterance_as_long_as_the_longest() -> None:
+    batch = collate(
+        [example(1600, [5, 6]), example(3000, [7], monotonic=False, name="v")],
+        eos_id=EOS,
+        pad_id=PAD,
+        padded=True,
+    )
+    assert batch.audio.layout.cu_seqlens_host == (0, 3000, 6000)
+    assert batch.audio.values[1599:1602].tolist() == [1600.0, 0.0, 0.0]
+    assert batch.audio.values[2999:3002].tolist() == [0.0, 1.0, 2.0]
+    assert batch.frames.lengths == (3, 3)
+    assert batch.tokens.values.tolist() == [10, 11, 12, 5, 6, 10, 11, 12, 7, PAD]
+    expected = [IGNORED, IGNORED, 5, 6, EOS, IGNORED, IGNORED, 7, EOS, IGNORED]
+    assert batch.targets.tolist() == expected
+    assert batch.text.values.tolist() == [5, 6]
+    assert batch.text.layout.lengths == (2, 0)
+    assert (batch.num_frames, batch.num_tokens) == (5, 9)
+    assert (batch.num_targets, batch.num_monotonic_targets) == (5, 3)
+    assert batch.audio_seconds == pytest.approx(4600 / 16_000)
+    moved = batch.to("cpu")
+    assert (moved.num_frames, moved.num_tokens) == (5, 9)
+
+
+def test_a_static_shape_is_not_padded() -> None:
+    with pytest.raises(ValueError, match="`shape` must be None for a padded batch"):
+        collate([], StaticShape(10, 8, 4), eos_id=EOS, pad_id=PAD, padded=True)
+    assert collate([], eos_id=EOS, pad_id=PAD, padded=True).frames.rows == 0
+
+
 def test_dtypes() -> None:
     batch = collate([example(1600, [5])], eos_id=EOS, pad_id=PAD)
     assert batch.audio.values.dtype == torch.float32

@@ -12,9 +12,9 @@ WORKERS = Path(__file__).parent / "workers.py"
 
 @pytest.fixture
 def run_ranks() -> Callable[..., list[subprocess.CompletedProcess]]:
-    """Run a scenario of workers.py in several processes, as torchrun would start them."""
+    """Run a scenario of a script in several processes, as torchrun would start them."""
 
-    def run(scenario: str, size: int = 2, limit_s: float = 60.0):
+    def run(scenario: str, size: int = 2, limit_s: float = 60.0, script: Path = WORKERS):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -28,7 +28,7 @@ def run_ranks() -> Callable[..., list[subprocess.CompletedProcess]]:
                 "MASTER_PORT": port,
                 "OMP_NUM_THREADS": "1",
             }
-            command = [sys.executable, str(WORKERS), scenario]
+            command = [sys.executable, str(script), scenario]
             processes.append(
                 subprocess.Popen(
                     command,

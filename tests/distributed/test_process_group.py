@@ -1,4 +1,5 @@
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,12 @@ from effasr.distributed.process_group import World, joined
 
 def test_two_ranks_talk_and_share_statistics_and_gradients(run_ranks) -> None:
     for result in run_ranks("exchange"):
+        assert result.returncode == 0, result.stderr
+
+
+def test_three_micro_batches_on_two_ranks_train_as_on_one(run_ranks) -> None:
+    script = Path(__file__).parent / "uneven_worker.py"
+    for result in run_ranks("uneven", script=script):
         assert result.returncode == 0, result.stderr
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -70,8 +70,11 @@ def seconds_field(
     value = row.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{origin}: `{name}` must be a number of seconds, but is {value!r}.")
+    # Python counts further than a float reaches.
+    finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    if isinstance(value, bool) or not finite:
+        shown = repr(value)[:60]
+        raise ValueError(f"{origin}: `{name}` must be a number of seconds, but is {shown}.")
     if value < 0 or (value == 0 and not zero):
         rule = "at least 0" if zero else "greater than 0"
         raise ValueError(f"{origin}: `{name}` must be {rule}, but is {value}.")

@@ -55,6 +55,8 @@ def parse_object(line: str, origin: str) -> dict[str, Any]:
             f"{origin}: not valid JSON ({error.msg} at column {error.colno}): "
             "write one object per line."
         ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{origin}: no JSON that Python reads ({error}).") from error
     if not isinstance(value, dict):
         raise ValueError(
             f"{origin}: must be a JSON object, but is a {type(value).__name__}: "

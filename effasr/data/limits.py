@@ -1,0 +1,56 @@
+"""What an utterance may be; checked by `effasr.data.filters`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What an utterance may be.
+
+    Attributes:
+        min_duration: Seconds.
+        max_duration: Seconds.
+        frame_budget: Encoder frames; None for no limit.
+        token_budget: Decoder tokens, the prompt included; None for no limit.
+        max_frames: Encoder frames that the model can read; None for no limit.
+        max_positions: Decoder tokens that the model can write, the prompt included; likewise.
+        max_tokens_per_second: None for no fixed limit; see
+            `effasr.data.filters.rate_outliers`.
+        max_characters_per_second: None for no fixed limit.
+        languages: The only ones of speech and text; empty for any.
+        characters: The only ones of texts, as between the brackets of a regular expression; None
+            for any.
+        ctc: Whether a transcription must leave CTC a path through its frames.
+    """
+
+    min_duration: float = 0.1
+    max_duration: float = 40.0
+    frame_budget: int | None = None
+    token_budget: int | None = None
+    max_frames: int | None = None
+    max_positions: int | None = None
+    max_tokens_per_second: float | None = None
+    max_characters_per_second: float | None = None
+    languages: tuple[str, ...] = ()
+    characters: str | None = None
+    ctc: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_duration <= self.max_duration:
+            raise ValueError(
+                "`min_duration` must be greater than 0 and at most `max_duration`, but they are "
+                f"{self.min_duration} and {self.max_duration}."
+            )
+        for name in (
+            "frame_budget",
+            "token_budget",
+            "max_frames",
+            "max_positions",
+            "max_tokens_per_second",
+            "max_characters_per_second",
+        ):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"`{name}` must be greater than 0, but is {value}.")

@@ -1,0 +1,123 @@
+"""The text encoder: it reads a sentence to translate where the speech encoder would hear it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effasr import ranges
+from effasr.model.checks import check, check_positive, check_probabilities
+from effasr.nn.attention import SelfAttention
+from effasr.nn.feed_forward import FeedForward
+from effasr.nn.positions import decoder_sinusoids
+from effasr_kernels import PackedLayout, PackedSequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextEncoderConfig:
+    """A pre-norm Transformer with ReLU and sinusoidal positions, as wide as the speech encoder.
+
+    Attributes:
+        layers: Transformer layers.
+        heads: Of self-attention; they divide the width.
+        feed_forward: Channels inside a feed-forward network.
+        bias: Whether the projections of attention have biases.
+        input_dropout: On the embedded tokens.
+        residual_dropout: On the output of each module, before it is added.
+        activation_dropout: Inside the feed-forward networks.
+        attention_dropout: On attention weights.
+    """
+
+    layers: int = 6
+    heads: int = 8
+    feed_forward: int = 2048
+    bias: bool = True
+    input_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "layers", "heads", "feed_forward")
+        check_probabilities(
+            self, "input_dropout", "residual_dropout", "activation_dropout", "attention_dropout"
+        )
+
+    def check_width(self, width: int) -> None:
+        """Check that the layers can have the speech encoder's width.
+
+        Raises:
+            ValueError: They cannot.
+        """
+        divides = width % self.heads == 0
+        check(divides, "text_encoder.heads", f"divide encoder.width = {width}", self.heads)
+        check(width >= 4, "encoder.width", "be at least 4 with a `text_encoder`", width)
+
+
+class TextEncoderLayer(nn.Module):
+    """Self-attention and a feed-forward network, each after a LayerNorm."""
+
+    def __init__(self, config: TextEncoderConfig, width: int):
+        super().__init__()
+        self.dropout = config.residual_dropout
+        self.norm_self_att = nn.LayerNorm(width)
+        self.self_attn = SelfAttention(
+            width,
+            config.heads,
+            width // config.heads,
+            bias=config.bias,
+            dropout=config.attention_dropout,
+        )
+        self.norm_feed_forward = nn.LayerNorm(width)
+        self.feed_forward = FeedForward(
+            width, config.feed_forward, activation="relu", dropout=config.activation_dropout
+        )
+
+    def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
+        """Transform (T, width)."""
+        x = x + self._drop(self.self_attn(self.norm_self_att(x), layout))
+        return x + self._drop(self.feed_forward(self.norm_feed_forward(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+class TextEncoder(nn.Module):
+    """From the tokens of sentences to what the decoder attends to."""
+
+    def __init__(self, config: TextEncoderConfig, width: int, vocab_size: int):
+        """Build the layers.
+
+        Args:
+            config: The architecture.
+            width: Channels, those of the speech encoder.
+            vocab_size: V, the tokenizer's.
+
+        Raises:
+            ValueError: The heads do not divide the width.
+        """
+        super().__init__()
+        config.check_width(width)
+        self.config, self.width = config, width
+        self.embed_tokens = nn.Embedding(vocab_size, width)
+        self.embedding_layernorm = nn.LayerNorm(width)
+        self.layers = nn.ModuleList(TextEncoderLayer(config, width) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the embedding with variance 1 / width."""
+        nn.init.normal_(self.embed_tokens.weight, std=self.width**-0.5)
+
+    def forward(self, tokens: PackedSequence) -> PackedSequence:
+        """Encode int64 (T,) into (T, width); rows of the tail are finite, but mean nothing."""
+        layout = tokens.layout
+        x = self.embed_tokens(tokens.values)
+        x = x + decoder_sinusoids(layout.positions(), self.width).to(x.dtype)
+        x = F.dropout(self.embedding_layernorm(x), self.config.input_dropout, self.training)
+        for number, layer in enumerate(self.layers):
+            with ranges.range(f"text_encoder.{number}"):
+                x = layer(x, layout)
+        return PackedSequence(self.norm(x), layout)

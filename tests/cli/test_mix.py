@@ -1,0 +1,88 @@
+"""Sources with shares, and text beside speech, as a user meets them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from effasr.checkpoint import load_model, resolve
+
+
+@pytest.fixture
+def recipe(workplace, tmp_path, effasr) -> Path:
+    """Two sources of speech and one of text, and a tokenizer of all."""
+    lines = (workplace.folder / "train.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    for row in rows:
+        row["audio_filepath"] = str(workplace.folder / row["audio_filepath"])
+    for name, some in (("read", rows[:18]), ("wild", rows[18:])):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in some))
+    languages = {"source_lang": "de", "target_lang": "en"}
+    pairs = [{"source_text": row["text"].upper(), "text": row["text"], **languages} for row in rows]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    outcome = effasr(
+        "tokenizer", tmp_path / "read.jsonl", path, tmp_path / "tok", "--vocab-size=30"
+    )
+    assert outcome.code == 0, outcome
+    config = yaml.safe_load(Path(workplace.recipe).read_text())
+    config["output"] = str(tmp_path / "runs")
+    config["model"]["text_encoder"] = {"layers": 1, "heads": 2, "feed_forward": 16}
+    config["data"] |= {
+        "mix": {
+            "sources": {
+                "en": {
+                    "temperature": 0.5,
+                    "sources": {
+                        "read": str(tmp_path / "read.jsonl"),
+                        "wild": [str(tmp_path / "wild.jsonl")],
+                    },
+                },
+                "de_en": str(tmp_path / "pairs.jsonl"),
+            }
+        },
+        "tokenizer": str(tmp_path / "tok"),
+        "text_share": 0.5,
+    }
+    del config["data"]["train"]
+    (tmp_path / "mixed.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path / "mixed.yaml"
+
+
+def test_a_recipe_with_sources_trains_and_says_what_it_draws(effasr, recipe, tmp_path) -> None:
+    outcome = effasr("train", recipe)
+    assert outcome.code == 0, outcome
+    assert "en/wild" in outcome.err
+    blend = json.loads((tmp_path / "runs" / "first" / "blend.json").read_text())
+    assert [row["source"] for row in blend["sources"]] == ["en/read", "en/wild", "de_en"]
+    written = yaml.safe_load((tmp_path / "runs" / "first" / "config.yaml").read_text())
+    assert written["data"]["mix"]["sources"]["en"]["sources"]["wild"]["weight"] is None
+    loaded = load_model(resolve(tmp_path / "runs" / "first"))
+    assert loaded.model.text_encoder is not None
+    assert loaded.tokenizer.languages == ("de", "en")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.mix.sources.en.temprature=1", "did you mean `temperature`?"),
+        ("data.mx.temperature=1", "`data.mx` is no field: did you mean `mix`?"),
+        ("data.mix.epoch=half", "`data.mix.epoch` must be one of 'infinite', 'full'"),
+        ("data.train=a.jsonl", "`train` must be left out where `mix` is given, but is a.jsonl"),
+        ("data.text_share=null", "`data.text_share` must be given where a manifest is text-only"),
+        ("model.text_encoder=null", "`model.text_encoder` must be given for text-only batches"),
+        ("data.text_share=0.3", "for 1 of 2"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(effasr, recipe, override, message) -> None:
+    outcome = effasr("train", recipe, override)
+    assert outcome.code == 2
+    assert message in outcome.error
+
+
+def test_text_alone_is_for_training_only(effasr, recipe, tmp_path, workplace) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    outcome = effasr("evaluate", "--run", workplace.run, "--manifest", pairs)
+    assert "only training reads such manifests" in outcome.error

@@ -1,0 +1,134 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effasr.data.blend import Mixture, planned
+from effasr.data.mixing import MixConfig, shares
+from effasr.data.sampling.population import population
+
+
+def corpus(counts: tuple[int, ...], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Sources, out of order, and samples of so many utterances each."""
+    generator = np.random.default_rng(seed)
+    sources = np.repeat(np.arange(len(counts), dtype=np.uint16), counts)
+    generator.shuffle(sources)
+    return sources, generator.integers(8_000, 400_000, len(sources)).astype(np.int32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    multiples=st.lists(st.floats(0.01, 5), min_size=4, max_size=4),
+    epochs=st.integers(1, 9),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_every_source_is_drawn_evenly_and_meets_its_quota(counts, multiples, epochs, seed) -> None:
+    sources, amounts = corpus(tuple(counts))
+    totals = [int(amounts[sources == s].sum()) for s in range(len(counts))]
+    quotas = [max(1, int(m * t)) for m, t in zip(multiples, totals, strict=False)]
+    drawn: Counter[int] = Counter()
+    for epoch in range(epochs):
+        chosen = population(sources, amounts, quotas, seed=seed, epoch=epoch)
+        assert chosen.dtype == np.int32
+        drawn.update(chosen.tolist())
+        for source, quota in enumerate(quotas):
+            members = np.flatnonzero(sources == source)
+            times = [drawn[index] for index in members.tolist()]
+            assert max(times) - min(times) <= 1
+            seconds = sum(drawn[index] * int(amounts[index]) for index in members.tolist())
+            # All that begins before the end of the stretch.
+            assert 0 <= seconds - quota * (epoch + 1) < amounts[members].max()
+
+
+def test_an_epoch_is_found_without_those_before_it() -> None:
+    sources, amounts = corpus((50, 20))
+    quotas = (3_000_000, 9_000_000)
+    late = population(sources, amounts, quotas, seed=1, epoch=10**7)
+    again = population(sources, amounts, quotas, seed=1, epoch=10**7)
+    assert (late == again).all()
+    other = population(sources, amounts, quotas, seed=2, epoch=10**7)
+    assert sorted(late) != sorted(other)
+
+
+def test_passes_and_sources_are_shuffled_differently() -> None:
+    sources, amounts = corpus((100, 100))
+    amounts[:] = 10
+    orders = []
+    for epoch in range(2):
+        chosen = population(sources, amounts, (1000, 1000), seed=1, epoch=epoch)
+        for source in range(2):
+            members = np.flatnonzero(sources == source)
+            own = chosen[sources[chosen] == source]
+            assert (np.sort(own) == members).all()
+            orders.append(np.searchsorted(members, own).tolist())
+    assert len({tuple(order) for order in orders}) == 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_the_blend_converges_to_the_one_asked_for(temperature: float) -> None:
+    """Within one percent of each share, over sources of very different sizes."""
+    sources, amounts = corpus((6_000, 500, 60))
+    config = MixConfig(sources={"a": "a", "b": "b", "c": "c"}, temperature=temperature)
+    mixture = Mixture.of(config, sources, amounts)
+    hours = np.bincount(sources, weights=amounts)
+    assert mixture.asked == pytest.approx(shares(config, hours.tolist()))
+    draw = mixture.populations(sources, amounts, seed=5)
+    assert draw is not None
+    drawn = [draw(epoch) for epoch in range(3)]
+    blend = planned(mixture, sources, amounts, np.concatenate(drawn))
+    for row in blend.rows:
+        assert row.realised == pytest.approx(row.asked, rel=0.01)
+    assert sum(row.drawn_amount for row in blend.rows) == pytest.approx(
+        3 * hours.sum() / 16_000 / 3600, rel=0.001
+    )
+
+
+def test_an_epoch_may_have_any_number_of_hours() -> None:
+    sources, amounts = corpus((400, 100))
+    config = MixConfig(sources={"a": "a", "b": "b"}, temperature=0.5, epoch_hours=0.5)
+    mixture = Mixture.of(config, sources, amounts)
+    draw = mixture.populations(sources, amounts, seed=1)
+    assert draw is not None
+    blend = planned(mixture, sources, amounts, np.concatenate([draw(0), draw(1)]))
+    assert sum(row.drawn_amount for row in blend.rows) == pytest.approx(1.0, abs=0.02)
+    assert all(row.realised == pytest.approx(row.asked, abs=0.02) for row in blend.rows)
+
+
+def test_a_full_epoch_has_every_utterance_once() -> None:
+    sources, amounts = corpus((9, 4))
+    config = MixConfig(sources={"a": "a", "b": "b"}, temperature=0.0, epoch="full")
+    mixture = Mixture.of(config, sources, amounts)
+    assert mixture.populations(sources, amounts, seed=0) is None
+    blend = planned(mixture, sources, amounts, np.arange(13))
+    assert [row.realised for row in blend.rows] == pytest.approx([r.asked for r in blend.rows])
+
+
+def test_the_table_shows_what_was_asked_and_what_was_drawn() -> None:
+    sources = np.array([0, 0, 1], dtype=np.uint16)
+    amounts = np.array([16_000 * 1800, 16_000 * 1800, 16_000 * 3600], dtype=np.int32)
+    config = MixConfig(sources={"read": "a", "wild": "b"}, temperature=0.0)
+    mixture = Mixture.of(config, sources, amounts)
+    blend = planned(mixture, sources, amounts, np.array([0, 1, 2, 2]))
+    assert list(blend.table()) == [
+        "source      hours  utterances    asked    drawn  times",
+        "read         1.00           2   50.0 %   33.3 %   1.00",
+        "wild         1.00           1   50.0 %   66.7 %   2.00",
+    ]
+    assert blend.mapping()[1] == {
+        "source": "wild", "unit": "hours", "utterances": 1, "amount": 1.0, "asked": 0.5,
+        "drawn_utterances": 2, "drawn_amount": 2.0, "realised": pytest.approx(2 / 3),
+    }  # fmt: skip
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    sources, amounts = corpus((3,))
+    with pytest.raises(ValueError, match=r"`quotas\[1\]` must be 0 for a source without utter"):
+        population(sources, amounts, (1, 1), seed=0, epoch=0)
+    with pytest.raises(ValueError, match="`epoch` must be at least 0"):
+        population(sources, amounts, (1,), seed=0, epoch=-1)
+    amounts[1] = 0
+    with pytest.raises(ValueError, match=r"`amounts\[1\]` must be at least 1, but is 0"):
+        population(sources, amounts, (1,), seed=0, epoch=0)

@@ -1,0 +1,213 @@
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from effasr import config as configuration
+from effasr.data.batch import IGNORED
+from effasr.data.config import DataConfig
+from effasr.data.manifests import read
+from effasr.data.mixing import MixConfig
+from effasr.data.prompt import Prompt
+from effasr.data.sources.pairs import is_text_only, pairs
+from effasr.data.text_corpus import TextCorpus
+from effasr.data.tokenizer import Tokenizer, train_tokenizer
+
+EN = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+DE = ["null", "eins", "zwei", "drei", "vier", "sechs", "sieben", "acht", "neun", "zehn"]
+
+
+@pytest.fixture(scope="module")
+def bilingual(tmp_path_factory) -> Tokenizer:
+    texts = {
+        language: [" ".join(words[(a + b) % 10] for b in range(4)) for a in range(40)]
+        for language, words in (("en", EN), ("de", DE))
+    }
+    return train_tokenizer(texts, tmp_path_factory.mktemp("tokenizer"), vocab_size=40)
+
+
+def row(index: int, length: int) -> dict:
+    words = [(index + step) % 10 for step in range(length)]
+    return {
+        "source_text": " ".join(DE[word] for word in words),
+        "text": " ".join(EN[word] for word in words),
+        "source_lang": "de",
+        "target_lang": "en",
+    }
+
+
+@pytest.fixture
+def manifest(tmp_path, write_lines: Callable[..., Path]) -> Path:
+    return write_lines(tmp_path / "pairs.jsonl", [row(n, 1 + n % 5) for n in range(200)])
+
+
+def load(path: Path, tokenizer: Tokenizer, **options) -> TextCorpus:
+    limits = {name: options.pop(name) for name in ("max_positions",) if name in options}
+    config = DataConfig(micro_batches=2, text_share=0.5, **options)
+    return TextCorpus.load([path], tokenizer, config, token_budget=300, **limits)
+
+
+def test_a_batch_has_sentences_where_others_have_speech(manifest, bilingual) -> None:
+    corpus = load(manifest, bilingual)
+    assert len(corpus) == 200
+    assert not corpus.dropped
+    batch = corpus.batch(np.array([3, 7, 11]))
+    assert batch.source is not None
+    assert batch.frames is batch.source.layout
+    sources, tokens = batch.source.unpack()[:3], batch.tokens.unpack()[:3]
+    prompt = bilingual.prompt(Prompt("de", "en", "translate"))
+    for index, source, written in zip((3, 7, 11), sources, tokens, strict=True):
+        expected = row(index, 1 + index % 5)
+        assert source[-1] == bilingual.eos_id
+        assert bilingual.decode(source.tolist()[:-1]) == expected["source_text"]
+        assert written.tolist()[: len(prompt)] == prompt
+        assert bilingual.decode(written.tolist()[len(prompt) :]) == expected["text"]
+        assert corpus.lengths.frames[index] == len(source)
+        assert corpus.lengths.tokens[index] == len(written)
+    assert batch.ids[0] == "pairs.jsonl:4"
+    counted = (batch.targets != IGNORED).sum()
+    assert batch.num_targets == counted == sum(len(t) - len(prompt) + 1 for t in tokens)
+    assert (batch.num_monotonic_targets, batch.audio_seconds) == (0, 0.0)
+    assert (batch.num_frames, batch.num_tokens) == (sum(map(len, sources)), sum(map(len, tokens)))
+    assert batch.text.layout.total == batch.audio.layout.total == 0
+
+
+def test_every_batch_has_the_static_shape(manifest, bilingual) -> None:
+    corpus = load(manifest, bilingual)
+    plan = corpus.plan(0, steps=10, micro_batches=3, seed=1)
+    batches = [corpus.batch(part) for step in range(plan.num_steps) for part in plan.step(step)]
+    assert len(batches) == 30
+    assert len({tuple(t.shape for t in batch.tensors()) for batch in batches}) == 1
+    batch = batches[0]
+    assert batch.frames.rows == corpus.shape.frame_budget
+    assert (batch.frames.bound, batch.tokens.layout.bound) == (
+        corpus.lengths.frames.max(),
+        corpus.lengths.tokens.max(),
+    )
+    # Both budgets run out together.
+    assert plan.padding_tokens < 0.04
+    assert plan.padding_frames < 0.04
+
+
+def test_epochs_go_on_where_the_last_one_ended(manifest, bilingual) -> None:
+    corpus = load(manifest, bilingual)
+    times = np.zeros(len(corpus), dtype=int)
+    for epoch in range(12):
+        plan = corpus.plan(epoch, steps=3, micro_batches=1, seed=1)
+        assert plan.num_steps in (3, 4)
+        np.add.at(times, plan.indices, 1)
+        assert np.ptp(times) <= 1
+    assert times.min() >= 1
+
+
+def test_shares_of_text_are_by_tokens(tmp_path, write_lines, bilingual) -> None:
+    paths = [
+        write_lines(tmp_path / "many.jsonl", [row(n, 4) for n in range(360)]),
+        write_lines(tmp_path / "few.jsonl", [row(n, 4) for n in range(40)]),
+    ]
+    sources = {path.stem: str(path) for path in paths}
+    mix = configuration.from_mapping(MixConfig, {"sources": sources, "temperature": 0.5})
+    config = DataConfig(mix=mix, micro_batches=2, text_share=0.5)
+    corpus = TextCorpus.load(paths, bilingual, config, token_budget=300, sources=[0, 1])
+    assert corpus.mixture.asked == pytest.approx((0.75, 0.25), abs=0.01)
+    plan = corpus.plan(0, steps=40, micro_batches=2, seed=0)
+    drawn = np.bincount(corpus.sources[plan.indices], corpus.lengths.frames[plan.indices])
+    assert drawn / drawn.sum() == pytest.approx(corpus.mixture.asked, abs=0.01)
+
+
+def test_what_cannot_be_trained_on_is_listed(tmp_path, write_lines, bilingual) -> None:
+    rows = [
+        row(0, 3),
+        row(1, 3) | {"text": " "},
+        row(2, 3) | {"source_lang": "fr"},
+        row(3, 400),
+        row(4, 24),
+        row(5, 3) | {"source_text": "中"},
+        row(6, 3) | {"id": "seventh"},
+    ]
+    path = write_lines(tmp_path / "p.jsonl", rows)
+    corpus = load(path, bilingual, max_positions=20)
+    assert [(drop.id, drop.reason) for drop in corpus.dropped] == [
+        ("p.jsonl:2", "empty_text"),
+        ("p.jsonl:3", "unknown_language"),
+        ("p.jsonl:4", "over_token_budget"),
+        ("p.jsonl:5", "over_model_length"),
+        ("p.jsonl:6", "unknown_text"),
+    ]
+    assert corpus.dropped[0].audio == f"{path}:2"
+    assert corpus.batch(np.arange(2)).ids == ("p.jsonl:1", "seventh")
+    with pytest.raises(ValueError, match=r"no text pair can be trained on \(5 dropped; the first"):
+        load(write_lines(tmp_path / "q.jsonl", rows[1:-1]), bilingual, max_positions=20)
+
+
+def test_the_fingerprint_follows_texts_and_order(manifest, bilingual) -> None:
+    first = load(manifest, bilingual).fingerprint
+    assert load(manifest, bilingual).fingerprint == first
+    lines = manifest.read_text().splitlines()
+    manifest.write_text("\n".join(reversed(lines)))
+    assert load(manifest, bilingual).fingerprint != first
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"source_lang": None}, "p.jsonl:2: `source_lang` must be a string, but is None"),
+        ({"target_lang": 3}, "p.jsonl:2: `target_lang` must be a string, but is 3"),
+        ({"text": None}, "p.jsonl:2: `text` must be a string, but is None"),
+        ({"audio_filepath": "a.wav"}, "p.jsonl:2: has audio, but the first line .* has none"),
+        ({"task": "transcribe"}, "p.jsonl:2: `target` must be 'de'"),
+    ],
+)
+def test_lines_that_are_no_pairs_are_refused(tmp_path, write_lines, change, message) -> None:
+    path = write_lines(tmp_path / "p.jsonl", [row(0, 2), row(1, 2) | change])
+    with pytest.raises(ValueError, match=message):
+        list(pairs(path))
+
+
+def test_the_first_line_tells_what_a_manifest_is(manifest, nemo, tmp_path) -> None:
+    assert is_text_only(manifest)
+    assert not is_text_only(nemo(2))
+    assert not is_text_only(tmp_path)
+    assert not is_text_only(tmp_path / "none")
+    both = row(0, 1) | {"audio_filepath": "a.wav"}
+    (tmp_path / "both.jsonl").write_text(json.dumps(both))
+    assert not is_text_only(tmp_path / "both.jsonl")
+    with pytest.raises(ValueError, match=re.escape("pairs.jsonl:1: a text-only line")):
+        read(manifest)
+    other = row(0, 1)
+    other["target_text"] = other.pop("text")
+    (tmp_path / "other.jsonl").write_text(json.dumps(other))
+    assert next(pairs(tmp_path / "other.jsonl")).text == "zero"
+
+
+def test_an_empty_batch_is_all_tail(manifest, bilingual) -> None:
+    batch = load(manifest, bilingual).batch(np.arange(0))
+    assert batch.num_targets == batch.num_frames == 0
+    assert batch.source is not None
+    assert torch.equal(batch.targets, torch.full_like(batch.targets, IGNORED))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text_share": 0.3, "micro_batches": 4}, r"it is 0.3, of 4: use 0.25, for 1 of 4"),
+        ({"text_share": 0.5}, r"it is 0.5, of 1: use `micro_batches` = 2 or more"),
+        ({"text_share": 1.0, "micro_batches": 4}, r"neither none nor all of them; .* use 0.75"),
+        ({"text_token_budget": 9}, "`text_token_budget` must be left out where `text_share` is nu"),
+        (
+            {"text_share": 0.5, "micro_batches": 2, "text_token_budget": 0},
+            "`text_token_budget` must be at least 1",
+        ),
+        (
+            {"text_share": 0.5, "micro_batches": 2, "strategy": "random"},
+            "`text_share` must be null for strategy random",
+        ),
+    ],
+)
+def test_the_share_of_text_is_checked(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**fields)

@@ -1,0 +1,295 @@
+"""Training on pairs of texts, alone and beside speech."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from effasr import config as configuration
+from effasr.checkpoint import RunCheckpoints, load_model, resolve
+from effasr.data.config import DataConfig
+from effasr.data.loader import Loader
+from effasr.data.mixing import MixConfig
+from effasr.data.text_corpus import TextCorpus
+from effasr.data.tokenizer import load_tokenizer, train_tokenizer
+from effasr.distributed.process_group import World
+from effasr.model.cost import cost_model, text_cost_model
+from effasr.model.text_encoder import TextEncoderConfig
+from effasr.optim.adamw import OptimizerConfig
+from effasr.optim.schedules import ScheduleConfig
+from effasr.training import assembly
+from effasr.training.config import LoopConfig, TrainConfig
+from effasr.training.flops import work_of
+from effasr.training.objective import LossConfig
+from effasr.training.run_directory import read_lines
+from effasr.training.split import split
+from effasr.training.step import train_step
+from effasr.training.trainer import run
+
+WORDS = {"low": "tief", "middle": "mittel", "high": "hoch", "top": "oben"}
+TEXT = TextEncoderConfig(layers=1, heads=2, feed_forward=32, residual_dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def pairs(tones, tmp_path_factory) -> Path:
+    """A folder with ``pairs.jsonl``, German to English, and the tokenizer of both."""
+    folder = tmp_path_factory.mktemp("pairs")
+    generator = np.random.default_rng(0)
+    rows, english, german = [], [], []
+    for _ in range(120):
+        words = generator.choice(list(WORDS), size=int(generator.integers(1, 6))).tolist()
+        english.append(" ".join(words))
+        german.append(" ".join(WORDS[word] for word in words))
+        languages = {"source_lang": "de", "target_lang": "en"}
+        rows.append(json.dumps({"source_text": german[-1], "text": english[-1]} | languages))
+    (folder / "pairs.jsonl").write_text("\n".join(rows) + "\n")
+    train_tokenizer({"en": english, "de": german}, folder / "tokenizer", vocab_size=30)
+    return folder
+
+
+@pytest.fixture
+def make_mixed(make_config, pairs, tones, model_config):
+    """Runs of three micro-batches of speech and one of text a step."""
+
+    def make(*, training: dict | None = None, data: dict | None = None, **settings) -> TrainConfig:
+        sources = {"speech": f"{tones}/train.jsonl", "text": f"{pairs}/pairs.jsonl"}
+        own = {
+            "train": (),
+            "mix": configuration.from_mapping(MixConfig, {"sources": sources}),
+            "tokenizer": f"{pairs}/tokenizer",
+            "frame_budget": 40,
+            "micro_batches": 4,
+            "text_share": 0.25,
+        }
+        model = replace(model_config, text_encoder=TEXT)
+        return make_config(data=own | (data or {}), training=training, model=model, **settings)
+
+    return make
+
+
+def test_a_toy_translation_is_learnt(pairs, model_config) -> None:
+    """Every word stands for another, and only the source tells which are to come."""
+    model = replace(
+        model_config,
+        encoder=replace(model_config.encoder, width=32),
+        decoder=replace(model_config.decoder, width=32, feed_forward=64, residual_dropout=0.0),
+        text_encoder=replace(TEXT, feed_forward=64, residual_dropout=0.0),
+    )
+    config = TrainConfig(
+        model=model,
+        optimizer=OptimizerConfig(lr=1e-2),
+        schedule=ScheduleConfig(name="cosine", warmup_steps=3),
+        loss=LossConfig(label_smoothing=0.0),
+        training=LoopConfig(max_steps=40),
+    )
+    config = assembly.resolve(config, None)
+    world = World(0, 1, torch.device("cpu"))
+    tokenizer = load_tokenizer(pairs / "tokenizer")
+    data = DataConfig(micro_batches=2, text_share=0.5)
+    corpus = TextCorpus.load([pairs / "pairs.jsonl"], tokenizer, data, token_budget=600)
+    trained = assembly.build_model(config, tokenizer.vocab_size, None, world.device)
+    trainee = assembly.build_trainee(config, trained, world)
+    plan = corpus.plan(0, steps=30, micro_batches=1, seed=0)
+    losses = []
+    for step in range(30):
+        batches = [corpus.batch(members) for members in plan.step(step)]
+        losses.append(train_step(trainee, batches, step).values.read()[1])
+    assert losses[0] > 3.0
+    assert losses[-1] < 1.2
+    trained.eval()
+    batch = corpus.batch(np.arange(20))
+    assert batch.source is not None
+    # The words of other sentences in their place.
+    swapped = batch.source.values[: batch.source.layout.total].flip(0)
+    wrong = batch.source.values.clone()
+    wrong[: len(swapped)] = swapped
+    others = replace(batch, source=batch.source.with_values(wrong))
+    right, mistaken = (trained(one).cross_entropy.item() for one in (batch, others))
+    assert mistaken > 2 * right
+
+
+def test_speech_and_text_train_together(make_mixed, tmp_path, capsys) -> None:
+    assert run(make_mixed(training={"max_steps": 8})) == 0
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(np.isfinite(line["loss"]) and line["ctc"] > 0 for line in lines)
+    rows = json.loads((tmp_path / "run" / "blend.json").read_text())["sources"]
+    assert [(row["source"], row["unit"]) for row in rows] == [
+        ("speech", "hours"),
+        ("text", "tokens"),
+    ]
+    assert all(row["drawn_amount"] > 0 for row in rows)
+    shown = capsys.readouterr().err
+    assert "and 1 of text alone, each" in shown
+    assert "tokens  utterances" in shown
+    model = load_model(resolve(tmp_path / "run")).model
+    assert model.config.text_encoder == TEXT
+
+
+def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_mixed, tmp_path) -> None:
+    straight, stopped = make_mixed(name="straight"), make_mixed(name="stopped")
+    assert run(straight) == 0
+    written = tmp_path / "written.yaml"
+    written.write_text(configuration.dump(stopped))
+    assert run(configuration.load(TrainConfig, written, ["training.stop_at=7"])) == 0
+    assert run(stopped) == 0
+    weights = [
+        load_model(RunCheckpoints(tmp_path / name / "checkpoints", 3).path(12)).model.state_dict()
+        for name in ("straight", "stopped")
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    blends = [(tmp_path / name / "blend.json").read_text() for name in ("straight", "stopped")]
+    assert blends[0] == blends[1]
+
+
+def test_a_step_is_the_same_on_any_number_of_ranks(make_mixed) -> None:
+    config = make_mixed()
+    corpus = assembly.load_corpus(config, assembly.find_tokenizer(config, None), None)
+    seen = []
+    for size in (1, 2, 4):
+        loaders = [
+            Loader(corpus, config.data, seed=3, rank=rank, world_size=size, pin_memory=False)
+            for rank in range(size)
+        ]
+        steps = []
+        kinds: list[set] = [set() for _ in loaders]
+        for parts in zip(*(loader.steps() for loader in loaders), strict=False):
+            texts = [[b.source is not None for b in part.batches] for part in parts]
+            assert sum(map(sum, texts)) == 1
+            for kind, of_rank in zip(kinds, texts, strict=True):
+                kind |= set(of_rank)
+            members = [
+                sorted(np.concatenate([getattr(part, name) for part in parts]).tolist())
+                for name in ("indices", "text_indices")
+            ]
+            assert all(members)
+            steps.append(members)
+            if parts[0].epoch == 2:
+                break
+        seen.append(steps)
+        # All ranks have both in turn: batch norms of one without speech would learn nothing.
+        assert all(len(kind) == 2 for kind in kinds)
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen[0]) > 3
+
+
+def test_batches_of_each_kind_have_one_shape(make_mixed) -> None:
+    config = make_mixed()
+    corpus = assembly.load_corpus(config, assembly.find_tokenizer(config, None), None)
+    shapes: dict[bool, set] = {False: set(), True: set()}
+    for step in Loader(corpus, config.data, seed=3, pin_memory=False).steps():
+        for batch in step.batches:
+            shapes[batch.source is not None].add(tuple(t.shape for t in batch.tensors()))
+        if step.epoch == 2:
+            break
+    assert [len(found) for found in shapes.values()] == [1, 1]
+
+
+def test_a_batch_without_memory_is_computed_in_parts(make_mixed) -> None:
+    config = make_mixed()
+    corpus = assembly.load_corpus(config, assembly.find_tokenizer(config, None), None)
+    assert corpus.text is not None
+    whole = corpus.text.batch(corpus.text.plan(0, steps=3, micro_batches=1, seed=0).step(0)[0])
+    parts = split(whole)
+    model = assembly.build_model(config, 60, None, torch.device("cpu")).eval()
+    losses = [model(batch).cross_entropy.item() for batch in (whole, *parts)]
+    assert losses[0] == pytest.approx(losses[1] + losses[2], rel=1e-5)
+    assert whole.num_frames == parts[0].num_frames + parts[1].num_frames
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_loss_curve_of_one(make_mixed, tmp_path) -> None:
+    """Where the last micro-batch of one rank is speech, and that of the other text."""
+    training = {"max_steps": 10}
+    assert run(make_mixed(name="one", training=training)) == 0
+    recipe = tmp_path / "two.yaml"
+    recipe.write_text(configuration.dump(make_mixed(name="two", training=training)))
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    result = subprocess.run(
+        [sys.executable, "-m", *command, "effasr.train", str(recipe)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    one, two = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert len(one) == 10
+    for name in ("loss", "cross_entropy", "ctc", "guided", "grad_norm", "tokens"):
+        assert [line[name] for line in two] == pytest.approx([line[name] for line in one], rel=1e-5)
+    blends = [(tmp_path / name / "blend.json").read_text() for name in ("one", "two")]
+    assert blends[0] == blends[1]
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "message"),
+    [
+        ({"text_share": None}, {}, r"`data\.text_share` must be given .* as .*pairs.jsonl is"),
+        ({}, {"text_encoder": None}, r"`model\.text_encoder` must be given for text-only"),
+        (
+            {"mix": None, "train": "SPEECH"},
+            {},
+            r"`data\.text_share` must be null where no manifest is text-only, but is 0.25",
+        ),
+        (
+            {"mix": None, "train": "TEXT"},
+            {},
+            "`data.train` must name at least one manifest with audio",
+        ),
+    ],
+)
+def test_text_needs_a_share_and_an_encoder(make_mixed, tones, pairs, data, model, message) -> None:
+    paths = {"SPEECH": f"{tones}/train.jsonl", "TEXT": f"{pairs}/pairs.jsonl"}
+    if "train" in data:
+        data = data | {"train": paths[data["train"]]}
+    config = make_mixed(data=data)
+    config = replace(config, model=replace(config.model, **model))
+    with pytest.raises(ValueError, match=message):
+        assembly.load_corpus(config, load_tokenizer(pairs / "tokenizer"), None)
+
+
+def test_work_on_text_is_counted_by_the_text_encoder(make_mixed) -> None:
+    config = make_mixed()
+    corpus = assembly.load_corpus(config, assembly.find_tokenizer(config, None), None)
+    assert corpus.text is not None
+    batch = corpus.text.batch(np.arange(2))
+    cost, text_cost = cost_model(config.model, 60), text_cost_model(config.model, 60)
+    assert text_cost is not None
+    useful, computed = work_of([batch], cost, text_cost)
+    lengths = np.array(batch.frame_lengths), np.array(batch.token_lengths)
+    assert useful == 3 * text_cost.of(*lengths).sum()
+    assert computed > useful
+    with pytest.raises(ValueError, match="`text_cost` must be given for text-only batches"):
+        work_of([batch], cost)
+
+
+def test_what_is_recorded_has_one_shape(make_mixed) -> None:
+    with pytest.raises(ValueError, match=r"`training.cuda_graph` must be false where `data.text_"):
+        assembly.resolve(make_mixed(training={"cuda_graph": True}), None)
+
+
+def test_manifests_without_shares_may_be_text_as_well(make_mixed, tones, pairs, tmp_path) -> None:
+    paths = (f"{tones}/train.jsonl", f"{pairs}/pairs.jsonl")
+    config = make_mixed(data={"mix": None, "train": paths}, training={"max_steps": 3})
+    assert run(config) == 0
+    assert not (tmp_path / "run" / "blend.json").exists()
+
+
+def test_a_model_without_text_encoder_gets_one(make_mixed, make_config, pairs, tmp_path) -> None:
+    """Its weights are drawn, and all the others are those to begin with."""
+    data = {"tokenizer": f"{pairs}/tokenizer"}
+    assert run(make_config(name="base", data=data, training={"max_steps": 2})) == 0
+    config = make_mixed(init_from=str(tmp_path / "base"), data={"tokenizer": ""})
+    config = assembly.resolve(config, None)
+    world = World(0, 1, torch.device("cpu"))
+    model = assembly.build_model(config, 30, None, world.device)
+    before = load_model(resolve(tmp_path / "base")).model.state_dict()
+    after = model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert {name.split(".")[0] for name in after.keys() - before.keys()} == {"text_encoder"}
