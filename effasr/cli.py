@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from effasr import commands, config
+from effasr import cli_calibrate, cli_compare, cli_plan, commands, config
 
 _BAD_INPUT = (
     ValueError,
@@ -113,7 +113,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
-    if options.command == "train":
+    if options.command in ("train", "calibrate"):
         # --path.to.field=value, as other trainers want it, is as good.
         options.overrides = [*options.overrides, *rest]
     elif rest:
@@ -158,8 +158,11 @@ def build_parser() -> argparse.ArgumentParser:
         return made
 
     _add_data_commands(command)
+    cli_plan.add(command)
+    cli_calibrate.add(command)
     _add_train(command)
     _add_evaluate(command)
+    cli_compare.add(command)
     _add_transcribe(command)
 
     one = command("import", commands.import_, "Make a model directory of a Hugging Face model.")
@@ -324,7 +327,20 @@ def _add_transcribe(command: Callable[..., _Parser]) -> None:
         help="ask for punctuation and capitals, or for plain text (default: as trained)",
     )
     one.add_argument(
-        "--json", action="store_true", help="one JSON object a line, with the times of segments"
+        "--format",
+        choices=("text", "json", "srt", "vtt", "ctm"),
+        default="text",
+        help="text (the default), JSON lines with the times of segments, subtitles, or NIST's CTM",
+    )
+    one.add_argument("--json", action="store_true", help="the same as --format json")
+    one.add_argument(
+        "--words", action="store_true", help="find when each word is said; needs a CTC head"
+    )
+    one.add_argument(
+        "--output",
+        type=_folder,
+        metavar="FOLDER",
+        help="write a file for each recording (default: all to standard output)",
     )
     _add_decoding(one)
 

@@ -68,11 +68,17 @@ def prepare(options: argparse.Namespace) -> int:
 def tokenizer(options: argparse.Namespace) -> int:
     """Train a tokenizer on the texts of manifests."""
     from effasr.data.manifests import iterate, request
+    from effasr.data.sources.pairs import is_text_only, pairs
     from effasr.data.tokenizer import train_tokenizer
 
     texts: dict[str, list[str]] = {}
     spoken = set()
     for manifest in options.manifests:
+        if is_text_only(manifest):
+            for pair in pairs(manifest):
+                texts.setdefault(pair.prompt.source, []).append(pair.source)
+                texts.setdefault(pair.prompt.target, []).append(pair.text)
+            continue
         for cut in iterate(manifest, language=options.language):
             wanted = request(cut)
             spoken.add(wanted.source)
@@ -155,7 +161,8 @@ def transcribe(options: argparse.Namespace) -> int:
     from effasr.data.prompt import Prompt
     from effasr.distributed.process_group import choose_device
     from effasr.inference.results import Failure
-    from effasr.inference.transcribe import render, transcribe
+    from effasr.inference.sink import Sink
+    from effasr.inference.transcribe import transcribe
 
     loaded = load_model(resolve(options.run), choose_device(options.device))
     source = options.language or loaded.prompt.source
@@ -168,15 +175,16 @@ def transcribe(options: argparse.Namespace) -> int:
             loaded.prompt.punctuation if options.punctuation is None else options.punctuation
         ),
     )
+    style = "json" if options.json else options.format
+    sink = Sink(style, options.output, options.files)
+    config = _decoding(options, words=options.words)
     results = transcribe(
-        loaded.model, loaded.tokenizer, options.files, prompt=prompt, config=_decoding(options)
+        loaded.model, loaded.tokenizer, options.files, prompt=prompt, config=config
     )
     for result in results:
         if isinstance(result, Failure):
             _note("transcribe", result.reason)
-        if options.json or not isinstance(result, Failure):
-            sys.stdout.write(render(result, "jsonl" if options.json else "text"))
-            sys.stdout.flush()
+        sink.write(result)
     sys.stderr.write(
         f"{results.audio_seconds:.1f} s of audio in {results.seconds:.1f} s, RTFx "
         f"{results.rtfx:.1f}" + (f", {results.failed} failed\n" if results.failed else "\n")
@@ -245,11 +253,11 @@ def doctor(options: argparse.Namespace) -> int:
     return 0
 
 
-def _decoding(options: argparse.Namespace) -> DecodingConfig:
+def _decoding(options: argparse.Namespace, *, words: bool = False) -> DecodingConfig:
     from effasr.inference.decoding_config import DecodingConfig
 
     return DecodingConfig(
-        method=options.method, beam=options.beam, frame_budget=options.frame_budget
+        method=options.method, beam=options.beam, frame_budget=options.frame_budget, words=words
     )
 
 

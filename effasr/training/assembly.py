@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from effasr import checkpoint
-from effasr.data.corpus import Corpus
 from effasr.data.features import SAMPLE_RATE, FeatureConfig
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.distributed.batch_norm import running_statistics
+from effasr.distributed.exchange import GradientExchange
 from effasr.distributed.process_group import World
 from effasr.distributed.replicate import replicate
 from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.cost import cost_model, text_cost_model
 from effasr.optim.adamw import build_adamw
 from effasr.optim.ema import WeightAverage
 from effasr.optim.groups import parameter_groups
@@ -27,6 +29,9 @@ from effasr.training.config import TrainConfig, resolve_losses
 from effasr.training.graph import MicroBatchGraph
 from effasr.training.objective import Objective
 from effasr.training.step import Trainee, run_micro_batch
+
+if TYPE_CHECKING:
+    from effasr.data.corpus import Corpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +45,32 @@ class Saved:
 def resolve(config: TrainConfig, saved: Saved | None) -> TrainConfig:
     """The configuration with nothing left open: what config.yaml holds.
 
+    But for ``data.frame_budget: auto`` of a run that begins, for which the corpus must be known:
+    see `effasr.training.calibration.calibrate.settle`.
+
     Raises:
         ValueError: The model and the losses do not fit each other.
     """
     source = _source_of_model(config, saved)
-    if source is not None and config.init_from is not None and config.model == ModelConfig():
-        config = replace(config, model=checkpoint.read_description(source).model)
+    if config.data.frame_budget == "auto" and saved is not None:
+        config = _with_saved_budgets(config, saved)
+    text_encoder = config.model.text_encoder
+    is_default = config.model == ModelConfig(text_encoder=text_encoder)
+    if source is not None and config.init_from is not None and is_default:
+        model = checkpoint.read_description(source).model
+        model = replace(model, text_encoder=text_encoder or model.text_encoder)
+        config = replace(config, model=model)
     _check_features(config.model.features)
+    _check_static_shapes(config)
     loss = resolve_losses(config.loss, config.model)
     return replace(config, loss=loss, training=replace(config.training, restart=False))
+
+
+def _with_saved_budgets(config: TrainConfig, saved: Saved) -> TrainConfig:
+    """Those that the run began with: a run that goes on is not calibrated again."""
+    before = saved.state["config"]["data"]
+    names = ("frame_budget", "token_budget", "max_sequences")
+    return replace(config, data=replace(config.data, **{name: before[name] for name in names}))
 
 
 def _check_features(features: FeatureConfig) -> None:
@@ -58,6 +80,22 @@ def _check_features(features: FeatureConfig) -> None:
             raise ValueError(
                 f"`model.features.{name}` must be {loaded}, with which training loads audio, "
                 f"but is {getattr(features, name)}."
+            )
+
+
+def _check_static_shapes(config: TrainConfig) -> None:
+    """What is recorded or compiled for one shape needs batches that have it."""
+    if config.training.cuda_graph and config.data.text_share is not None:
+        raise ValueError(
+            "`training.cuda_graph` must be false where `data.text_share` is given, because batches "
+            "of text have a shape of their own, but is true: set it to false."
+        )
+    for name in ("cuda_graph", "compile"):
+        if getattr(config.training, name) and config.data.strategy != "packed":
+            raise ValueError(
+                f"`training.{name}` must be false for `data.strategy` = {config.data.strategy}, "
+                "whose batches have a shape each, but is true: set it to false, or train with "
+                "strategy packed."
             )
 
 
@@ -103,7 +141,9 @@ def build_model(
     torch.manual_seed(config.seed)
     model = ASRModel(config.model, vocab_size)
     if source is not None:
-        checkpoint.load_weights(model, source)
+        # A model to begin with may never have read text; a checkpoint of this run lacks nothing.
+        new = ("text_encoder.",) if saved is None else ()
+        checkpoint.load_weights(model, source, may_lack=new)
     return model.to(device).train()
 
 
@@ -115,8 +155,11 @@ def build_trainee(config: TrainConfig, model: ASRModel, world: World) -> Trainee
     if config.training.compile:
         # In place: the state dict keeps its names.
         model.compile(fullgraph=True, dynamic=False)
+    replicated = replicate(model, world)
+    is_alone = not isinstance(replicated, DistributedDataParallel)
+    exchange = None if is_alone else GradientExchange(replicated)
     trainee = Trainee(
-        model=replicate(model, world),
+        model=replicated,
         optimizer=build_adamw(groups, config.optimizer, world.device),
         learning_rate=lambda step: peak * learning_rate_ratio(schedule, step, steps),
         objective=Objective(config.loss, world.device),
@@ -127,6 +170,9 @@ def build_trainee(config: TrainConfig, model: ASRModel, world: World) -> Trainee
         seed=config.seed,
         clip=config.training.clip,
         label_smoothing=config.loss.label_smoothing,
+        cost=cost_model(config.model, model.vocab_size),
+        exchange=exchange,
+        text_cost=text_cost_model(config.model, model.vocab_size),
     )
     return _recorded(trainee, config.model) if config.training.cuda_graph else trainee
 
@@ -164,24 +210,74 @@ def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) 
     Raises:
         ValueError: There are none, or they are not those of the checkpoint.
     """
-    if not config.data.train:
+    # Here, so that a model can be trained without the packages that read data.
+    from effasr.data.corpus import Corpus
+    from effasr.data.sources.pairs import is_text_only
+    from effasr.data.text_corpus import TextCorpus
+
+    manifests = config.data.manifests
+    if not manifests:
         raise ValueError("`data.train` must name at least one manifest, but is empty.")
+    where = "data.train" if config.data.mix is None else "data.mix"
+    spoken, text_only = [], []
+    for item in manifests:
+        (text_only if is_text_only(item[0]) else spoken).append(item)
+    _check_text(config, [path for path, _ in text_only])
     decoder = config.model.decoder
+    max_positions = None if decoder is None else decoder.max_positions
+    if not spoken:
+        raise ValueError(
+            f"`{where}` must name at least one manifest with audio, but all are text-only: "
+            "training goes by epochs of speech."
+        )
     corpus = Corpus.load(
-        config.data.train,
+        [path for path, _ in spoken],
         tokenizer,
         config.data,
         ctc=config.model.ctc,
         max_frames=config.model.encoder.max_frames,
-        max_positions=None if decoder is None else decoder.max_positions,
+        max_positions=max_positions,
+        sources=[source for _, source in spoken],
     )
+    if text_only:
+        text = TextCorpus.load(
+            [path for path, _ in text_only],
+            tokenizer,
+            config.data,
+            token_budget=corpus.shape.token_budget,
+            max_positions=max_positions,
+            sources=[source for _, source in text_only],
+        )
+        corpus = corpus.with_text(text)
     if saved is not None and saved.state["corpus"] != corpus.fingerprint:
         raise ValueError(
-            "`data.train` must hold the very utterances, texts and order that the checkpoint was "
+            f"`{where}` must hold the very utterances, texts and order that the checkpoint was "
             "trained on, but it has changed. Restore it, choose another `name`, or begin anew "
             "with training.restart=true."
         )
     return corpus
+
+
+def _check_text(config: TrainConfig, paths: Sequence[str]) -> None:
+    """Text pairs need a share of the steps, and the model something to read them with."""
+    share = config.data.text_share
+    if paths and share is None:
+        raise ValueError(
+            f"`data.text_share` must be given where a manifest is text-only, as {paths[0]} is: "
+            "set it to the part of the micro-batches that are to be so."
+        )
+    if share is None:
+        return
+    if not paths:
+        raise ValueError(
+            f"`data.text_share` must be null where no manifest is text-only, but is {share:g}: "
+            "leave it out, or add a manifest of lines with `source_text` and `text`."
+        )
+    if config.model.text_encoder is None:
+        raise ValueError(
+            "`model.text_encoder` must be given for text-only batches, but is null: give it, "
+            "such as model.text_encoder.layers=6, or leave out data.text_share and the manifests."
+        )
 
 
 def make_autocast(

@@ -10,6 +10,8 @@ from effasr.inference.decoding_config import DecodingConfig
 from effasr.model.asr import ModelConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
+from effasr.training.calibration.settings import CalibrationConfig
+from effasr.training.capture import ProfileConfig
 from effasr.training.objective import (
     DEFAULT_CTC_WEIGHT,
     DEFAULT_TRANSDUCER_WEIGHT,
@@ -46,6 +48,7 @@ class LoopConfig:
         cuda_graph: Whether the forward and backward of a micro-batch are recorded once as a CUDA
             graph and replayed, so that the host launches no kernels; needs a GPU, and one process.
         tensorboard: Whether to write curves for TensorBoard.
+        profile: Which steps a profiler records.
     """
 
     max_steps: int = 100_000
@@ -65,6 +68,7 @@ class LoopConfig:
     compile: bool = False
     cuda_graph: bool = False
     tensorboard: bool = True
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "log_every", "validate_every", "checkpoint_every", "keep"):
@@ -121,6 +125,7 @@ class TrainConfig:
         schedule: Of the learning rate.
         training: The loop.
         evaluation: Validation.
+        calibration: What ``data.frame_budget: auto`` aims at.
     """
 
     name: str = "run"
@@ -134,6 +139,7 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     training: LoopConfig = field(default_factory=LoopConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):

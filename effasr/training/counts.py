@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from effasr.data.batch import Batch
+from effasr.data.sampling.cost import CostModel
 from effasr.distributed.process_group import World
+from effasr.training.flops import work_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +24,13 @@ class Counts:
             divided.
         audio_seconds: Duration of the utterances.
         frames: Encoder frames of the utterances.
-        frame_rows: Encoder rows computed, the tails included.
+        frame_rows: Encoder rows computed, tails and padding included.
         tokens: Decoder tokens of the utterances.
-        token_rows: Decoder rows computed, the tails included.
+        token_rows: Decoder rows computed, tails and padding included.
         stopping: How many ranks were asked to stop.
-        work: Frames of each rank.
+        useful_flops: What forward and backward of the utterances take; see
+            `effasr.training.flops`.
+        work: FLOPs of each rank, padding included.
     """
 
     targets: float
@@ -37,26 +41,35 @@ class Counts:
     tokens: float
     token_rows: float
     stopping: float
+    useful_flops: float
     work: tuple[float, ...]
 
     @classmethod
-    def of(cls, micro_batches: Sequence[Batch], world: World, stopping: bool) -> Counts:
-        """Count the micro-batches of this rank."""
-        frames = float(sum(batch.frames.total for batch in micro_batches))
+    def of(
+        cls,
+        micro_batches: Sequence[Batch],
+        world: World,
+        stopping: bool,
+        cost: CostModel,
+        text_cost: CostModel | None = None,
+    ) -> Counts:
+        """Count the micro-batches of this rank, each utterance by its cost to the model."""
+        useful, work = work_of(micro_batches, cost, text_cost)
         return cls(
             targets=sum(batch.num_targets for batch in micro_batches),
             monotonic_targets=sum(batch.num_monotonic_targets for batch in micro_batches),
             audio_seconds=sum(batch.audio_seconds for batch in micro_batches),
-            frames=frames,
+            frames=sum(batch.num_frames for batch in micro_batches),
             frame_rows=sum(batch.frames.rows for batch in micro_batches),
-            tokens=sum(batch.tokens.layout.total for batch in micro_batches),
+            tokens=sum(batch.num_tokens for batch in micro_batches),
             token_rows=sum(batch.tokens.layout.rows for batch in micro_batches),
             stopping=stopping,
-            work=tuple(frames if rank == world.rank else 0.0 for rank in range(world.size)),
+            useful_flops=useful,
+            work=tuple(work if rank == world.rank else 0.0 for rank in range(world.size)),
         )
 
     def tensor(self, device: torch.device) -> Tensor:
-        """As float64 (8 + ranks,) on the device: exact for counts, and one tensor to add up."""
+        """As float64 (9 + ranks,) on the device: exact for counts, and one tensor to add up."""
         values = [
             self.targets,
             self.monotonic_targets,
@@ -66,6 +79,7 @@ class Counts:
             self.tokens,
             self.token_rows,
             self.stopping,
+            self.useful_flops,
             *self.work,
         ]
         host = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
@@ -74,18 +88,9 @@ class Counts:
     @classmethod
     def from_values(cls, values: Sequence[float]) -> Counts:
         """The inverse of `tensor`, from its values on the host."""
-        targets, monotonic, seconds, frames, frame_rows, tokens, token_rows, stopping = values[:8]
-        return cls(
-            targets,
-            monotonic,
-            seconds,
-            frames,
-            frame_rows,
-            tokens,
-            token_rows,
-            stopping,
-            tuple(values[8:]),
-        )
+        names = [field.name for field in fields(cls)][:-1]
+        sums = dict(zip(names, values, strict=False))
+        return cls(**sums, work=tuple(values[len(names) :]))
 
     @staticmethod
     def targets_of(totals: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,12 +9,14 @@ from typing import Any
 import torch
 
 from effasr.training.counts import Counts
+from effasr.training.flops import peak_flops
+from effasr.training.memory import peak_bytes
 from effasr.training.step import StepReport
 
 _MEANS = ("loss", "cross_entropy", "ctc", "transducer", "guided", "grad_norm")
 """What `StepReport.values` begins with."""
 _SUMS = ("steps", "updates", "audio_seconds", "tokens", "imbalance", *_MEANS)
-_ROWS = ("frames", "frame_rows", "token_rows")
+_ROWS = ("frames", "frame_rows", "token_rows", "useful_flops", "computed_flops")
 
 
 @dataclass(slots=True)
@@ -25,12 +26,18 @@ class Meter:
     Reports are read one step late: by then a GPU has computed them, and works on the next one.
 
     Attributes:
+        device: Of this rank.
+        ranks: How many the step is spread over.
         skipped: Updates left out since the beginning of the run, for a loss or gradient that
             was not finite.
+        oom_splits: Micro-batches, and pieces of such, that all ranks split since then, for want of
+            memory.
     """
 
     device: torch.device
+    ranks: int = 1
     skipped: int = 0
+    oom_splits: int = 0
     stopping: bool = False
     _sums: dict[str, float] = field(default_factory=dict)
     _pending: deque[StepReport] = field(default_factory=deque)
@@ -53,6 +60,8 @@ class Meter:
             frames=counts.frames,
             frame_rows=counts.frame_rows,
             token_rows=counts.token_rows,
+            useful_flops=counts.useful_flops,
+            computed_flops=sum(counts.work),
         )
         self._lr = report.lr
 
@@ -61,8 +70,9 @@ class Meter:
         left_out = []
         while len(self._pending) > leave:
             report = self._pending.popleft()
-            *means, finite, guiding = report.values.read()
+            *means, finite, guiding, splits = report.values.read()
             self._guided = bool(guiding)
+            self.oom_splits += round(splits)
             if not finite:
                 self.skipped += 1
                 left_out.append(report)
@@ -87,6 +97,12 @@ class Meter:
         steps, updates = max(sums["steps"], 1), sums["updates"]
         timed = max(self._timed, 1)
         means = {name: sums[name] / updates if updates else None for name in _MEANS}
+        step_s = self._seconds / timed
+        useful, computed = (
+            sums[name] / steps / step_s / self.ranks if step_s else 0.0
+            for name in ("useful_flops", "computed_flops")
+        )
+        peak = peak_flops(self.device)
         line = {
             "step": step,
             "epoch": epoch,
@@ -98,11 +114,14 @@ class Meter:
             "padding_frames": _padding(sums["frames"], sums["frame_rows"]),
             "padding_tokens": _padding(sums["tokens"], sums["token_rows"]),
             "data_wait_s": self._waited / timed,
-            "step_s": self._seconds / timed,
-            "mfu": None,
-            "peak_memory_bytes": peak_memory_bytes(self.device),
+            "step_s": step_s,
+            "mfu": None if peak is None else useful / peak,
+            "mfu_with_padding": None if peak is None else computed / peak,
+            "useful_tflops": useful / 1e12,
+            "peak_memory_bytes": peak_bytes(self.device),
             "rank_imbalance": sums["imbalance"] / steps,
             "skipped": self.skipped,
+            "oom_splits": self.oom_splits,
         }
         self._sums.clear()
         self._seconds = self._waited = 0.0
@@ -113,23 +132,17 @@ class Meter:
         """What the next line needs of the steps so far; all reports must have been collected."""
         if self._pending:
             raise RuntimeError("`collect(leave=0)` must come before `state_dict`.")
-        return {"sums": dict(self._sums), "skipped": self.skipped}
+        return {"sums": dict(self._sums), "skipped": self.skipped, "oom_splits": self.oom_splits}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self._sums = dict(state["sums"])
         self.skipped = state["skipped"]
+        self.oom_splits = state.get("oom_splits", 0)
 
     def _increase(self, **amounts: float) -> None:
         for name, amount in amounts.items():
             self._sums[name] = self._sums.get(name, 0.0) + amount
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory ever held: of the GPU by tensors, or of this process where there is none."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _padding(used: float, rows: float) -> float:

@@ -83,8 +83,10 @@ def describe(line: Mapping[str, Any], ranks: int) -> str:
     speed = line["audio_seconds"] / seconds / ranks
     padding = 100 * line["padding_frames"]
     wait = 100 * line["data_wait_s"] / seconds
+    mfu = "" if line.get("mfu") is None else f"  MFU {100 * line['mfu']:.1f} %"
     return (
-        f"loss {loss}  {speed:.0f} audio-h/h per rank  padding {padding:.1f} %  wait {wait:.0f} %"
+        f"loss {loss}  {speed:.0f} audio-h/h per rank{mfu}  padding {padding:.1f} %  "
+        f"wait {wait:.0f} %"
     )
 
 

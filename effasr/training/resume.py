@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 _DECISIVE = ("seed", "model", "data")
@@ -51,9 +51,53 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     return tolerated
 
 
+def check_same_ranks(saved: Mapping[str, Any], strategy: str, ranks: int) -> None:
+    """Check that a run may go on on this number of ranks.
+
+    Args:
+        saved: State in the checkpoint.
+        strategy: ``data.strategy``.
+        ranks: Of this run.
+
+    Raises:
+        ValueError: There were others, on which the order of the data depends.
+    """
+    before = saved.get("ranks", ranks)
+    if strategy != "packed" and before != ranks:
+        raise ValueError(
+            f"`data.strategy` = {strategy} needs {before} ranks to go on, as in the checkpoint, "
+            f"but there are {ranks}: lhotse's samplers deal out batches to a fixed number of "
+            "ranks, and on another utterances would be lost or repeated. Start as many, or begin "
+            "anew with training.restart=true; only strategy packed goes on on any number."
+        )
+
+
+def check_same_plan(saved: Mapping[str, Any], fingerprint: Callable[[int], str]) -> None:
+    """Check that the epoch goes on by the plan by which it began.
+
+    Args:
+        saved: State in the checkpoint.
+        fingerprint: Gives the fingerprint of the plan of an epoch.
+
+    Raises:
+        ValueError: The plan has changed.
+    """
+    epoch, step = saved["position"]
+    before = saved.get("plan")
+    if before is not None and fingerprint(epoch) != before:
+        raise ValueError(
+            f"the plan of epoch {epoch} must stay as it was in the checkpoint, of which {step} "
+            "steps have been made, but it has changed, and utterances would be lost or repeated: "
+            "restore the file of `data.bucket_batch_sizes`, or the versions of effasr and lhotse "
+            "that the run began with, or begin anew with training.restart=true."
+        )
+
+
 def _decides(path: str) -> bool:
     part = path.split(".")[0]
-    return path in _DECISIVE_BESIDE or (part in _DECISIVE and path not in _HARMLESS)
+    if path in _HARMLESS or (path.startswith("data.mix.") and path.endswith(".manifests")):
+        return False
+    return path in _DECISIVE_BESIDE or part in _DECISIVE
 
 
 def _differences(

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-METRICS, VALIDATION, SKIPPED, UNREADABLE, DROPPED = (
+METRICS, VALIDATION, SKIPPED, UNREADABLE, DROPPED, BLEND = (
     "metrics.jsonl",
     "validation.jsonl",
     "skipped.jsonl",
     "unreadable.jsonl",
     "dropped.jsonl",
+    "blend.json",
 )
 
 
@@ -28,6 +29,7 @@ class RunDirectory:
         skipped.jsonl      one object per update left out, with its utterances
         unreadable.jsonl   one object per utterance whose audio could not be read when it was due
         dropped.jsonl      one object per utterance that training cannot use
+        blend.json         what was drawn of every source, and what share it was to get
         tensorboard/       the same curves
         checkpoints/       see `effasr.checkpoint`
         evaluation/        the last validation
@@ -104,6 +106,11 @@ class RunDirectory:
         """Write dropped.jsonl."""
         text = "".join(_encode(line) for line in lines)
         _replace(self.path / DROPPED, text)
+
+    def blend(self, step: int, sources: list[dict[str, Any]]) -> None:
+        """Write blend.json: what was drawn of every source until a step."""
+        content = {"step": step, "sources": sources}
+        _replace(self.path / BLEND, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:

@@ -14,14 +14,26 @@ from torch import Tensor, nn
 
 from effasr import ranges
 from effasr.data.batch import Batch
+from effasr.data.sampling.cost import CostModel
 from effasr.distributed.batch_norm import restore_unless
+from effasr.distributed.exchange import GradientExchange
 from effasr.distributed.process_group import World
 from effasr.distributed.replicate import without_exchange
+from effasr.model.losses import Losses
 from effasr.optim.adamw import apply_update
 from effasr.optim.ema import WeightAverage
 from effasr.training.counts import Counts, HostCopy
 from effasr.training.graph import MicroBatchGraph
 from effasr.training.objective import Objective
+from effasr.training.recovery import (
+    Failure,
+    Outcome,
+    OutOfMemory,
+    Piece,
+    attempt,
+    gradients_of,
+    redo,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +52,10 @@ class Trainee:
         seed: Of the run.
         clip: Largest norm of the gradient.
         label_smoothing: Of the cross-entropy.
+        cost: What an utterance is to compute.
         graph: Replays the micro-batches; None to run each.
+        exchange: Of the gradients, where there are several ranks.
+        text_cost: What a text pair is to compute; None without a text encoder.
     """
 
     model: nn.Module
@@ -54,7 +69,10 @@ class Trainee:
     seed: int
     clip: float
     label_smoothing: float
+    cost: CostModel
     graph: MicroBatchGraph | None = None
+    exchange: GradientExchange | None = None
+    text_cost: CostModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +83,11 @@ class StepReport:
         step: Counted from 0.
         lr: Learning rate.
         counts: Of all ranks together; known as soon as the step has begun.
-        values: float32 (8,): loss, cross-entropy, CTC, transducer, penalty, norm of the gradient
-            before clipping, whether all was finite and the update made, whether the penalty was on.
-        micro_batches: Of this rank, each with the loss of its utterances, float32 (N,), on the
-            device.
+        values: float32 (9,): loss, cross-entropy, CTC, transducer, penalty, norm of the gradient
+            before clipping, whether all was finite and the update made, whether the penalty was on,
+            how often a rank split a micro-batch for want of memory.
+        micro_batches: Of this rank, or their pieces, each with the loss of its utterances, float32
+            (N,), on the device.
     """
 
     step: int
@@ -84,36 +103,56 @@ def train_step(
     """Update the weights once, by the mean loss over all micro-batches of all ranks.
 
     The host queues the work and does not wait for it. A loss or gradient that is not finite
-    leaves the weights, the statistics and the optimizer as they were, on every rank.
+    leaves the weights, the statistics and the optimizer as they were, on every rank. Where memory
+    does not suffice for a micro-batch, this rank computes it in pieces; see
+    `effasr.training.recovery`.
 
     Args:
         trainee: What is trained.
         micro_batches: Of this rank: number r, r + W, ... of the global step. Not empty.
         step: Number of the global step since the beginning of the run, from 0.
         stopping: Whether this rank was asked to stop; the others learn it from the counts.
+
+    Raises:
+        OutOfMemory: Memory does not suffice for a single utterance, or for a recorded micro-batch.
     """
     world, objective = trainee.world, trainee.objective
     run = trainee.graph or partial(run_micro_batch, trainee)
     with ranges.range("counts"):
-        counts = world.sum(Counts.of(micro_batches, world, stopping).tensor(world.device))
+        counted = Counts.of(micro_batches, world, stopping, trainee.cost, trainee.text_cost)
+        counts = world.sum(counted.tensor(world.device))
         counts_seen = HostCopy(counts)
     kept = [statistic.clone() for statistic in trainee.statistics]
-    parts = torch.zeros(5, device=world.device)
-    losses_seen = []
+    if trainee.exchange is not None:
+        trainee.exchange.begin()
+    done: list[list[Outcome]] = []
+    splits = 0
     for index, batch in enumerate(micro_batches):
-        torch.manual_seed(micro_batch_seed(trainee.seed, step, world.rank + index * world.size))
-        with without_exchange(trainee.model, index < len(micro_batches) - 1):
-            share, per_utterance = run(batch, counts)
-        parts += share
-        losses_seen.append((batch, per_utterance))
+        seed = micro_batch_seed(trainee.seed, step, world.rank + index * world.size)
+        piece, is_last = Piece(batch, seed), index == len(micro_batches) - 1
+        torch.manual_seed(seed)
+        with without_exchange(trainee.model, not is_last):
+            result = attempt(partial(run, batch, counts))
+        if isinstance(result, Failure):
+            done, more = _recover(trainee, done, piece, counts, kept, result, exchanging=is_last)
+            splits += more
+        else:
+            done.append([Outcome(piece, *result)])
+    outcomes = [outcome for pieces in done for outcome in pieces]
     with ranges.range("update"):
-        parts = world.sum(parts)
+        parts = torch.zeros(6, device=world.device)
+        for outcome in outcomes:
+            parts[:5] += outcome.parts
+        parts[5] = splits
+        *_, splits_of_all = parts = world.sum(parts)
         norm = nn.utils.clip_grad_norm_(trainee.model.parameters(), trainee.clip)
         finite = parts.isfinite().all() & norm.isfinite()
-        values_seen = HostCopy(torch.stack([*parts, norm, finite, objective.is_guided]))
+        seen = [*parts[:5], norm, finite, objective.is_guided, splits_of_all]
+        values_seen = HostCopy(torch.stack(seen))
         lr = _update(trainee, step, finite)
         restore_unless(finite, trainee.statistics, kept)
         objective.observe(parts[2], finite & (Counts.targets_of(counts)[1] > 0))
+    losses_seen = [(outcome.piece.batch, outcome.losses) for outcome in outcomes]
     return StepReport(step, lr, counts_seen, values_seen, losses_seen)
 
 
@@ -129,18 +168,83 @@ def run_micro_batch(trainee: Trainee, batch: Batch, counts: Tensor) -> tuple[Ten
         Its share of loss, cross-entropy, CTC, transducer and penalty, (5,), and the loss of each
         of its utterances, (N,).
     """
-    world, objective = trainee.world, trainee.objective
+    share, losses = _forward(trainee, trainee.model, batch, counts)
+    with ranges.range("backward"):
+        # Gradients are averaged over the ranks, but the loss is a mean over all of them.
+        (share[0] * trainee.world.size).backward()
+    return share.detach(), losses
+
+
+def _forward(
+    trainee: Trainee, model: Callable[..., Losses], batch: Batch, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The parts of the loss of a micro-batch, (5,), and the loss of its utterances, (N,)."""
+    objective = trainee.objective
     with ranges.range("forward"), trainee.autocast():
-        losses = trainee.model(
-            batch.to(world.device),
+        losses = model(
+            batch.to(trainee.world.device),
             label_smoothing=trainee.label_smoothing,
             guided_sigma=objective.sigma,
         )
         share = objective.parts(losses, *Counts.targets_of(counts))
-    with ranges.range("backward"):
-        # Gradients are averaged over the ranks, but the loss is a mean over all of them.
-        (share[0] * world.size).backward()
-    return share.detach(), losses.per_utterance
+    return share, losses.per_utterance
+
+
+def _recover(
+    trainee: Trainee,
+    done: Sequence[Sequence[Outcome]],
+    failed: Piece,
+    counts: Tensor,
+    kept: Sequence[Tensor],
+    failure: Failure,
+    *,
+    exchanging: bool,
+) -> tuple[list[list[Outcome]], int]:
+    """Compute the step so far once more, its newest micro-batch in pieces.
+
+    Args:
+        trainee: What is trained.
+        done: What there was before.
+        failed: The newest micro-batch.
+        counts: Of the global step.
+        kept: Statistics of batch norms before the step.
+        failure: Why the newest must be split.
+        exchanging: Whether its backward was to exchange the gradients.
+
+    Returns:
+        What there is now, and how often pieces were split.
+
+    Raises:
+        OutOfMemory: See `train_step`.
+    """
+    if trainee.graph is not None:
+        raise OutOfMemory(
+            f"there is not enough memory for a micro-batch ({failure.reason}), and one that is a "
+            "CUDA graph cannot be split: lower data.frame_budget, or set training.cuda_graph=false."
+        )
+    exchange = trainee.exchange
+    model = trainee.model if exchange is None else exchange.module
+    parameters = [p for p in trainee.model.parameters() if p.requires_grad]
+    if exchange is None or not exchange.begun:
+        for parameter in parameters:
+            parameter.grad = None
+
+    def gradient(batch: Batch) -> tuple[list[Tensor | None], Tensor, Tensor]:
+        # Not as it is compiled, for pieces have shapes of their own.
+        share, losses = _forward(trainee, model.forward, batch, counts)
+        with ranges.range("backward"):
+            gradients = gradients_of(share[0] * trainee.world.size, parameters)
+        return gradients, share.detach(), losses
+
+    halves = failed.halves(micro_batch_seed, failure.reason)
+    work = [[outcome.piece for outcome in pieces] for pieces in done]
+    redone = redo([*work, halves], gradient, micro_batch_seed, trainee.statistics, kept)
+    if exchange is not None and exchanging:
+        exchange.complete(redone.gradients)
+    else:
+        for parameter, value in zip(parameters, redone.gradients, strict=True):
+            parameter.grad = value
+    return redone.outcomes, redone.splits + 1
 
 
 def _update(trainee: Trainee, step: int, finite: Tensor) -> float:

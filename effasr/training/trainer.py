@@ -24,17 +24,22 @@ from effasr.distributed.batch_norm import average
 from effasr.distributed.process_group import World, joined
 from effasr.inference.evaluation import Evaluation, merge
 from effasr.inference.evaluation import save as save_evaluation
+from effasr.model.cost import cost_model
 from effasr.optim.adamw import restore
 from effasr.training import assembly
 from effasr.training.assembly import Saved
+from effasr.training.calibration.calibrate import settle
+from effasr.training.capture import PROFILE_FOLDER, Capture
 from effasr.training.config import TrainConfig
+from effasr.training.drawn import DrawnBlend
 from effasr.training.guard import NonFiniteGuard, TrainingFailed
 from effasr.training.meter import Meter
 from effasr.training.progress import ProgressDisplay, SilentDisplay
-from effasr.training.resume import check_same_run
+from effasr.training.resume import check_same_plan, check_same_ranks, check_same_run
 from effasr.training.run_directory import RunDirectory
 from effasr.training.step import train_step
 from effasr.training.stop import StopRequest, listening
+from effasr.training.summary import describe_batches
 from effasr.training.validation import Validator, averaged
 
 log = logging.getLogger(__name__)
@@ -94,7 +99,9 @@ class Trainer:
             now = configuration.to_mapping(config)
             for change in check_same_run(saved.state["config"], now):
                 log.warning("not as in the checkpoint: %s", change)
+            check_same_ranks(saved.state, config.data.strategy, world.size)
         self.tokenizer = assembly.find_tokenizer(config, saved)
+        self.config = config = settle(config, self.tokenizer, world)
         self.corpus = self._load_corpus(saved)
         self.loader = Loader(
             self.corpus,
@@ -103,16 +110,22 @@ class Trainer:
             rank=world.rank,
             world_size=world.size,
             pin_memory=world.device.type == "cuda",
+            cost=cost_model(config.model, self.tokenizer.vocab_size),
         )
+        if saved is not None:
+            check_same_plan(saved.state, self.loader.fingerprint)
         self.model = assembly.build_model(config, self.tokenizer.vocab_size, saved, world.device)
         self.trainee = assembly.build_trainee(config, self.model, world)
         self.validator = None
         if config.data.validation:
             self.validator = Validator(config, self.model, self.tokenizer, world)
-        self.meter = Meter(world.device)
+        self.meter = Meter(world.device, world.size)
+        self.drawn = DrawnBlend(self.corpus)
         self.guard = NonFiniteGuard(
             self.model, self.trainee.autocast, config.training.on_nan, world, self.directory
         )
+        self.capture = Capture(config.training.profile, world, self.directory.path / PROFILE_FOLDER)
+        self.has_told_splits = False
         self.unreadable: list[dict[str, Any]] = []
         self.step = 0
         self.epoch = 0
@@ -140,12 +153,14 @@ class Trainer:
         elif self.step:
             self.display.say(f"going on from step {self.step} of {settings.max_steps}")
         # A generator, whose end is that of the data workers.
-        with closing(cast(Generator[Step], self.loader.steps(*self.position))) as steps:
+        loaded = closing(cast(Generator[Step], self.loader.steps(*self.position)))
+        with closing(self.capture), loaded as steps:
             if self.must_validate:
                 self._validate()
                 self._save()
             while self.step < settings.max_steps and not self.meter.stopping:
-                self._advance(steps, stop)
+                with self.capture.step(self.step), ranges.range("step", self.step):
+                    self._advance(steps, stop)
                 # A request to stop does not wait for it: it comes first when the run goes on.
                 if self.must_validate and not self.meter.stopping:
                     self._validate()
@@ -169,17 +184,21 @@ class Trainer:
 
     def _summary(self) -> Iterator[str]:
         """What is trained on what: the first lines that a run shows."""
-        shape, plan = self.corpus.shape, self.loader.plan(self.position[0])
+        plan = self.loader.plan(self.position[0])
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         yield (
             f"{len(self.corpus)} utterances, {self.corpus.seconds / 3600:.2f} h, "
             f"{parameters / 1e6:.2f} M parameters, {self.world.size} x {self.world.device}"
         )
-        yield (
-            f"{self.config.data.micro_batches} micro-batches a step, each {shape.frame_budget} "
-            f"frames ({100 * plan.padding_frames:.1f} % padding) and {shape.token_budget} tokens "
-            f"({100 * plan.padding_tokens:.1f} %)"
-        )
+        yield describe_batches(plan, self.loader.shape, self.corpus.lengths, self.config.data)
+        if (text := self.corpus.text) is not None:
+            yield (
+                f"and {self.config.data.text_micro_batches} of text alone, each "
+                f"{text.shape.frame_budget} tokens to read and {text.shape.token_budget} to write, "
+                f"from {len(text)} pairs"
+            )
+        for blend in self.corpus.blends(plan, self.loader.text_plan(self.position[0])):
+            yield from blend.table()
         if self.corpus.dropped:
             reasons = Counter(dropped.reason for dropped in self.corpus.dropped)
             listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
@@ -194,20 +213,33 @@ class Trainer:
             data = next(steps)
         waited = time.perf_counter() - started
         stopping = bool(stop) or self.step + 1 == self.config.training.stop_at
-        with ranges.range("step"):
-            report = train_step(self.trainee, data.batches, self.step, stopping=stopping)
+        report = train_step(self.trainee, data.batches, self.step, stopping=stopping)
         self.step += 1
         self.epoch, self.position = data.epoch, data.next_position
         self.is_best = False
         self.must_validate = self._is_due(self.config.training.validate_every)
         self.unreadable += [{"step": self.step} | asdict(dropped) for dropped in data.skipped]
         self.meter.add(report)
+        self.drawn.add(data)
         must_log = self._is_due(self.config.training.log_every)
-        self.guard.handle(self.meter.collect(leave=0 if must_log else 1))
+        left_out = self.meter.collect(leave=0 if must_log else 1)
+        self._tell_splits()
+        self.guard.handle(left_out)
         self.meter.time(time.perf_counter() - started, waited)
         self.display.advance(self.step)
         if must_log:
             self._log()
+
+    def _tell_splits(self) -> None:
+        """Say once that memory ran out, for a run that has become slow without a word."""
+        if self.meter.oom_splits and not self.has_told_splits:
+            self.has_told_splits = True
+            log.warning(
+                "there was not enough memory for a micro-batch, near step %d: it was computed in "
+                "pieces, with the same gradient, but slower (oom_splits in metrics.jsonl counts "
+                "how often). `effasr calibrate` finds a data.frame_budget that fits.",
+                self.step,
+            )
 
     def _is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.training.max_steps
@@ -257,6 +289,7 @@ class Trainer:
         self._list_unreadable()
         self.guard.handle(self.meter.collect(leave=0))
         average(self.trainee.statistics, self.world)
+        blends = self.drawn.merge(self.world)
         if not self.world.is_main:
             return
         state = self._state()
@@ -264,6 +297,9 @@ class Trainer:
             self.checkpoints.save(self.step, self.model, self.tokenizer, state, self.corpus.prompt)
         if self.is_best:
             self.checkpoints.mark_best(self.step)
+        if blends:
+            rows = [row for blend in blends for row in blend.mapping()]
+            self.directory.blend(self.step, rows)
 
     def _state(self) -> dict[str, Any]:
         """All that decides how the run goes on, but for the weights to evaluate."""
@@ -279,9 +315,12 @@ class Trainer:
             "corpus": self.corpus.fingerprint,
             "epoch": self.epoch,
             "position": list(self.position),
+            "ranks": self.world.size,
+            "plan": self.loader.fingerprint(self.position[0]) if self.position[1] else None,
             "optimizer": self.trainee.optimizer.state_dict(),
             "objective": self.trainee.objective.state_dict(),
             "meter": self.meter.state_dict(),
+            "blend": self.drawn.state_dict(),
             "trained": trained,
         }
 
@@ -298,6 +337,8 @@ class Trainer:
         restore(self.trainee.optimizer, state["optimizer"])
         self.trainee.objective.load_state_dict(state["objective"])
         self.meter.load_state_dict(state["meter"])
+        if "blend" in state:
+            self.drawn.load_state_dict(state["blend"])
         if state["trained"] is not None:
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():

@@ -17,11 +17,24 @@ SURFACE = {
         "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--model-type {unigram,bpe}",
     ],
     "demo-data": ["OUT", "--multilingual", "--utterances N"],
+    "plan": [
+        "--manifest MANIFEST",
+        "--strategy {packed,random,bucketed,sync_bucketed,sync_bucketed_2d,all}",
+        "--recipe RECIPE", "--world-size N", "--micro-batches N", "--frame-budget N",
+        "--token-budget N", "--max-duration S", "--tokenizer FOLDER", "--prompt-tokens N",
+        "--batch-size N", "--buckets N", "--epochs N", "--epoch-end {carry,exact}", "--seed N",
+        "--json", "--picture FILE.svg", "--dropped FILE.jsonl",
+    ],
+    "calibrate": [
+        "RECIPE", "path.to.field=value...", "--target-bytes N", "--target-share X",
+        "--objective {throughput,memory}", "--json",
+    ],
     "train": ["RECIPE", "path.to.field=value...", "--show"],
     "evaluate": [
         *RUN, "--manifest MANIFEST!", "--language LANG", "--normalizer NORMALIZER",
         "--output FOLDER", "--worst N", *DECODING,
     ],
+    "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
     "transcribe": [
         *RUN, "FILE...", "--language LANG", "--target-language LANG",
         "--punctuation --no-punctuation", "--json", *DECODING,

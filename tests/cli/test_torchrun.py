@@ -44,15 +44,19 @@ def test_all_ways_to_train_from_another_folder(workplace, tmp_path, command) -> 
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "message"),
     [
         ("model.encoder.layrs=3", "`model.encoder.layrs` is no field: did you mean `layers`?"),
-        ("data.micro_batches=3", "`micro_batches` must be a multiple of the number of ranks, 2"),
+        (
+            "data.strategy=random data.micro_batches=3",
+            "`micro_batches` must be a multiple of the number of ranks, 2, for strategy random",
+        ),
     ],
     ids=["before the ranks meet", "after they have met"],
 )
-def test_what_all_ranks_find_wrong_is_said_once(workplace, tmp_path, override, message) -> None:
-    command = [*TORCHRUN, "--nproc-per-node", "2", TRAIN, workplace.recipe, "output=here", override]
+def test_what_all_ranks_find_wrong_is_said_once(workplace, tmp_path, overrides, message) -> None:
+    command = [*TORCHRUN, "--nproc-per-node", "2", TRAIN, workplace.recipe, "output=here"]
+    command += overrides.split()
     failed = start(command, tmp_path)
     assert failed.returncode == 1
     (line,) = (line for line in failed.stderr.splitlines() if line.startswith("effasr train:"))

@@ -10,8 +10,9 @@ import pytest
 from effasr import config
 
 COMMANDS = [
-    "prepare", "tokenizer", "demo-data", "train", "evaluate", "transcribe", "import", "export",
-    "doctor",
+    "prepare", "tokenizer", "demo-data", "plan", "calibrate", "train", "evaluate", "compare",
+    "transcribe",
+    "import", "export", "doctor",
 ]  # fmt: skip
 
 

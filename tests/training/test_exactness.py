@@ -17,7 +17,7 @@ from effasr.training.config import TrainConfig
 from effasr.training.run_directory import read_lines
 from effasr.training.trainer import run
 
-MEASURED = {"data_wait_s", "step_s", "peak_memory_bytes"}
+MEASURED = {"data_wait_s", "step_s", "useful_tflops", "peak_memory_bytes"}
 STEPS = 20
 LONG = {"max_steps": STEPS, "checkpoint_every": 5, "keep": 10}
 

@@ -38,10 +38,10 @@ def test_the_gradient_is_that_of_the_mean_over_all_micro_batches(make_trainee, b
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-7)
     norm = torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
-    loss, *_, seen_norm, finite, guided = report.values.read()
+    loss, *_, seen_norm, finite, guided, splits = report.values.read()
     assert loss == pytest.approx(total.item(), rel=1e-5)
     assert seen_norm == pytest.approx(norm.item(), rel=1e-4)
-    assert (finite, guided) == (1.0, 1.0)
+    assert (finite, guided, splits) == (1.0, 1.0, 0.0)
 
 
 def test_the_report_counts_what_was_computed(make_trainee, batches) -> None:

@@ -22,7 +22,7 @@ HEADS = {
     "lstm": TransducerConfig(width=12, joint=12, dropout=0.1),
     "stateless": TransducerConfig(predictor="stateless", width=12, joint=12, dropout=0.1),
 }
-MEASURED = {"data_wait_s", "step_s", "peak_memory_bytes"}
+MEASURED = {"data_wait_s", "step_s", "useful_tflops", "peak_memory_bytes"}
 
 
 @pytest.fixture(params=HEADS)

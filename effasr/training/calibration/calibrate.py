@@ -1,0 +1,240 @@
+"""A calibration from beginning to end, for the command and for training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import TypeVar
+
+import torch
+
+from effasr import config as configuration
+from effasr.data.batch import FRAME_SAMPLES
+from effasr.data.features import SAMPLE_RATE
+from effasr.data.sampling.bucket_table import BucketTable
+from effasr.data.tokenizer import Tokenizer
+from effasr.distributed.process_group import World
+from effasr.training import assembly
+from effasr.training.calibration import store
+from effasr.training.calibration.runner import measure
+from effasr.training.calibration.search import Found, Search, bucket_sizes
+from effasr.training.calibration.settings import CalibrationConfig
+from effasr.training.calibration.store import Calibration
+from effasr.training.calibration.trial import Measurement, Request
+from effasr.training.calibration.workload import Population, Workload
+from effasr.training.config import TrainConfig
+from effasr.training.memory import total_bytes
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_AMPLE = 1_000_000
+"""A frame budget in which every utterance of a corpus fits, with all of its tokens."""
+
+_SECONDS_PER_FRAME = FRAME_SAMPLES / SAMPLE_RATE
+
+
+def settle(config: TrainConfig, tokenizer: Tokenizer, world: World) -> TrainConfig:
+    """Replace ``data.frame_budget: auto`` by what was found before, or is found now.
+
+    Rank 0 tries, and the others wait for it however long that takes.
+
+    Args:
+        config: Resolved but for the budget.
+        tokenizer: Of the run.
+        world: The ranks; all of them call this.
+
+    Raises:
+        OutOfMemory: There is no budget that fits.
+        ValueError: The corpus cannot be used.
+        TrialFailed: A trial failed for another reason than want of memory.
+    """
+    if config.data.frame_budget != "auto":
+        return config
+    population = read_population(config, tokenizer)
+
+    def find(alive: Callable[[], None]) -> tuple[Calibration, bool]:
+        target = target_bytes(config.calibration, world.device, os.environ)
+        described = store.describe(config, tokenizer.vocab_size, population, world.device, target)
+        known = store.find(store.fingerprint(described))
+        if known is not None:
+            return known, False
+        log.warning(
+            "data.frame_budget is auto, and there is no calibration for this machine, model and "
+            "corpus yet: trying budgets"
+        )
+        return (
+            calibrate(
+                config, tokenizer.vocab_size, population, world.device, target,
+                note=lambda text: log.warning("%s", text), alive=alive,
+            ),
+            True,
+        )  # fmt: skip
+
+    found, is_new = on_rank_zero(find, world, config.training.timeout_s / 4)
+    log.warning(
+        "data.frame_budget is %d, data.token_budget %d%s",
+        found.frame_budget,
+        found.token_budget,
+        "" if is_new else f", as calibrated before ({store.path_of(found.fingerprint)})",
+    )
+    return with_budgets(config, found)
+
+
+def with_budgets(config: TrainConfig, found: Calibration) -> TrainConfig:
+    """The run with the budgets of a calibration."""
+    data = replace(
+        config.data,
+        frame_budget=found.frame_budget,
+        token_budget=found.token_budget,
+        max_sequences=found.max_sequences,
+    )
+    return replace(config, data=data)
+
+
+def calibrate(
+    config: TrainConfig,
+    vocab_size: int,
+    population: Population,
+    device: torch.device,
+    target: int,
+    *,
+    note: Callable[[str], None] = lambda text: None,
+    alive: Callable[[], None] = lambda: None,
+) -> Calibration:
+    """Find the budgets for a run, and keep them for the next one.
+
+    Args:
+        config: Resolved but for the budget.
+        vocab_size: Of the tokenizer.
+        population: Of the corpus.
+        device: Of training.
+        target: Bytes that training may take.
+        note: Told of each trial, in words.
+        alive: Called every now and then.
+
+    Raises:
+        OutOfMemory: There is no budget that fits.
+        TrialFailed: A trial failed for another reason than want of memory.
+    """
+    started = time.monotonic()
+    described = store.describe(config, vocab_size, population, device, target)
+    mapping = configuration.to_mapping(replace(config, init_from=None))
+
+    def trial(work: Workload) -> Measurement:
+        # With two, the gradients of the first take memory during the second, as the buckets of an
+        # exchange with other ranks do.
+        count = min(2, config.data.micro_batches)
+        request = Request(mapping, vocab_size, str(device), target, count, work)
+        return measure(request, alive=alive)
+
+    search = Search(
+        population, config.model, config.calibration, target, config.data.micro_batches, trial, note
+    )
+    found = search.run()
+    return _kept(found, search, described, config, time.monotonic() - started)
+
+
+def _kept(
+    found: Found, search: Search, described: dict, config: TrainConfig, seconds: float
+) -> Calibration:
+    shape = search.population.shape(found.frame_budget)
+    bins = BucketTable.derive(search.population.lengths, shape, config.data.buckets)
+    table = bucket_sizes(bins, found.memory, config.model, search.limit)
+    replay = found.replay
+    assert replay.predicted_bytes is not None
+    assert replay.error is not None
+    calibration = Calibration(
+        fingerprint=store.fingerprint(described),
+        made_for=described,
+        frame_budget=found.frame_budget,
+        token_budget=shape.token_budget,
+        max_sequences=shape.max_sequences,
+        limited_by=found.limited_by,
+        largest_frame_budget=found.largest,
+        target_bytes=search.target,
+        margin=config.calibration.margin,
+        predicted_bytes=replay.predicted_bytes,
+        measured_bytes=replay.measured.peak_bytes,
+        prediction_error=replay.error,
+        audio_seconds_per_second=replay.measured.speed,
+        memory_model=asdict(found.memory),
+        speed_model=asdict(found.speed),
+        bucket_batch_sizes=[
+            [round(frames * _SECONDS_PER_FRAME, 2), tokens, size]
+            for (frames, tokens), size in zip(table.bins, table.batch_sizes, strict=True)
+        ],
+        trials=[
+            {
+                "purpose": trial.purpose,
+                **asdict(trial.load),
+                "predicted_bytes": trial.predicted_bytes,
+                **asdict(trial.measured),
+            }
+            for trial in found.trials
+        ],
+        seconds=seconds,
+    )
+    store.save(calibration, table)
+    return calibration
+
+
+def read_population(config: TrainConfig, tokenizer: Tokenizer) -> Population:
+    """The lengths of the corpus, in budgets that drop nothing.
+
+    Raises:
+        ValueError: There is no utterance to train on.
+    """
+    data = replace(config.data, frame_budget=_AMPLE)
+    corpus = assembly.load_corpus(replace(config, data=data), tokenizer, None)
+    return Population.of(corpus.lengths, config.data.token_budget, config.data.max_sequences)
+
+
+def target_bytes(
+    settings: CalibrationConfig, device: torch.device, environment: Mapping[str, str]
+) -> int:
+    """Bytes that this process may take: of the GPU, or its part of the host's memory.
+
+    Args:
+        settings: A number of bytes, or a share.
+        device: Of training.
+        environment: Where torchrun says how many processes share a host.
+    """
+    if settings.target_bytes is not None:
+        return settings.target_bytes
+    sharing = 1 if device.type == "cuda" else int(environment.get("LOCAL_WORLD_SIZE", 1))
+    return int(settings.target_share * total_bytes(device) / sharing)
+
+
+def on_rank_zero(work: Callable[[Callable[[], None]], T], world: World, every_s: float) -> T:
+    """Do something on rank 0 alone, and give the result to all.
+
+    The others do not wait longer for a word of it than a collective call may: ``work`` is given a
+    function to call again and again, which lets them know that it goes on. An error on rank 0
+    reaches them as the end of rank 0.
+
+    Args:
+        work: What to do.
+        world: The ranks; all of them call this.
+        every_s: Seconds between two words.
+    """
+    if world.size > 1 and not world.is_main:
+        while True:
+            done, value = world.broadcast((False, None))
+            if done:
+                return value  # type: ignore[return-value]
+    last = time.monotonic()
+
+    def alive() -> None:
+        nonlocal last
+        if world.size > 1 and time.monotonic() - last >= every_s:
+            world.broadcast((False, None))
+            last = time.monotonic()
+
+    value = work(alive)
+    world.broadcast((True, value))
+    return value

@@ -1,0 +1,85 @@
+"""How much memory a micro-batch takes: a model with four coefficients, fitted to trials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from itertools import product
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the memory of a micro-batch depends on.
+
+    Attributes:
+        frames: Encoder rows, the tail included.
+        tokens: Decoder rows, the tail included.
+        cells: Scores of all attentions and lattices; see `workload.cells`.
+    """
+
+    frames: int
+    tokens: int
+    cells: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """``peak = fixed + per_frame * frames + per_token * tokens + per_cell * cells``, in bytes.
+
+    No coefficient is negative. ``per_cell`` is 0 where every operation keeps its scores to itself,
+    as fused kernels do; ``fixed`` holds weights, moments, the libraries and the process.
+    """
+
+    fixed: float
+    per_frame: float
+    per_token: float
+    per_cell: float
+
+    @classmethod
+    def fit(cls, loads: Sequence[Load], peaks: Sequence[int]) -> MemoryModel:
+        """The non-negative least squares of trials.
+
+        Args:
+            loads: Of the trials; at least one.
+            peaks: Bytes of each.
+
+        Raises:
+            ValueError: There is no trial.
+        """
+        if not loads:
+            raise ValueError("`loads` must hold at least one trial, but is empty.")
+        matrix = np.array([(1, *astuple(load)) for load in loads], dtype=np.float64)
+        scale = np.maximum(matrix.max(axis=0), 1.0)
+        values = np.array(peaks, dtype=np.float64)
+        best: tuple[float, np.ndarray] | None = None
+        # Four coefficients have sixteen subsets: the exact solution is that of one of them.
+        for used in product((True, False), repeat=4):
+            columns = np.flatnonzero(used)
+            found = np.zeros(4)
+            if columns.size:
+                scaled = matrix[:, columns] / scale[columns]
+                found[columns] = np.linalg.lstsq(scaled, values, rcond=1e-9)[0]
+            if (found < 0).any():
+                continue
+            residual = float(np.square(matrix / scale @ found - values).sum())
+            # Of equals the one with fewer coefficients: those left out are not known to matter.
+            if best is None or residual <= best[0] * (1 + 1e-9):
+                best = residual, found / scale
+        assert best is not None
+        return cls(*best[1].tolist())
+
+    def predict(self, load: Load) -> int:
+        """Peak bytes."""
+        return round(
+            self.fixed
+            + self.per_frame * load.frames
+            + self.per_token * load.tokens
+            + self.per_cell * load.cells
+        )
+
+    def batch_size(self, one: Load, limit: float) -> int:
+        """How many utterances of this load each stay within ``limit`` bytes; at least 0."""
+        each = self.predict(one) - self.predict(Load(0, 0, 0))
+        return max(0, int((limit - self.fixed) // max(each, 1)))

@@ -1,0 +1,310 @@
+"""From a few trials to the budget that trains fastest, or to the largest that fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from effasr.data.sampling.bucket_table import BucketTable
+from effasr.model.asr import ModelConfig
+from effasr.training.calibration.memory_model import Load, MemoryModel
+from effasr.training.calibration.settings import CalibrationConfig
+from effasr.training.calibration.speed_model import SpeedModel
+from effasr.training.calibration.trial import Measurement
+from effasr.training.calibration.workload import Population, Workload, cells
+from effasr.training.memory import gib
+from effasr.training.recovery import OutOfMemory
+
+LimitedBy = Literal["memory", "throughput", "corpus"]
+Measure = Callable[[Workload], Measurement]
+
+_FIRST = 512
+"""Frames of the first trial, where the corpus allows; the second has `_GROWTH` times as many."""
+_GROWTH = 4
+_TIMED = 3
+_STEP = 16
+"""Budgets are multiples of this, where the longest utterance allows."""
+_MOST_TRIALS = 12
+_LEAST_STEPS = 10
+"""Steps that an epoch is to have: with fewer, what its last one lacks is much of it."""
+_BACK_OFF = 0.85
+"""What is left of a budget that does not fit, although it should."""
+_NEAR = 1.05
+"""A budget that differs by less from one that was tried is not worth another trial."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A measurement, and of what.
+
+    Attributes:
+        load: What its memory depends on.
+        purpose: What it was to tell.
+        measured: What it told.
+        predicted_bytes: What was expected of it; None where nothing was.
+    """
+
+    load: Load
+    purpose: str
+    measured: Measurement
+    predicted_bytes: int | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Of the prediction: 0.01 is 1 % too much."""
+        if self.predicted_bytes is None or not self.measured.fits:
+            return None
+        return self.predicted_bytes / self.measured.peak_bytes - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search came to.
+
+    Attributes:
+        frame_budget: To train with.
+        largest: The largest frame budget that is predicted to fit.
+        limited_by: What keeps ``frame_budget`` from being larger.
+        memory: The model of memory.
+        speed: The model of time.
+        trials: In their order.
+    """
+
+    frame_budget: int
+    largest: int
+    limited_by: LimitedBy
+    memory: MemoryModel
+    speed: SpeedModel
+    trials: tuple[Trial, ...]
+
+    @property
+    def replay(self) -> Trial:
+        """The trial of the chosen budget."""
+        *_, last = (
+            trial
+            for trial in self.trials
+            if trial.load.frames == self.frame_budget and trial.predicted_bytes is not None
+        )
+        return last
+
+
+@dataclass(slots=True)
+class Search:
+    """Looks for a frame budget.
+
+    Attributes:
+        population: The corpus.
+        model: Architecture.
+        settings: What to aim at.
+        target: Bytes that must not be exceeded.
+        micro_batches: Of a global step: a budget that steps cannot fill is of no use.
+        measure: Runs a trial.
+        note: Told of each trial, in words.
+    """
+
+    population: Population
+    model: ModelConfig
+    settings: CalibrationConfig
+    target: int
+    micro_batches: int
+    measure: Measure
+    note: Callable[[str], None] = lambda text: None
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def limit(self) -> float:
+        """What a predicted peak must not exceed."""
+        return self.target * (1 - self.settings.margin)
+
+    def run(self) -> Found:
+        """Search.
+
+        Raises:
+            OutOfMemory: There is no budget that fits.
+        """
+        self._first_trials()
+        while True:
+            memory, speed = self._memory(), self._speed()
+            largest = self._largest(memory)
+            wanted, reason = self._choose(speed, largest)
+            replay = self._replayed(wanted)
+            if replay is None and len(self.trials) < _MOST_TRIALS:
+                self._try(wanted, "replay", predicted=True)
+                continue
+            # Timings may be too restless to settle; what was replayed fits all the same.
+            replay = self._best_replay() if replay is None else replay
+            if replay is None:
+                raise OutOfMemory(
+                    f"{_MOST_TRIALS} trials found no budget that stays below {gib(self.target)}: "
+                    "give data.frame_budget a number, or training more memory."
+                )
+            return Found(replay.load.frames, largest, reason, memory, speed, tuple(self.trials))
+
+    def _first_trials(self) -> None:
+        """Trials that tell the coefficients apart."""
+        longest = self.population.longest
+        frames = self._rounded(min(max(_FIRST, 2 * longest), self._cap))
+        while not self._try(frames, "small").measured.fits:
+            if frames == longest:
+                tokens = self.population.shape(frames).token_budget
+                raise OutOfMemory(
+                    f"a micro-batch of {frames} frames, as many as the longest utterance has, and "
+                    f"{tokens} tokens does not fit in {gib(self.target)} "
+                    f"({self.trials[-1].measured.reason}): lower data.max_duration, give training "
+                    "more memory, or train a smaller model."
+                )
+            frames = self._rounded(max(longest, frames // 2))
+        larger = self._rounded(min(_GROWTH * frames, self._cap))
+        while larger > frames and not self._try(larger, "larger").measured.fits:
+            middle = math.isqrt(larger * frames)
+            larger = self._rounded(middle) if middle > 1.2 * frames else frames
+        self._try(larger, "more tokens", tokens=2.0)
+        self._try(larger, "shortest utterances", kind="shortest")
+
+    def _try(
+        self,
+        frames: int,
+        purpose: str,
+        *,
+        predicted: bool = False,
+        tokens: float = 1.0,
+        kind: Literal["longest", "shortest"] = "longest",
+    ) -> Trial:
+        work = self.population.workload(frames, batches=_TIMED, kind=kind, tokens=tokens)
+        load = load_of(work, self.model)
+        expected = self._memory().predict(load) if predicted else None
+        trial = Trial(load, purpose, self.measure(work), expected)
+        self.trials.append(trial)
+        self.note(describe(trial))
+        return trial
+
+    def _memory(self) -> MemoryModel:
+        fitting = [trial for trial in self.trials if trial.measured.fits]
+        return MemoryModel.fit(
+            [trial.load for trial in fitting], [trial.measured.peak_bytes for trial in fitting]
+        )
+
+    def _speed(self) -> SpeedModel:
+        usual = [trial for trial in self.trials if trial.measured.fits and _is_usual(trial)]
+        return SpeedModel.fit(
+            [trial.load.frames for trial in usual], [trial.measured.seconds for trial in usual]
+        )
+
+    @property
+    def _cap(self) -> int:
+        """Frames of which the corpus has enough for `_LEAST_STEPS` steps of an epoch."""
+        total = self.population.total_frames
+        return max(self.population.longest, total // (_LEAST_STEPS * self.micro_batches))
+
+    def _largest(self, memory: MemoryModel) -> int:
+        """The largest budget whose longest utterances together are predicted to fit."""
+        failed = [trial.load.frames for trial in self.trials if self._failed(trial)]
+        low, high = self.population.longest, self._cap
+        if failed:
+            high = max(low, min(high, round(_BACK_OFF * min(failed))))
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._predict(memory, middle) <= self.limit:
+                low = middle
+            else:
+                high = middle - 1
+        return self._rounded(low)
+
+    def _failed(self, trial: Trial) -> bool:
+        """Whether a budget as training would have it proved too large."""
+        if not _is_usual(trial):
+            return False
+        return not trial.measured.fits or trial.measured.peak_bytes > self.target
+
+    def _predict(self, memory: MemoryModel, frames: int) -> int:
+        """Of the longest utterances together, whose scores grow with the budget."""
+        shape = self.population.shape(frames)
+        usual = [trial for trial in self.trials if _is_usual(trial)][-1]
+        scores = round(usual.load.cells * frames / usual.load.frames)
+        return memory.predict(Load(frames, shape.token_budget, scores))
+
+    def _choose(self, speed: SpeedModel, largest: int) -> tuple[int, LimitedBy]:
+        """The budget that the settings ask for, and why no larger one."""
+        reason: LimitedBy = "corpus" if largest >= self._rounded(self._cap) else "memory"
+        if self.settings.objective == "memory":
+            return largest, reason
+        rates = {
+            frames: filled * frames / speed.predict(frames)
+            for frames, filled in self._candidates(largest).items()
+        }
+        enough = (1 - self.settings.tolerance) * max(rates.values())
+        chosen = min(frames for frames, rate in rates.items() if rate >= enough)
+        return chosen, reason if chosen == largest else "throughput"
+
+    def _candidates(self, largest: int) -> dict[int, float]:
+        """Budgets up to the largest, and which share of each utterances fill."""
+        count = max(2, math.ceil(math.log(largest / self.population.longest, 1.1)) + 1)
+        ratio = (largest / self.population.longest) ** (1 / (count - 1))
+        budgets = {self._rounded(round(self.population.longest * ratio**n)) for n in range(count)}
+        filled, found = 0.0, {}
+        for budget in sorted(budgets | {largest}):
+            # A large budget is filled; to plan for it would take long, and tell nothing.
+            filled = filled if filled > 0.995 else self._fill(budget)
+            found[budget] = filled
+        return found
+
+    def _fill(self, budget: int) -> float:
+        planned = self.population.planned(self.population.shape(budget))
+        return sum(f for lengths in planned for f, _ in lengths) / (budget * len(planned))
+
+    def _replayed(self, wanted: int) -> Trial | None:
+        """A replay that fits, and is near enough to what is wanted."""
+        for trial in reversed(self._replays()):
+            frames = trial.load.frames
+            if max(frames, wanted) <= _NEAR * min(frames, wanted):
+                return trial
+        return None
+
+    def _best_replay(self) -> Trial | None:
+        is_fastest = self.settings.objective == "throughput"
+        return max(
+            self._replays(),
+            key=lambda trial: trial.measured.speed if is_fastest else trial.load.frames,
+            default=None,
+        )
+
+    def _replays(self) -> list[Trial]:
+        """Those that fit."""
+        return [t for t in self.trials if t.purpose == "replay" and not self._failed(t)]
+
+    def _rounded(self, frames: int) -> int:
+        return max(frames - frames % _STEP, min(frames, self.population.longest))
+
+
+def load_of(work: Workload, model: ModelConfig) -> Load:
+    """What the peak memory of a trial depends on."""
+    largest = max(cells(lengths, model) for lengths in [*work.timed, work.extreme])
+    return Load(work.shape.frame_budget, work.shape.token_budget, largest)
+
+
+def bucket_sizes(
+    table: BucketTable, memory: MemoryModel, model: ModelConfig, limit: float
+) -> BucketTable:
+    """The table with the largest batches that fit, computed as padded: every one of the longest."""
+    sizes = []
+    for frames, tokens in table.bins:
+        one = Load(frames, tokens, cells([(frames, tokens)], model))
+        sizes.append(max(1, memory.batch_size(one, limit)))
+    return BucketTable(table.bins, tuple(sizes))
+
+
+def describe(trial: Trial) -> str:
+    """One line for a person."""
+    text = f"{trial.load.frames} frames, {trial.load.tokens} tokens ({trial.purpose}): "
+    if not trial.measured.fits:
+        return f"{text}does not fit"
+    text += f"{gib(trial.measured.peak_bytes)}"
+    if trial.error is not None:
+        text += f" (predicted {100 * trial.error:+.1f} %)"
+    return f"{text}, {trial.measured.speed:.0f} s of audio per second"
+
+
+def _is_usual(trial: Trial) -> bool:
+    return trial.purpose in ("small", "larger", "replay")

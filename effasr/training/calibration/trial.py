@@ -1,0 +1,224 @@
+"""One trial: a few steps of training in a process of its own, whose death is a result, too.
+
+``python -m effasr.training.calibration.trial PARENT`` reads a request from standard input, as JSON,
+and writes what it measured to standard output. It ends with its parent, whose process id is given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from effasr import config as configuration
+from effasr.data.batch import StaticShape
+from effasr.distributed.process_group import World
+from effasr.training import assembly
+from effasr.training.calibration.workload import Workload, batch_of
+from effasr.training.config import TrainConfig
+from effasr.training.recovery import Failure, OutOfMemory, attempt
+from effasr.training.step import Trainee, train_step
+from effasr_kernels import allow_reference_on_gpu
+
+_PR_SET_PDEATHSIG = 1
+"""From Linux's <sys/prctl.h>."""
+
+_FIELDS_OF_SHAPE = (
+    "frame_budget",
+    "token_budget",
+    "max_sequences",
+    "longest_frames",
+    "longest_tokens",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to try.
+
+    Attributes:
+        config: The run, resolved, as a mapping.
+        vocab_size: Of its tokenizer.
+        device: Such as ``cuda:0``.
+        limit_bytes: Memory that the process, or the GPU with all that is on it, may take.
+        micro_batches: Of a step: with two, the gradients of the first are held during the second.
+        workload: The batches.
+    """
+
+    config: Mapping[str, Any]
+    vocab_size: int
+    device: str
+    limit_bytes: int
+    micro_batches: int
+    workload: Workload
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        """The inverse of `to_json`."""
+        content = json.loads(text)
+        work = content.pop("workload")
+        shape = StaticShape(**{name: work["shape"][name] for name in _FIELDS_OF_SHAPE})
+        timed = [[(f, u) for f, u in lengths] for lengths in work["timed"]]
+        extreme = [(f, u) for f, u in work["extreme"]]
+        return cls(**content, workload=Workload(shape, timed, extreme))
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a trial came to.
+
+    Attributes:
+        fits: Whether there was enough memory.
+        peak_bytes: Most memory ever taken, as ``limit_bytes`` counts it; 0 where it did not fit.
+        tensor_bytes: Of a GPU: most that tensors took of it; elsewhere as ``peak_bytes``.
+        seconds: Least time of a micro-batch, its part of the update included; 0 likewise. The
+            least, because what else the machine does can only make it longer.
+        audio_seconds: Mean duration of a timed micro-batch.
+        reason: Why it did not fit.
+    """
+
+    fits: bool
+    peak_bytes: int = 0
+    tensor_bytes: int = 0
+    seconds: float = 0.0
+    audio_seconds: float = 0.0
+    reason: str = ""
+
+    @property
+    def speed(self) -> float:
+        """Useful audio seconds per second."""
+        return self.audio_seconds / self.seconds if self.seconds else 0.0
+
+
+def main() -> int:
+    """Obey the request on standard input."""
+    _end_with_parent(int(sys.argv[1]))
+    request = Request.from_json(sys.stdin.read())
+    # Libraries may write to standard output, which is for the result alone.
+    out = os.dup(1)
+    os.dup2(2, 1)
+    result = attempt(lambda: run(request))
+    if isinstance(result, Failure):
+        result = Measurement(fits=False, reason=result.reason)
+    os.write(out, (json.dumps(asdict(result)) + "\n").encode())
+    return 0
+
+
+def run(request: Request) -> Measurement:
+    """Train for a few steps on the batches of the request.
+
+    Raises:
+        RuntimeError: There is not enough memory; or something else is wrong.
+    """
+    device = torch.device(request.device)
+    config = configuration.from_mapping(TrainConfig, request.config)
+    if config.training.threads is not None:
+        torch.set_num_threads(config.training.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    allow_reference_on_gpu()
+    _limit(device, request.limit_bytes)
+    model = assembly.build_model(config, request.vocab_size, None, device)
+    trainee = assembly.build_trainee(config, model, World(0, 1, device))
+    work = request.workload
+    seconds, audio = [], []
+    for step, lengths in enumerate([work.timed[0], *work.timed, work.extreme]):
+        batch = batch_of(lengths, work.shape, request.vocab_size, step)
+        batches = [batch] * request.micro_batches
+        taken = _timed_step(trainee, batches, step, device)
+        # The first makes moments and chooses algorithms, the last is no usual batch.
+        if 0 < step <= len(work.timed):
+            seconds.append(taken / len(batches))
+            audio.append(batch.audio_seconds)
+    tensors, peak = _peaks(device)
+    return Measurement(
+        fits=True,
+        peak_bytes=peak,
+        tensor_bytes=tensors,
+        seconds=min(seconds),
+        audio_seconds=statistics.mean(audio),
+    )
+
+
+def _timed_step(trainee: Trainee, batches: list, step: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    *_, splits = train_step(trainee, batches, step).values.read()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if splits:
+        raise OutOfMemory("a micro-batch had to be split")
+    return time.perf_counter() - started
+
+
+def _limit(device: torch.device, limit: int) -> None:
+    """Let memory end where the target does, so that a trial takes none that is not its own."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free
+        share = max(min((limit - others) / total, 1.0), 1e-6)
+        torch.cuda.set_per_process_memory_fraction(share, device)
+        return
+    # The kernel's limit is on what the process has asked for, used or not, without the libraries,
+    # which are files: so it is told by how much that may grow.
+    wanted = max(_status("VmData") + limit - _status("VmRSS"), 1)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
+
+def _peaks(device: torch.device) -> tuple[int, int]:
+    """Most bytes of tensors, and most in all: of the GPU everything that is on it."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        outside = total - free - torch.cuda.memory_reserved(device)
+        reserved = torch.cuda.max_memory_reserved(device)
+        return torch.cuda.max_memory_allocated(device), reserved + outside
+    peak = _high_water_mark()
+    return peak, peak
+
+
+def _high_water_mark() -> int:
+    """Most memory that this process held; of it alone, where Linux tells."""
+    # Elsewhere it may be inherited from the process that started this one.
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _status(name: str) -> int:
+    """Bytes of a line of Linux's account of this process; 0 where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _end_with_parent(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the process that wanted to know is gone")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

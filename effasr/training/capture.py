@@ -1,0 +1,188 @@
+"""Hands some steps of a run to a profiler, and keeps it away from all others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from effasr import ranges
+from effasr.distributed.process_group import World
+
+log = logging.getLogger(__name__)
+
+Tool = Literal["none", "nsys", "kineto"]
+
+PROFILE_FOLDER = "profile"
+"""Where in a run directory the recordings are."""
+
+_MEMORY_EVENTS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileConfig:
+    """Which steps are profiled, and how.
+
+    Attributes:
+        tool: ``nsys``: the run was started by ``profiling/nsys_train.sh``, and the steps are its
+            capture range. ``kineto``: torch's own profiler, which writes
+            ``profile/rankN.json.gz`` to the run directory. They cannot be used together.
+        first_step: The first step that is recorded; by then caches should be warm.
+        steps: How many are recorded.
+        ranges: Library of the ranges under nsys; see `effasr.ranges.enable`.
+        layers: Also record which operator of the forward each kernel of the backward belongs to.
+            It slows the host, so times are those of a run without it.
+        memory: Also record every allocation of the GPU, up to the last recorded step or the
+            first that runs out of memory, to ``profile/rankN_memory.pickle``, which
+            https://pytorch.org/memory_viz shows.
+    """
+
+    tool: Tool = "none"
+    first_step: int = 20
+    steps: int = 5
+    ranges: Literal["torch", "nvtx"] = "torch"
+    layers: bool = False
+    memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tool not in get_args(Tool):
+            raise ValueError(
+                f"`tool` must be one of {', '.join(get_args(Tool))}, but is {self.tool!r}."
+            )
+        if self.ranges not in ("torch", "nvtx"):
+            raise ValueError(f"`ranges` must be torch or nvtx, but is {self.ranges!r}.")
+        if self.first_step < 0:
+            raise ValueError(f"`first_step` must be at least 0, but is {self.first_step}.")
+        if self.steps < 1:
+            raise ValueError(
+                f"`steps` must be at least 1, but is {self.steps}: tool=none turns profiling off."
+            )
+
+
+class Capture:
+    """Switches a profiler on for the configured steps, and off after them.
+
+    Args:
+        config: Which steps.
+        world: Of this rank.
+        folder: For what is written; it is made when something is.
+
+    Raises:
+        ValueError: What is asked for needs a GPU, and there is none.
+    """
+
+    def __init__(self, config: ProfileConfig, world: World, folder: Path) -> None:
+        self._config = config
+        self._world = world
+        self._folder = folder
+        self._on = ExitStack()
+        self._recording = False
+        self._last = config.first_step + config.steps - 1
+        self._profiler: torch.profiler.profile | None = None
+        on_gpu = world.device.type == "cuda"
+        if config.memory and not on_gpu:
+            raise ValueError(
+                "`training.profile.memory` must be false without a GPU, whose allocations it "
+                "records, but is true."
+            )
+        if config.tool == "nsys" and not on_gpu:
+            raise ValueError(
+                "`training.profile.tool` must be kineto or none without a GPU, but is nsys."
+            )
+        if config.memory:
+            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS, stacks="python")
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Surrounds a step, given its number from 0; records it if it is one of those wanted."""
+        if self._config.tool != "none":
+            self._begin(step)
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self._dump_memory()
+            raise
+        if self._profiler is not None:
+            self._profiler.step()
+        if step == self._last:
+            self.close()
+            self._dump_memory()
+
+    def close(self) -> None:
+        """Stop recording, if steps are being recorded; what was recorded is kept."""
+        if not self._recording:
+            return
+        self._recording = False
+        self._synchronize()
+        self._on.close()
+        self._profiler = None
+
+    def _begin(self, step: int) -> None:
+        config = self._config
+        # Kineto's own first step is for warming up, and is not written.
+        first = config.first_step - (config.tool == "kineto")
+        if self._recording or not max(first, 0) <= step <= self._last:
+            return
+        self._recording = True
+        self._synchronize()
+        if config.tool == "kineto":
+            self._start_kineto(step)
+        else:
+            self._start_nsys()
+
+    def _start_nsys(self) -> None:
+        ranges.enable(self._config.ranges)
+        self._on.callback(ranges.disable)
+        runtime: Any = torch.cuda.cudart()
+        runtime.cudaProfilerStart()
+        self._on.callback(runtime.cudaProfilerStop)
+        if self._config.layers:
+            self._on.enter_context(torch.autograd.profiler.emit_nvtx())
+
+    def _start_kineto(self, step: int) -> None:
+        ranges.enable("kineto")
+        self._on.callback(ranges.disable)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._world.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profiler = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(
+                wait=0,
+                warmup=1,
+                active=self._last - max(step, self._config.first_step) + 1,
+                repeat=1,
+            ),
+            on_trace_ready=self._write,
+            record_shapes=self._config.layers,
+        )
+        self._profiler = self._on.enter_context(profiler)
+        if step >= self._config.first_step:
+            # No step is left to warm up in.
+            profiler.step()
+
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank{self._world.rank}.json.gz"
+        unfinished = path.with_name(f"unfinished_{path.name}")
+        profiler.export_chrome_trace(str(unfinished))
+        unfinished.replace(path)
+        log.info("profile of %d steps: %s", self._config.steps, path)
+
+    def _dump_memory(self) -> None:
+        """Write the history of allocations, once."""
+        if not self._config.memory:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank{self._world.rank}_memory.pickle"
+        if not path.exists():
+            torch.cuda.memory._dump_snapshot(str(path))
+
+    def _synchronize(self) -> None:
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)

@@ -1,0 +1,95 @@
+"""How much of a GPU's arithmetic a step uses: model FLOPs utilisation (MFU)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from effasr.data.batch import Batch
+from effasr.data.sampling.cost import CostModel
+
+FORWARD_AND_BACKWARD = 3
+"""Products of the backward are two for each of the forward."""
+
+_PEAKS = (
+    ("GB200", 2500e12),
+    ("B200", 2250e12),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("GH200", 989e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("A40", 150e12),
+    ("A30", 165e12),
+    ("A10", 125e12),
+    ("L4", 121e12),
+    ("RTX 4090", 165e12),
+    ("RTX 3090", 71e12),
+    ("V100", 125e12),
+    ("T4", 65e12),
+)
+"""Dense bfloat16 (float16 before Ampere) FLOP/s that NVIDIA states; the first name that fits."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """What the GPU computes a second at most, without sparsity; None for a CPU or an unknown one.
+
+    References:
+        NVIDIA's data sheets, https://www.nvidia.com/en-us/data-center/.
+    """
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of(name: str) -> float | None:
+    """Likewise, of a name such as ``NVIDIA H200``."""
+    words = name.replace("-", " ").split()
+    for model, flops in _PEAKS:
+        if all(word in words for word in model.split()):
+            return flops
+    return None
+
+
+def work_of(
+    batches: Sequence[Batch], cost: CostModel, text_cost: CostModel | None = None
+) -> tuple[float, float]:
+    """FLOPs of a training step on these micro-batches, on the host: useful ones, and computed.
+
+    Useful is what the utterances need, each of its own length. Computed adds what padding costs: a
+    tail of rows that belong to no utterance, which attends to nothing, or the silence by which
+    utterances are extended.
+
+    Args:
+        batches: Their lengths are known on the host.
+        cost: Of the model.
+        text_cost: Of the model with its text encoder, for text-only micro-batches.
+
+    Raises:
+        ValueError: There is such a micro-batch, but ``text_cost`` is None.
+    """
+    speech_cost, useful, computed = cost, 0.0, 0.0
+    for batch in batches:
+        cost = speech_cost
+        if batch.source is not None:
+            if text_cost is None:
+                raise ValueError("`text_cost` must be given for text-only batches, but is None.")
+            cost = text_cost
+        frames, tokens = _lengths(batch.frames.lengths), _lengths(batch.tokens.layout.lengths)
+        computed += _sum(cost, frames, tokens)
+        computed += cost.frame * (batch.frames.rows - int(frames.sum()))
+        computed += cost.token * (batch.tokens.layout.rows - int(tokens.sum()))
+        useful += _sum(cost, _lengths(batch.frame_lengths), _lengths(batch.token_lengths))
+    return FORWARD_AND_BACKWARD * useful, FORWARD_AND_BACKWARD * computed
+
+
+def _lengths(lengths: Sequence[int]) -> np.ndarray:
+    return np.asarray(lengths, dtype=np.int64)
+
+
+def _sum(cost: CostModel, frames: np.ndarray, tokens: np.ndarray) -> float:
+    return float(cost.of(frames, tokens).sum(dtype=np.float64))

@@ -1,0 +1,85 @@
+"""`effasr calibrate`, with a known machine in the place of trials."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from effasr import config as configuration
+from effasr.training.calibration import calibrate
+from effasr.training.calibration.memory_model import MemoryModel
+from effasr.training.calibration.search import load_of
+from effasr.training.calibration.trial import Measurement
+from effasr.training.config import TrainConfig
+
+MEMORY = MemoryModel(1e8, 1e5, 1e4, 10.0)
+
+
+@pytest.fixture(autouse=True)
+def trials(tmp_path, monkeypatch) -> list:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    seen = []
+
+    def measure(request, *, alive: Callable[[], None]) -> Measurement:
+        del alive
+        seen.append(request)
+        config = configuration.from_mapping(TrainConfig, request.config)
+        peak = MEMORY.predict(load_of(request.workload, config.model))
+        if peak > request.limit_bytes:
+            return Measurement(fits=False, reason="out of memory")
+        frames = request.workload.shape.frame_budget
+        return Measurement(True, peak, peak, 1e-3 + 1e-4 * frames, 0.08 * frames)
+
+    monkeypatch.setattr(calibrate, "measure", measure)
+    return seen
+
+
+def test_what_it_shows_is_what_training_takes(effasr, workplace, tmp_path, train, trials) -> None:
+    done = effasr("calibrate", workplace.recipe, "--target-bytes", "200000000")
+    assert done.code == 0
+    assert done.out.startswith("frame budget ")
+    assert "(predicted " in done.err
+    assert "data.frame_budget=auto calibration.target_bytes=200000000" in done.out
+    count = len(trials)
+    one = ("training.max_steps=1", "data.frame_budget=auto", "calibration.target_bytes=200000000")
+    trained = train(*one)
+    assert trained.code == 0, trained.err
+    assert len(trials) == count
+    budget = next(line for line in done.out.splitlines() if line.startswith("frame budget"))
+    written = configuration.load(TrainConfig, tmp_path / "runs" / "first" / "config.yaml")
+    assert budget.split()[2] == str(written.data.frame_budget)
+
+
+def test_json_is_the_file(effasr, workplace, tmp_path) -> None:
+    done = effasr("calibrate", workplace.recipe, "--objective", "memory", "--json")
+    content = json.loads(done.out)
+    assert content["frame_budget"] >= 1
+    assert content["made_for"]["calibration"]["objective"] == "memory"
+    (path,) = (tmp_path / "cache").rglob(f"{content['fingerprint']}.json")
+    assert json.loads(path.read_text()) == content
+    assert all(len(row) == 3 for row in content["bucket_batch_sizes"])
+
+
+def test_it_tries_anew_each_time(effasr, workplace, trials) -> None:
+    counts = []
+    for _ in range(2):
+        assert effasr("calibrate", workplace.recipe).code == 0
+        counts.append(len(trials))
+    assert counts[1] == 2 * counts[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "line"),
+    [
+        (("--target-bytes", "1000"), 1, "does not fit in 0.0 MiB"),
+        (("--target-share", "1.5"), 2, "`target_share` must be above 0 and at most 1"),
+        (("--target-bytes", "9e9x"), 2, "`calibration.target_bytes` must be an integer or null"),
+        (("--objective", "speed"), 2, "argument --objective: invalid choice: 'speed'"),
+        (("data.frames=3",), 2, "`data.frames` is no field"),
+    ],
+)
+def test_errors_are_one_line(effasr, workplace, arguments, code, line) -> None:
+    failed = effasr("calibrate", workplace.recipe, *arguments)
+    assert failed.code == code
+    assert line in failed.err.splitlines()[-1]
+    assert "Traceback" not in failed.err

@@ -1,0 +1,140 @@
+"""The search, on machines whose memory and speed are known."""
+
+import dataclasses
+
+import pytest
+
+from effasr.data.sampling.bucket_table import BucketTable
+from effasr.training.calibration.memory_model import Load, MemoryModel
+from effasr.training.calibration.search import Search, bucket_sizes, describe
+from effasr.training.calibration.settings import CalibrationConfig
+from effasr.training.calibration.speed_model import SpeedModel
+from effasr.training.calibration.workload import Population, cells
+from effasr.training.recovery import OutOfMemory
+from tests.training.calibration.conftest import MODEL, lengths
+
+MEMORY = MemoryModel(2e9, 4e5, 2e5, 20.0)
+STREAMING = MemoryModel(2e9, 4e5, 2e5, 0.0)
+SPEED = SpeedModel(0.02, 1e-5)
+
+
+def search(population, measure, target: float, note=lambda text: None, **settings) -> Search:
+    return Search(population, MODEL, CalibrationConfig(**settings), int(target), 1, measure, note)
+
+
+@pytest.fixture
+def endless(population):
+    """A corpus whose size sets no limit."""
+    total = 10_000 * population.total_frames
+    return dataclasses.replace(population, total_frames=total)
+
+
+@pytest.mark.parametrize("memory", [MEMORY, STREAMING])
+@pytest.mark.parametrize("target", [4e9, 16e9])
+def test_the_largest_that_fits(endless, machine, memory, target) -> None:
+    measure = machine(memory, SPEED, target)
+    found = search(endless, measure, target, objective="memory", margin=0.05).run()
+    assert found.limited_by == "memory"
+    peak = found.replay.measured.peak_bytes
+    assert 0.93 * target < peak <= 0.951 * target
+    assert abs(found.replay.error) < 0.01
+    assert len(found.trials) <= 7
+    assert found.frame_budget % 16 == 0
+
+
+def test_the_smallest_that_is_nearly_the_fastest(endless, machine) -> None:
+    """Speed: F / (0.02 + 1e-5 F): 98 % of the best is far below what fits."""
+    measure = machine(STREAMING, SPEED, 80e9)
+    found = search(endless, measure, 80e9, tolerance=0.02).run()
+    assert found.limited_by == "throughput"
+    largest = found.largest
+    best = largest / SPEED.predict(largest)
+    assert 150_000 < largest < 190_000
+    chosen = found.frame_budget / SPEED.predict(found.frame_budget)
+    assert 0.975 * best < chosen < 0.99 * best
+    assert found.frame_budget < 0.6 * largest
+    # Half the tolerance needs a larger one.
+    strict = search(endless, measure, 80e9, tolerance=0.01).run()
+    assert strict.frame_budget > 1.3 * found.frame_budget
+
+
+def test_a_small_memory_decides_before_speed_does(endless, machine) -> None:
+    found = search(endless, machine(STREAMING, SPEED, 2.6e9), 2.6e9).run()
+    assert found.limited_by == "memory"
+    assert found.replay.measured.peak_bytes <= 2.6e9
+
+
+def test_a_small_corpus_decides_before_both(population, machine) -> None:
+    few = Population.of(lengths(600))
+    found = search(few, machine(STREAMING, SPEED, 80e9), 80e9, tolerance=0.001).run()
+    assert found.limited_by == "corpus"
+    tenth = few.total_frames // 10
+    assert tenth - 16 < found.frame_budget <= tenth
+
+
+def test_trials_that_do_not_fit_are_results(endless, machine) -> None:
+    """Already the second of the first trials is too large."""
+    measure = machine(STREAMING, SPEED, 2.35e9)
+    notes: list[str] = []
+    found = search(endless, measure, 2.35e9, notes.append, objective="memory").run()
+    assert not found.trials[1].measured.fits
+    assert "does not fit" in describe(found.trials[1])
+    assert 0.9 * 2.35e9 < found.replay.measured.peak_bytes <= 2.35e9
+    assert notes == [describe(trial) for trial in found.trials]
+
+
+def test_a_machine_that_is_worse_than_predicted_gets_less(endless, machine) -> None:
+    """Memory grows faster than linearly: the replay at the first choice does not fit."""
+    plain = machine(STREAMING, SPEED, 1e15)
+
+    def worse(work):
+        measured = plain(work)
+        extra = 1.0 + (work.shape.frame_budget / 30_000) ** 2
+        peak = round(measured.peak_bytes * extra)
+        if peak > 16e9:
+            return dataclasses.replace(measured, fits=False, peak_bytes=0)
+        return dataclasses.replace(measured, peak_bytes=peak)
+
+    found = search(endless, worse, 16e9, objective="memory").run()
+    assert any(t.purpose == "replay" and not t.measured.fits for t in found.trials)
+    assert found.replay.measured.fits
+    assert found.replay.measured.peak_bytes <= 16e9
+
+
+def test_restless_timings_come_to_an_end(endless, machine) -> None:
+    measure = machine(STREAMING, SpeedModel(0.0, 1e-5), 16e9, noise=1.0)
+    found = search(endless, measure, 16e9).run()
+    assert len(found.trials) <= 12
+    assert found.replay.measured.peak_bytes <= 16e9
+
+
+def test_where_not_even_one_utterance_fits(endless, machine) -> None:
+    with pytest.raises(OutOfMemory, match=r"of 200 frames, as many as the longest .* has, and"):
+        search(endless, machine(STREAMING, SPEED, 1e9), 1e9).run()
+
+
+def test_the_bucket_table_fits_and_is_full(population) -> None:
+    shape = population.shape(4000)
+    bins = BucketTable.derive(population.lengths, shape, 6)
+    table = bucket_sizes(bins, MEMORY, MODEL, 8e9)
+    assert table.bins == bins.bins
+    for (frames, tokens), size in zip(table.bins, table.batch_sizes, strict=True):
+        peaks = [
+            MEMORY.predict(Load(frames * n, tokens * n, cells([(frames, tokens)] * n, MODEL)))
+            for n in (size, size + 1)
+        ]
+        assert peaks[0] <= 8e9 * 1.0001 < peaks[1] * 1.001
+    assert table.batch_sizes[0] > 3 * table.batch_sizes[-1]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"target_share": 0.0}, "`target_share` must be above 0"),
+        ({"target_bytes": 0}, "`target_bytes` must be at least 1"),
+        ({"margin": 1.0}, r"`margin` must lie in \[0, 1\)"),
+    ],
+)
+def test_settings_are_checked(setting, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        CalibrationConfig(**setting)

@@ -1,0 +1,183 @@
+"""`data.frame_budget: auto`, from the recipe to the run; and where calibrations are kept."""
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from effasr import config as configuration
+from effasr.data.sampling.bucket_table import BucketTable
+from effasr.distributed.process_group import World
+from effasr.training import assembly
+from effasr.training.calibration import calibrate as module
+from effasr.training.calibration import store
+from effasr.training.calibration.calibrate import read_population, settle, target_bytes
+from effasr.training.calibration.memory_model import MemoryModel
+from effasr.training.calibration.search import load_of
+from effasr.training.calibration.settings import CalibrationConfig
+from effasr.training.calibration.speed_model import SpeedModel
+from effasr.training.calibration.trial import Measurement
+from effasr.training.config import TrainConfig
+from effasr.training.memory import total_bytes
+from effasr.training.objective import LossConfig
+from effasr.training.run_directory import read_lines
+from effasr.training.trainer import run
+from tests.training.ranks import run_ranks
+
+ALONE = World(0, 1, torch.device("cpu"))
+AUTO = {"frame_budget": "auto", "micro_batches": 1}
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """A machine in the place of processes: what it was asked for."""
+    seen = []
+    memory, speed = MemoryModel(1e8, 1e5, 1e4, 10.0), SpeedModel(1e-3, 1e-4)
+
+    def measure(request, *, alive):
+        seen.append(request)
+        alive()
+        config = configuration.from_mapping(TrainConfig, request.config)
+        peak = memory.predict(load_of(request.workload, config.model))
+        if peak > request.limit_bytes:
+            return Measurement(fits=False, reason="out of memory")
+        frames = request.workload.shape.frame_budget
+        return Measurement(True, peak, peak, speed.predict(frames), 0.08 * frames)
+
+    monkeypatch.setattr(module, "measure", measure)
+    return seen
+
+
+def test_training_finds_the_budget_and_writes_it_down(
+    make_config, trials, tmp_path, cache, caplog
+) -> None:
+    caplog.set_level(logging.WARNING)
+    config = make_config(data=AUTO, training={"max_steps": 2})
+    assert run(config) == 0
+    written = configuration.load(TrainConfig, tmp_path / "run" / "config.yaml")
+    budget = written.data.frame_budget
+    assert isinstance(budget, int)
+    assert (written.data.token_budget, written.data.max_sequences) != (None, None)
+    count = len(trials)
+    assert 4 <= count <= 12
+    assert "there is no calibration for this machine" in caplog.text
+    (line, *_) = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert line["padding_frames"] < 0.5
+    # It goes on with what it began with, and another run finds it.
+    assert run(replace(config, training=replace(config.training, max_steps=3))) == 0
+    for file in cache.iterdir():
+        if not file.name.endswith(".buckets.json"):
+            kept = json.loads(file.read_text())
+    assert kept["frame_budget"] == budget
+    caplog.clear()
+    assert run(replace(config, name="other")) == 0
+    assert f"data.frame_budget is {budget}" in caplog.text
+    assert "as calibrated before" in caplog.text
+    assert len(trials) == count
+
+
+def test_a_number_is_left_alone(make_config, trials) -> None:
+    config = make_config()
+    assert settle(config, None, ALONE) is config  # type: ignore[arg-type]
+    assert trials == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"ctc": False}, "loss": LossConfig(ctc_weight=0.0)},
+        {"training": {"precision": "bfloat16"}},
+        {"training": {"ema_decay": None}},
+        {"data": {"micro_batches": 2}},
+        {"calibration": CalibrationConfig(target_bytes=10**9)},
+        {"loss": LossConfig(ctc_weight=0.3, guided_weight=0.0)},
+    ],
+    ids=["model", "precision", "average", "accumulation", "target", "loss"],
+)
+def test_what_it_depends_on_makes_it_stale(make_config, trials, model_config, change) -> None:
+    base = make_config(data=AUTO)
+    other = make_config(
+        data={**AUTO, **change.get("data", {})},
+        training=change.get("training", {}),
+        **{name: change[name] for name in ("loss", "calibration") if name in change},
+        **({"model": replace(model_config, **change["model"])} if "model" in change else {}),
+    )
+    counts = []
+    for config in (base, base, other):
+        config = assembly.resolve(config, None)
+        settle(config, assembly.find_tokenizer(config, None), ALONE)
+        counts.append(len(trials))
+    assert counts[0] == counts[1] < counts[2]
+
+
+def test_the_trials_are_of_the_run(make_config, trials) -> None:
+    config = assembly.resolve(make_config(data={**AUTO, "micro_batches": 4}), None)
+    settle(config, assembly.find_tokenizer(config, None), ALONE)
+    (request, *_) = trials
+    assert request.micro_batches == 2
+    assert request.limit_bytes == int(0.9 * total_bytes(ALONE.device))
+    again = configuration.from_mapping(TrainConfig, request.config)
+    assert again == config
+    assert request.vocab_size > 4
+
+
+def test_what_cannot_be_read_is_made_anew(make_config, trials, cache, caplog) -> None:
+    config = assembly.resolve(make_config(data=AUTO), None)
+    tokenizer = assembly.find_tokenizer(config, None)
+    first = settle(config, tokenizer, ALONE)
+    (file,) = (path for path in cache.iterdir() if not path.name.endswith(".buckets.json"))
+    file.write_text(file.read_text()[:100])
+    count = len(trials)
+    assert settle(config, tokenizer, ALONE) == first
+    assert len(trials) == 2 * count
+    assert "cannot be read" in caplog.text
+    assert json.loads(file.read_text())["frame_budget"] == first.data.frame_budget
+
+
+def test_what_cannot_be_kept_is_used_all_the_same(
+    make_config, trials, tmp_path, monkeypatch, caplog
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    config = assembly.resolve(make_config(data=AUTO), None)
+    settled = settle(config, assembly.find_tokenizer(config, None), ALONE)
+    assert isinstance(settled.data.frame_budget, int)
+    assert "XDG_CACHE_HOME names another folder" in caplog.text
+
+
+def test_the_bucket_table_is_one_that_data_can_read(make_config, trials, cache) -> None:
+    config = assembly.resolve(make_config(data=AUTO), None)
+    tokenizer = assembly.find_tokenizer(config, None)
+    settle(config, tokenizer, ALONE)
+    (path,) = cache.glob("*.buckets.json")
+    kept = store.find(path.name.removesuffix(".buckets.json"))
+    assert kept is not None
+    table = BucketTable.load(path)
+    assert [size for *_, size in kept.bucket_batch_sizes] == list(table.batch_sizes)
+    table.assign(read_population(config, tokenizer).lengths)
+    assert abs(kept.prediction_error) < 0.01
+    assert store.find("nothing") is None
+
+
+def test_the_host_is_shared_by_its_processes() -> None:
+    whole = target_bytes(CalibrationConfig(target_share=0.5), ALONE.device, {})
+    half = target_bytes(
+        CalibrationConfig(target_share=0.5), ALONE.device, {"LOCAL_WORLD_SIZE": "2"}
+    )
+    assert half == pytest.approx(whole / 2, abs=1)
+    assert target_bytes(CalibrationConfig(target_bytes=7), ALONE.device, {}) == 7
+    assert 2**28 < total_bytes(ALONE.device) < 2**50
+
+
+def test_the_other_ranks_wait_longer_than_a_collective_call_may() -> None:
+    for done in run_ranks("tests.training.calibration.wait_workers", "wait", 60):
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stdout == "found on 0\n"
+
+
+def test_an_error_on_rank_zero_reaches_the_others() -> None:
+    first, second = run_ranks("tests.training.calibration.wait_workers", "fail", 60)
+    assert "OutOfMemory: nothing fits" in first.stderr
+    assert "PeerFailed: rank 0: nothing fits" in second.stderr

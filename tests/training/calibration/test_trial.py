@@ -1,0 +1,110 @@
+"""Trials in processes of their own, and how such a process may end."""
+
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from effasr import config as configuration
+from effasr.training import assembly
+from effasr.training.calibration import runner
+from effasr.training.calibration.runner import TrialFailed, measure
+from effasr.training.calibration.search import Search
+from effasr.training.calibration.settings import CalibrationConfig
+from effasr.training.calibration.trial import Measurement, Request
+from effasr.training.calibration.workload import Workload
+from effasr.training.config import LoopConfig, TrainConfig
+from tests.training.calibration.conftest import MODEL
+
+
+@pytest.fixture
+def request_of(population):
+    def make(frames: int, limit: int = 4 << 30) -> Request:
+        training = LoopConfig(device="cpu", threads=1)
+        config = assembly.resolve(TrainConfig(model=MODEL, training=training), None)
+        work = population.workload(frames, batches=2)
+        return Request(configuration.to_mapping(config), 12, "cpu", limit, 2, work)
+
+    return make
+
+
+def test_a_request_survives_the_pipe(request_of) -> None:
+    request = request_of(400)
+    assert Request.from_json(request.to_json()) == request
+
+
+def test_a_trial_measures_memory_and_speed(request_of) -> None:
+    calls: list[float] = []
+    started = time.monotonic()
+    measured = measure(request_of(400), alive=lambda: calls.append(0.0), every_s=0.2)
+    taken = time.monotonic() - started
+    assert measured.fits, measured.reason
+    # Python and PyTorch alone take more than 100 MiB.
+    assert 100e6 < measured.peak_bytes < 3e9
+    assert 0 < measured.seconds < taken
+    assert 25 < measured.audio_seconds <= 32
+    assert measured.speed == measured.audio_seconds / measured.seconds
+    # It was waited for, not slept through: about every 0.2 s somebody was told.
+    assert len(calls) >= 2
+
+
+def test_want_of_memory_is_a_result(request_of) -> None:
+    """The limit is the kernel's: what is taken beyond it does not exist."""
+    measured = measure(request_of(3000, limit=450 << 20))
+    assert not measured.fits
+    assert measured.reason
+    assert measured.speed == 0
+
+
+@pytest.mark.slow
+def test_the_model_of_memory_predicts_what_is_measured(request_of, population) -> None:
+    """From the first trials to a budget that is larger than all of them."""
+    endless = replace(population, total_frames=10**9)
+    settings = CalibrationConfig(objective="memory", margin=0.03)
+    target = 560 << 20
+
+    def trial(work: Workload) -> Measurement:
+        return measure(replace(request_of(400), limit_bytes=target, workload=work))
+
+    found = Search(endless, MODEL, settings, target, 1, trial).run()
+    assert found.limited_by == "memory"
+    assert found.replay.error is not None
+    assert abs(found.replay.error) < 0.04
+    assert 0.9 * target < found.replay.measured.peak_bytes <= target
+
+
+def ends(monkeypatch, code: str) -> None:
+    monkeypatch.setattr(runner, "_COMMAND", [sys.executable, "-c", code])
+
+
+def test_a_process_that_the_system_kills_is_a_result(request_of, monkeypatch) -> None:
+    ends(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert measure(request_of(400)) == Measurement(fits=False, reason="the system killed it")
+
+
+def test_a_library_that_aborts_for_want_of_memory_is_a_result(request_of, monkeypatch) -> None:
+    ends(
+        monkeypatch,
+        "import os, sys; sys.stderr.write('std::bad_alloc'); sys.stderr.flush(); os.abort()",
+    )
+    assert measure(request_of(400)) == Measurement(fits=False, reason="it aborted")
+
+
+def test_any_other_end_is_an_error(request_of, monkeypatch) -> None:
+    ends(monkeypatch, "raise ValueError('no such layer')")
+    with pytest.raises(TrialFailed, match="ended with 1: ValueError: no such layer"):
+        measure(request_of(400))
+
+
+def test_a_trial_that_hangs_is_stopped(request_of, monkeypatch) -> None:
+    ends(monkeypatch, "import time; time.sleep(60)")
+    with pytest.raises(TrialFailed, match="of 400 frames took more than 1 s, and was stopped"):
+        measure(request_of(400), timeout_s=1.0, every_s=0.2)
+
+
+def test_a_trial_does_not_take_itself_for_a_rank(monkeypatch) -> None:
+    own = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "PATH": "p"}
+    environment = runner._environment(own)
+    assert environment.keys() == {"PATH", "PYTHONPATH"}
+    assert replace(Measurement(fits=True), seconds=2.0, audio_seconds=6.0).speed == 3.0

@@ -1,0 +1,41 @@
+"""Two processes of one run."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_ranks(module: str, scenario: str, limit_s: float) -> list[subprocess.CompletedProcess[str]]:
+    """Run a scenario of a module in two processes, as torchrun would start them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    processes = []
+    for rank in range(2):
+        environment = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+        command = [sys.executable, "-m", module, scenario]
+        processes.append(
+            subprocess.Popen(
+                command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )  # fmt: skip
+    try:
+        results = []
+        for process in processes:
+            out, error = process.communicate(timeout=limit_s)
+            code = process.returncode
+            results.append(subprocess.CompletedProcess(scenario, code, out, error))
+        return results
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -1,0 +1,137 @@
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from effasr import ranges
+from effasr.training.capture import Capture, ProfileConfig
+from effasr.training.trainer import run
+
+CPU = SimpleNamespace(device=torch.device("cpu"), rank=0)
+
+
+def names_in(path: Path) -> list[str]:
+    with gzip.open(path, "rt") as file:
+        return [event.get("name", "") for event in json.load(file)["traceEvents"]]
+
+
+def record(capture: Capture, numbers: range) -> None:
+    for number in numbers:
+        with capture.step(number), ranges.range("step", number):
+            torch.ones(2) @ torch.ones(2)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_kineto_records_the_wanted_steps_alone(tmp_path: Path, first: int) -> None:
+    capture = Capture(ProfileConfig(tool="kineto", first_step=first, steps=2), CPU, tmp_path)
+    record(capture, range(8))
+    names = names_in(tmp_path / "rank0.json.gz")
+    assert names.count("step") == 2
+    assert names.count("aten::dot") == 2
+    assert ranges.range("a") is ranges.range("b")
+    assert [path.name for path in tmp_path.iterdir()] == ["rank0.json.gz"]
+
+
+def test_a_run_that_ends_early_keeps_what_was_recorded(tmp_path: Path) -> None:
+    capture = Capture(ProfileConfig(tool="kineto", first_step=2, steps=50), CPU, tmp_path)
+    record(capture, range(5))
+    capture.close()
+    capture.close()
+    assert names_in(tmp_path / "rank0.json.gz").count("step") == 3
+    assert ranges.range("a") is ranges.range("b")
+
+
+def test_a_run_that_goes_on_within_the_wanted_steps_records_the_rest(tmp_path: Path) -> None:
+    capture = Capture(ProfileConfig(tool="kineto", first_step=2, steps=4), CPU, tmp_path)
+    record(capture, range(4, 9))
+    assert names_in(tmp_path / "rank0.json.gz").count("step") == 2
+
+
+def test_nothing_is_recorded_unless_asked_or_past_the_wanted_steps(tmp_path: Path) -> None:
+    record(Capture(ProfileConfig(), CPU, tmp_path), range(30))
+    record(Capture(ProfileConfig(tool="kineto"), CPU, tmp_path), range(25, 40))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trainer_leaves_its_phases_and_layers_in_the_profile(make_config, tmp_path) -> None:
+    profile = ProfileConfig(tool="kineto", first_step=1, steps=2)
+    assert run(make_config(training={"max_steps": 4, "profile": profile})) == 0
+    names = names_in(tmp_path / "run" / "profile" / "rank0.json.gz")
+    assert names.count("step") == 2
+    phases = {"data", "features", "forward", "backward", "update", "encoder.0", "decoder.0"}
+    assert phases <= set(names)
+
+
+class _Runtime:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def cudaProfilerStart(self) -> None:
+        self.calls.append("start")
+
+    def cudaProfilerStop(self) -> None:
+        self.calls.append("stop")
+
+
+def test_nsys_is_told_where_its_capture_range_begins_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = _Runtime()
+    seen = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: runtime.calls.append("wait"))
+    monkeypatch.setattr(ranges, "enable", seen.append)
+    world = SimpleNamespace(device=torch.device("cuda", 0), rank=3)
+    config = ProfileConfig(tool="nsys", first_step=2, steps=2, ranges="nvtx")
+    capture = Capture(config, world, tmp_path)
+    for number in range(6):
+        with capture.step(number):
+            runtime.calls.append(str(number))
+    expected = ["0", "1", "wait", "start", "2", "3", "wait", "stop", "4", "5"]
+    assert runtime.calls == expected
+    assert seen == ["nvtx"]
+
+
+def test_memory_is_written_at_the_end_and_when_it_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda **options: None)
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_text("events"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    world = SimpleNamespace(device=torch.device("cuda", 0), rank=1)
+    capture = Capture(ProfileConfig(memory=True), world, tmp_path / "profile")
+    with pytest.raises(torch.OutOfMemoryError), capture.step(0):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert (tmp_path / "profile" / "rank1_memory.pickle").read_text() == "events"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ProfileConfig(memory=True), "`training.profile.memory` must be false without a GPU"),
+        (ProfileConfig(tool="nsys"), "`training.profile.tool` must be kineto or none without"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without_one(
+    tmp_path: Path, config: ProfileConfig, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Capture(config, CPU, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("tool", "perf", "`tool` must be one of none, nsys, kineto, but is 'perf'"),
+        ("steps", 0, "`steps` must be at least 1, but is 0: tool=none"),
+        ("first_step", -1, "`first_step` must be at least 0"),
+        ("ranges", "roctx", "`ranges` must be torch or nvtx"),
+    ],
+)
+def test_wrong_values(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ProfileConfig(**{field: value})
