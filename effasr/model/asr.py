@@ -225,7 +225,8 @@ class ASRModel(nn.Module):
             mel = self.features(batch.audio, batch.frames)
             if self.training:
                 mel = mel.with_values(spec_augment(mel, self.config.augment))
-        return self.encoder(mel)
+        with ranges.range("encoder"):
+            return self.encoder(mel)
 
     def decode(
         self,
@@ -248,7 +249,8 @@ class ASRModel(nn.Module):
         Raises:
             ValueError: The model has no decoder, or a transcript is too long for it.
         """
-        return self._decoder()(tokens, self._projected(encoded), guided_sigma)
+        with ranges.range("decoder"):
+            return self._decoder()(tokens, self._projected(encoded), guided_sigma)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Score every token from the decoder's hidden states: (..., width) to (..., V)."""

@@ -252,7 +252,8 @@ def _update(trainee: Trainee, step: int, finite: Tensor) -> float:
     lr = trainee.learning_rate(step)
     for group in trainee.optimizer.param_groups:
         group["lr"] = lr
-    apply_update(trainee.optimizer, finite)
+    with ranges.range("optimizer"):
+        apply_update(trainee.optimizer, finite)
     # A recorded graph adds to gradients where they were when it was recorded.
     trainee.optimizer.zero_grad(set_to_none=trainee.graph is None)
     if trainee.average is not None:

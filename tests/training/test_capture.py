@@ -61,7 +61,8 @@ def test_a_trainer_leaves_its_phases_and_layers_in_the_profile(make_config, tmp_
     assert run(make_config(training={"max_steps": 4, "profile": profile})) == 0
     names = names_in(tmp_path / "run" / "profile" / "rank0.json.gz")
     assert names.count("step") == 2
-    phases = {"data", "features", "forward", "backward", "update", "encoder.0", "decoder.0"}
+    phases = {"data", "features", "forward", "encoder", "decoder", "cross_entropy", "backward"}
+    phases |= {"update", "optimizer", "encoder.0", "decoder.0"}
     assert phases <= set(names)
 
 
