@@ -265,7 +265,7 @@ def _bytes_of(member: TarMember) -> io.BytesIO:
     return io.BytesIO(data)
 
 
-def _open(file: bytes | io.BytesIO, path: str | Path | TarMember) -> soundfile.SoundFile:
+def _open(file: Any, path: str | Path | TarMember) -> soundfile.SoundFile:
     try:
         return soundfile.SoundFile(file)
     # TypeError for a name that ends in .raw, of which soundfile wants to be told the rate.

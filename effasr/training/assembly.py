@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from effasr import checkpoint
@@ -22,10 +23,13 @@ from effasr.distributed.replicate import replicate
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import cost_model, text_cost_model
 from effasr.optim.adamw import build_adamw
+from effasr.optim.adascale import AdaScale
+from effasr.optim.batch_scaling import peak_learning_rate, relative_batch
 from effasr.optim.ema import WeightAverage
 from effasr.optim.groups import parameter_groups
 from effasr.optim.schedules import learning_rate_ratio
 from effasr.training.config import TrainConfig, resolve_losses
+from effasr.training.counts import HostCopy
 from effasr.training.graph import MicroBatchGraph
 from effasr.training.objective import Objective
 from effasr.training.step import Trainee, run_micro_batch
@@ -62,6 +66,8 @@ def resolve(config: TrainConfig, saved: Saved | None) -> TrainConfig:
         config = replace(config, model=model)
     _check_features(config.model.features)
     _check_static_shapes(config)
+    if config.optimizer.adascale is not None:
+        _adascale_scale(config)
     loss = resolve_losses(config.loss, config.model)
     return replace(config, loss=loss, training=replace(config.training, restart=False))
 
@@ -150,8 +156,9 @@ def build_model(
 def build_trainee(config: TrainConfig, model: ASRModel, world: World) -> Trainee:
     """The model with its optimizer and everything else that a step needs."""
     groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.exempt)
-    decay = config.training.ema_decay
-    peak, schedule, steps = config.optimizer.lr, config.schedule, config.training.max_steps
+    micro_batches = config.data.micro_batches
+    peak = peak_learning_rate(config.optimizer, micro_batches)
+    schedule, steps = config.schedule, config.training.max_steps
     if config.training.compile:
         # In place: the state dict keeps its names.
         model.compile(fullgraph=True, dynamic=False)
@@ -161,9 +168,9 @@ def build_trainee(config: TrainConfig, model: ASRModel, world: World) -> Trainee
     trainee = Trainee(
         model=replicated,
         optimizer=build_adamw(groups, config.optimizer, world.device),
-        learning_rate=lambda step: peak * learning_rate_ratio(schedule, step, steps),
+        learning_rate=lambda made: peak * learning_rate_ratio(schedule, made, steps),
         objective=Objective(config.loss, world.device),
-        average=None if decay is None else WeightAverage(model, decay),
+        average=_average(config, model),
         statistics=running_statistics(model),
         world=world,
         autocast=make_autocast(config.training.precision, world.device),
@@ -173,8 +180,55 @@ def build_trainee(config: TrainConfig, model: ASRModel, world: World) -> Trainee
         cost=cost_model(config.model, model.vocab_size),
         exchange=exchange,
         text_cost=text_cost_model(config.model, model.vocab_size),
+        adascale=_adascale(config, model, world),
     )
     return _recorded(trainee, config.model) if config.training.cuda_graph else trainee
+
+
+def _average(config: TrainConfig, model: nn.Module) -> WeightAverage | None:
+    decay, reference = config.training.ema_decay, config.training.ema_reference_micro_batches
+    if decay is None:
+        return None
+    return WeightAverage(model, decay, relative_batch(config.data.micro_batches, reference))
+
+
+def _adascale(config: TrainConfig, model: nn.Module, world: World) -> AdaScale | None:
+    settings = config.optimizer.adascale
+    if settings is None:
+        return None
+    return AdaScale(
+        model.parameters(),
+        settings,
+        scale=_adascale_scale(config),
+        # As in `effasr.training.step.run_micro_batch`.
+        factor=world.size,
+        device=world.device,
+        copy=HostCopy,
+    )
+
+
+def _adascale_scale(config: TrainConfig) -> float:
+    """By how much the batch is larger than the reference.
+
+    Raises:
+        ValueError: It is smaller, or a step has too few micro-batches for a variance.
+    """
+    optimizer, count = config.optimizer, config.data.micro_batches
+    assert optimizer.adascale is not None
+    if count < 2:
+        raise ValueError(
+            f"`data.micro_batches` must be at least 2 with optimizer.adascale, which measures how "
+            f"their gradients differ, but is {count}: take more and smaller ones."
+        )
+    if optimizer.adascale.scale is not None:
+        return optimizer.adascale.scale
+    scale = relative_batch(count, optimizer.lr_reference_micro_batches)
+    if scale < 1:
+        raise ValueError(
+            f"`optimizer.lr_reference_micro_batches` must be at most data.micro_batches, {count}, "
+            f"with optimizer.adascale, but is {optimizer.lr_reference_micro_batches}."
+        )
+    return scale
 
 
 def _recorded(trainee: Trainee, model: ModelConfig) -> Trainee:
@@ -200,7 +254,10 @@ def _recorded(trainee: Trainee, model: ModelConfig) -> Trainee:
         )
     parameters = (p for p in trainee.model.parameters() if p.requires_grad)
     run = partial(run_micro_batch, trainee)
-    graph = MicroBatchGraph(run, world.device, parameters, trainee.model.buffers())
+    buffers = list(trainee.model.buffers())
+    if trainee.adascale is not None:
+        buffers.append(trainee.adascale.square)
+    graph = MicroBatchGraph(run, world.device, parameters, buffers)
     return replace(trainee, graph=graph)
 
 

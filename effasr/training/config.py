@@ -36,6 +36,9 @@ class LoopConfig:
         clip: Largest norm of the gradient of all weights.
         ema_decay: Of a running average of the weights, which is what is then validated and
             published; null for none.
+        ema_reference_micro_batches: The micro-batches of a step, over all ranks, that ``ema_decay``
+            is meant for: with k times as many, an update keeps ``ema_decay ** k``. null: always
+            ``ema_decay``.
         on_nan: A loss or gradient that is not finite never reaches the weights. ``stop`` ends the
             run there and names the utterances; ``skip`` lists them in skipped.jsonl.
         restart: Begin anew; what an earlier run of this name wrote is renamed, not removed.
@@ -60,6 +63,7 @@ class LoopConfig:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     clip: float = 1.0
     ema_decay: float | None = None
+    ema_reference_micro_batches: int | None = None
     on_nan: Literal["stop", "skip"] = "stop"
     restart: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -79,7 +83,7 @@ class LoopConfig:
                 raise ValueError(f"`{name}` must be positive, but is {getattr(self, name)}.")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"`ema_decay` must lie between 0 and 1, but is {self.ema_decay}.")
-        for name in ("stop_at", "threads"):
+        for name in ("stop_at", "threads", "ema_reference_micro_batches"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1 or null, but is {value}.")

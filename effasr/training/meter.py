@@ -46,6 +46,7 @@ class Meter:
     _timed: int = 0
     _lr: float = 0.0
     _guided: bool = False
+    _gain: dict[str, float] = field(default_factory=dict)
 
     def add(self, report: StepReport) -> None:
         """Take a report; what it says is read by `collect`."""
@@ -63,7 +64,6 @@ class Meter:
             useful_flops=counts.useful_flops,
             computed_flops=sum(counts.work),
         )
-        self._lr = report.lr
 
     def collect(self, *, leave: int = 1) -> list[StepReport]:
         """Read all reports but the newest ``leave``; return those whose update was left out."""
@@ -71,6 +71,11 @@ class Meter:
         while len(self._pending) > leave:
             report = self._pending.popleft()
             *means, finite, guiding, splits = report.values.read()
+            self._lr = report.lr
+            if report.gain is not None:
+                gain, progress, factor = report.gain.read()
+                self._gain = {"gain": gain, "progress": progress}
+                self._lr *= factor
             self._guided = bool(guiding)
             self.oom_splits += round(splits)
             if not finite:
@@ -109,6 +114,7 @@ class Meter:
             **means,
             "guided_on": self._guided,
             "lr": self._lr,
+            **self._gain,
             "audio_seconds": sums["audio_seconds"] / steps,
             "tokens": sums["tokens"] / steps,
             "padding_frames": _padding(sums["frames"], sums["frame_rows"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +20,8 @@ from effasr.distributed.exchange import GradientExchange
 from effasr.distributed.process_group import World
 from effasr.distributed.replicate import without_exchange
 from effasr.model.losses import Losses
-from effasr.optim.adamw import apply_update
+from effasr.optim.adamw import apply_update, set_learning_rate
+from effasr.optim.adascale import AdaScale, Reading
 from effasr.optim.ema import WeightAverage
 from effasr.training.counts import Counts, HostCopy
 from effasr.training.graph import MicroBatchGraph
@@ -43,7 +44,7 @@ class Trainee:
     Attributes:
         model: Replicated where there are several ranks.
         optimizer: Of the model's parameters.
-        learning_rate: Of a step, counted from 0.
+        learning_rate: Of an update, by how many were made before it.
         objective: Weighs the losses.
         average: Running average of the weights, or None.
         statistics: Of the model's batch norms.
@@ -56,6 +57,7 @@ class Trainee:
         graph: Replays the micro-batches; None to run each.
         exchange: Of the gradients, where there are several ranks.
         text_cost: What a text pair is to compute; None without a text encoder.
+        adascale: Measures what a step is worth, or None.
     """
 
     model: nn.Module
@@ -73,6 +75,7 @@ class Trainee:
     graph: MicroBatchGraph | None = None
     exchange: GradientExchange | None = None
     text_cost: CostModel | None = None
+    adascale: AdaScale | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +84,14 @@ class StepReport:
 
     Attributes:
         step: Counted from 0.
-        lr: Learning rate.
+        lr: Learning rate; with AdaScale, before its factor.
         counts: Of all ranks together; known as soon as the step has begun.
         values: float32 (9,): loss, cross-entropy, CTC, transducer, penalty, norm of the gradient
             before clipping, whether all was finite and the update made, whether the penalty was on,
             how often a rank split a micro-batch for want of memory.
         micro_batches: Of this rank, or their pieces, each with the loss of its utterances, float32
             (N,), on the device.
+        gain: Of AdaScale, (3,): gain, progress, and factor of the learning rate.
     """
 
     step: int
@@ -95,6 +99,7 @@ class StepReport:
     counts: HostCopy
     values: HostCopy
     micro_batches: list[tuple[Batch, Tensor]]
+    gain: Reading | None = None
 
 
 def train_step(
@@ -125,13 +130,16 @@ def train_step(
     kept = [statistic.clone() for statistic in trainee.statistics]
     if trainee.exchange is not None:
         trainee.exchange.begin()
+    adascale = trainee.adascale
+    if adascale is not None:
+        adascale.begin()
     done: list[list[Outcome]] = []
     splits = 0
     for index, batch in enumerate(micro_batches):
         seed = micro_batch_seed(trainee.seed, step, world.rank + index * world.size)
         piece, is_last = Piece(batch, seed), index == len(micro_batches) - 1
         torch.manual_seed(seed)
-        with without_exchange(trainee.model, not is_last):
+        with without_exchange(trainee.model, not is_last), sampling(adascale, batch):
             result = attempt(partial(run, batch, counts))
         if isinstance(result, Failure):
             done, more = _recover(trainee, done, piece, counts, kept, result, exchanging=is_last)
@@ -140,20 +148,28 @@ def train_step(
             done.append([Outcome(piece, *result)])
     outcomes = [outcome for pieces in done for outcome in pieces]
     with ranges.range("update"):
-        parts = torch.zeros(6, device=world.device)
+        parts = torch.zeros(8, device=world.device)
         for outcome in outcomes:
             parts[:5] += outcome.parts
         parts[5] = splits
-        *_, splits_of_all = parts = world.sum(parts)
+        if adascale is not None:
+            parts[6:] = adascale.sums
+        parts = world.sum(parts)
+        splits_of_all = parts[5]
         norm = nn.utils.clip_grad_norm_(trainee.model.parameters(), trainee.clip)
         finite = parts.isfinite().all() & norm.isfinite()
         seen = [*parts[:5], norm, finite, objective.is_guided, splits_of_all]
         values_seen = HostCopy(torch.stack(seen))
-        lr = _update(trainee, step, finite)
+        lr, factor = _rate(trainee, step), None
+        if adascale is not None:
+            targets = Counts.targets_of(counts)[0]
+            factor = adascale.update(parts[6:], targets, norm, finite, splits_of_all == 0)
+        _update(trainee, step, lr, factor, finite)
         restore_unless(finite, trainee.statistics, kept)
         objective.observe(parts[2], finite & (Counts.targets_of(counts)[1] > 0))
     losses_seen = [(outcome.piece.batch, outcome.losses) for outcome in outcomes]
-    return StepReport(step, lr, counts_seen, values_seen, losses_seen)
+    gain = None if adascale is None else adascale.reading
+    return StepReport(step, lr, counts_seen, values_seen, losses_seen, gain)
 
 
 def run_micro_batch(trainee: Trainee, batch: Batch, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,18 +263,26 @@ def _recover(
     return redone.outcomes, redone.splits + 1
 
 
-def _update(trainee: Trainee, step: int, finite: Tensor) -> float:
-    """Move the weights, where ``finite``, and their average; return the learning rate."""
-    lr = trainee.learning_rate(step)
-    for group in trainee.optimizer.param_groups:
-        group["lr"] = lr
-    with ranges.range("optimizer"):
-        apply_update(trainee.optimizer, finite)
+def _rate(trainee: Trainee, step: int) -> float:
+    """The learning rate of a step, by what the steps before it were worth."""
+    adascale = trainee.adascale
+    # Waits for no more than the step before, while this one's backward is under way.
+    return trainee.learning_rate(step if adascale is None else int(adascale.advance()))
+
+
+def _update(trainee: Trainee, step: int, lr: float, factor: Tensor | None, finite: Tensor) -> None:
+    """Move the weights, where ``finite``, and their average."""
+    set_learning_rate(trainee.optimizer, lr, factor)
+    apply_update(trainee.optimizer, finite)
     # A recorded graph adds to gradients where they were when it was recorded.
     trainee.optimizer.zero_grad(set_to_none=trainee.graph is None)
     if trainee.average is not None:
         trainee.average.update(step)
-    return lr
+
+
+def sampling(adascale: AdaScale | None, batch: Batch) -> AbstractContextManager[None]:
+    """While in it, the backward is that of a sample."""
+    return nullcontext() if adascale is None else adascale.sample(batch.num_targets)
 
 
 def micro_batch_seed(seed: int, step: int, index: int) -> int:

@@ -146,7 +146,7 @@ class Trainer:
         settings = self.config.training
         for line in self._summary():
             self.display.say(line)
-        if self.step >= settings.max_steps:
+        if self._is_finished:
             self.display.say(
                 f"all {settings.max_steps} steps have been made: training.max_steps allows more"
             )
@@ -158,7 +158,7 @@ class Trainer:
             if self.must_validate:
                 self._validate()
                 self._save()
-            while self.step < settings.max_steps and not self.meter.stopping:
+            while not self._is_finished and not self.meter.stopping:
                 with self.capture.step(self.step), ranges.range("step", self.step):
                     self._advance(steps, stop)
                 # A request to stop does not wait for it: it comes first when the run goes on.
@@ -166,7 +166,7 @@ class Trainer:
                     self._validate()
                 if self.is_best or self.meter.stopping or self._is_due(settings.checkpoint_every):
                     self._save()
-        if self.step < settings.max_steps:
+        if not self._is_finished:
             self.display.say(f"stopped at step {self.step}; the same command goes on from there")
         else:
             self.display.say(f"done: {self.directory.path}")
@@ -242,7 +242,16 @@ class Trainer:
             )
 
     def _is_due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self.config.training.max_steps
+        return self.step % every == 0 or self._is_finished
+
+    @property
+    def _is_finished(self) -> bool:
+        """Whether the last step was made; with AdaScale, that worth of steps, as far as is known.
+
+        What a step was worth is known when the next one has been made.
+        """
+        adascale, last = self.trainee.adascale, self.config.training.max_steps
+        return self.step >= last or (adascale is not None and adascale.progress >= last)
 
     def _log(self) -> None:
         line = self.meter.line(self.step, self.epoch)
@@ -303,7 +312,7 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         """All that decides how the run goes on, but for the weights to evaluate."""
-        trained = None
+        trained, adascale = None, self.trainee.adascale
         if self.trainee.average is not None:
             trained = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         return {
@@ -322,6 +331,7 @@ class Trainer:
             "meter": self.meter.state_dict(),
             "blend": self.drawn.state_dict(),
             "trained": trained,
+            "adascale": adascale and adascale.state_dict(),
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -339,6 +349,11 @@ class Trainer:
         self.meter.load_state_dict(state["meter"])
         if "blend" in state:
             self.drawn.load_state_dict(state["blend"])
+        if (adascale := self.trainee.adascale) is not None:
+            if state.get("adascale") is not None:
+                adascale.load_state_dict(state["adascale"])
+            else:
+                adascale.begin_at(self.step)
         if state["trained"] is not None:
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():

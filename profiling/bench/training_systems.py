@@ -185,7 +185,9 @@ def loss_difference(
     )
     examples = [workload.example(index) for index in range(4)]
     batch = collate(examples, eos_id=EOS, pad_id=PAD).to(device)
-    with torch.no_grad():
+    # Convolutions would be rounded to TF32 by default.
+    flags = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+    with torch.no_grad(), flags:
         ours = float(plain.eval()(batch).cross_entropy / batch.num_targets)
         single = replace(config, training=replace(config.training, precision="float32"))
         peer = Transformers(single, plain, device)
