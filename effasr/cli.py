@@ -20,7 +20,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from effasr import cli_calibrate, cli_compare, cli_plan, commands, config
+from effasr import (
+    cli_calibrate,
+    cli_compare,
+    cli_export,
+    cli_plan,
+    cli_transcribe,
+    commands,
+    config,
+)
+from effasr.cli_options import RUN_HELP, add_decoding, at_least, folder
 
 _BAD_INPUT = (
     ValueError,
@@ -121,21 +130,6 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     return options
 
 
-def _folder(text: str) -> Path:
-    if os.path.isfile(text):
-        raise argparse.ArgumentTypeError(f"{text} must be a folder, but is a file")
-    return Path(text)
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be an integer from {least} on, but is {text!r}")
-        return int(text)
-
-    return number
-
-
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     parser = _Parser(
@@ -163,24 +157,20 @@ def build_parser() -> argparse.ArgumentParser:
     _add_train(command)
     _add_evaluate(command)
     cli_compare.add(command)
-    _add_transcribe(command)
+    cli_transcribe.add(command)
 
     one = command("import", commands.import_, "Make a model directory of a Hugging Face model.")
     one.add_argument(
         "source", type=Path, metavar="HF_DIR", help="config.json, model.safetensors, tokenizer.json"
     )
-    one.add_argument("out", type=_folder, metavar="OUT", help="the model directory to write")
+    one.add_argument("out", type=folder, metavar="OUT", help="the model directory to write")
 
-    one = command("export", commands.export, "Write a model that Hugging Face's transformers load.")
-    one.add_argument("model", type=Path, metavar="RUN_OR_MODEL", help=_RUN_HELP)
-    one.add_argument("out", type=_folder, metavar="HF_DIR", help="the folder to write")
-
+    cli_export.add(command)
     command("doctor", commands.doctor, "Show what is installed, and what serves each operation.")
     parser.description = "\n".join(described)
     return parser
 
 
-_RUN_HELP = "a run (runs/NAME: its best checkpoint), or a model directory"
 _MANIFEST_HELP = "NeMo JSONL, lhotse cuts, a Kaldi, audio or prepared folder"
 _LANGUAGE_HELP = "of lines that name none (default: en)"
 
@@ -189,7 +179,7 @@ def _add_data_commands(command: Callable[..., _Parser]) -> None:
     one = command("prepare", commands.prepare, "Check recordings and transcripts before training.")
     one.add_argument("source", type=Path, metavar="SOURCE", help=_MANIFEST_HELP)
     one.add_argument(
-        "out", type=_folder, metavar="OUT", help="folder for the cuts, and what was dropped and why"
+        "out", type=folder, metavar="OUT", help="folder for the cuts, and what was dropped and why"
     )
     one.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="also check the texts against it"
@@ -197,7 +187,7 @@ def _add_data_commands(command: Callable[..., _Parser]) -> None:
     one.add_argument("--language", default="en", metavar="LANG", help=_LANGUAGE_HELP)
     one.add_argument(
         "--jobs",
-        type=_at_least(1),
+        type=at_least(1),
         default=4,
         metavar="N",
         help="files read at a time (default: 4)",
@@ -211,11 +201,11 @@ def _add_data_commands(command: Callable[..., _Parser]) -> None:
     one.add_argument(
         "manifests", type=Path, nargs="+", metavar="MANIFEST", help="whose texts to learn from"
     )
-    one.add_argument("out", type=_folder, metavar="OUT", help="folder for the tokenizer")
+    one.add_argument("out", type=folder, metavar="OUT", help="folder for the tokenizer")
     one.add_argument("--language", default="en", metavar="LANG", help=_LANGUAGE_HELP)
     one.add_argument(
         "--vocab-size",
-        type=_at_least(1),
+        type=at_least(1),
         default=1024,
         metavar="N",
         help="pieces of each language (default: 1024)",
@@ -225,13 +215,13 @@ def _add_data_commands(command: Callable[..., _Parser]) -> None:
     one = command(
         "demo-data", commands.demo_data, "Synthesise a small speech corpus, without any download."
     )
-    one.add_argument("out", type=_folder, metavar="OUT", help="folder for recordings and manifests")
+    one.add_argument("out", type=folder, metavar="OUT", help="folder for recordings and manifests")
     one.add_argument(
         "--multilingual", action="store_true", help="English, German, and German to English"
     )
     one.add_argument(
         "--utterances",
-        type=_at_least(8),
+        type=at_least(8),
         default=4000,
         metavar="N",
         help="recordings to train on (default: 4000)",
@@ -275,7 +265,7 @@ def _add_evaluate(command: Callable[..., _Parser]) -> None:
     one = command(
         "evaluate", commands.evaluate, "Transcribe a manifest and count the errors, by language."
     )
-    one.add_argument("--run", type=Path, required=True, help=_RUN_HELP)
+    one.add_argument("--run", type=Path, required=True, help=RUN_HELP)
     one.add_argument("--manifest", type=Path, required=True, help=_MANIFEST_HELP)
     one.add_argument(
         "--language",
@@ -290,85 +280,19 @@ def _add_evaluate(command: Callable[..., _Parser]) -> None:
     )
     one.add_argument(
         "--output",
-        type=_folder,
+        type=folder,
         metavar="FOLDER",
         help="for wer.json and hypotheses.jsonl (default: RUN/evaluation/SET; nowhere for a model "
         "directory)",
     )
     one.add_argument(
         "--worst",
-        type=_at_least(0),
+        type=at_least(0),
         default=5,
         metavar="N",
         help="utterances with the most errors to show (default: 5)",
     )
-    _add_decoding(one)
-
-
-def _add_transcribe(command: Callable[..., _Parser]) -> None:
-    one = command(
-        "transcribe",
-        commands.transcribe,
-        "Transcribe audio files of any rate and length: name, tab, text.",
-    )
-    one.add_argument("--run", type=Path, required=True, help=_RUN_HELP)
-    one.add_argument("files", nargs="+", metavar="FILE", help="WAV, FLAC, Ogg, Opus or MP3")
-    one.add_argument(
-        "--language",
-        metavar="LANG",
-        help="that is spoken (default: what the model was trained on most)",
-    )
-    one.add_argument(
-        "--target-language", metavar="LANG", help="to write; another one than spoken translates"
-    )
-    one.add_argument(
-        "--punctuation",
-        action=argparse.BooleanOptionalAction,
-        help="ask for punctuation and capitals, or for plain text (default: as trained)",
-    )
-    one.add_argument(
-        "--format",
-        choices=("text", "json", "srt", "vtt", "ctm"),
-        default="text",
-        help="text (the default), JSON lines with the times of segments, subtitles, or NIST's CTM",
-    )
-    one.add_argument("--json", action="store_true", help="the same as --format json")
-    one.add_argument(
-        "--words", action="store_true", help="find when each word is said; needs a CTC head"
-    )
-    one.add_argument(
-        "--output",
-        type=_folder,
-        metavar="FOLDER",
-        help="write a file for each recording (default: all to standard output)",
-    )
-    _add_decoding(one)
-
-
-def _add_decoding(one: _Parser) -> None:
-    one.add_argument(
-        "--device", default="auto", help="auto (the default), cpu, cuda, or cuda:1 for the second"
-    )
-    one.add_argument(
-        "--method",
-        choices=("auto", "attention", "transducer", "ctc"),
-        default="auto",
-        help="auto (the default): the first of the others that the model has",
-    )
-    one.add_argument(
-        "--beam",
-        type=_at_least(1),
-        default=1,
-        metavar="N",
-        help="transcripts of an utterance that a transducer keeps in mind (default: 1, greedy)",
-    )
-    one.add_argument(
-        "--frame-budget",
-        type=_at_least(1),
-        default=4096,
-        metavar="N",
-        help="encoder frames of 80 ms to decode together (default: 4096); fewer need less memory",
-    )
+    add_decoding(one)
 
 
 if __name__ == "__main__":

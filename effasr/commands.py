@@ -12,12 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from effasr import config
-
-if TYPE_CHECKING:
-    from effasr.inference.decoding_config import DecodingConfig
+from effasr.cli_options import decoding
 
 
 def demo_data(options: argparse.Namespace) -> int:
@@ -113,13 +110,14 @@ def train(options: argparse.Namespace) -> int:
 def evaluate(options: argparse.Namespace) -> int:
     """Transcribe a manifest, show the error rates and keep them with the run."""
     from effasr.checkpoint import load_model, resolve
-    from effasr.data.manifests import read
     from effasr.distributed.process_group import choose_device
-    from effasr.inference.evaluate import evaluate
+    from effasr.inference.evaluate import evaluate, openable_cuts
     from effasr.inference.evaluation import save
 
     loaded = load_model(resolve(options.run), choose_device(options.device))
-    cuts = list(read(options.manifest, language=options.language or loaded.prompt.source))
+    cuts, unreadable = openable_cuts(
+        options.manifest, language=options.language or loaded.prompt.source
+    )
     done = itertools.count(1)
     with _counting("utterances") as show:
         evaluation = evaluate(
@@ -127,22 +125,27 @@ def evaluate(options: argparse.Namespace) -> int:
             loaded.tokenizer,
             cuts,
             normalizer=options.normalizer,
-            config=_decoding(options),
+            config=decoding(options),
+            failures=unreadable,
             on_result=lambda _: show(next(done), len(cuts)),
         )
     if not evaluation.utterances:
         first = evaluation.failures[0]
+        count = len(evaluation.failures)
         raise ValueError(
-            f"{options.manifest}: none of its {len(cuts)} utterances can be evaluated; the first, "
+            f"{options.manifest}: none of its {count} utterances can be evaluated; the first, "
             f"{first.id}: {first.reason}"
         )
     _say(evaluation.text(worst=options.worst))
     folder = options.output or _evaluation_folder(options.run, options.manifest)
     if folder is None:
         _say(f"written nowhere, as {options.run} is no run: --output FOLDER keeps the results")
-        return 0
-    save(evaluation, folder)
-    _say(f"written to {folder}")
+    else:
+        save(evaluation, folder)
+        _say(f"written to {folder}")
+    if evaluation.failures:
+        _note("evaluate", f"{len(evaluation.failures)} utterances failed and are not counted")
+        return 1
     return 0
 
 
@@ -153,43 +156,6 @@ def _evaluation_folder(run: Path, manifest: Path) -> Path | None:
     from effasr.inference.evaluation import set_name
 
     return run / "evaluation" / set_name(manifest)
-
-
-def transcribe(options: argparse.Namespace) -> int:
-    """Transcribe files: texts to standard output, what failed to standard error."""
-    from effasr.checkpoint import load_model, resolve
-    from effasr.data.prompt import Prompt
-    from effasr.distributed.process_group import choose_device
-    from effasr.inference.results import Failure
-    from effasr.inference.sink import Sink
-    from effasr.inference.transcribe import transcribe
-
-    loaded = load_model(resolve(options.run), choose_device(options.device))
-    source = options.language or loaded.prompt.source
-    target = options.target_language or (source if options.language else loaded.prompt.target)
-    prompt = Prompt(
-        source=source,
-        target=target,
-        task="transcribe" if target == source else "translate",
-        punctuation=(
-            loaded.prompt.punctuation if options.punctuation is None else options.punctuation
-        ),
-    )
-    style = "json" if options.json else options.format
-    sink = Sink(style, options.output, options.files)
-    config = _decoding(options, words=options.words)
-    results = transcribe(
-        loaded.model, loaded.tokenizer, options.files, prompt=prompt, config=config
-    )
-    for result in results:
-        if isinstance(result, Failure):
-            _note("transcribe", result.reason)
-        sink.write(result)
-    sys.stderr.write(
-        f"{results.audio_seconds:.1f} s of audio in {results.seconds:.1f} s, RTFx "
-        f"{results.rtfx:.1f}" + (f", {results.failed} failed\n" if results.failed else "\n")
-    )
-    return 1 if results.failed else 0
 
 
 def import_(options: argparse.Namespace) -> int:
@@ -216,49 +182,12 @@ def import_(options: argparse.Namespace) -> int:
     return 0
 
 
-def export(options: argparse.Namespace) -> int:
-    """Turn a model directory into a folder of Hugging Face's."""
-    from effasr.checkpoint import load_model, resolve
-    from effasr.data.tokenizer import HuggingFaceTokenizer
-    from effasr.model.huggingface import SpecialTokens, export_model
-
-    if any((options.out / name).exists() for name in ("model.yaml", "checkpoints")):
-        raise ValueError(
-            f"{options.out} must be a new folder or an earlier export, but is a model of effasr, "
-            "which would be overwritten."
-        )
-    loaded = load_model(resolve(options.model))
-    tokenizer = loaded.tokenizer
-    start = tokenizer.prompt(loaded.prompt)[0]
-    tokens = SpecialTokens(
-        pad_id=tokenizer.pad_id,
-        bos_id=tokenizer.specials.get("<|startoftranscript|>", start),
-        eos_id=tokenizer.eos_id,
-        decoder_start_id=start,
-    )
-    name = export_model(loaded.model, options.out, tokens)
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        tokenizer.save(options.out)
-    else:
-        _note("export", "the tokenizer stays behind, as transformers cannot read effasr's own")
-    _say(f"{options.out}: load it with {name}.from_pretrained")
-    return 0
-
-
 def doctor(options: argparse.Namespace) -> int:
     """Show what this machine has."""
     from effasr.inference.doctor import report
 
     _say(report().text())
     return 0
-
-
-def _decoding(options: argparse.Namespace, *, words: bool = False) -> DecodingConfig:
-    from effasr.inference.decoding_config import DecodingConfig
-
-    return DecodingConfig(
-        method=options.method, beam=options.beam, frame_budget=options.frame_budget, words=words
-    )
 
 
 def _say(text: str) -> None:

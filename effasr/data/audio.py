@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-import io
 import math
-import os
-import re
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,78 +14,44 @@ import soxr
 from lhotse.cut import Cut
 from lhotse.cut.data import DataCut
 
+from effasr.data.audio_file import (
+    DURATION_TOLERANCE,
+    AudioError,
+    AudioProblem,
+    TarMember,
+    UnknownFormat,
+    check_not_cut_short,
+    one_line,
+    open_audio,
+    reason,
+    regular_file_size,
+)
 from effasr.data.features import SAMPLE_RATE
 
-DURATION_TOLERANCE = 0.1
-"""Seconds by which a file may miss the length that its manifest states.
-
-Manifests round durations, and an MP3 header may be one codec frame off."""
-
-RATES = range(1_000, 1_000_001)
-"""Sample rates in Hz that are believed: a header of 1 Hz makes an hour of every kilobyte."""
+__all__ = [
+    "DURATION_TOLERANCE",
+    "AudioError",
+    "AudioHeader",
+    "AudioProblem",
+    "TarMember",
+    "UnknownFormat",
+    "audio_path",
+    "check_not_cut_short",
+    "load_audio",
+    "mono_blocks",
+    "open_audio",
+    "place",
+    "read_audio",
+    "read_header",
+    "regular_file_size",
+    "samples_in",
+]
 
 _BLOCK = 2**20
 """Values that are decoded at a time: a header may claim more than there is, or than fits."""
 
 _LOUDEST = 2.0**31
 """Full scale is 1, but some files have integers as floating point. More overflows the features."""
-
-_SAMPLES_PER_BYTE = 8192
-"""No codec does better: FLAC's longest block of silence is 65,535 samples in about 11 bytes."""
-
-
-class AudioProblem(enum.StrEnum):
-    """What can be wrong with a recording."""
-
-    MISSING = "missing_audio"
-    UNREADABLE = "unreadable_audio"
-    EMPTY = "empty_audio"
-    NOT_FINITE = "not_finite_audio"
-    SILENT = "silent_audio"
-    DURATION = "duration_mismatch"
-
-
-class AudioError(ValueError):
-    """A recording cannot be used.
-
-    Attributes:
-        problem: The kind of fault, for counting.
-    """
-
-    def __init__(self, problem: AudioProblem, message: str) -> None:
-        super().__init__(message)
-        self.problem = problem
-
-
-class UnknownFormat(AudioError):
-    """A file is none that soundfile can read; another program may."""
-
-
-@dataclass(frozen=True, slots=True)
-class TarMember:
-    """An audio file inside an uncompressed tar file.
-
-    Attributes:
-        tar: The tar file.
-        offset: Where the audio file begins in it, in bytes.
-        size: Bytes of the audio file.
-    """
-
-    tar: str
-    offset: int
-    size: int
-
-    def __str__(self) -> str:
-        return f"{self.tar}[{self.offset}:{self.offset + self.size}]"
-
-    @classmethod
-    def parse(cls, text: str) -> TarMember | None:
-        """The inverse of ``str``; None where the text is no such place."""
-        found = _TAR_MEMBER.fullmatch(text)
-        return found and cls(found[1], int(found[2]), int(found[3]) - int(found[2]))
-
-
-_TAR_MEMBER = re.compile(r"(.+)\[(\d+):(\d+)\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +77,10 @@ def read_header(path: str | Path) -> AudioHeader:
     """Read the header alone of a WAV, FLAC, Ogg or MP3 file.
 
     Raises:
-        AudioError: The file is missing, is not audio, or holds no samples.
+        AudioError: The file is missing, is not audio, holds no samples, or was cut short.
     """
     with open_audio(path) as file:
+        check_not_cut_short(file, path)
         return AudioHeader(file.samplerate, file.frames, file.channels)
 
 
@@ -185,7 +147,7 @@ def load_audio(cut: Cut, sample_rate: int = SAMPLE_RATE) -> np.ndarray:
         samples: Any = cut.load_audio()
     except Exception as error:  # lhotse raises whatever the storage behind it raises
         raise AudioError(
-            AudioProblem.UNREADABLE, f"{cut.id}: lhotse cannot read the audio: {_line(error)}"
+            AudioProblem.UNREADABLE, f"{cut.id}: lhotse cannot read the audio: {one_line(error)}"
         ) from error
     if samples is None or samples.size == 0:
         raise AudioError(AudioProblem.EMPTY, f"{cut.id}: the cut holds no audio.")
@@ -215,81 +177,6 @@ def _tar_member(cut: Cut) -> TarMember | None:
     if len(sources) != 1 or sources[0].type != "shar":
         return None
     return TarMember.parse(str(sources[0].source))
-
-
-def open_audio(path: str | Path | TarMember) -> soundfile.SoundFile:
-    """Open a file whose header can be believed; see `read_audio`.
-
-    Raises:
-        AudioError: There is none, it is no regular file, or it is not audio.
-    """
-    if isinstance(path, TarMember):
-        return _checked_file(_open(_bytes_of(path), path), path, path.size)
-    size = regular_file_size(path)
-    # soundfile would encode the name strictly, and not all names are text.
-    return _checked_file(_open(os.fsencode(path), path), path, size)
-
-
-def regular_file_size(path: str | Path) -> int:
-    """Bytes of a file that is there and can be read without waiting for somebody to write it.
-
-    Raises:
-        AudioError: It is missing, empty, a folder, a pipe or a device.
-    """
-    try:
-        found = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise AudioError(AudioProblem.MISSING, f"{path}: there is no such file.") from None
-    except OSError as error:
-        raise AudioError(AudioProblem.MISSING, f"{path}: {error.strerror}.") from error
-    if stat.S_ISDIR(found.st_mode):
-        raise AudioError(AudioProblem.UNREADABLE, f"{path}: not an audio file but a folder.")
-    if not stat.S_ISREG(found.st_mode):
-        raise AudioError(AudioProblem.UNREADABLE, f"{path}: not a file but a pipe or a device.")
-    if not os.access(path, os.R_OK):
-        raise AudioError(AudioProblem.UNREADABLE, f"{path}: Permission denied.")
-    if found.st_size == 0:
-        raise AudioError(AudioProblem.EMPTY, f"{path}: the file is empty.")
-    return found.st_size
-
-
-def _bytes_of(member: TarMember) -> io.BytesIO:
-    try:
-        with open(member.tar, "rb") as file:
-            file.seek(member.offset)
-            data = file.read(member.size)
-    except OSError as error:
-        raise AudioError(AudioProblem.MISSING, f"{member}: {_line(error)}") from error
-    if len(data) < member.size or not data:
-        raise AudioError(AudioProblem.UNREADABLE, f"{member}: the tar file ends before.")
-    return io.BytesIO(data)
-
-
-def _open(file: Any, path: str | Path | TarMember) -> soundfile.SoundFile:
-    try:
-        return soundfile.SoundFile(file)
-    # TypeError for a name that ends in .raw, of which soundfile wants to be told the rate.
-    except (soundfile.SoundFileError, OSError, TypeError) as error:
-        raise UnknownFormat(
-            AudioProblem.UNREADABLE, f"{path}: not a readable audio file: {_reason(error)}"
-        ) from error
-
-
-def _checked_file(
-    file: soundfile.SoundFile, path: str | Path | TarMember, size: int
-) -> soundfile.SoundFile:
-    if file.frames <= 0 or file.samplerate <= 0:
-        file.close()
-        raise AudioError(AudioProblem.EMPTY, f"{path}: the file holds no samples.")
-    claim = None
-    if file.samplerate not in RATES:
-        claim = f"a sample rate of {file.samplerate} Hz, which is not from 1 kHz to 1 MHz"
-    elif file.frames > _SAMPLES_PER_BYTE * size:
-        claim = f"{file.frames} samples, which {size} bytes cannot hold"
-    if claim is not None:
-        file.close()
-        raise AudioError(AudioProblem.UNREADABLE, f"{path}: the header claims {claim}.")
-    return file
 
 
 def place(
@@ -363,7 +250,7 @@ def _read_samples(
         return file.read(wanted, dtype="float32", always_2d=True)
     except (soundfile.SoundFileError, OSError) as error:
         raise AudioError(
-            AudioProblem.UNREADABLE, f"{path}: the audio is damaged: {_reason(error)}"
+            AudioProblem.UNREADABLE, f"{path}: the audio is damaged: {reason(error)}"
         ) from error
 
 
@@ -393,12 +280,3 @@ def _fit(mono: np.ndarray, length: int) -> np.ndarray:
     if mono.shape[0] >= length:
         return np.ascontiguousarray(mono[:length])
     return np.pad(mono, (0, length - mono.shape[0]))
-
-
-def _reason(error: Exception) -> str:
-    return _line(getattr(error, "error_string", error))
-
-
-def _line(error: object) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else f"{text[:200]}..."

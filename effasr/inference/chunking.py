@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,42 @@ def split_at_pauses(
         ValueError: ``chunk_seconds`` is under one second, or ``search_seconds`` is negative or
             over half of ``chunk_seconds``.
     """
+    cut = cut_at_pauses(
+        [audio] if len(audio) else [],
+        sample_rate,
+        total=len(audio),
+        chunk_seconds=chunk_seconds,
+        search_seconds=search_seconds,
+    )
+    return [chunk for chunk, _ in cut]
+
+
+def cut_at_pauses(
+    blocks: Iterable[np.ndarray],
+    sample_rate: int,
+    *,
+    total: int | None,
+    chunk_seconds: float = 30.0,
+    search_seconds: float = 3.0,
+) -> Iterator[tuple[Chunk, np.ndarray]]:
+    """Cut a recording as `split_at_pauses` does while it is being read.
+
+    No more than two chunks and a block are in memory.
+
+    Args:
+        blocks: float (samples,) each, mono, in order.
+        sample_rate: Samples per second.
+        total: Samples of all blocks together, which makes the chunks equally long. Where it is
+            unknown, chunks are as long as they may be until the end is in sight.
+        chunk_seconds: No chunk is longer.
+        search_seconds: How far a cut may move to either side.
+
+    Yields:
+        The chunks in order, each with its samples.
+
+    Raises:
+        ValueError: As `split_at_pauses`, when the first chunk is asked for.
+    """
     if chunk_seconds < 1.0:
         raise ValueError(f"`chunk_seconds` must be at least 1, but is {chunk_seconds}.")
     if not 0.0 <= search_seconds <= chunk_seconds / 2:
@@ -49,24 +86,68 @@ def split_at_pauses(
             f"but is {search_seconds}."
         )
     longest, search = int(chunk_seconds * sample_rate), int(search_seconds * sample_rate)
-    chunks, start = [], 0
-    while len(audio) - start > longest:
-        remaining = len(audio) - start
-        wanted = start + round(remaining / math.ceil(remaining / longest))
-        latest = min(wanted + search, start + longest)
+    ahead = _Ahead(blocks)
+    start, sight = 0, longest if total is not None else 2 * longest
+    # Beyond the latest place of a cut, energy is heard for half a window.
+    margin = (_WINDOW_HOPS // 2 + 1) * _hop(sample_rate)
+    while True:
+        ended = ahead.fill(sight + margin)
+        held = len(ahead.samples)
+        if total is None:
+            remaining = min(held, 2 * longest)
+        else:
+            remaining = held if ended else max(held, total - start)
+        if remaining <= longest:
+            break
+        wanted = round(remaining / math.ceil(remaining / longest))
+        latest = min(wanted + search, longest)
         # Never at the cut before: where two cuts may move to one pause, both would.
-        earliest = max(wanted - search, start + 1)
-        end = _quietest(audio, earliest, latest, wanted, sample_rate)
-        chunks.append(Chunk(start, end))
-        start = end
-    if start < len(audio):
-        chunks.append(Chunk(start, len(audio)))
-    return chunks
+        earliest = max(wanted - search, 1)
+        length = _quietest(ahead.samples, earliest, latest, wanted, sample_rate)
+        yield Chunk(start, start + length), ahead.take(length)
+        start += length
+    if len(ahead.samples):
+        yield Chunk(start, start + len(ahead.samples)), ahead.samples
+
+
+class _Ahead:
+    """The part of a recording that has been read and not yet cut off."""
+
+    def __init__(self, blocks: Iterable[np.ndarray]) -> None:
+        self._blocks = iter(blocks)
+        self._ended = False
+        self.samples = np.zeros(0, np.float32)
+
+    def fill(self, wanted: int) -> bool:
+        """Read until so many samples are there, or all; whether that was the end."""
+        parts, held = [self.samples], len(self.samples)
+        while held <= wanted and not self._ended:
+            block = next(self._blocks, None)
+            if block is None:
+                self._ended = True
+            else:
+                parts.append(block)
+                held += len(block)
+        full = [part for part in parts if len(part)]
+        if len(full) > 1:
+            self.samples = np.concatenate(full)
+        elif full:
+            (self.samples,) = full
+        return self._ended
+
+    def take(self, length: int) -> np.ndarray:
+        """Cut off the first samples."""
+        taken, self.samples = self.samples[:length], self.samples[length:]
+        return taken
+
+
+def _hop(sample_rate: int) -> int:
+    return max(1, round(_HOP_SECONDS * sample_rate))
 
 
 def _quietest(audio: np.ndarray, low: int, high: int, wanted: int, sample_rate: int) -> int:
     """The sample in low..high around which there is least energy; nearest to wanted on a tie."""
-    hop = max(1, round(_HOP_SECONDS * sample_rate))
+    hop = _hop(sample_rate)
     begin = max(0, low - _WINDOW_HOPS // 2 * hop)
     hops = (min(len(audio), high + _WINDOW_HOPS // 2 * hop) - begin) // hop
     if hops < _WINDOW_HOPS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from effasr.model.asr import ASRModel
 from effasr_kernels import PackedSequence
@@ -30,3 +31,9 @@ def ctc_greedy(model: ASRModel, encoded: PackedSequence, blank_id: int) -> list[
         [symbol for symbol, _ in groupby(sequence.tolist()) if symbol != blank_id]
         for sequence in symbols
     ]
+
+
+def ctc_log_probs(model: ASRModel, encoded: PackedSequence) -> Tensor:
+    """Log-probabilities of every token and the blank, last, at each frame: float32 (T, V + 1)."""
+    blocks = encoded.values.split(_ROWS)
+    return torch.cat([model.ctc_logits(rows).float().log_softmax(-1) for rows in blocks])

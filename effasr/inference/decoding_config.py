@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 _COUNTS = "beam", "max_symbols", "frame_budget", "max_sequences", "extra_tokens", "workers"
+
+
+LENGTH_PENALTY = 0.6
+"""Where none is given. Wu et al., 2016, https://arxiv.org/abs/1609.08144, found 0.6 to 0.7 best."""
+
+
+LM_WEIGHT = 0.3
+"""Where none is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,8 +25,18 @@ class DecodingConfig:
     Attributes:
         method: ``attention``, ``transducer``, ``ctc``, or ``auto``: the first of them that the
             model has.
-        beam: Hypotheses that are kept of each utterance; 1 for greedy search. Only a transducer can
-            be searched with more.
+        beam: Hypotheses that are kept of each utterance; 1 for greedy search. A transducer with
+            durations cannot be searched with more.
+        length_penalty: With the attention decoder and a beam, the exponent a by which a transcript
+            of score s and n tokens, its end included, ranks: ``s / ((5 + n) / 6) ** a``. 0 takes
+            the likeliest, which tends to be too short; 1 is nearly the mean over the tokens. None
+            for 0.6, and where nothing would read it.
+        ctc_weight: With the attention decoder, the share of CTC in the scores, from 0 to 1; more
+            than 0 needs a model with both. It keeps the decoder from skipping and repeating speech.
+        lm: An n-gram language model over token ids, an ARPA file, plain or gzipped, for shallow
+            fusion with the attention decoder or a beam of CTC; None for none.
+        lm_weight: What its log-probability is multiplied by before it is added to the scores. None
+            for 0.3, and where there is no ``lm``.
         max_symbols: Most labels that greedy search of a transducer may emit at one frame.
         frame_budget: Encoder frames of a batch (80 ms each at the usual sizes).
         max_sequences: Utterances of a batch.
@@ -34,6 +54,10 @@ class DecodingConfig:
 
     method: Literal["auto", "attention", "transducer", "ctc"] = "auto"
     beam: int = 1
+    length_penalty: float | None = None
+    ctc_weight: float = 0.0
+    lm: Path | None = None
+    lm_weight: float | None = None
     max_symbols: int = 10
     frame_budget: int = 4096
     max_sequences: int = 256
@@ -55,6 +79,24 @@ class DecodingConfig:
             raise ValueError(
                 f"`search_seconds` must be from 0 to half of `chunk_seconds` = "
                 f"{self.chunk_seconds}, but is {self.search_seconds}."
+            )
+        if self.length_penalty is not None and not 0.0 <= self.length_penalty < math.inf:
+            raise ValueError(
+                f"`length_penalty` must be at least 0, but is {self.length_penalty}: 0 leaves the "
+                "scores as they are, 1 favours longer transcripts."
+            )
+        if not 0.0 <= self.ctc_weight <= 1.0:
+            raise ValueError(
+                f"`ctc_weight` must be from 0 to 1, but is {self.ctc_weight}: it is the share of "
+                "CTC in the scores, and the decoder has the rest."
+            )
+        if self.lm_weight is not None and self.lm is None:
+            raise ValueError(
+                f"`lm_weight` must be left out where there is no `lm`, but is {self.lm_weight}."
+            )
+        if self.lm_weight is not None and not 0.0 < self.lm_weight < math.inf:
+            raise ValueError(
+                f"`lm_weight` must be above 0, but is {self.lm_weight}: leave out `lm` for none."
             )
         if not self.tokens_per_frame >= 0.0:
             raise ValueError(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 
 from lhotse.cut import Cut
 
-from effasr.data.audio import load_audio
-from effasr.data.manifests import request
+from effasr.data.audio import AudioError, load_audio
+from effasr.data.manifests import named, request
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.inference.decoding_config import DecodingConfig
@@ -21,6 +22,27 @@ from effasr.inference.wer import count_errors
 from effasr.model.asr import ASRModel
 
 
+def openable_cuts(path: str | Path, *, language: str) -> tuple[list[Cut], list[Failure]]:
+    """The cuts of a manifest, and the lines of it whose audio is not there or no audio.
+
+    Args:
+        path: See `effasr.data.manifests.read`.
+        language: Of lines that name none.
+
+    Raises:
+        ValueError: It is no manifest, holds no utterance, or a line is malformed.
+    """
+    cuts, failures = [], []
+    for name, utterance in named(path, language=language):
+        try:
+            cuts.append(utterance.cut(name))
+        except AudioError as error:
+            failures.append(Failure(name, str(error)))
+    if not cuts and not failures:
+        raise ValueError(f"{path}: holds no utterances.")
+    return cuts, failures
+
+
 def evaluate(
     model: ASRModel,
     tokenizer: Tokenizer,
@@ -28,6 +50,7 @@ def evaluate(
     *,
     normalizer: str = "basic",
     config: DecodingConfig | None = None,
+    failures: Sequence[Failure] = (),
     on_result: Callable[[Result], None] | None = None,
 ) -> Evaluation:
     """Transcribe cuts and compare with their references.
@@ -43,6 +66,7 @@ def evaluate(
         cuts: With one supervision each.
         normalizer: See `get_normalizer`. Only the counts depend on it.
         config: The default configuration by default.
+        failures: Utterances of the set that are no cuts; see `openable_cuts`.
         on_result: Called with each result as it comes, for example to show progress.
 
     Raises:
@@ -51,12 +75,12 @@ def evaluate(
     started = time.perf_counter()
     normalize = get_normalizer(normalizer)
     recognizer = Recognizer(model, tokenizer, config)
-    scorable, failures = _requests(cuts, recognizer.sample_rate)
-    utterances = []
+    scorable, unscorable = _requests(cuts, recognizer.sample_rate)
+    failed, utterances = [*failures, *unscorable], []
     results = recognizer.results(wanted for _, wanted in scorable)
     for (reference, wanted), result in zip(scorable, results, strict=True):
         if isinstance(result, Failure):
-            failures.append(result)
+            failed.append(result)
         else:
             utterances.append(
                 ScoredUtterance(
@@ -72,7 +96,7 @@ def evaluate(
         if on_result is not None:
             on_result(result)
     seconds = time.perf_counter() - started
-    return Evaluation(normalizer, tuple(utterances), tuple(failures), seconds)
+    return Evaluation(normalizer, tuple(utterances), tuple(failed), seconds)
 
 
 def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from effasr.inference.alignment import align, trn_line
 from effasr.inference.bootstrap import interval
-from effasr.inference.files import write_json, write_json_lines, write_text
+from effasr.inference.files import one_line, write_json, write_json_lines, write_text
 from effasr.inference.normalizer import get_normalizer
 from effasr.inference.results import Failure
 from effasr.inference.tables import wer_table, worst_table
@@ -176,10 +176,11 @@ def _write_alignments(evaluation: Evaluation, folder: Path) -> None:
     references, hypotheses, lines = [], [], []
     for utterance in evaluation.utterances:
         reference, hypothesis = normalize(utterance.reference), normalize(utterance.hypothesis)
-        references.append(trn_line(reference, utterance.id))
-        hypotheses.append(trn_line(hypothesis, utterance.id))
+        name = one_line(utterance.id)
+        references.append(trn_line(reference, name))
+        hypotheses.append(trn_line(hypothesis, name))
         aligned = align(reference, hypothesis)
-        lines += [f"id: ({utterance.id})", aligned.scores(), *aligned.lines(), ""]
+        lines += [f"id: ({name})", aligned.scores(), *aligned.lines(), ""]
     write_text(folder / "ref.trn", "".join(references))
     write_text(folder / "hyp.trn", "".join(hypotheses))
     write_text(folder / "alignments.txt", "\n".join(lines))

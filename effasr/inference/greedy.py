@@ -10,42 +10,28 @@ import torch
 
 from effasr.data.batch import Batch
 from effasr.data.tokenizer import Tokenizer
+from effasr.inference.attention_beam import attention_beam
 from effasr.inference.beam import transducer_beam
 from effasr.inference.ctc import ctc_greedy
-from effasr.inference.ctc_alignment import Span, align_tokens
-from effasr.inference.decoding_config import DecodingConfig
+from effasr.inference.ctc_alignment import align_tokens
+from effasr.inference.ctc_beam import ctc_beam
+from effasr.inference.decoded import Decoded
+from effasr.inference.decoding_config import LENGTH_PENALTY, LM_WEIGHT, DecodingConfig
+from effasr.inference.language_model import TokenNgrams, load_ngrams
 from effasr.inference.transducer import transducer_greedy
 from effasr.model.asr import ASRModel
+from effasr.nn.cache import KEPT_SHARE
 from effasr_kernels import PackedSequence
-
-_KEEP_ROWS = 7 / 8
-"""Finished rows leave once no more than this share goes on: each leave copies what stays."""
 
 _PARTS = {"attention": "decoder", "transducer": "transducer", "ctc": "CTC head"}
 """What of a model each method needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """What was recognised in one utterance.
-
-    Attributes:
-        tokens: The transcript, without prompt and end.
-        truncated: Whether the decoder was stopped before it said that the text ends.
-        spans: Encoder frames of each token; None where they were not asked for, or where there
-            are too few frames for the tokens.
-    """
-
-    tokens: tuple[int, ...]
-    truncated: bool = False
-    spans: tuple[Span, ...] | None = None
 
 
 def choose_method(model: ASRModel, method: str, beam: int = 1) -> str:
     """Resolve ``auto``, and check that the model can be decoded in this way.
 
     Raises:
-        ValueError: The model lacks what the method needs, or the method knows no beam.
+        ValueError: The model lacks what the method needs, or its kind knows no beam.
     """
     has = {
         "attention": model.config.decoder is not None,
@@ -57,18 +43,63 @@ def choose_method(model: ASRModel, method: str, beam: int = 1) -> str:
     if not has[method]:
         part = _PARTS[method]
         raise ValueError(f"`method` must not be {method}, because this model has no {part}.")
-    if beam > 1 and method != "transducer":
-        raise ValueError(
-            f"`beam` must be 1 for the method {method}, but is {beam}: only a transducer has a "
-            "beam search."
-        )
     transducer = model.config.transducer
-    if beam > 1 and transducer is not None and transducer.durations is not None:
+    durations = None if transducer is None else transducer.durations
+    if beam > 1 and method == "transducer" and durations is not None:
         raise ValueError(
             f"`beam` must be 1 for a transducer with durations, but is {beam}: only greedy search "
             "knows how to skip frames."
         )
     return method
+
+
+def check_config(model: ASRModel, config: DecodingConfig) -> str:
+    """Check that the model can be decoded in this way; return the method.
+
+    Raises:
+        ValueError: The model lacks what the method, joint scores or the times of words need, or an
+            option would change nothing with this method.
+    """
+    method = choose_method(model, config.method, config.beam)
+    if config.length_penalty is not None and (method != "attention" or config.beam == 1):
+        raise ValueError(
+            f"`length_penalty` must be left out for the method {method} with a beam of "
+            f"{config.beam}, but is {config.length_penalty}: only a beam of 2 or more of the "
+            "attention decoder compares transcripts of different lengths."
+        )
+    if config.ctc_weight > 0:
+        if method != "attention":
+            raise ValueError(
+                f"`ctc_weight` must be 0 for the method {method}, but is {config.ctc_weight}: "
+                "joint scores need the attention decoder: use method attention."
+            )
+        if not model.config.ctc:
+            raise ValueError(
+                f"`ctc_weight` must be 0 for a model without CTC head, but is {config.ctc_weight}."
+            )
+    if config.lm is not None and method == "transducer":
+        raise ValueError(
+            f"`lm` must be left out for the method transducer, but is {config.lm}: only the "
+            "attention decoder and CTC can be joined with a language model."
+        )
+    if config.lm is not None and method == "ctc" and config.beam == 1:
+        raise ValueError(
+            f"`beam` must be at least 2 for CTC with the language model {config.lm}, but is 1."
+        )
+    check_words(model, config)
+    return method
+
+
+def load_lm(config: DecodingConfig, model: ASRModel, tokenizer: Tokenizer) -> TokenNgrams | None:
+    """Read the language model of a configuration, if it has one.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no model over the tokens of this model.
+    """
+    if config.lm is None:
+        return None
+    return load_ngrams(config.lm, model.vocab_size, tokenizer.eos_id)
 
 
 def check_words(model: ASRModel, config: DecodingConfig) -> None:
@@ -90,6 +121,7 @@ def decode(
     batch: Batch,
     prompts: Sequence[Sequence[int]],
     config: DecodingConfig | None = None,
+    lm: TokenNgrams | None = None,
 ) -> list[Decoded]:
     """Encode and decode a batch. The model must be in evaluation mode, on the batch's device.
 
@@ -102,6 +134,8 @@ def decode(
         prompts: What the decoder reads first, for each utterance of the batch; only the attention
             decoder reads them.
         config: The default configuration by default.
+        lm: What `load_lm` gives for the configuration, to read it once for many batches; read here
+            by default.
 
     Returns:
         One result for each of ``batch.ids``.
@@ -114,22 +148,20 @@ def decode(
     count = len(batch.ids)
     if len(prompts) != count:
         raise ValueError(f"`prompts` must be {count}, one per utterance, but are {len(prompts)}.")
-    method = choose_method(model, config.method, config.beam)
-    check_words(model, config)
+    method = check_config(model, config)
     if not count:
         return []
+    lm = load_lm(config, model, tokenizer) if lm is None else lm
     encoded = model.encode(batch)
     if method != "attention":
-        texts = _aligned(model, method, encoded, config)
+        texts = _aligned(model, method, encoded, config, lm)
         decoded = [Decoded(tuple(tokens)) for tokens in texts[:count]]
     else:
         limits = [
             _limit(model, prompt, config.max_tokens(frames))
             for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
         ]
-        decoded = attention_greedy(
-            model, encoded, prompts, limits, tokenizer.eos_id, tokenizer.vocab_size
-        )
+        decoded = _attention(model, tokenizer, encoded, prompts, limits, config, lm)
     if not config.words:
         return decoded
     spans = align_tokens(model, encoded, [one.tokens for one in decoded])
@@ -140,16 +172,49 @@ def decode(
 
 
 def _aligned(
-    model: ASRModel, method: str, encoded: PackedSequence, config: DecodingConfig
+    model: ASRModel,
+    method: str,
+    encoded: PackedSequence,
+    config: DecodingConfig,
+    lm: TokenNgrams | None,
 ) -> list[list[int]]:
     """What CTC or the transducer finds in each sequence."""
-    if method == "ctc":
+    if method == "ctc" and config.beam == 1:
         return ctc_greedy(model, encoded, blank_id=model.vocab_size)
+    if method == "ctc":
+        return ctc_beam(model, encoded, config.beam, lm, _lm_weight(config))
     assert model.transducer is not None  # checked by choose_method
     if config.beam == 1:
         return transducer_greedy(model.transducer, encoded, config.max_symbols)
     limits = [config.max_tokens(frames) for frames in encoded.layout.lengths]
     return transducer_beam(model.transducer, encoded, config.beam, limits)
+
+
+def _attention(
+    model: ASRModel,
+    tokenizer: Tokenizer,
+    encoded: PackedSequence,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    config: DecodingConfig,
+    lm: TokenNgrams | None,
+) -> list[Decoded]:
+    """What the attention decoder finds in each sequence."""
+    what = model, encoded, prompts, limits, tokenizer.eos_id, tokenizer.vocab_size
+    if config.beam == 1 and config.ctc_weight == 0 and lm is None:
+        return attention_greedy(*what)
+    return attention_beam(
+        *what,
+        beam=config.beam,
+        length_penalty=(LENGTH_PENALTY if config.length_penalty is None else config.length_penalty),
+        ctc_weight=config.ctc_weight,
+        lm=lm,
+        lm_weight=_lm_weight(config),
+    )
+
+
+def _lm_weight(config: DecodingConfig) -> float:
+    return LM_WEIGHT if config.lm_weight is None else config.lm_weight
 
 
 def attention_greedy(
@@ -191,7 +256,7 @@ def attention_greedy(
         kept = [index for index, row in enumerate(rows) if not row.finished]
         if not kept:
             break
-        if len(kept) <= _KEEP_ROWS * len(rows):
+        if len(kept) <= KEPT_SHARE * len(rows):
             state.keep(kept)
             rows, tokens = [rows[index] for index in kept], [tokens[index] for index in kept]
     return [Decoded(tuple(row.said), row.truncated) for row in every]

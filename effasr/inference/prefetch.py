@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
@@ -14,7 +14,7 @@ B = TypeVar("B")
 
 def prefetch(
     call: Callable[[A], B], items: Iterable[A], *, workers: int, ahead: int | None = None
-) -> Iterator[B]:
+) -> Generator[B, None, None]:
     """Yield ``call(item)`` for each item, in order, with calls for later items under way.
 
     Args:

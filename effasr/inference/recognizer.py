@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -14,10 +18,11 @@ from effasr.data.batch import Example, collate
 from effasr.data.features import SUBSAMPLING
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
+from effasr.inference.audio_stream import AudioStream
 from effasr.inference.batching import plan_batches
-from effasr.inference.chunking import Chunk, split_at_pauses
+from effasr.inference.chunking import Chunk, cut_at_pauses
 from effasr.inference.decoding_config import DecodingConfig
-from effasr.inference.greedy import Decoded, check_words, choose_method, decode
+from effasr.inference.greedy import Decoded, check_config, decode, load_lm
 from effasr.inference.prefetch import prefetch
 from effasr.inference.results import Failure, Result, Segment, Transcription
 from effasr.inference.words import Word, words_of
@@ -25,6 +30,14 @@ from effasr.model.asr import ASRModel
 
 _WINDOW_BATCHES = 2
 """Batches' worth of audio which is loaded before batches are planned: sorting needs a choice."""
+
+_FIRST_CHUNKS = 2
+"""Of each recording that is loaded ahead of its turn; more of a long one come when it is due."""
+
+_AHEAD = 4
+"""Chunks that are read while others are decoded."""
+
+_NO_AUDIO = np.zeros(0, np.float32)
 
 _WITHOUT_SPACES = frozenset({"zh", "yue", "ja", "th", "lo", "km", "my", "bo"})
 """Languages which are written without spaces between words."""
@@ -36,13 +49,13 @@ class Request:
 
     Attributes:
         id: Names it in the result.
-        load: Returns float32 (samples,), mono, at the model's sample rate; called on a thread.
-            What it raises is reported as the failure of this recording alone.
+        load: Returns mono audio at the model's sample rate, float32 (samples,) or a stream; called
+            on a thread. What it raises is reported as the failure of this recording alone.
         prompt: Its languages, and what to do with it.
     """
 
     id: str
-    load: Callable[[], np.ndarray]
+    load: Callable[[], np.ndarray | AudioStream]
     prompt: Prompt
 
 
@@ -53,13 +66,15 @@ class Recognizer:
         """Check that the model can be decoded as the configuration says.
 
         Raises:
-            ValueError: It lacks what ``config.method`` needs, or the method knows no beam.
+            OSError: The language model cannot be read.
+            ValueError: It lacks what the configuration needs, an option of it would do nothing, or
+                its language model is not over the tokens of the model.
         """
         self.model, self.tokenizer = model, tokenizer
         self.config = DecodingConfig() if config is None else config
         self._features = model.config.features
-        self._method = choose_method(model, self.config.method, self.config.beam)
-        check_words(model, self.config)
+        self._method = check_config(model, self.config)
+        self._lm = load_lm(self.config, model, tokenizer)
 
     @property
     def sample_rate(self) -> int:
@@ -79,14 +94,24 @@ class Recognizer:
                 f"`task` must be transcribe for {name}, which follows the speech, but is "
                 f"{prompt.task}: use method attention."
             )
+        if self.config.ctc_weight > 0 and not prompt.monotonic:
+            raise ValueError(
+                "`ctc_weight` must be 0 for a translation, because CTC follows the speech, but is "
+                f"{self.config.ctc_weight}."
+            )
         if self.config.words and not prompt.monotonic:
             raise ValueError(
                 "`words` must be false for a translation, whose words have no place in the speech."
             )
         return self.tokenizer.prompt(prompt)
 
-    def results(self, requests: Iterable[Request]) -> Iterator[Result]:
+    def results(
+        self, requests: Iterable[Request], on_audio: Callable[[float], None] | None = None
+    ) -> Iterator[Result]:
         """Transcribe recordings, in order, with a bounded amount of audio in memory.
+
+        That holds for each recording as well, if it is a stream: its chunks are read, decoded and
+        forgotten.
 
         The model is in evaluation mode while it decodes, and as it was when a result is yielded.
         A recording which cannot be loaded, whose prompt is refused, or of which a chunk alone
@@ -94,60 +119,83 @@ class Recognizer:
 
         Args:
             requests: Read a little ahead of the results.
+            on_audio: Called after each batch, with the seconds of audio in it.
         """
         enough = _WINDOW_BATCHES * self.config.frame_budget
-        window: list[_Recording] = []
+        window: list[_Piece] = []
         frames = 0
-        for recording in prefetch(self._load, requests, workers=self.config.workers):
-            window.append(recording)
-            frames += sum(piece.frames for piece in recording.pieces)
-            if frames >= enough:
-                yield from self._finish(window)
-                window, frames = [], 0
-        yield from self._finish(window)
+        unfinished: deque[_Recording] = deque()
+        for recording in prefetch(self._begin, requests, workers=self.config.workers):
+            unfinished.append(recording)
+            for piece in recording.arriving():
+                window.append(piece)
+                frames += piece.frames
+                if frames >= enough:
+                    self._decode_window(window, on_audio)
+                    window, frames = [], 0
+                    yield from _finished(unfinished)
+            yield from _finished(unfinished)
+        self._decode_window(window, on_audio)
+        yield from _finished(unfinished)
 
-    def _load(self, request: Request) -> _Recording:
+    def _begin(self, request: Request) -> _Recording:
+        """Open a recording and read its first chunks, which are all that most have."""
         recording = _Recording(request, self.sample_rate)
+        recording.coming = self._pieces(recording)
+        recording.first = list(islice(recording.coming, _FIRST_CHUNKS))
+        return recording
+
+    def _pieces(self, recording: _Recording) -> Iterator[_Piece]:
         # Whatever is wrong with one file must not end the transcription of the others.
         try:
-            recording.prompt = self.prompt(request.prompt)
-            audio = request.load()
-            _check(audio)
+            recording.prompt = self.prompt(recording.request.prompt)
+            audio = recording.request.load()
+            if isinstance(audio, AudioStream):
+                blocks, total = audio.blocks, audio.total
+            else:
+                _check(audio)
+                blocks, total = [audio], len(audio)
+            for chunk, samples in self._chunks(blocks, total):
+                recording.duration = chunk.end / self.sample_rate
+                samples = self._at_least_one_frame(samples)
+                yield _Piece(recording, chunk, samples, self._features.encoder_frames(len(samples)))
         except Exception as error:
             # Ours are sentences already; of others the type is half of the message.
             ours = isinstance(error, ValueError)
             recording.failure = str(error) if ours else f"{type(error).__name__}: {error}"
-            return recording
-        recording.duration = len(audio) / self.sample_rate
-        for chunk in self._chunks(audio):
-            samples = self._at_least_one_frame(audio[chunk.start : chunk.end])
-            frames = self._features.encoder_frames(len(samples))
-            recording.pieces.append(_Piece(recording, chunk, samples, frames))
-        return recording
 
-    def _chunks(self, audio: np.ndarray) -> list[Chunk]:
+    def _chunks(
+        self, blocks: Iterable[np.ndarray], total: int | None
+    ) -> Iterator[tuple[Chunk, np.ndarray]]:
         longest, most = self.config.chunk_seconds, self.model.config.encoder.max_frames
         if most is not None:
             longest = min(longest, most * SUBSAMPLING * self._features.hop / self.sample_rate)
         search = min(self.config.search_seconds, longest / 2)
-        return split_at_pauses(
-            audio, self.sample_rate, chunk_seconds=longest, search_seconds=search
+        return cut_at_pauses(
+            blocks, self.sample_rate, total=total, chunk_seconds=longest, search_seconds=search
         )
 
     def _at_least_one_frame(self, audio: np.ndarray) -> np.ndarray:
         missing = self._features.hop * SUBSAMPLING - len(audio)
         return np.pad(audio, (0, missing)) if missing > 0 else audio
 
-    def _finish(self, window: list[_Recording]) -> Iterator[Result]:
-        pieces = [piece for recording in window for piece in recording.pieces]
+    def _decode_window(
+        self, pieces: list[_Piece], on_audio: Callable[[float], None] | None
+    ) -> None:
+        """Give each piece its text, and let go of its audio."""
         plan = plan_batches(
             [piece.frames for piece in pieces], self.config.frame_budget, self.config.max_sequences
         )
-        with _evaluating(self.model):
-            for indices in plan:
-                self._decode([pieces[index] for index in indices])
-        for recording in window:
-            yield recording.result()
+        for indices in plan:
+            batch = [pieces[index] for index in indices]
+            with _evaluating(self.model):
+                self._decode(batch)
+            for piece in batch:
+                piece.audio, piece.decoded = _NO_AUDIO, True
+            if on_audio is not None:
+                on_audio(
+                    sum(piece.chunk.end - piece.chunk.start for piece in batch) / self.sample_rate
+                )
 
     def _decode(self, pieces: list[_Piece]) -> None:
         """Give each piece its text, with batches of half the size where memory runs out."""
@@ -202,7 +250,9 @@ class Recognizer:
         device = next(self.model.parameters()).device
         half = self.config.precision == "bfloat16"
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            return decode(self.model, self.tokenizer, batch.to(device), prompts, self.config)
+            return decode(
+                self.model, self.tokenizer, batch.to(device), prompts, self.config, self._lm
+            )
 
 
 @dataclass(slots=True)
@@ -216,6 +266,7 @@ class _Piece:
     text: str = ""
     truncated: bool = False
     words: tuple[Word, ...] = ()
+    decoded: bool = False
 
 
 @dataclass(slots=True)
@@ -226,6 +277,28 @@ class _Recording:
     prompt: list[int] = field(default_factory=list)
     pieces: list[_Piece] = field(default_factory=list)
     failure: str | None = None
+    first: list[_Piece] = field(default_factory=list)
+    coming: Iterator[_Piece] = field(default_factory=lambda: iter(()))
+    read: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is a result."""
+        return self.read and (self.failure is not None or all(p.decoded for p in self.pieces))
+
+    def arriving(self) -> Iterator[_Piece]:
+        """Its pieces, as they are read; those after the first ones on a thread of their own."""
+        for piece in self.first:
+            self.pieces.append(piece)
+            yield piece
+        if len(self.first) == _FIRST_CHUNKS:
+            following = partial(next, self.coming, None)
+            rest = prefetch(lambda _: following(), itertools.count(), workers=1, ahead=_AHEAD)
+            while self.failure is None and (piece := next(rest)) is not None:
+                self.pieces.append(piece)
+                yield piece
+            rest.close()
+        self.first, self.read = [], True
 
     def result(self) -> Result:
         if self.failure is not None:
@@ -251,6 +324,11 @@ def _check(audio: np.ndarray) -> None:
         raise ValueError(f"the audio must be mono and not empty, but has shape {audio.shape}")
     if not np.isfinite(audio).all():
         raise ValueError("the audio must be finite, but has NaN or infinite samples")
+
+
+def _finished(recordings: deque[_Recording]) -> Iterator[Result]:
+    while recordings and recordings[0].finished:
+        yield recordings.popleft().result()
 
 
 @contextmanager

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from effasr.inference.files import write_text
 from effasr.inference.results import Failure, Result, Transcription
+from effasr.inference.sources import Source, check_names
 from effasr.inference.subtitles import ctm, srt, vtt
 from effasr.inference.transcribe import render
 
@@ -34,33 +35,47 @@ class Sink:
             written to the same file.
     """
 
-    def __init__(self, style: Style, folder: Path | None, sources: Sequence[str]) -> None:
+    def __init__(self, style: Style, folder: Path | None, sources: Sequence[Source]) -> None:
         if folder is None and style in _OF_ONE and len(sources) > 1:
             raise ValueError(
                 f"`--format {style}` takes one recording, but there are {len(sources)}: give "
                 "`--output FOLDER` for a file of each."
             )
         if folder is not None:
-            name, count = Counter(Path(source).stem for source in sources).most_common(1)[0]
-            if count > 1:
-                raise ValueError(
-                    f"`--output` must have a file of its own for each recording, but {count} are "
-                    f"called {name!r}: transcribe them by separate commands."
-                )
+            check_names(sources)
         self._style = style
         self._folder = folder
+        self._names = {source.id: source.name for source in sources}
 
-    def write(self, result: Result) -> None:
-        """Write one result; a failure has a place in JSON alone."""
+    def missing(self, sources: Iterable[Source]) -> list[Source]:
+        """Those that have no file yet."""
+        return [source for source in sources if not self._path(source.id).is_file()]
+
+    def write(self, result: Result) -> Failure | None:
+        """Write one result; a failure has a place in JSON on standard output alone.
+
+        Returns:
+            That its name is too long for a file, if it is.
+        """
         if isinstance(result, Failure):
             if self._style == "json" and self._folder is None:
                 _say(render(result, "jsonl"))
-            return
+            return None
         if self._folder is None:
             _say(self._rendered(result))
-            return
+            return None
         text = result.text + "\n" if self._style == "text" else self._rendered(result)
-        write_text(self._folder / f"{Path(result.id).stem}{_SUFFIXES[self._style]}", text)
+        try:
+            write_text(self._path(result.id), text)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            return Failure(result.id, f"{result.id}: too long a name for a file in --output.")
+        return None
+
+    def _path(self, name: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{self._names[name]}{_SUFFIXES[self._style]}"
 
     def _rendered(self, result: Transcription) -> str:
         if self._style in _TIMED:
@@ -69,5 +84,7 @@ class Sink:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(text)
+    # A terminal may know fewer letters than a transcript has.
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()

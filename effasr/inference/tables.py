@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from effasr.inference.alignment import align
+from effasr.inference.files import one_line
 from effasr.inference.normalizer import get_normalizer
 from effasr.inference.wer import ErrorCounts
 
@@ -48,7 +49,7 @@ def wer_table(evaluation: Evaluation) -> str:
     if evaluation.failures:
         lines.append(f"{len(evaluation.failures)} failed and are not counted:")
         shown = evaluation.failures[:_MOST_FAILURES]
-        lines += [f"  {failure.id}: {failure.reason}" for failure in shown]
+        lines += [f"  {one_line(failure.id)}: {one_line(failure.reason)}" for failure in shown]
         if len(shown) < len(evaluation.failures):
             lines.append(f"  and {len(evaluation.failures) - len(shown)} more")
     return "\n".join(lines) + "\n"
@@ -62,7 +63,7 @@ def worst_table(evaluation: Evaluation, count: int) -> str:
         errors = utterance.errors
         aligned = align(normalize(utterance.reference), normalize(utterance.hypothesis))
         lines += [
-            f"{utterance.id}: {errors.errors} errors in {errors.words} words",
+            f"{one_line(utterance.id)}: {errors.errors} errors in {errors.words} words",
             *aligned.lines("  "),
         ]
     return "\n".join(lines) + "\n" if lines else ""

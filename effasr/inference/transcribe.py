@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,15 @@ from typing import Literal
 import numpy as np
 import soxr
 
-from effasr.data.audio import read_audio
+from effasr.data.audio import load_audio
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
+from effasr.inference.audio_stream import AudioStream, open_stream
 from effasr.inference.decoding_config import DecodingConfig
-from effasr.inference.files import json_line
+from effasr.inference.files import json_line, one_line
 from effasr.inference.recognizer import Recognizer, Request
 from effasr.inference.results import Failure, Result, Transcription
+from effasr.inference.sources import Source
 from effasr.model.asr import ASRModel
 
 
@@ -71,10 +73,11 @@ class TranscriptionRun:
 def transcribe(
     model: ASRModel,
     tokenizer: Tokenizer,
-    sources: Iterable[str | Path | Waveform],
+    sources: Iterable[str | Path | Source | Waveform],
     *,
     prompt: Prompt | None = None,
     config: DecodingConfig | None = None,
+    on_audio: Callable[[float], None] | None = None,
 ) -> TranscriptionRun:
     """Transcribe recordings of any sample rate, number of channels and length.
 
@@ -84,9 +87,12 @@ def transcribe(
     Args:
         model: Decodes on the device which holds it.
         tokenizer: Of this model.
-        sources: Audio files, or audio in memory. Channels are averaged.
-        prompt: Languages and task of all sources; English speech to English text by default.
+        sources: Audio files, what `effasr.inference.sources` found, or audio in memory. Channels
+            are averaged. Of a long file only a part is in memory at a time.
+        prompt: Languages and task of all sources that bring none; English speech to English text
+            by default.
         config: The default configuration by default.
+        on_audio: Called after each batch, with the seconds of audio in it.
 
     Raises:
         ValueError: The tokenizer does not know the prompt's languages, CTC is asked to translate,
@@ -96,7 +102,7 @@ def transcribe(
     recognizer = Recognizer(model, tokenizer, config)
     recognizer.prompt(prompt)  # a wrong prompt is the caller's error, not that of each file
     requests = (_request(source, prompt, recognizer.sample_rate) for source in sources)
-    return TranscriptionRun(recognizer.results(requests))
+    return TranscriptionRun(recognizer.results(requests, on_audio))
 
 
 def render(result: Result, style: Literal["text", "jsonl"]) -> str:
@@ -104,13 +110,29 @@ def render(result: Result, style: Literal["text", "jsonl"]) -> str:
     if style == "jsonl":
         return json_line(result.as_row())
     text = result.text if isinstance(result, Transcription) else f"failed: {result.reason}"
-    return f"{result.id}\t{text}\n"
+    return f"{one_line(result.id)}\t{one_line(text)}\n"
 
 
-def _request(source: str | Path | Waveform, prompt: Prompt, sample_rate: int) -> Request:
+def _request(source: str | Path | Source | Waveform, prompt: Prompt, sample_rate: int) -> Request:
     if isinstance(source, Waveform):
         return Request(source.id, partial(_mono, source, sample_rate), prompt)
-    return Request(str(source), partial(read_audio, source, sample_rate), prompt)
+    if isinstance(source, Source):
+        return Request(source.id, partial(_load, source, sample_rate), source.prompt or prompt)
+    return Request(str(source), partial(open_stream, source, sample_rate), prompt)
+
+
+def _load(source: Source, sample_rate: int) -> np.ndarray | AudioStream:
+    if source.problem is not None:
+        raise ValueError(source.problem)
+    if source.cut is not None:
+        return load_audio(source.cut, sample_rate)
+    return open_stream(
+        source.audio,
+        sample_rate,
+        offset=source.offset,
+        duration=source.duration,
+        channels=source.channels,
+    )
 
 
 def _mono(waveform: Waveform, sample_rate: int) -> np.ndarray:

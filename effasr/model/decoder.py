@@ -206,8 +206,8 @@ class Decoder(nn.Module):
         return DecoderState(keys_values, encoded.layout, max_tokens)
 
     def step(self, tokens: Tensor, state: DecoderState) -> Tensor:
-        """Decode one more token of each sequence: int64 (N,) to hidden states (N, width)."""
-        count = state.num_sequences
+        """Decode one more token of each row of a state: int64 (N,) to hidden states (N, width)."""
+        count = state.num_rows
         check(tokens.shape == (count,), "tokens", f"be ({count},)", tuple(tokens.shape))
         x = self._embed(tokens, torch.full_like(tokens, state.length))
         for layer, self_cache, cross_cache in zip(

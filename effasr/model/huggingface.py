@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,12 +50,15 @@ class SpecialTokens:
         bos_id: Begins a text.
         eos_id: Ends it.
         decoder_start_id: The first token of a prompt.
+        count: Tokens that the tokenizer has; a model may have more classes, which generation then
+            leaves out. None for as many as the model has.
     """
 
     pad_id: int = 2
     bos_id: int = 4
     eos_id: int = 3
     decoder_start_id: int = 7
+    count: int | None = None
 
 
 def import_model(directory: str | Path) -> tuple[ModelConfig, int, dict[str, Tensor]]:
@@ -181,7 +185,7 @@ def export_canary(
                 "pass the tokenizer's special tokens."
             )
     decoder = {**decoder_mapping(model.config, model.vocab_size), **ids}
-    generation = {**ids, "decoder_start_token_id": tokens.decoder_start_id}
+    generation: dict[str, Any] = {**ids, "decoder_start_token_id": tokens.decoder_start_id}
     assert model.config.decoder is not None  # checked by decoder_mapping
     config = {
         "architectures": ["CanaryForConditionalGeneration"],
@@ -209,6 +213,9 @@ def export_canary(
     # transformers' output layer always has a bias.
     weights.setdefault("proj_out.bias", torch.zeros(model.vocab_size))
     directory = write(directory, config, weights, model.config)
+    count = model.vocab_size if tokens.count is None else tokens.count
+    if count < model.vocab_size:
+        generation["suppress_tokens"] = list(range(count, model.vocab_size))
     write_json(directory / "generation_config.json", generation)
 
 

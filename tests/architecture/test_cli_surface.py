@@ -9,6 +9,10 @@ DECODING = [
     "--device DEVICE",
     "--method {auto,attention,transducer,ctc}",
     "--beam N",
+    "--length-penalty A",
+    "--ctc-weight W",
+    "--lm FILE",
+    "--lm-weight W",
     "--frame-budget N",
 ]
 SURFACE = {
@@ -36,11 +40,14 @@ SURFACE = {
     ],
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
     "transcribe": [
-        *RUN, "FILE...", "--language LANG", "--target-language LANG",
-        "--punctuation --no-punctuation", "--json", *DECODING,
+        *RUN, "FILE...", "--manifest MANIFEST", "--language LANG", "--target-language LANG",
+        "--punctuation --no-punctuation", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
+        "--output FOLDER", "--continue", *DECODING,
     ],
     "import": ["HF_DIR", "OUT"],
-    "export": ["RUN_OR_MODEL", "HF_DIR"],
+    "export": [
+        "RUN_OR_MODEL", "HF_DIR", "--averaged N", "--license LICENCE", "--author NAME",
+    ],
     "doctor": [],
 }  # fmt: skip
 

@@ -86,7 +86,8 @@ def test_many_failures_do_not_flood_the_terminal(effasr, workplace, manifest, tm
     path = manifest({}, *({"lang": "fr", "id": str(number)} for number in range(50)))
     command = ("evaluate", "--run", workplace.run, "--manifest", path, "--output", tmp_path / "out")
     done = effasr(*command)
-    assert done.code == 0
+    assert done.code == 1
+    assert done.err == "effasr evaluate: 50 utterances failed and are not counted\n"
     assert "50 failed and are not counted" in done.out
     assert "  and 30 more\n" in done.out
 
@@ -94,10 +95,10 @@ def test_many_failures_do_not_flood_the_terminal(effasr, workplace, manifest, tm
 def test_evaluate_refuses_what_it_cannot_do(effasr, workplace, recordings, manifest) -> None:
     command = ("evaluate", "--run", workplace.run, "--manifest")
     dev = workplace.folder / "dev"
-    missing = manifest({}, {"audio_filepath": str(recordings / "gone.wav")})
+    missing = manifest({"audio_filepath": str(recordings / "gone.wav")})
     for arguments, message in (
         (("gone.jsonl",), "gone.jsonl: there is no such file or folder"),
-        ((missing,), "`effasr prepare` leaves such lines out"),
+        ((missing,), "none of its 1 utterances can be evaluated; the first, gone: "),
         ((dev, "--normalizer", "nope"), "must be one of none, basic, whisper_english"),
         ((dev, "--method", "beam"), "invalid choice: 'beam'"),
         ((dev, "--frame-budget", "0"), "must be an integer from 1 on, but is '0'"),
@@ -109,9 +110,11 @@ def test_evaluate_refuses_what_it_cannot_do(effasr, workplace, recordings, manif
 
 
 def test_one_bad_file_does_not_keep_the_others_from_being_transcribed(
-    effasr, workplace, recordings
+    effasr, workplace, recordings, monkeypatch
 ) -> None:
-    names = ("gone.wav", "garbage.wav", "empty.wav", ".")
+    monkeypatch.setenv("PATH", "")
+    (recordings / "nothing").mkdir()
+    names = ("gone.wav", "garbage.wav", "empty.wav", "nothing")
     files = (recordings / names[0], workplace.wav, *(recordings / name for name in names[1:]))
     failed = effasr("transcribe", "--run", workplace.run, *files)
     assert failed.code == 1
@@ -120,9 +123,9 @@ def test_one_bad_file_does_not_keep_the_others_from_being_transcribed(
     assert lines[:4] == [
         f"effasr transcribe: {recordings}/gone.wav: there is no such file.",
         f"effasr transcribe: {recordings}/garbage.wav: not a readable audio file: "
-        "Format not recognised.",
+        "Format not recognised. ffmpeg might read it, but is not on the PATH: install it.",
         f"effasr transcribe: {recordings}/empty.wav: the file is empty.",
-        f"effasr transcribe: {recordings}: not an audio file but a folder.",
+        f"effasr transcribe: {recordings}/nothing: a folder without recordings.",
     ]
     assert lines[4].endswith(", 4 failed")
     told = effasr("transcribe", "--run", workplace.run, "--json", *files)

@@ -131,3 +131,37 @@ def test_what_only_lhotse_can_read_is_read_by_lhotse(
     )
     with pytest.raises(AudioError, match="b: lhotse cannot read the audio"):
         load_audio(broken)
+
+
+def test_a_wav_file_that_was_cut_short(tmp_path) -> None:
+    path = tmp_path / "x.wav"
+    soundfile.write(path, np.zeros((16_000, 2)), 16_000)
+    content = path.read_bytes()
+    path.write_bytes(content[:-16_000])
+    with pytest.raises(AudioError, match=r"cut short: 0\.250 s of 1\.000 s are missing"):
+        read_header(path)
+    path.write_bytes(content[:-400])
+    assert read_header(path).num_samples == 15_900
+    # Of a length that was not known when the header was written, nothing is missing.
+    for size in (2**31 - 1, 2**32 - 1, 2**31 - 37):
+        path.write_bytes(content[:40] + size.to_bytes(4, "little") + content[44:])
+        assert read_header(path).num_samples == 16_000
+    # Other chunks come before and behind.
+    chunks = b"JUNK\x05\0\0\0abcde\0"
+    path.write_bytes(content[:12] + chunks + content[12:] + chunks)
+    assert read_header(path).num_samples == 16_000
+    path.write_bytes((content[:12] + chunks + content[12:])[:-16_000])
+    with pytest.raises(AudioError, match="cut short"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("kind", ["header", "audio"])
+def test_a_header_that_claims_too_much_is_not_believed(tmp_path, kind) -> None:
+    path = tmp_path / "x.flac"
+    soundfile.write(path, np.zeros(16_000), 16_000)
+    content = bytearray(path.read_bytes())
+    content[21:26] = ((content[21] & 0xF0) << 32 | 2**35).to_bytes(5, "big")
+    path.write_bytes(content)
+    read = {"header": read_header, "audio": read_audio}[kind]
+    with pytest.raises(AudioError, match=r"claims 34359738368 samples, which \d+ bytes cannot"):
+        read(path)

@@ -212,11 +212,11 @@ def small_memory(monkeypatch):
     decode, batches = recognizer_module.decode, []
 
     def limit(most: int) -> list[int]:
-        def limited(model, tokenizer, batch, prompts, config):
+        def limited(model, tokenizer, batch, prompts, config, lm):
             if len(prompts) > most:
                 raise torch.OutOfMemoryError
             batches.append(len(prompts))
-            return decode(model, tokenizer, batch, prompts, config)
+            return decode(model, tokenizer, batch, prompts, config, lm)
 
         monkeypatch.setattr(recognizer_module, "decode", limited)
         return batches

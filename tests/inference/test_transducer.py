@@ -241,8 +241,8 @@ def test_the_method_follows_from_the_model(model, tokenizer) -> None:
     without = replace(model.config, transducer=None)
     with pytest.raises(ValueError, match="must not be transducer, because this model has no trans"):
         choose_method(ASRModel(without, tokenizer.vocab_size), "transducer")
-    with pytest.raises(ValueError, match="`beam` must be 1 for the method ctc, but is 2"):
-        Recognizer(model, tokenizer, DecodingConfig(method="ctc", beam=2))
+    with pytest.raises(ValueError, match="`ctc_weight` must be 0 for the method transducer"):
+        Recognizer(model, tokenizer, DecodingConfig(ctc_weight=0.3))
     with pytest.raises(ValueError, match="`beam` must be at least 1, but is 0"):
         DecodingConfig(beam=0)
     translation = Prompt("en", "de", "translate")

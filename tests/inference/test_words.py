@@ -8,6 +8,7 @@ import pytest
 from effasr.inference.ctc_alignment import viterbi
 from effasr.inference.results import Failure, Segment, Transcription
 from effasr.inference.sink import Sink
+from effasr.inference.sources import Source, find
 from effasr.inference.subtitles import ctm, cues, srt, vtt
 from effasr.inference.words import Word, words_of
 
@@ -111,19 +112,23 @@ def test_without_words_segments_are_shown() -> None:
     assert ctm(plain) == "x 1 0.000 1.000 a\nx 1 1.000 1.000 b\n"
 
 
+def files(*names: str) -> list[Source]:
+    return find(names)
+
+
 def test_each_recording_has_its_file(tmp_path, capsys) -> None:
-    sink = Sink("srt", tmp_path / "out", ["in/a b.wav", "c.flac"])
+    sink = Sink("srt", tmp_path / "out", files("a b.wav", "c.flac"))
     sink.write(spoken(("one", 0.0, 1.0)))
     sink.write(Failure("c.flac", "damaged"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a b.srt"]
     assert capsys.readouterr().out == ""
-    text = Sink("text", tmp_path / "out", ["in/a b.wav"])
+    text = Sink("text", tmp_path / "out", files("a b.wav"))
     text.write(spoken(("one", 0.0, 1.0)))
     assert (tmp_path / "out" / "a b.txt").read_text() == "one\n"
 
 
 def test_what_would_be_mixed_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="`--format srt` takes one recording, but there are 2"):
-        Sink("srt", None, ["a.wav", "b.wav"])
-    with pytest.raises(ValueError, match="2 are called 'a'"):
-        Sink("srt", tmp_path, ["x/a.wav", "y/a.wav"])
+        Sink("srt", None, files("a.wav", "b.wav"))
+    with pytest.raises(ValueError, match=r"x/a\.wav and of y/a\.wav would be 'a'"):
+        Sink("srt", tmp_path, files("x/a.wav", "y/a.wav"))

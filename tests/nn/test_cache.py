@@ -45,3 +45,31 @@ def test_a_tail_is_dropped_with_the_first_choice() -> None:
     state = DecoderState([(k, k)], layout, max_tokens=1)
     state.keep(range(2))
     assert torch.equal(state.cross_caches[0].keys, k[:3])
+
+
+def test_hypotheses_share_the_speech_and_go_on_from_each_other() -> None:
+    k, v = torch.randn(2, 5, 1, 4).unbind(0)
+    state = DecoderState([(k, v)], PackedLayout.from_lengths([2, 3]), max_tokens=3)
+    first = torch.randn(2, 1, 4)
+    state.self_caches[0].append(first, -first)
+
+    state.widen(2)
+    assert (state.num_sequences, state.hypotheses, state.num_rows) == (2, 2, 4)
+    cross = state.cross_caches[0]
+    assert cross.keys is k
+    assert cross.values is v
+    assert cross.layout_encoded.lengths == (2, 3)
+    assert cross.layout_step.lengths == (2, 2)
+    second = torch.randn(4, 1, 4)
+    keys, values = state.self_caches[0].append(second, -second)
+    assert torch.equal(keys, torch.stack([first[[0, 0, 1, 1]], second], 2))
+    assert torch.equal(values, -keys)
+    with pytest.raises(ValueError, match="`hypotheses` must be 1 before"):
+        state.widen(2)
+
+    state.reorder(torch.tensor([1, 1, 3, 2]))
+    state.keep([1])
+    assert state.num_rows == 2
+    assert torch.equal(state.cross_caches[0].keys, k[2:])
+    keys, _ = state.self_caches[0].append(second[:2], second[:2])
+    assert torch.equal(keys[:, :, :2], torch.stack([first[[1, 1]], second[[3, 2]]], 2))

@@ -1,24 +1,27 @@
 """Two processes of one run."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parents[2]
 
 
 def run_ranks(module: str, scenario: str, limit_s: float) -> list[subprocess.CompletedProcess[str]]:
-    """Run a scenario of a module in two processes, as torchrun would start them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    """Run a scenario of a module in two processes, as torchrun would start them.
+
+    As torchrun's, the store outlives the ranks, so that one can tell the other why it failed.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(2):
         environment = os.environ | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         command = [sys.executable, "-m", module, scenario]

@@ -1,0 +1,71 @@
+"""The average of several checkpoints of a run, often better than any one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from effasr.checkpoint import CheckpointError, LoadedModel, load_model, read_description
+
+
+def newest_checkpoints(run: Path, count: int) -> list[Path]:
+    """The last checkpoints that a run has kept, the newest first.
+
+    Args:
+        run: ``runs/NAME``, or its folder of checkpoints.
+        count: How many.
+
+    Raises:
+        ValueError: It has fewer.
+    """
+    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    found = sorted((path for path in folder.glob("step_*") if path.is_dir()), reverse=True)
+    if not found:
+        raise ValueError(
+            f"`--averaged` must have a run with checkpoints, but {run} has none: give runs/NAME."
+        )
+    if not 1 <= count <= len(found):
+        raise ValueError(
+            f"`--averaged` must be from 1 to {len(found)}, the checkpoints that {run} has, but is "
+            f"{count}: train with a higher `training.keep` to have more."
+        )
+    return found[:count]
+
+
+def average(checkpoints: list[Path]) -> LoadedModel:
+    """A model with the mean of the weights of checkpoints, and of the statistics of batch norms.
+
+    Sums are float64, whatever the weights are. Integers, such as how many batches a norm has seen,
+    are those of the first checkpoint, as are tokenizer and prompt.
+
+    Args:
+        checkpoints: Model directories of one architecture, at least one.
+
+    Raises:
+        CheckpointError: One is damaged, or of another architecture than the first.
+    """
+    first = load_model(checkpoints[0])
+    model, state = first.model, first.model.state_dict()
+    sums = {
+        name: value.to(torch.float64)
+        for name, value in state.items()
+        if value.dtype.is_floating_point
+    }
+    for path in checkpoints[1:]:
+        if read_description(path).model != model.config:
+            raise CheckpointError(
+                f"{path} must be of the architecture of {checkpoints[0]}, but is of another: "
+                "average checkpoints of one training only."
+            )
+        _add(sums, load_model(path).model.state_dict())
+    for name, value in sums.items():
+        state[name].copy_(value / len(checkpoints))
+    return LoadedModel(model, first.tokenizer, first.prompt)
+
+
+def _add(sums: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    for name, value in sums.items():
+        value += state[name]

@@ -1,0 +1,126 @@
+"""``effasr export``: a model as a folder that Hugging Face's transformers and hub take."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effasr.cli_options import RUN_HELP, at_least, folder
+
+if TYPE_CHECKING:
+    from effasr.checkpoint import LoadedModel
+    from effasr.inference.model_card import ModelCard
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    one = command(
+        "export",
+        run,
+        "Write a model that Hugging Face's transformers load.",
+        "README.md becomes its model card, with the results of `effasr evaluate --run RUN` for the",
+        "weights that are exported. One that is there and was not written here is left alone.",
+    )
+    one.add_argument("model", type=Path, metavar="RUN_OR_MODEL", help=RUN_HELP)
+    one.add_argument("out", type=folder, metavar="HF_DIR", help="the folder to write")
+    one.add_argument(
+        "--averaged",
+        type=at_least(1),
+        metavar="N",
+        help="the mean of the weights of the last N checkpoints of a run, and of the statistics of "
+        "its batch norms, in place of the best; often better than each, but to be evaluated anew",
+    )
+    one.add_argument(
+        "--license",
+        type=_license,
+        metavar="LICENCE",
+        help="as the hub names it, such as cc-by-4.0 or apache-2.0",
+    )
+    one.add_argument("--author", metavar="NAME", help="who made the model")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write weights, configuration, tokenizer and model card."""
+    from effasr.averaging import average, newest_checkpoints
+    from effasr.checkpoint import load_model, resolve
+    from effasr.data.tokenizer import HuggingFaceTokenizer
+    from effasr.inference.files import write_text
+    from effasr.inference.model_card import is_replaceable
+    from effasr.model.huggingface import SpecialTokens, export_model
+
+    if any((options.out / name).exists() for name in ("model.yaml", "checkpoints")):
+        raise ValueError(
+            f"{options.out} must be a new folder or an earlier export, but is a model of effasr, "
+            "which would be overwritten."
+        )
+    if options.averaged is None:
+        sources = [resolve(options.model)]
+        loaded = load_model(sources[0])
+    else:
+        sources = newest_checkpoints(options.model, options.averaged)
+        loaded = average(sources)
+    tokenizer = loaded.tokenizer
+    start = tokenizer.prompt(loaded.prompt)[0]
+    tokens = SpecialTokens(
+        pad_id=tokenizer.pad_id,
+        bos_id=tokenizer.specials.get("<|startoftranscript|>", start),
+        eos_id=tokenizer.eos_id,
+        decoder_start_id=start,
+        count=tokenizer.vocab_size,
+    )
+    loader = export_model(loaded.model, options.out, tokens)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.save(options.out)
+    else:
+        _note("the tokenizer stays behind, as transformers cannot read effasr's own")
+    readme = options.out / "README.md"
+    if is_replaceable(readme):
+        write_text(readme, _card(options, loaded, sources, loader).text())
+    else:
+        _note(f"{readme} was not written here, and stays as it is")
+    sys.stdout.write(f"{options.out}: load it with {loader}.from_pretrained\n")
+    return 0
+
+
+def _card(
+    options: argparse.Namespace, loaded: LoadedModel, sources: list[Path], loader: str
+) -> ModelCard:
+    from effasr import config
+    from effasr.data.tokenizer import HuggingFaceTokenizer
+    from effasr.inference.model_card import ModelCard, read_data, read_tested
+
+    origin = options.model.resolve()
+    is_run = (origin / "checkpoints").is_dir()
+    step = re.fullmatch(r"step_(\d+)", sources[0].resolve().name)
+    # A mean is none of the models that were evaluated, unless it is that of one.
+    tested = is_run and options.averaged is None
+    return ModelCard(
+        name=origin.name,
+        loader=loader,
+        parameters=sum(parameter.numel() for parameter in loaded.model.parameters()),
+        languages=loaded.tokenizer.languages,
+        configuration=config.dump(loaded.model.config),
+        own_tokenizer=isinstance(loaded.tokenizer, HuggingFaceTokenizer),
+        data=read_data(origin) if is_run else (),
+        steps=int(step[1]) if step else None,
+        averaged=options.averaged or 1,
+        tested=read_tested(origin, sources[0] / "model.safetensors") if tested else (),
+        license=options.license,
+        author=options.author,
+    )
+
+
+def _license(text: str) -> str:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", text):
+        raise argparse.ArgumentTypeError(
+            f"must be a name such as cc-by-4.0, in small letters, but is {text!r}"
+        )
+    return text
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"effasr export: {text}\n")

@@ -1,0 +1,72 @@
+"""How far a transcription is, for a person at a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+class TranscriptionProgress:
+    """A bar on standard error: recordings, audio time and speed; nothing where that is no terminal.
+
+    Args:
+        total: Recordings.
+    """
+
+    def __init__(self, total: int) -> None:
+        # Standard output is for results: rich must leave it alone.
+        self._bar = Progress(
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("recordings, {task.fields[audio]} of audio, RTFx {task.fields[rtfx]}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            disable=not sys.stderr.isatty(),
+        )
+        self._task = self._bar.add_task("", total=total, audio="0:00:00", rtfx="-")
+        self._seconds = 0.0
+        self._started = time.monotonic()
+
+    def __enter__(self) -> TranscriptionProgress:
+        self._started = time.monotonic()
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def heard(self, seconds: float) -> None:
+        """Count audio that has been transcribed."""
+        self._seconds += seconds
+        minutes, second = divmod(int(self._seconds), 60)
+        hours, minute = divmod(minutes, 60)
+        rtfx = self._seconds / max(1e-9, time.monotonic() - self._started)
+        self._bar.update(self._task, audio=f"{hours}:{minute:02}:{second:02}", rtfx=f"{rtfx:.1f}")
+
+    def done(self) -> None:
+        """Count a recording."""
+        self._bar.advance(self._task)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While something else is written to the terminal."""
+        if self._bar.disable:
+            yield
+            return
+        self._bar.stop()
+        yield
+        self._bar.start()

@@ -1,0 +1,143 @@
+"""The model card of an export, and averages of checkpoints."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from effasr.checkpoint import resolve
+
+
+@pytest.fixture
+def run(workplace, tmp_path) -> Path:
+    """A run of this test, evaluated on a set of 4 utterances."""
+    shutil.copytree(workplace.run, tmp_path / "runs" / "mine", ignore=lambda *_: ["evaluation"])
+    folder = tmp_path / "runs" / "mine"
+    for name, wer in (("dev", 0.125), ("no|words", None)):
+        result = {
+            "wer": wer, "cer": wer, "utterances": 4, "words": 8, "rtfx": 12.5,
+            "normalizer": "basic", "wer_interval": None if wer is None else [0.1, 0.2],
+        }  # fmt: skip
+        (folder / "evaluation" / name).mkdir(parents=True)
+        (folder / "evaluation" / name / "wer.json").write_text(json.dumps(result))
+    return folder
+
+
+def front(path: Path) -> dict:
+    _, content, _ = path.read_text(encoding="utf-8").split("---\n", 2)
+    return yaml.safe_load(content)
+
+
+def test_the_card_is_one_of_the_hub(effasr, run, tmp_path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    out = tmp_path / "hf"
+    done = effasr("export", run, out, "--license", "cc-by-4.0", "--author", "Zoë & Co.")
+    assert done.code == 0, done.err
+    card = hub.ModelCard.load(out / "README.md")
+    assert card.data.license == "cc-by-4.0"
+    assert card.data.language == ["en"]
+    assert card.data.library_name == "transformers"
+    assert card.data.pipeline_tag == "automatic-speech-recognition"
+    assert card.data.model_name == "mine"
+    (result,) = card.data.eval_results
+    assert (result.dataset_name, result.metric_type, result.metric_value) == ("dev", "wer", 12.5)
+    for line in (
+        "- Trained on: train",
+        "- Updates: ",
+        "| dev | 4 | 8 | 12.50 | 10.00 to 20.00 | 12.50 | basic | 12.5 |",
+        "| no\\|words | 4 | 8 | - | - | - | basic | 12.5 |",
+        "feed_forward: 16",
+        "Licence: cc-by-4.0. Author: Zoë & Co..",
+        "CanaryForConditionalGeneration.from_pretrained",
+    ):
+        assert line in card.content, line
+    assert str(tmp_path) not in card.content
+
+
+def test_results_of_other_weights_are_left_out(effasr, run, tmp_path) -> None:
+    old = run / "evaluation" / "dev" / "wer.json"
+    os.utime(old, (1e9, 1e9))
+    done = effasr("export", run, tmp_path / "hf")
+    assert done.code == 0
+    assert "metrics" not in front(tmp_path / "hf" / "README.md")
+    assert "license" not in front(tmp_path / "hf" / "README.md")
+    averaged = effasr("export", run, tmp_path / "mean", "--averaged", "2")
+    assert averaged.code == 0, averaged.err
+    text = (tmp_path / "mean" / "README.md").read_text()
+    assert "| dev |" not in text
+    assert "- Weights: the mean of the last 2 checkpoints" in text
+
+
+def test_a_card_written_by_hand_is_left_alone(effasr, run, tmp_path) -> None:
+    readme = tmp_path / "hf" / "README.md"
+    assert effasr("export", run, tmp_path / "hf").code == 0
+    readme.write_text(readme.read_text() + "\nand more\n")
+    assert effasr("export", run, tmp_path / "hf", "--author", "A").code == 0
+    assert "and more" not in readme.read_text()
+    readme.write_text("by hand")
+    again = effasr("export", run, tmp_path / "hf")
+    assert again.code == 0
+    assert f"{readme} was not written here, and stays as it is" in again.err
+    assert readme.read_text() == "by hand"
+
+
+def test_a_model_directory_has_a_card_too(effasr, model, tmp_path) -> None:
+    assert effasr("export", model, tmp_path / "hf").code == 0
+    text = (tmp_path / "hf" / "README.md").read_text()
+    assert "# model\n" in text
+    assert "None of these weights" in text
+
+
+def test_the_mean_of_checkpoints(effasr, run, tmp_path) -> None:
+    folders = sorted((run / "checkpoints").glob("step_*"))
+    assert len(folders) >= 2
+    states = [load_file(folder / "model.safetensors") for folder in folders[-2:]]
+    assert effasr("export", run, tmp_path / "one").code == 0
+    assert effasr("export", run, tmp_path / "mean", "--averaged", "2").code == 0
+    assert effasr("import", tmp_path / "mean", tmp_path / "back").code == 2  # no tokenizer.json
+    mean = load_file(tmp_path / "mean" / "model.safetensors")
+    one = load_file(tmp_path / "one" / "model.safetensors")
+    assert mean.keys() == one.keys()
+    assert {name: value.dtype for name, value in mean.items()} == {
+        name: value.dtype for name, value in one.items()
+    }
+    name = "decoder.embed_tokens.weight"
+    expected = (states[0][name].double() + states[1][name].double()) / 2
+    assert not torch.equal(states[0][name], states[1][name])
+    theirs = next(value for key, value in mean.items() if key.endswith(name))
+    assert torch.equal(theirs, expected.float())
+    moved = [key for key in mean if key.endswith("running_mean") or key.endswith("running_var")]
+    assert moved
+    assert any(not torch.equal(mean[key], one[key]) for key in moved)
+    # One is itself, and the newest.
+    assert effasr("export", run, tmp_path / "newest", "--averaged", "1").code == 0
+    newest = load_file(tmp_path / "newest" / "model.safetensors")
+    (key,) = (key for key in newest if key.endswith(name))
+    assert torch.equal(newest[key], states[1][name])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--averaged", "9"), "`--averaged` must be from 1 to 2, the checkpoints that"),
+        (("--averaged", "0"), "must be an integer from 1 on, but is '0'"),
+        (("--license", "CC BY"), "must be a name such as cc-by-4.0, in small letters"),
+    ],
+)
+def test_refusals(effasr, run, tmp_path, options, message) -> None:
+    failed = effasr("export", run, tmp_path / "hf", *options)
+    assert failed.code == 2
+    assert message in failed.error
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_model_directory_has_nothing_to_average(effasr, workplace, model, tmp_path) -> None:
+    for folder in (model, resolve(workplace.run)):
+        failed = effasr("export", folder, tmp_path / "hf", "--averaged", "1")
+        assert failed.code == 2
+        assert "`--averaged` must have a run with checkpoints" in failed.error
