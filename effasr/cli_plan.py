@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 _STRATEGIES = ("packed", "random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "all")
 """`effasr.data.sampling.strategies.STRATEGIES`, whose import takes longer than --help may."""
 
+_OF_STRATEGIES = {
+    "batch_size": ("random", "bucketed", "sync_bucketed"),
+    "buckets": ("bucketed", "sync_bucketed", "sync_bucketed_2d"),
+    "epoch_end": ("packed",),
+}
+"""Options that not every strategy has."""
+
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
@@ -102,8 +109,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     one.add_argument(
         "--epoch-end",
         choices=("carry", "exact"),
-        help="carry (the default): full steps only, and what is too much goes to the next epoch; "
-        "exact: each epoch is the corpus, and all steps share the room that is left",
+        help="of packed; carry (the default, or RECIPE's): full steps only, and what is too much "
+        "goes to the next epoch; exact: each epoch is the corpus, and all steps share the room "
+        "that is left",
     )
     one.add_argument("--seed", type=_whole(0), metavar="N", help="default: 0")
     one.add_argument("--json", action="store_true", help="print one JSON object")
@@ -130,9 +138,10 @@ def run(options: argparse.Namespace) -> int:
         token_budget=options.token_budget,
         max_duration=options.max_duration,
     )
+    strategy = options.strategy or request.data.strategy
+    _check_strategy(options, strategy)
     study = _study_options(options, request)
     listing, selection = request.read(options.prompt_tokens)
-    strategy = options.strategy or request.data.strategy
     outcomes = compare(selection, LADDER if strategy == "all" else [strategy], request.cost, study)
     if options.dropped is not None:
         _list_dropped(options.dropped, selection)
@@ -162,15 +171,15 @@ def _study_options(options: argparse.Namespace, request: Request) -> StudyOption
 
     data = request.data
     of_recipe = None
-    if options.recipe and not data.micro_batches % options.world_size:
-        of_recipe = data.micro_batches
+    if options.recipe and not data.speech_micro_batches % options.world_size:
+        of_recipe = data.speech_micro_batches
     given = data.strategy_options()
     return StudyOptions(
         world_size=options.world_size,
         micro_batches=options.micro_batches or of_recipe,
         seed=request.seed if options.seed is None else options.seed,
         epochs=options.epochs,
-        epoch_end=options.epoch_end,
+        epoch_end=options.epoch_end or data.epoch_end,
         batch_duration=None if options.batch_size else given.batch_duration,
         batch_size=options.batch_size or given.batch_size,
         buckets=options.buckets or given.buckets,
@@ -203,6 +212,17 @@ def _list_dropped(path: Path, selection: Selection) -> None:
     with atomic_file(path) as file:
         for drop in selection.dropped:
             file.write(json.dumps(asdict(drop), ensure_ascii=False).encode() + b"\n")
+
+
+def _check_strategy(options: argparse.Namespace, strategy: str) -> None:
+    """An option that would change nothing is a mistake."""
+    for name, strategies in _OF_STRATEGIES.items():
+        value = getattr(options, name)
+        if value is not None and strategy not in (*strategies, "all"):
+            raise ValueError(
+                f"`--{name.replace('_', '-')}` must be left out for strategy {strategy}, which has "
+                f"none, but is {value}: it is for {', '.join(strategies)}."
+            )
 
 
 def _check_output(name: str, path: Path | None, suffix: str) -> None:

@@ -20,7 +20,7 @@ from effasr.data.batch import Example, StaticShape
 from effasr.data.blend import SOURCE_DTYPE, Blend, Mixture, planned
 from effasr.data.config import DataConfig
 from effasr.data.features import SAMPLE_RATE
-from effasr.data.filter_config import check_share
+from effasr.data.filter_config import TooManyDropped, check_share
 from effasr.data.filters import (
     Dropped,
     Limits,
@@ -234,14 +234,14 @@ class _Gathered:
         """The corpus, with the shape that the configuration leaves to be derived.
 
         Raises:
-            ValueError: No utterance is left.
+            ValueError: There is no utterance.
+            TooManyDropped: None is left.
         """
         shown = ", ".join(map(str, paths)) or "no manifest"
         if not self.frames:
             first = f"; the first: {self.dropped[0].details}" if self.dropped else ""
-            raise ValueError(
-                f"{shown}: no utterance can be trained on ({len(self.dropped)} dropped{first})."
-            )
+            message = f"{shown}: no utterance can be trained on ({len(self.dropped)} dropped{first})."
+            raise TooManyDropped(message, self.dropped) if self.dropped else ValueError(message)
         lines = ragged(np.frombuffer(self.lines, dtype=np.uint8), self.line_lengths)
         outliers = self._outliers(config.filters.rate_deviations)
         dropped = [*self.dropped, *self._rate_drops(lines, outliers)]

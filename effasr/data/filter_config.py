@@ -61,7 +61,7 @@ class FilterConfig:
 
 
 class TooManyDropped(ValueError):
-    """A single reason leaves out more of the data than was allowed.
+    """A single reason leaves out more of the data than was allowed, or nothing is left.
 
     Attributes:
         dropped: All that was left out.

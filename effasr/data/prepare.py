@@ -122,7 +122,27 @@ def prepare(
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or folder.resolve() == Path(source).resolve()):
         raise ValueError(f"{folder}: `out` must be a folder of its own: choose another name.")
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return _prepare(source, folder, tokenizer, limits, language, decode, jobs, progress)
+    except BaseException:
+        if is_new:
+            with suppress(OSError):  # It is not empty: something has been written.
+                folder.rmdir()
+        raise
+
+
+def _prepare(
+    source: str | Path,
+    folder: Path,
+    tokenizer: Tokenizer | None,
+    limits: Limits | None,
+    language: str,
+    decode: bool,
+    jobs: int | None,
+    progress: Callable[[int], None] | None,
+) -> PrepareReport:
     check_one = _Check(tokenizer, limits or Limits(), decode)
     utterances = named(source, language=language)
     with TemporaryFile(dir=folder) as file:

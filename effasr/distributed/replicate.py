@@ -6,9 +6,11 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from effasr.distributed.process_group import World
+from effasr.distributed.shard import accumulating
 
 # torch 2.13 renamed the option, and warns of the old name.
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
@@ -37,4 +39,6 @@ def without_exchange(model: nn.Module, yes: bool) -> AbstractContextManager:
     """While in it, gradients add up locally: for all but the last micro-batch of a step."""
     if yes and isinstance(model, DistributedDataParallel):
         return model.no_sync()
+    if yes and isinstance(model, FSDPModule):
+        return accumulating(model)
     return nullcontext()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 
 def with_participants(x: Tensor, parameters: Iterable[Tensor]) -> Tensor:
@@ -17,16 +18,19 @@ def with_participants(x: Tensor, parameters: Iterable[Tensor]) -> Tensor:
 
     Args:
         x: Any floating-point tensor.
-        parameters: They are not read.
+        parameters: They are not read. A sharded one is left out: its layer, which has gathered it
+            for the length of its own forward, must reach it by itself.
     """
-    return _Participate.apply(x, *parameters)  # type: ignore[return-value]
+    reached = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    return _Participate.apply(x, *reached)  # type: ignore[return-value]
 
 
 class _Participate(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.forms = [(parameter.shape, parameter.dtype) for parameter in parameters]
-        return x.view_as(x)
+        # Not a view, of which FSDP2 warns; x is as small as a loss.
+        return x.clone()
 
     @staticmethod
     @once_differentiable

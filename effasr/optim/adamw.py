@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from effasr.optim.adascale import AdaScaleConfig
 from effasr.optim.groups import Exempt
 
 
@@ -21,6 +22,13 @@ class OptimizerConfig:
 
     Attributes:
         lr: Peak learning rate; the schedule multiplies it.
+        lr_scaling: What becomes of ``lr`` with k times the reference batch: ``none``: nothing.
+            ``linear``: k times it. ``sqrt``: the square root of k times it, the rule for Adam.
+        lr_reference_micro_batches: The reference batch: the micro-batches of a step, over all
+            ranks, that ``lr`` and the schedule were chosen for.
+        adascale: Learning rate and progress by the noise of the gradient; null for none.
+            ``training.max_steps`` and the schedule then count reference steps, of which a step is
+            worth one or more, so that the run ends after fewer steps.
         betas: Decay of the first and second moments.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled, multiplied by the learning rate.
@@ -30,6 +38,9 @@ class OptimizerConfig:
     """
 
     lr: float = 1e-3
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    lr_reference_micro_batches: int | None = None
+    adascale: AdaScaleConfig | None = None
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -39,12 +50,36 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.lr <= 0:
             raise ValueError(f"`lr` must be positive, but is {self.lr}.")
+        self._check_scaling()
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"`betas` must lie in [0, 1), but are {self.betas}.")
         if self.eps <= 0:
             raise ValueError(f"`eps` must be positive, but is {self.eps}.")
         if self.weight_decay < 0:
             raise ValueError(f"`weight_decay` must be at least 0, but is {self.weight_decay}.")
+
+    def _check_scaling(self) -> None:
+        reference, rule = self.lr_reference_micro_batches, self.lr_scaling
+        if reference is not None and reference < 1:
+            raise ValueError(
+                f"`lr_reference_micro_batches` must be at least 1 or null, but is {reference}."
+            )
+        if rule != "none" and reference is None:
+            raise ValueError(
+                f"`lr_reference_micro_batches` must be given for lr_scaling = {rule}, but is null: "
+                "set it to the micro-batches of a step that `lr` was chosen for."
+            )
+        if self.adascale is None:
+            return
+        if rule != "none":
+            raise ValueError(
+                f"`lr_scaling` must be none with `adascale`, which scales by itself, but is {rule}."
+            )
+        if self.adascale.scale is None and reference is None:
+            raise ValueError(
+                "`adascale.scale` must be given where lr_reference_micro_batches is not, but is "
+                "null: set either."
+            )
 
 
 def build_adamw(
@@ -102,6 +137,25 @@ def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict(state)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+
+
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, lr: float, factor: Tensor | None = None
+) -> None:
+    """Set the learning rate of the next update.
+
+    Args:
+        optimizer: Any.
+        lr: The rate.
+        factor: Multiplies it, (), on the device of the parameters. PyTorch's fused optimizers read
+            it there; any other costs one wait for the device.
+    """
+    rate: float | Tensor = lr
+    if factor is not None:
+        on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+        rate = lr * factor if on_device else lr * factor.item()
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 def apply_update(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:

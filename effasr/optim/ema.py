@@ -12,25 +12,33 @@ from torch import Tensor, nn
 class WeightAverage:
     """Exponential moving average of a model's parameters, in their own precision.
 
-    The decay of update n is ``min(decay, (1 + n) / (10 + n))``, so that the first steps, whose
-    weights are worth little, are soon forgotten.
+    An update on k times the reference batch stands for k reference updates, and keeps
+    ``decay ** k`` of the old average (Busbridge et al. 2023), so that the average reaches back as
+    far in the data whatever the batch. The decay after n reference updates is
+    ``min(decay, (1 + n) / (10 + n))``, so that the first steps, whose weights are worth little, are
+    soon forgotten.
 
     Args:
         model: Its parameters at this moment are the first average.
-        decay: Part of the old average that an update keeps, in (0, 1).
+        decay: Part of the old average that a reference update keeps, in (0, 1).
+        scale: k.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, scale: float = 1.0) -> None:
         if not 0 < decay < 1:
             raise ValueError(f"`decay` must lie between 0 and 1, but is {decay}.")
+        if scale <= 0:
+            raise ValueError(f"`scale` must be positive, but is {scale}.")
         self.decay = decay
+        self.scale = scale
         self._parameters: dict[str, Tensor] = dict(model.named_parameters())
         self.average = {name: p.detach().clone() for name, p in self._parameters.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take in the parameters as they are after update number ``step``, counted from 0."""
-        decay = min(self.decay, (1 + step) / (10 + step))
+        made = step * self.scale
+        decay = min(self.decay, (1 + made) / (10 + made)) ** self.scale
         averages, parameters = list(self.average.values()), list(self._parameters.values())
         torch._foreach_lerp_(averages, parameters, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
 

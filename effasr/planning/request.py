@@ -11,6 +11,7 @@ from effasr import config
 from effasr.data.config import DataConfig
 from effasr.data.filters import Limits
 from effasr.data.sampling.cost import CostModel
+from effasr.data.sources.pairs import is_text_only
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.model.cost import cost_model
 from effasr.model.presets import PRESET_VOCABULARIES
@@ -60,7 +61,7 @@ class Request:
 
         Args:
             recipe: By default, the model of canary_180m_flash with the defaults of `DataConfig`.
-            manifests: By default the recipe's.
+            manifests: By default the recipe's, but for those of text alone.
             tokenizer: Its folder; by default the recipe's, if there is one.
             frame_budget: Encoder frames of a micro-batch.
             token_budget: Decoder tokens of a micro-batch.
@@ -72,7 +73,9 @@ class Request:
         settings = config.load(TrainConfig, recipe or _MODEL)
         model = resolve(settings, None).model
         data = settings.data if recipe else DataConfig()
-        found = manifests or [Path(path) for path, _ in data.manifests]
+        # Text-only micro-batches are not planned: epochs are of speech.
+        own = (Path(path) for path, _ in data.manifests)
+        found = manifests or [path for path in own if not is_text_only(path)]
         if not found:
             raise ValueError("`--manifest` must name a manifest or a list, but is not given.")
         if not manifests and data.mix is not None:

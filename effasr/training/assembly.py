@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.distributed.batch_norm import running_statistics
 from effasr.distributed.exchange import GradientExchange
 from effasr.distributed.process_group import World
-from effasr.distributed.replicate import replicate
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import cost_model, text_cost_model
 from effasr.optim.adamw import build_adamw
@@ -32,6 +31,7 @@ from effasr.training.config import TrainConfig, resolve_losses
 from effasr.training.counts import HostCopy
 from effasr.training.graph import MicroBatchGraph
 from effasr.training.objective import Objective
+from effasr.training.parallel import check_strategy, distribute, is_bfloat16, local_sgd
 from effasr.training.step import Trainee, run_micro_batch
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def resolve(config: TrainConfig, saved: Saved | None) -> TrainConfig:
         config = replace(config, model=model)
     _check_features(config.model.features)
     _check_static_shapes(config)
+    check_strategy(config)
     if config.optimizer.adascale is not None:
         _adascale_scale(config)
     loss = resolve_losses(config.loss, config.model)
@@ -155,23 +156,27 @@ def build_model(
 
 def build_trainee(config: TrainConfig, model: ASRModel, world: World) -> Trainee:
     """The model with its optimizer and everything else that a step needs."""
-    groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.exempt)
     micro_batches = config.data.micro_batches
     peak = peak_learning_rate(config.optimizer, micro_batches)
     schedule, steps = config.schedule, config.training.max_steps
     if config.training.compile:
         # In place: the state dict keeps its names.
         model.compile(fullgraph=True, dynamic=False)
-    replicated = replicate(model, world)
-    is_alone = not isinstance(replicated, DistributedDataParallel)
-    exchange = None if is_alone else GradientExchange(replicated)
+    trained = distribute(config, model, world)
+    is_replicated = isinstance(trained, DistributedDataParallel)
+    exchange = GradientExchange(trained) if is_replicated else None
+    # A wrapper's names are not those of the checkpoints.
+    model = model if is_replicated else cast(ASRModel, trained)
+    groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.exempt)
+    optimizer = build_adamw(groups, config.optimizer, world.device)
+    statistics = running_statistics(model)
     trainee = Trainee(
-        model=replicated,
-        optimizer=build_adamw(groups, config.optimizer, world.device),
+        model=trained,
+        optimizer=optimizer,
         learning_rate=lambda made: peak * learning_rate_ratio(schedule, made, steps),
         objective=Objective(config.loss, world.device),
         average=_average(config, model),
-        statistics=running_statistics(model),
+        statistics=statistics,
         world=world,
         autocast=make_autocast(config.training.precision, world.device),
         seed=config.seed,
@@ -181,6 +186,7 @@ def build_trainee(config: TrainConfig, model: ASRModel, world: World) -> Trainee
         exchange=exchange,
         text_cost=text_cost_model(config.model, model.vocab_size),
         adascale=_adascale(config, model, world),
+        local_sgd=local_sgd(config, model, optimizer, statistics, world),
     )
     return _recorded(trainee, config.model) if config.training.cuda_graph else trainee
 
@@ -341,8 +347,6 @@ def make_autocast(
     precision: str, device: torch.device
 ) -> Callable[[], AbstractContextManager[None]]:
     """What makes the context for a forward: ``auto``, ``float32`` or ``bfloat16``."""
-    if precision == "auto":
-        precision = "bfloat16" if device.type == "cuda" else "float32"
-    if precision == "float32":
+    if not is_bfloat16(precision, device):
         return nullcontext
     return partial(torch.autocast, device.type, torch.bfloat16)  # type: ignore[return-value]

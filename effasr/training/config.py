@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from effasr.data.config import DataConfig
+from effasr.distributed.local_sgd import LocalSGDConfig
 from effasr.inference.decoding_config import DecodingConfig
 from effasr.model.asr import ModelConfig
 from effasr.optim.adamw import OptimizerConfig
@@ -48,6 +49,13 @@ class LoopConfig:
         timeout_s: How long a rank waits for another before it takes it for lost.
         compile: Whether torch.compile makes the model's forward and backward; the first step then
             takes minutes.
+        strategy: Of several processes. ``ddp``: each has all weights, and gradients are averaged
+            while they are computed. ``fsdp2``: each has a part of the weights, gradients and
+            moments, and layers are gathered when they are needed: for models that are too large
+            otherwise. ``local_sgd``: each makes updates of its own, and the weights are averaged
+            now and then: for slow networks. All write the same checkpoints, from which a run may
+            go on with another strategy. A single process needs none.
+        local_sgd: When ``local_sgd`` averages.
         cuda_graph: Whether the forward and backward of a micro-batch are recorded once as a CUDA
             graph and replayed, so that the host launches no kernels; needs a GPU, and one process.
         tensorboard: Whether to write curves for TensorBoard.
@@ -70,6 +78,8 @@ class LoopConfig:
     threads: int | None = None
     timeout_s: float = 600.0
     compile: bool = False
+    strategy: Literal["ddp", "fsdp2", "local_sgd"] = "ddp"
+    local_sgd: LocalSGDConfig = field(default_factory=LocalSGDConfig)
     cuda_graph: bool = False
     tensorboard: bool = True
     profile: ProfileConfig = field(default_factory=ProfileConfig)

@@ -59,7 +59,9 @@ class ProgressDisplay:
         state = describe(line, self._ranks)
         self._bar.update(self._task, completed=line["step"], state=state)
         if not self._console.is_terminal:
-            left = (self._total - line["step"]) * line["step_s"]
+            # With AdaScale, a step may be worth several.
+            left = (self._total - line.get("progress", line["step"])) * line["step_s"]
+            left = max(left / line.get("gain", 1.0), 0.0)
             self.say(f"step {line['step']}/{self._total}  {state}  ETA {_clock(left)}")
 
     def say(self, text: str) -> None:
@@ -84,8 +86,9 @@ def describe(line: Mapping[str, Any], ranks: int) -> str:
     padding = 100 * line["padding_frames"]
     wait = 100 * line["data_wait_s"] / seconds
     mfu = "" if line.get("mfu") is None else f"  MFU {100 * line['mfu']:.1f} %"
+    gain = f"  worth {line['progress']:.1f} steps" if "progress" in line else ""
     return (
-        f"loss {loss}  {speed:.0f} audio-h/h per rank{mfu}  padding {padding:.1f} %  "
+        f"loss {loss}{gain}  {speed:.0f} audio-h/h per rank{mfu}  padding {padding:.1f} %  "
         f"wait {wait:.0f} %"
     )
 

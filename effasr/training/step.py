@@ -11,14 +11,17 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from effasr import ranges
 from effasr.data.batch import Batch
 from effasr.data.sampling.cost import CostModel
 from effasr.distributed.batch_norm import restore_unless
 from effasr.distributed.exchange import GradientExchange
+from effasr.distributed.local_sgd import LocalSGD
 from effasr.distributed.process_group import World
 from effasr.distributed.replicate import without_exchange
+from effasr.distributed.shard import whole
 from effasr.model.losses import Losses
 from effasr.optim.adamw import apply_update, set_learning_rate
 from effasr.optim.adascale import AdaScale, Reading
@@ -42,7 +45,7 @@ class Trainee:
     """All that a step reads and changes.
 
     Attributes:
-        model: Replicated where there are several ranks.
+        model: Replicated or sharded where there are several ranks.
         optimizer: Of the model's parameters.
         learning_rate: Of an update, by how many were made before it.
         objective: Weighs the losses.
@@ -58,6 +61,7 @@ class Trainee:
         exchange: Of the gradients, where there are several ranks.
         text_cost: What a text pair is to compute; None without a text encoder.
         adascale: Measures what a step is worth, or None.
+        local_sgd: Averages the ranks, which make updates of their own; or None.
     """
 
     model: nn.Module
@@ -76,6 +80,7 @@ class Trainee:
     exchange: GradientExchange | None = None
     text_cost: CostModel | None = None
     adascale: AdaScale | None = None
+    local_sgd: LocalSGD | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,39 +138,46 @@ def train_step(
     adascale = trainee.adascale
     if adascale is not None:
         adascale.begin()
+    is_local = trainee.local_sgd is not None and trainee.local_sgd.is_local(step)
     done: list[list[Outcome]] = []
     splits = 0
     for index, batch in enumerate(micro_batches):
         seed = micro_batch_seed(trainee.seed, step, world.rank + index * world.size)
-        piece, is_last = Piece(batch, seed), index == len(micro_batches) - 1
+        piece = Piece(batch, seed)
+        exchanging = index == len(micro_batches) - 1 and not is_local
         torch.manual_seed(seed)
-        with without_exchange(trainee.model, not is_last), sampling(adascale, batch):
+        with without_exchange(trainee.model, not exchanging), sampling(adascale, batch):
             result = attempt(partial(run, batch, counts))
         if isinstance(result, Failure):
-            done, more = _recover(trainee, done, piece, counts, kept, result, exchanging=is_last)
+            done, more = _recover(trainee, done, piece, counts, kept, result, exchanging=exchanging)
             splits += more
         else:
             done.append([Outcome(piece, *result)])
     outcomes = [outcome for pieces in done for outcome in pieces]
     with ranges.range("update"):
-        parts = torch.zeros(8, device=world.device)
+        parts = torch.zeros(9, device=world.device)
         for outcome in outcomes:
             parts[:5] += outcome.parts
         parts[5] = splits
         if adascale is not None:
-            parts[6:] = adascale.sums
+            parts[6:8] = adascale.sums
+        if is_local:
+            # The ranks decide together whether to make an update, but each by its own gradient.
+            parts[8] = clip(trainee) ** 2 / world.size
         parts = world.sum(parts)
         splits_of_all = parts[5]
-        norm = nn.utils.clip_grad_norm_(trainee.model.parameters(), trainee.clip)
+        norm = parts[8].sqrt() if is_local else clip(trainee)
         finite = parts.isfinite().all() & norm.isfinite()
         seen = [*parts[:5], norm, finite, objective.is_guided, splits_of_all]
         values_seen = HostCopy(torch.stack(seen))
         lr, factor = _rate(trainee, step), None
         if adascale is not None:
             targets = Counts.targets_of(counts)[0]
-            factor = adascale.update(parts[6:], targets, norm, finite, splits_of_all == 0)
+            factor = adascale.update(parts[6:8], targets, norm, finite, splits_of_all == 0)
         _update(trainee, step, lr, factor, finite)
         restore_unless(finite, trainee.statistics, kept)
+        if trainee.local_sgd is not None:
+            trainee.local_sgd.after(step)
         objective.observe(parts[2], finite & (Counts.targets_of(counts)[1] > 0))
     losses_seen = [(outcome.piece.batch, outcome.losses) for outcome in outcomes]
     gain = None if adascale is None else adascale.reading
@@ -233,6 +245,11 @@ def _recover(
     Raises:
         OutOfMemory: See `train_step`.
     """
+    if isinstance(trainee.model, FSDPModule):
+        raise OutOfMemory(
+            f"there is not enough memory for a micro-batch ({failure.reason}), and with "
+            "training.strategy fsdp2 it cannot be split: lower data.frame_budget."
+        )
     if trainee.graph is not None:
         raise OutOfMemory(
             f"there is not enough memory for a micro-batch ({failure.reason}), and one that is a "
@@ -263,6 +280,11 @@ def _recover(
     return redone.outcomes, redone.splits + 1
 
 
+def clip(trainee: Trainee) -> Tensor:
+    """Shorten the gradient, where it is too long; return its norm before."""
+    return whole(nn.utils.clip_grad_norm_(trainee.model.parameters(), trainee.clip))
+
+
 def _rate(trainee: Trainee, step: int) -> float:
     """The learning rate of a step, by what the steps before it were worth."""
     adascale = trainee.adascale
@@ -273,7 +295,8 @@ def _rate(trainee: Trainee, step: int) -> float:
 def _update(trainee: Trainee, step: int, lr: float, factor: Tensor | None, finite: Tensor) -> None:
     """Move the weights, where ``finite``, and their average."""
     set_learning_rate(trainee.optimizer, lr, factor)
-    apply_update(trainee.optimizer, finite)
+    with ranges.range("optimizer"):
+        apply_update(trainee.optimizer, finite)
     # A recorded graph adds to gradients where they were when it was recorded.
     trainee.optimizer.zero_grad(set_to_none=trainee.graph is None)
     if trainee.average is not None:

@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -22,22 +22,24 @@ from effasr.data.filter_config import TooManyDropped
 from effasr.data.loader import Loader, Step
 from effasr.distributed.batch_norm import average
 from effasr.distributed.process_group import World, joined
+from effasr.distributed.shard import state_like, whole_tree
 from effasr.inference.evaluation import Evaluation, merge
 from effasr.inference.evaluation import save as save_evaluation
 from effasr.model.cost import cost_model
 from effasr.optim.adamw import restore
 from effasr.training import assembly
 from effasr.training.assembly import Saved
-from effasr.training.calibration.calibrate import settle
+from effasr.training.calibration.calibrate import settle as settle_budgets
 from effasr.training.capture import PROFILE_FOLDER, Capture
 from effasr.training.config import TrainConfig
 from effasr.training.drawn import DrawnBlend
 from effasr.training.guard import NonFiniteGuard, TrainingFailed
 from effasr.training.meter import Meter
+from effasr.training.parallel import is_sharded, load_trained, settle, whole
 from effasr.training.progress import ProgressDisplay, SilentDisplay
 from effasr.training.resume import check_same_plan, check_same_ranks, check_same_run
 from effasr.training.run_directory import RunDirectory
-from effasr.training.step import train_step
+from effasr.training.step import StepReport, train_step
 from effasr.training.stop import StopRequest, listening
 from effasr.training.summary import describe_batches
 from effasr.training.validation import Validator, averaged
@@ -101,7 +103,7 @@ class Trainer:
                 log.warning("not as in the checkpoint: %s", change)
             check_same_ranks(saved.state, config.data.strategy, world.size)
         self.tokenizer = assembly.find_tokenizer(config, saved)
-        self.config = config = settle(config, self.tokenizer, world)
+        self.config = config = settle_budgets(config, self.tokenizer, world)
         self.corpus = self._load_corpus(saved)
         self.loader = Loader(
             self.corpus,
@@ -224,7 +226,7 @@ class Trainer:
         must_log = self._is_due(self.config.training.log_every)
         left_out = self.meter.collect(leave=0 if must_log else 1)
         self._tell_splits()
-        self.guard.handle(left_out)
+        self._handle(left_out)
         self.meter.time(time.perf_counter() - started, waited)
         self.display.advance(self.step)
         if must_log:
@@ -265,9 +267,10 @@ class Trainer:
         self.must_validate = False
         if self.validator is None:
             return
+        settle(self.trainee)
         average(self.trainee.statistics, self.world)
-        with ranges.range("validation"):
-            evaluations = self.validator(self.trainee.average)
+        with ranges.range("validation"), self._weights_to_evaluate():
+            evaluations = self.validator()
         for name, evaluation in evaluations.items():
             self._record(name, evaluation)
         wer = merge(list(evaluations.values())).wer
@@ -286,6 +289,18 @@ class Trainer:
             self.directory.validation(line | evaluation.summary())
             save_evaluation(evaluation, self.directory.path / "evaluation" / name)
 
+    def _handle(self, left_out: list[StepReport]) -> None:
+        """Deal with steps without an update, for which all ranks look at their utterances."""
+        if left_out:
+            with whole(self.trainee, self.model):
+                self.guard.handle(left_out)
+
+    @contextmanager
+    def _weights_to_evaluate(self) -> Iterator[None]:
+        """While in it, the model has the weights to evaluate and publish; all ranks enter it."""
+        with averaged(self.trainee.average), whole(self.trainee, self.model):
+            yield
+
     def _list_unreadable(self) -> None:
         """Write what all ranks could not read to unreadable.jsonl."""
         if self.config.data.on_bad_audio == "skip":
@@ -296,13 +311,16 @@ class Trainer:
 
     def _save(self) -> None:
         self._list_unreadable()
-        self.guard.handle(self.meter.collect(leave=0))
+        self._handle(self.meter.collect(leave=0))
+        settle(self.trainee)
         average(self.trainee.statistics, self.world)
         blends = self.drawn.merge(self.world)
-        if not self.world.is_main:
+        if not self.world.is_main and not is_sharded(self.trainee):
             return
         state = self._state()
-        with ranges.range("checkpoint"), averaged(self.trainee.average):
+        with ranges.range("checkpoint"), self._weights_to_evaluate():
+            if not self.world.is_main:
+                return
             self.checkpoints.save(self.step, self.model, self.tokenizer, state, self.corpus.prompt)
         if self.is_best:
             self.checkpoints.mark_best(self.step)
@@ -314,7 +332,8 @@ class Trainer:
         """All that decides how the run goes on, but for the weights to evaluate."""
         trained, adascale = None, self.trainee.adascale
         if self.trainee.average is not None:
-            trained = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+            with whole(self.trainee, self.model):
+                trained = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         return {
             "step": self.step,
             "best": self.best,
@@ -326,7 +345,7 @@ class Trainer:
             "position": list(self.position),
             "ranks": self.world.size,
             "plan": self.loader.fingerprint(self.position[0]) if self.position[1] else None,
-            "optimizer": self.trainee.optimizer.state_dict(),
+            "optimizer": whole_tree(self.trainee.optimizer.state_dict(), torch.device("cpu")),
             "objective": self.trainee.objective.state_dict(),
             "meter": self.meter.state_dict(),
             "blend": self.drawn.state_dict(),
@@ -344,7 +363,8 @@ class Trainer:
             self.checkpoints.mark_best(self.step)
         self.epoch = state["epoch"]
         self.position = tuple(state["position"])
-        restore(self.trainee.optimizer, state["optimizer"])
+        optimizer = self.trainee.optimizer
+        restore(optimizer, state_like(state["optimizer"], optimizer))
         self.trainee.objective.load_state_dict(state["objective"])
         self.meter.load_state_dict(state["meter"])
         if "blend" in state:
@@ -355,9 +375,7 @@ class Trainer:
             else:
                 adascale.begin_at(self.step)
         if state["trained"] is not None:
-            with torch.no_grad():
-                for name, parameter in self.model.named_parameters():
-                    parameter.copy_(state["trained"][name])
+            load_trained(self.trainee, self.model, state["trained"])
 
     def _find_checkpoint(self, *, restart: bool) -> Saved | None:
         """The newest checkpoint that is whole; rank 0 decides which."""

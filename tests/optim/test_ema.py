@@ -49,3 +49,29 @@ def test_an_average_of_another_model_is_refused() -> None:
 def test_decay_must_be_a_fraction() -> None:
     with pytest.raises(ValueError, match="`decay` must lie between 0 and 1, but is 1"):
         WeightAverage(nn.Linear(2, 2), 1.0)
+    with pytest.raises(ValueError, match="`scale` must be positive, but is 0"):
+        WeightAverage(nn.Linear(2, 2), 0.9, scale=0)
+
+
+def descend(batch: int, decay: float, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """SGD on a quadratic, its rate by the linear rule: weights and average after 512 samples."""
+    model = nn.Linear(4, 1, bias=False)
+    curvature = torch.tensor([[0.2, 0.5, 1.0, 2.0]])
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        average = WeightAverage(model, decay, scale)
+        for step in range(512 // batch):
+            model.weight -= 0.001 * batch * curvature * model.weight
+            average.update(step)
+    return model.weight.detach(), average.average["weight"]
+
+
+def test_the_average_agrees_across_batch_sizes_on_a_quadratic() -> None:
+    """With the decay to the power of the batch; with the same decay, it is left behind."""
+    trained, reference = descend(1, 0.95, 1.0)
+    for batch in (2, 4, 8):
+        weights, scaled = descend(batch, 0.95, batch)
+        torch.testing.assert_close(weights, trained, rtol=0.01, atol=0)
+        torch.testing.assert_close(scaled, reference, rtol=0.02, atol=0)
+    _, unscaled = descend(8, 0.95, 1.0)
+    assert (unscaled / reference).max() > 1.05

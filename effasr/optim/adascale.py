@@ -1,0 +1,192 @@
+"""AdaScale: how much a large batch is worth, measured while training (Johnson et al. 2020).
+
+A step on S times the reference batch is worth between 1 and S reference steps: 1 where the gradient
+has no noise, so that more data teach nothing new, and S where it has nothing but noise. This *gain*
+multiplies the learning rate, and the schedule advances by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaScaleConfig:
+    """Learning rate and progress by the noise of the gradient.
+
+    Attributes:
+        scale: S, by how much the batch is larger than that which the learning rate and the
+            schedule were chosen for; null for the micro-batches of a step divided by
+            ``optimizer.lr_reference_micro_batches``.
+        smoothing: Part of the old averages of variance and square that a step keeps, in [0, 1);
+            the first steps have the plain mean. null for the paper's ``max(1 - scale / 1000, 0)``.
+        power: The learning rate is multiplied by the gain to this power. The paper derives 1 for
+            SGD. For AdamW no gain has been derived: 0.5 is the square-root rule, which AdaptDL
+            (Qiao et al., OSDI 2021) uses for Adam.
+    """
+
+    scale: float | None = None
+    smoothing: float | None = None
+    power: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and self.scale < 1:
+            raise ValueError(f"`scale` must be at least 1 or null, but is {self.scale}.")
+        if self.smoothing is not None and not 0 <= self.smoothing < 1:
+            raise ValueError(f"`smoothing` must lie in [0, 1) or be null, but is {self.smoothing}.")
+        if not 0 < self.power <= 1:
+            raise ValueError(f"`power` must lie in (0, 1], but is {self.power}.")
+
+
+class Reading(Protocol):
+    """Values on their way to the host."""
+
+    def read(self) -> list[float]:
+        """Wait for them, but for nothing that was queued since."""
+        ...
+
+
+class AdaScale:
+    """Measures the gain; everything stays on the device.
+
+    A sample is a micro-batch, of any rank, whose gradient is seen before it is exchanged or added
+    to others, by a hook on each parameter. Of the gradient g = sum of g_k of K samples, which hold
+    the parts w_k of the step's targets, whose noise is taken as independent and alike,
+
+        V = (sum |g_k|^2 / w_k - |g|^2) / (K - 1)    estimates the variance of g, and
+        M = max(|g|^2 - V, 0)                        the square of the true gradient.
+
+    With equal parts these are the paper's (OpenReview rygxdA4YPS, section 4). V and M are averaged
+    over steps, and the gain is (S V + M) / (V + M). The norm |g| is that before clipping.
+
+    Args:
+        parameters: Of the model; hooks are put on those that are trained.
+        config: Smoothing and power.
+        scale: S.
+        factor: By which gradients are multiplied in the backward, and divided in the exchange.
+        device: Of the parameters.
+        copy: Starts a copy to the host.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        config: AdaScaleConfig,
+        *,
+        scale: float,
+        factor: float,
+        device: torch.device,
+        copy: Callable[[Tensor], Reading],
+    ) -> None:
+        self.scale = scale
+        self.power = config.power
+        default = max(1 - scale / 1000, 0.0)
+        self._smoothing = default if config.smoothing is None else config.smoothing
+        self._factor = factor
+        self._copy = copy
+        # Written in place, so that a recorded CUDA graph writes to it as well.
+        self.square = torch.zeros((), device=device)
+        self._sums = torch.zeros(2, device=device)
+        # Averages of V and M, over how many steps, and the progress.
+        self._state = torch.zeros(4, dtype=torch.float64, device=device)
+        self._reading: Reading | None = None
+        self._progress = 0.0
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_hook(self._see)
+
+    def begin(self) -> None:
+        """Forget the samples of the step before."""
+        self._sums.zero_()
+
+    @contextmanager
+    def sample(self, targets: float) -> Iterator[None]:
+        """Take the backward in the block as that of a sample with so many targets."""
+        self.square.zero_()
+        yield
+        if targets:
+            self._sums[0] += self.square / (targets * self._factor**2)
+            self._sums[1] += 1
+
+    @property
+    def sums(self) -> Tensor:
+        """Of this rank's samples, float32 (2,): |g_k|^2 per target, added up, and their number."""
+        return self._sums
+
+    def update(
+        self, sums: Tensor, targets: Tensor, norm: Tensor, made: Tensor, seen: Tensor
+    ) -> Tensor:
+        """Take in a step, and return by what to multiply its learning rate.
+
+        Args:
+            sums: `sums` of all ranks, added up.
+            targets: Of the step, ().
+            norm: Of the gradient before clipping, ().
+            made: Bool (): whether the update will be made; progress counts no other.
+            seen: Bool (): whether the samples were seen whole. If not, the gain is that of the
+                averages so far.
+
+        Returns:
+            Float32 (), on the device; reading `progress` later does not wait for it.
+        """
+        variance, square, count, progress = self._state
+        squared_norm, samples = norm.double() ** 2, sums[1].double()
+        total = sums[0].double() * targets.double()
+        v = ((total - squared_norm) / (samples - 1)).clamp(min=0)
+        m = (squared_norm - v).clamp(min=0)
+        usable = made & seen & (samples > 1)
+        # Where there is nothing to be taken in, nothing is kept of the values either: 0/0.
+        v, m = torch.where(usable, v, variance), torch.where(usable, m, square)
+        count = count + usable
+        # The plain mean, until it would keep more than the smoothing says.
+        keep = (1 - 1 / count.clamp(min=1)).clamp(max=self._smoothing)
+        variance, square = torch.lerp(v, variance, keep), torch.lerp(m, square, keep)
+        noise = torch.where(count > 0, variance, 0.0)
+        whole = noise + square
+        gain = torch.where(whole > 0, (self.scale * noise + square) / whole, 1.0)
+        self._state = torch.stack([variance, square, count, progress + gain * made])
+        factor = gain**self.power
+        self._reading = self._copy(torch.stack([gain, self._state[3], factor]))
+        return factor.float()
+
+    @property
+    def reading(self) -> Reading:
+        """Gain, progress and factor of the learning rate of the newest step."""
+        if self._reading is None:
+            raise RuntimeError("`update` must come before `reading`.")
+        return self._reading
+
+    @property
+    def progress(self) -> float:
+        """What the steps were worth in reference steps, as `advance` last read it."""
+        return self._progress
+
+    def advance(self) -> float:
+        """Read the progress of all steps before this one; waits for the last of them at most."""
+        if self._reading is not None:
+            self._progress = self._reading.read()[1]
+        return self._progress
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decides how it goes on; waits for the device."""
+        return {"averages": self._state.tolist(), "progress": self._progress}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self._state = self._state.new_tensor(state["averages"])
+        self._progress = state["progress"]
+        values = self._state.new_tensor([1.0, state["averages"][3], 1.0])
+        self._reading = self._copy(values)
+
+    def begin_at(self, step: int) -> None:
+        """Take the steps of a run that had no AdaScale as reference steps."""
+        self.load_state_dict({"averages": [0.0, 0.0, 0.0, float(step)], "progress": float(step)})
+
+    def _see(self, gradient: Tensor) -> None:
+        self.square += torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).square()

@@ -1,0 +1,162 @@
+import pytest
+import torch
+from torch import nn
+
+from effasr.optim.adamw import OptimizerConfig, apply_update, set_learning_rate
+from effasr.optim.adascale import AdaScale, AdaScaleConfig
+from effasr.training.counts import HostCopy
+
+TRUE = torch.tensor(True)
+
+
+def adascale(parameters=(), *, scale: float = 4.0, factor: float = 1.0, **settings) -> AdaScale:
+    return AdaScale(
+        parameters, AdaScaleConfig(**settings), scale=scale, factor=factor,
+        device=torch.device("cpu"), copy=HostCopy,
+    )  # fmt: skip
+
+
+def take(measure: AdaScale, gradients: torch.Tensor, targets: torch.Tensor, **settings) -> list:
+    """Let it see samples with these mean gradients; return gain, progress and factor."""
+    parts = targets / targets.sum()
+    sums = torch.stack([((parts[:, None] * gradients) ** 2).sum(1).div(targets).sum(),
+                        torch.tensor(float(len(targets)))])  # fmt: skip
+    norm = (parts[:, None] * gradients).sum(0).norm()
+    said = {"made": TRUE, "seen": TRUE} | settings
+    measure.update(sums, targets.sum(), norm, **said)
+    return measure.reading.read()
+
+
+def test_with_equal_samples_the_gain_is_the_papers() -> None:
+    """Section 4 of the paper, of S samples that are a reference batch each."""
+    gradients = torch.randn(4, 10, generator=torch.Generator().manual_seed(0)) + 0.8
+    mean = gradients.mean(0)
+    variance = (gradients**2).sum() / 3 - 4 / 3 * mean.square().sum()
+    square = mean.square().sum() - variance / 4
+    assert square > 0
+    expected = (variance + square) / (variance / 4 + square)
+    gain, progress, factor = take(adascale(), gradients, torch.full((4,), 7.0))
+    assert gain == progress == pytest.approx(expected.item(), rel=1e-5)
+    assert factor == pytest.approx(expected.item() ** 0.5, rel=1e-5)
+
+
+def test_the_estimates_are_unbiased_for_samples_of_unlike_size() -> None:
+    """Noise has the variance 1 / targets; the sum of the samples then has 1 / all targets."""
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.tensor([1.0, 5.0, 20.0, 2.0])
+    truth = torch.full((6,), 0.2)
+    measure = adascale(smoothing=0.9999)
+    for _ in range(4000):
+        noise = torch.randn(4, 6, generator=generator) / targets.sqrt()[:, None]
+        take(measure, truth + noise, targets)
+    variance, square, *_ = measure.state_dict()["averages"]
+    assert variance == pytest.approx(6 / 28, rel=0.03)
+    # Never negative, so a little above.
+    assert square == pytest.approx(0.24, rel=0.1)
+
+
+def test_the_gain_lies_between_one_and_the_scale() -> None:
+    alike = torch.ones(4, 3)
+    opposed = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]) * alike
+    equal = torch.full((4,), 3.0)
+    assert take(adascale(), alike, equal)[0] == pytest.approx(1.0)
+    assert take(adascale(), opposed, equal)[0] == pytest.approx(4.0)
+    assert take(adascale(), torch.zeros(4, 3), equal)[0] == 1.0
+
+
+def test_averages_are_plain_at_first_and_then_decay() -> None:
+    generator = torch.Generator().manual_seed(1)
+    measure, equal = adascale(smoothing=0.5), torch.full((4,), 3.0)
+    variances, expected = [], None
+    for step in range(5):
+        gradients = torch.randn(4, 8, generator=generator)
+        take(alone := adascale(), gradients, equal)
+        own = alone.state_dict()["averages"][0]
+        keep = min(0.5, step / (step + 1))
+        expected = own if expected is None else keep * expected + (1 - keep) * own
+        take(measure, gradients, equal)
+        variances.append((measure.state_dict()["averages"][0], expected))
+    assert all(got == pytest.approx(want) for got, want in variances)
+
+
+def test_a_step_not_made_or_not_seen_leaves_the_averages() -> None:
+    measure, equal = adascale(), torch.full((4,), 3.0)
+    gradients = torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
+    gain, progress, _ = take(measure, gradients, equal)
+    no = torch.tensor(False)
+    broken = torch.full((4, 3), torch.nan)
+    assert take(measure, broken, equal, made=no)[:2] == [gain, progress]
+    assert take(measure, broken, equal, seen=no)[:2] == [gain, progress + gain]
+    # The only sample of a step has no variance.
+    assert take(measure, gradients[:1], equal[:1])[0] == gain
+    assert take(adascale(), gradients[:1], equal[:1])[0] == 1.0
+
+
+def test_hooks_see_the_gradient_of_each_sample_and_not_their_sum() -> None:
+    model = nn.Linear(3, 1)
+    measure = adascale(model.parameters(), factor=2.0)
+    inputs = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(3))
+    expected = 0.0
+    measure.begin()
+    for x, targets in zip(inputs, (4, 9), strict=True):
+        with measure.sample(targets):
+            # A weight that is used twice has one gradient.
+            loss = model(x).square().sum() + model(-x).sum()
+            (2 * loss).backward()
+        own = torch.autograd.grad(model(x).square().sum() + model(-x).sum(), model.parameters())
+        expected += sum(g.square().sum().item() for g in own) / targets
+    with measure.sample(0):
+        pass
+    assert measure.sums.tolist() == pytest.approx([expected, 2.0])
+    measure.begin()
+    assert measure.sums.tolist() == [0.0, 0.0]
+
+
+def test_it_goes_on_exactly_from_a_saved_state() -> None:
+    generator, equal = torch.Generator().manual_seed(4), torch.full((4,), 3.0)
+    steps = [torch.randn(4, 3, generator=generator) for _ in range(6)]
+    straight, first, second = adascale(), adascale(), adascale()
+    for gradients in steps[:3]:
+        for measure in (straight, first):
+            measure.advance()
+            take(measure, gradients, equal)
+    second.load_state_dict(first.state_dict())
+    assert second.progress == straight.progress
+    for gradients in steps[3:]:
+        assert second.advance() == straight.advance()
+        assert take(second, gradients, equal) == take(straight, gradients, equal)
+    second.begin_at(50)
+    assert second.advance() == 50.0
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_factor_on_the_device_multiplies_the_learning_rate(fused) -> None:
+    moved = []
+    for lr, factor in ((0.02, torch.tensor(1.5)), (0.03, None)):
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([parameter], lr=1.0, fused=fused)
+        parameter.grad = torch.tensor([1.0, -2.0, 3.0])
+        set_learning_rate(optimizer, lr, factor)
+        apply_update(optimizer, TRUE)
+        moved.append(parameter.detach())
+    torch.testing.assert_close(*moved)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AdaScaleConfig(scale=0.5), "`scale` must be at least 1 or null, but is 0.5"),
+        (lambda: AdaScaleConfig(smoothing=1.0), r"`smoothing` must lie in \[0, 1\)"),
+        (lambda: AdaScaleConfig(power=0), r"`power` must lie in \(0, 1\]"),
+        (lambda: OptimizerConfig(adascale=AdaScaleConfig()), "`adascale.scale` must be given"),
+        (
+            lambda: OptimizerConfig(
+                adascale=AdaScaleConfig(), lr_scaling="sqrt", lr_reference_micro_batches=2
+            ),
+            "`lr_scaling` must be none with `adascale`",
+        ),
+    ],
+)
+def test_bad_settings_are_refused(make, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
