@@ -40,6 +40,7 @@ from effasr.model.presets import PRESET_VOCABULARIES, PRESETS
 from effasr.optim.adamw import OptimizerConfig
 from effasr.training.config import LoopConfig, TrainConfig, resolve_losses
 from effasr.training.flops import peak_flops, work_of
+from effasr.training.recovery import OutOfMemory
 
 PADDED = ("random", "bucketed", "sync_bucketed", "sync_bucketed_2d")
 SYSTEMS = ("packed_static", "packed", *PADDED, "transformers")
@@ -160,9 +161,11 @@ def row(
     """What was measured, as a row of the table."""
     assert config.model.decoder is not None
     cost = cost_model(config.model, PRESET_VOCABULARIES.get(config.name, 1024))
-    useful = statistics.mean(work_of([batch], cost)[0] for batch in batches)
     audio = statistics.mean(batch.audio_seconds for batch in batches)
-    mean = statistics.mean(timed.seconds)
+    # Of each step, since steps differ in size; a median, since a hiccup of the host is no figure.
+    pairs = list(zip(batches, timed.seconds, strict=True))
+    speed = statistics.median(batch.audio_seconds / seconds for batch, seconds in pairs)
+    useful = statistics.median(work_of([batch], cost)[0] / seconds for batch, seconds in pairs)
     low, high = timed.seconds[0], timed.seconds[-1]
     if len(timed.seconds) > 1:
         low, *_, high = statistics.quantiles(timed.seconds, n=5, method="inclusive")
@@ -178,12 +181,12 @@ def row(
         "step_s": round(statistics.median(timed.seconds), 5),
         "p20_s": round(low, 5),
         "p80_s": round(high, 5),
-        "audio_s_per_s": round(audio / mean, 1),
+        "audio_s_per_s": round(speed, 1),
         "padding_frames": round(1 - frames / sum(batch.frames.rows for batch in batches), 4),
         "padding_tokens": round(1 - tokens / sum(b.tokens.layout.rows for b in batches), 4),
         "peak_bytes": "" if timed.peak_bytes is None else timed.peak_bytes,
-        "mfu": "" if peak is None else round(useful / mean / peak, 4),
-        "tflops_useful": round(useful / mean / 1e12, 4),
+        "mfu": "" if peak is None else round(useful / peak, 4),
+        "tflops_useful": round(useful / 1e12, 4),
         "graph": config.training.cuda_graph and system == "packed_static",
         **provenance(device),
     }
@@ -202,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stdout.write(f"{system}: {trace}\n")
                 continue
             one = run_system(system, setup, options.steps)
-        except (ImportError, ValueError, torch.OutOfMemoryError) as error:
+        except (ImportError, ValueError, torch.OutOfMemoryError, OutOfMemory) as error:
             failed += 1
             sys.stderr.write(f"bench_training: {system}: {str(error).splitlines()[0]}\n")
             continue

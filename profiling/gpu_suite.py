@@ -70,6 +70,12 @@ def _numbers(found: str) -> list[int]:
     return [int(x) for x in found.split("+")[0].split(".") if x.isdigit()]
 
 
+def _installed(step: Step | LeftOut) -> Step | LeftOut:
+    """The step, if what it needs is installed; what is left out has no share of the time."""
+    reason = missing(step.needs) if isinstance(step, Step) else ""
+    return LeftOut(step.name, reason) if reason else step
+
+
 class Suite:
     """A run of some parts.
 
@@ -112,13 +118,11 @@ class Suite:
 
     def _run(self, part: Part, seconds: float) -> None:
         end = time.monotonic() + seconds
-        steps = list(part.steps(self.setting, self._gate))
+        steps = [_installed(step) for step in part.steps(self.setting, self._gate)]
         for number, step in enumerate(steps):
             left = sum(other.weight for other in steps[number:] if isinstance(other, Step))
             if isinstance(step, LeftOut):
                 self._note(Result(step.name, "left out", details=step.reason, well=step.well))
-            elif reason := missing(step.needs):
-                self._note(Result(step.name, "left out", details=reason))
             else:
                 limit = step.weight / left * (end - time.monotonic())
                 logs = self.setting.output / "logs"

@@ -14,13 +14,13 @@ are those of training, on a CPU small. The table at the end is of this run alone
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from bench import rows as results
 from bench.contender import Contender, Gold, error
 from bench.memory import peak_bytes
 from bench.provenance import provenance
@@ -86,19 +86,20 @@ def ways(batch: Batch) -> dict[str, Callable[[], Contender]]:
     return found | {f"peer: {x}": lambda x=x: PEERS[x](batch) for x in padded}
 
 
-def measured(batch: Batch, options: argparse.Namespace) -> list[Row]:
-    """A row for each way that can compute this batch."""
-    rows: list[Row] = []
+def measured(batch: Batch, options: argparse.Namespace) -> Iterator[Row]:
+    """A row for each way that can compute this batch, as it comes."""
     gold: Gold | None = None
+    judge = ""
     device, size = batch.encoded.device, batch.frames.num_sequences
     for name, make in ways(batch).items():
         try:
             contender = make()
             outcome = {key: x.float() for key, x in contender.outcome().items()}
-            gold = gold or Gold(outcome, (0, 0), (0, 0))
+            if gold is None:
+                gold, judge = Gold(outcome, (0, 0), (0, 0)), name
             distance = error(outcome, gold)
             if not distance <= TOLERANCE[batch.encoded.dtype]:
-                raise ValueError(f"differs from {rows[0]['backend']} by {distance:.2g}")
+                raise ValueError(f"differs from {judge} by {distance:.2g}")
             del outcome
             peak = peak_bytes(contender.gradients, device)
             timing = measure(
@@ -125,10 +126,9 @@ def measured(batch: Batch, options: argparse.Namespace) -> list[Row]:
             "workspace_bytes": "" if name.startswith("peer") else options.workspace,
             "error": f"{distance:.2e}",
         }
-        rows.append(row)
+        yield row
         sys.stdout.write(f"B {size:5}  {name:28} {timing.p50:10.1f} ms  {_mib(peak):>10} MiB\n")
         sys.stdout.flush()
-    return rows
 
 
 def _mib(size: object) -> str:
@@ -184,7 +184,10 @@ def main(arguments: list[str] | None = None) -> int:
     where = provenance(torch.device(options.device))
     rows: list[Row] = []
     for size in sorted(options.batch):
-        rows += [row | where for row in measured(drawn(size, options), options)]
+        for row in measured(drawn(size, options), options):
+            rows.append(row | where)
+            if options.output is not None:
+                results.append(options.output, COLUMNS, rows[-1])
     set_workspace(before)
     if not rows:
         return 1
@@ -192,14 +195,6 @@ def main(arguments: list[str] | None = None) -> int:
     sys.stdout.write(f"{torch.__version__}; J {options.joint}, V {options.classes}, ")
     sys.stdout.write(f"{options.dtype}; at most {rows[-1]['frames']} frames and ")
     sys.stdout.write(f"{rows[-1]['labels']} labels\n\n{table(rows)}")
-    if options.output is not None:
-        is_new = not options.output.exists()
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        with options.output.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            if is_new:
-                writer.writeheader()
-            writer.writerows(rows)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from effasr.data.sampling.shuffle import shuffled
 TOKENS_PER_SECOND = 3.6
 PROMPT = (7, 4, 16, 5)
 EOS, PAD = 3, 2
+_NOISE_STARTS = 1_000_000
+"""Samples of the noise where an utterance may begin."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,11 @@ class Workload:
         return cls(seconds.tolist(), lengths, classes)
 
     def example(self, index: int) -> Example:
-        """Noise, and random tokens."""
+        """A stretch of the noise, and random tokens."""
         rng = np.random.default_rng(index)
-        audio = 0.1 * rng.standard_normal(round(self.seconds[index] * 16_000), dtype=np.float32)
+        begin = int(rng.integers(_NOISE_STARTS))
+        noise = _noise(_NOISE_STARTS + round(max(self.seconds) * 16_000))
+        audio = noise[begin : begin + round(self.seconds[index] * 16_000)]
         count = int(self.lengths.tokens[index]) - len(PROMPT)
         text = rng.integers(20, self.classes, count).tolist()
         return Example(str(index), audio, list(PROMPT), text, True)
@@ -60,6 +65,12 @@ class Workload:
             longest_frames=int(self.lengths.frames.max()),
             longest_tokens=int(self.lengths.tokens.max()),
         )
+
+
+@cache
+def _noise(samples: int) -> np.ndarray:
+    """Drawn once: to draw the minutes of each batch takes longer than to train on them."""
+    return 0.1 * np.random.default_rng(0).standard_normal(samples, dtype=np.float32)
 
 
 def plan_of(system: str, workload: Workload, shape: StaticShape) -> list[list[int]]:

@@ -22,7 +22,7 @@ from effasr.model.asr import ASRModel, ModelConfig
 from effasr.training.assembly import build_trainee
 from effasr.training.capture import Capture, ProfileConfig
 from effasr.training.config import TrainConfig
-from effasr.training.step import train_step
+from effasr.training.step import StepReport, train_step
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,25 @@ class Effasr:
         self._device = device
 
     def time(self, batches: Sequence[Batch], warm: int) -> Timed:
-        """Time a step on each batch after the first ``warm``."""
-        return time_steps(
-            lambda number: self.step(number, batches[number]),
+        """Time a step on each batch after the first ``warm``.
+
+        Raises:
+            ValueError: A batch did not fit in memory whole: its time would be that of pieces.
+        """
+        reports: list[StepReport] = []
+        timed = time_steps(
+            lambda number: reports.append(self.step(number, batches[number])),
             len(batches) - warm,
             warm,
             self._device,
         )
+        if any(report.values.read()[-1] for report in reports):
+            raise ValueError("a micro-batch did not fit in memory whole: lower --frame-budget.")
+        return timed
 
-    def step(self, number: int, batch: Batch) -> None:
+    def step(self, number: int, batch: Batch) -> StepReport:
         """Make one update."""
-        train_step(self._trainee, [batch], number)
+        return train_step(self._trainee, [batch], number)
 
     def record(self, batches: Sequence[Batch], warm: int, folder: Path) -> Path:
         """Let torch's profiler record a step on each batch after the first ``warm``.

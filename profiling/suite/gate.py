@@ -13,6 +13,8 @@ OPERATIONS = tuple(
 )
 MODEL = "model"
 """The group of the tests of the whole model and of its training."""
+EXTENSION = "extension"
+"""That of the compiled extension, on which nothing that is measured rests."""
 CANARY = (*(name for name in OPERATIONS if name != "transducer_loss"), MODEL)
 """What Canary's training and inference rest on."""
 _OF_OPERATIONS = ("gpu", "ops", "csrc")
@@ -54,9 +56,8 @@ def groups_of(test: str) -> tuple[str, ...]:
     if path.parent.name not in _OF_OPERATIONS or topic.startswith(_OF_MODEL):
         return (MODEL,)
     named = [name for name in OPERATIONS if topic.split("_")[0] == name.split("_")[0]]
-    if path.parent.name == "csrc" and not named:
-        # Lattices alone are written in C++.
-        return ("ctc_loss", "transducer_loss")
+    if path.parent.name == "csrc":
+        return (EXTENSION,)
     return tuple(named) or OPERATIONS
 
 
@@ -69,7 +70,8 @@ class Gate:
 
     def __init__(self, groups: Mapping[str, Group] | None = None) -> None:
         """Nothing shown, by default."""
-        self.groups = {name: Group() for name in (*OPERATIONS, MODEL)} | dict(groups or {})
+        names = *OPERATIONS, MODEL, EXTENSION
+        self.groups = {name: Group() for name in names} | dict(groups or {})
 
     @classmethod
     def read(cls, files: Iterable[Path]) -> Gate:

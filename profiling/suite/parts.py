@@ -90,7 +90,7 @@ def gpu_tests() -> tuple[list[Path], list[LeftOut]]:
     """What has GPU tests; those of the data, only where its packages are installed."""
     absent = [name for name in DATA_PACKAGES if importlib.util.find_spec(name) is None]
     # Marked when collected, where no word in the files says so.
-    found, left_out = [KERNELS], []
+    found, left_out = [], []
     for path in sorted(TESTS.rglob("test_*.py")):
         if KERNELS in path.parents or "mark.gpu" not in path.read_text(encoding="utf-8"):
             continue
@@ -98,14 +98,17 @@ def gpu_tests() -> tuple[list[Path], list[LeftOut]]:
             left_out.append(LeftOut(path.name, f"needs {', '.join(absent)}"))
         else:
             found.append(path)
-    return found, left_out
+    # The others first: among them is a build that takes as long as many kernels.
+    return [*found, KERNELS], left_out
 
 
 def parallel() -> list[str]:
     """Options for several processes: most of the time goes into compiling kernels, on the host."""
     if importlib.util.find_spec("xdist") is None:
         return []
-    return ["-n", str(max(1, min(_PROCESSES, (os.cpu_count() or 1) * 3 // 4)))]
+    count = max(1, min(_PROCESSES, (os.cpu_count() or 1) * 3 // 4))
+    # Neighbours share kernels, so that a process compiles them once, and none waits at the end.
+    return ["-n", str(count), "--dist", "worksteal"]
 
 
 def tests(setting: Setting, gate: Gate) -> Steps:

@@ -266,3 +266,9 @@ def test_a_batch_fills_its_static_shape(sequences: int | None, places: int | Non
     assert frames.max_seqlen <= frames.bound == 500
     # All can be aligned, or CTC would compare infinities.
     assert all(2 * u <= t or u == 1 for t, u in zip(*big.lengths, strict=True))
+
+
+@pytest.mark.parametrize(("budget", "case"), [(80, 10), (200, 25), (420, 45)])
+def test_a_small_budget_is_for_more_than_one_operation(budget: float, case: float) -> None:
+    assert bench_ops.parse(["--budget-s", str(budget)]).case_s == case
+    assert bench_ops.parse(["--budget-s", str(budget), "--case-s", "3"]).case_s == 3

@@ -12,7 +12,7 @@ from pathlib import Path
 import gpu_suite
 import pytest
 from suite import parts, steps
-from suite.gate import CANARY, MODEL, OPERATIONS, Gate, Group, groups_of
+from suite.gate import CANARY, EXTENSION, MODEL, OPERATIONS, Gate, Group, groups_of
 from suite.parts import Part, Setting
 from suite.steps import LeftOut, Result, Step
 
@@ -89,7 +89,7 @@ def test_without_a_gpu_nothing_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("tests/gpu/test_launch.py::test_a", OPERATIONS),
         ("tests/gpu/test_training.py::test_a", (MODEL,)),
         ("tests/model/test_on_gpu.py::test_a", (MODEL,)),
-        ("tests/csrc/test_extension.py::test_a", ("ctc_loss", "transducer_loss")),
+        ("tests/csrc/test_extension.py::test_a", (EXTENSION,)),
     ],
 )
 def test_what_a_test_proves(test: str, groups: tuple[str, ...]) -> None:
@@ -216,7 +216,8 @@ def test_tests_of_the_data_need_its_packages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found, left_out = parts.gpu_tests()
-    assert found[0] == parts.KERNELS
+    # The slowest, a build, begins first.
+    assert found[-1] == parts.KERNELS
     assert parts.TESTS / "model" / "test_on_gpu.py" in found
     assert not any(path.parent == parts.KERNELS for path in found)
     assert not left_out
@@ -225,20 +226,20 @@ def test_tests_of_the_data_need_its_packages(
         (tmp_path / name).write_text("" if "c" in name else f"pytest.{'mark'}.gpu")
     monkeypatch.setattr(parts, "TESTS", tmp_path)
     monkeypatch.setattr(parts, "KERNELS", tmp_path / "gpu")
-    every = [tmp_path / "gpu", tmp_path / "data/test_a.py", tmp_path / "nn/test_b.py"]
+    every = [tmp_path / "data/test_a.py", tmp_path / "nn/test_b.py", tmp_path / "gpu"]
     assert parts.gpu_tests() == (every, [])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found, left_out = parts.gpu_tests()
-    assert found == every[::2]
+    assert found == every[1:]
     assert left_out == [LeftOut("test_a.py", f"needs {', '.join(parts.DATA_PACKAGES)}")]
     assert parts.parallel() == []
 
 
 def test_tests_run_side_by_side_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    assert parts.parallel() == ["-n", "12"]
+    assert parts.parallel() == ["-n", "12", "--dist", "worksteal"]
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    assert parts.parallel() == ["-n", "1"]
+    assert parts.parallel() == ["-n", "1", "--dist", "worksteal"]
 
 
 def test_the_sanitizer_is_used_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -346,6 +347,17 @@ def test_a_failure_stops_nothing_and_time_is_divided(
     assert "needs nothing_at_all>=1, which is not installed" in shown
     assert "| bad " in (tmp_path / "summary.md").read_text()
     assert gpu_suite.Suite(Setting(tmp_path), some[1:], 4.0).run() == 0
+
+
+def test_what_is_not_installed_has_no_share_of_the_time(
+    given: list[tuple[str, float]], tmp_path: Path
+) -> None:
+    absent = Step("peer", [], weight=3, needs=["nothing_at_all>=1"])
+    part = fake("a", Step("first", []), absent, Step("second", []))
+    suite = gpu_suite.Suite(Setting(tmp_path), [part], 4.0)
+    assert suite.run() == 0
+    assert [(name, round(seconds)) for name, seconds in given] == [("first", 120), ("second", 240)]
+    assert [result.name for result in suite.results] == ["first", "peer", "second"]
 
 
 def test_what_is_too_old_is_missing() -> None:
