@@ -240,7 +240,9 @@ class _Gathered:
         shown = ", ".join(map(str, paths)) or "no manifest"
         if not self.frames:
             first = f"; the first: {self.dropped[0].details}" if self.dropped else ""
-            message = f"{shown}: no utterance can be trained on ({len(self.dropped)} dropped{first})."
+            message = (
+                f"{shown}: no utterance can be trained on ({len(self.dropped)} dropped{first})."
+            )
             raise TooManyDropped(message, self.dropped) if self.dropped else ValueError(message)
         lines = ragged(np.frombuffer(self.lines, dtype=np.uint8), self.line_lengths)
         outliers = self._outliers(config.filters.rate_deviations)

@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -122,30 +123,9 @@ def prepare(
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or folder.resolve() == Path(source).resolve()):
         raise ValueError(f"{folder}: `out` must be a folder of its own: choose another name.")
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        return _prepare(source, folder, tokenizer, limits, language, decode, jobs, progress)
-    except BaseException:
-        if is_new:
-            with suppress(OSError):  # It is not empty: something has been written.
-                folder.rmdir()
-        raise
-
-
-def _prepare(
-    source: str | Path,
-    folder: Path,
-    tokenizer: Tokenizer | None,
-    limits: Limits | None,
-    language: str,
-    decode: bool,
-    jobs: int | None,
-    progress: Callable[[int], None] | None,
-) -> PrepareReport:
     check_one = _Check(tokenizer, limits or Limits(), decode)
     utterances = named(source, language=language)
-    with TemporaryFile(dir=folder) as file:
+    with _made(folder), TemporaryFile(dir=folder) as file:
         kept = _Kept(file)
         dropped: list[tuple[int, Dropped]] = []
         outcomes = _in_order(check_one, utterances, jobs or os.cpu_count() or 1)
@@ -159,6 +139,20 @@ def _prepare(
         if not len(kept) and not dropped:
             raise ValueError(f"{source}: holds no utterances.")
         return _write(folder, str(source), kept, dropped, has_tokens=tokenizer is not None)
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make a folder; where nothing comes of it, an empty one does not stay behind."""
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            with suppress(OSError):  # Something has been written.
+                folder.rmdir()
+        raise
 
 
 @dataclass(frozen=True, slots=True)

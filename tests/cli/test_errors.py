@@ -35,7 +35,6 @@ BAD_AUDIO = {
         ("data.validation=gone.jsonl", "gone.jsonl: there is no such file or folder"),
         ("data.tokenizer=gone", "train a tokenizer with `effasr tokenizer MANIFEST OUT`"),
         ("data.tokenizer=''", "`data.tokenizer` must be a folder that `effasr tokenizer` wrote"),
-        ("data.frame_budget=2", "no utterance can be trained on (24 dropped; the first: "),
         ("evaluation.normalizer=nope", "must be one of none, basic, whisper_english, but is"),
         ("init_from=gone", "gone must be a model directory or a run with a checkpoint"),
         ("training.device=tpu", "`training.device` must be one of 'auto', 'cpu', 'cuda'"),
@@ -46,6 +45,15 @@ def test_a_wrong_field(train, tmp_path, override, message) -> None:
     assert failed.code == 2
     assert message in failed.error
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_budget_for_nothing_leaves_the_list_alone(train, tmp_path) -> None:
+    failed = train("data.frame_budget=2")
+    assert failed.code == 2
+    assert "no utterance can be trained on (24 dropped; the first: " in failed.error
+    (listed,) = (tmp_path / "runs").rglob("*.*")
+    assert listed.name == "dropped.jsonl"
+    assert len(read_lines(listed)) == 24
 
 
 @pytest.mark.parametrize(

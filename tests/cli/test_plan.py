@@ -141,6 +141,51 @@ def test_a_recipe_gives_manifests_budgets_and_tokenizer(effasr, workplace) -> No
     assert (made["frame_budget"], made["utterances"], made["micro_batches"]) == (80, 4, 8)
 
 
+def test_a_recipe_says_how_an_epoch_ends(effasr, workplace, tmp_path) -> None:
+    recipe = Path(workplace.recipe).read_text()
+    path = tmp_path / "exact.yaml"
+    path.write_text(recipe.replace("data:\n", "data:\n  epoch_end: exact\n", 1))
+    plan = ("plan", "--world-size", 2, "--json", "--recipe")
+    made, over = (
+        json.loads(effasr(*plan, path, *given).out) for given in ((), ("--epoch-end", "carry"))
+    )
+    assert made["deferred"] == 0
+    assert over["deferred"] > 0
+
+
+def test_manifests_of_text_alone_are_left_out(effasr, workplace, tmp_path) -> None:
+    pair = {"source_text": "one", "text": "two", "source_lang": "en", "target_lang": "en"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    recipe = Path(workplace.recipe).read_text()
+    train = f"train: {workplace.folder}/train"
+    assert train in recipe
+    both = f"text_share: 0.5\n  train: [{workplace.folder}/train, {tmp_path}/pairs.jsonl]"
+    path = tmp_path / "text.yaml"
+    path.write_text(recipe.replace(train, both))
+    done = effasr("plan", "--recipe", path, "--world-size", 1, "--json")
+    assert done.code == 0, done.err
+    made = json.loads(done.out)
+    # Of two micro-batches one is of text.
+    assert (made["utterances"], made["micro_batches"]) == (24, 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "option", "value"),
+    [
+        ("packed", "--batch-size", 8),
+        ("packed", "--buckets", 4),
+        ("random", "--epoch-end", "exact"),
+        ("sync_bucketed_2d", "--batch-size", 8),
+    ],
+)
+def test_options_of_other_strategies_are_refused(effasr, corpus, strategy, option, value) -> None:
+    given = ("plan", "--manifest", corpus, "--world-size", 1, option, value)
+    failed = effasr(*given, "--strategy", strategy)
+    assert failed.code == 2
+    assert f"`{option}` must be left out for strategy {strategy}" in failed.error
+    assert effasr(*given, "--strategy", "all").code == 0
+
+
 def test_shares_of_sources_are_not_planned(effasr, workplace, tmp_path) -> None:
     recipe = Path(workplace.recipe).read_text()
     train = f"train: {workplace.folder}/train"

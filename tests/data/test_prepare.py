@@ -154,10 +154,12 @@ def test_malformed_sources_stop_it(nemo: Callable[..., Path], tmp_path: Path) ->
         file.write("{\n")
     with pytest.raises(ValueError, match=r"train\.jsonl:3: not valid JSON"):
         prepare(manifest, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
     manifest.write_text("")
     with pytest.raises(ValueError, match="holds no utterances"):
         prepare(manifest, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []  # A folder that was there stays.
 
 
 def test_the_source_is_never_written_over(nemo: Callable[..., Path], tmp_path: Path) -> None:

@@ -92,6 +92,13 @@ def test_a_filter_that_takes_too_much_stops_the_run_and_leaves_the_list(
     assert len(read_lines(tmp_path / "run" / "dropped.jsonl")) == 14
 
 
+def test_a_filter_that_leaves_nothing_leaves_the_list(make_config, tmp_path) -> None:
+    data = {"filters": FilterConfig(languages=("de",), max_dropped=1)}
+    with pytest.raises(ValueError, match=r"no utterance can be .* All are listed in .*dropped"):
+        run(make_config(data=data, training={"max_steps": 1}))
+    assert len(read_lines(tmp_path / "run" / "dropped.jsonl")) == 40
+
+
 def test_audio_that_proves_unreadable_is_left_out_and_listed(make_config, tones, tmp_path) -> None:
     """Its header is sound, so nothing shows before it is due."""
     line = json.loads((tones / "train.jsonl").read_text().splitlines()[0])
