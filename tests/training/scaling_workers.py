@@ -112,7 +112,8 @@ def gain() -> None:
                 torch.testing.assert_close(rate.item(), report.lr * factor)
             progress += expected
         for ours, alone in zip(*(model.parameters() for model in models), strict=True):
-            torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-5)
+            # A key's bias has a gradient of mere rounding, which Adam makes as large as any.
+            torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-4)
         states = world.gather(trainees[0].adascale.state_dict())
         assert states[0] == states[1]
         sys.stdout.write("measured\n")
