@@ -1,23 +1,24 @@
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 WORKERS = Path(__file__).parent / "workers.py"
 
 
 @pytest.fixture
 def run_ranks() -> Callable[..., list[subprocess.CompletedProcess]]:
-    """Run a scenario of a script in several processes, as torchrun would start them."""
+    """Run a scenario of a script in several processes, as torchrun would start them.
+
+    As torchrun's, the store is the parent's: a port that was probed and freed may be taken since.
+    """
 
     def run(scenario: str, size: int = 2, limit_s: float = 60.0, script: Path = WORKERS):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         processes = []
         for rank in range(size):
             environment = os.environ | {
@@ -25,7 +26,8 @@ def run_ranks() -> Callable[..., list[subprocess.CompletedProcess]]:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(size),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "OMP_NUM_THREADS": "1",
             }
             command = [sys.executable, str(script), scenario]
@@ -49,5 +51,7 @@ def run_ranks() -> Callable[..., list[subprocess.CompletedProcess]]:
         finally:
             for process in processes:
                 process.kill()
+                # Read to its end, or what it leaves open fails a test after this one.
+                process.communicate()
 
     return run
