@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -19,7 +20,11 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 
 T = TypeVar("T")
 
-_FIRST_FAILURE = "effasr/first_failure"
+_FIRST_FAILURE = "first_failure"
+
+# torchrun's store outlives a group: the next one of these processes must not find, under the same
+# names, the addresses where the ranks of the last one listened.
+_groups_joined = itertools.count()
 
 
 class PeerFailed(RuntimeError):
@@ -97,11 +102,12 @@ def joined(
         yield World(0, 1, here)
         return
     timeout = timedelta(seconds=timeout_s)
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
+    shared, _, _ = next(rendezvous("env://", timeout=timeout))
+    shared.set_timeout(timeout)
+    store = PrefixStore(f"effasr/{next(_groups_joined)}", shared)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo",
-        store=PrefixStore("effasr/process_group", store),
+        store=PrefixStore("process_group", store),
         rank=rank,
         world_size=size,
         timeout=timeout,
