@@ -33,17 +33,19 @@ class PeerFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among those of the run. With a size of 1, every method is a no-op.
+    """This process among those of the run, or of a part. With a size of 1, methods are no-ops.
 
     Attributes:
-        rank: Of this process, from 0.
+        rank: Of this process among them, from 0.
         size: Number of processes.
         device: Of this process.
+        group: Of these processes, where they are not all of the run.
     """
 
     rank: int
     size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -53,7 +55,7 @@ class World:
     def sum(self, tensor: Tensor) -> Tensor:
         """Replace ``tensor`` by its sum over all ranks; on a GPU the host does not wait."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def gather(self, value: T) -> list[T]:
@@ -61,7 +63,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]
 
     def broadcast(self, value: T) -> T:
@@ -69,7 +71,7 @@ class World:
         if self.size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, group=self.group, group_src=0)
         return values[0]
 
 

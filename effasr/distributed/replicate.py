@@ -29,6 +29,7 @@ def replicate(model: nn.Module, world: World) -> nn.Module:
         return model
     return DistributedDataParallel(
         model,
+        process_group=world.group,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         **{_SYNC_BUFFERS: False},  # type: ignore[reportArgumentType]
         gradient_as_bucket_view=True,

@@ -31,7 +31,7 @@ from effasr.training.config import TrainConfig, resolve_losses
 from effasr.training.counts import HostCopy
 from effasr.training.graph import MicroBatchGraph
 from effasr.training.objective import Objective
-from effasr.training.parallel import check_strategy, distribute, is_bfloat16, local_sgd
+from effasr.training.parallel import averager, check_strategy, distribute, is_bfloat16
 from effasr.training.step import Trainee, run_micro_batch
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def build_trainee(config: TrainConfig, model: ASRModel, world: World) -> Trainee
         exchange=exchange,
         text_cost=text_cost_model(config.model, model.vocab_size),
         adascale=_adascale(config, model, world),
-        local_sgd=local_sgd(config, model, optimizer, statistics, world),
+        averager=averager(config, model, optimizer, statistics, world),
     )
     return _recorded(trainee, config.model) if config.training.cuda_graph else trainee
 

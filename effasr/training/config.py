@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from effasr.data.config import DataConfig
-from effasr.distributed.local_sgd import LocalSGDConfig
+from effasr.distributed.delayed import DelayedConfig
+from effasr.distributed.local_sgd import HierarchicalConfig, LocalSGDConfig
 from effasr.inference.decoding_config import DecodingConfig
 from effasr.model.asr import ModelConfig
 from effasr.optim.adamw import OptimizerConfig
@@ -52,10 +53,14 @@ class LoopConfig:
         strategy: Of several processes. ``ddp``: each has all weights, and gradients are averaged
             while they are computed. ``fsdp2``: each has a part of the weights, gradients and
             moments, and layers are gathered when they are needed: for models that are too large
-            otherwise. ``local_sgd``: each makes updates of its own, and the weights are averaged
-            now and then: for slow networks. All write the same checkpoints, from which a run may
-            go on with another strategy. A single process needs none.
+            otherwise. With the others, each makes updates of its own, and weights are averaged:
+            for slow networks. ``local_sgd``: now and then. ``hierarchical``: often among
+            neighbours, seldom among all. ``delayed``: in every step, while the next update is
+            computed. All write the same checkpoints, from which a run may go on with another
+            strategy. A single process needs none.
         local_sgd: When ``local_sgd`` averages.
+        hierarchical: When which ranks average with ``hierarchical``.
+        delayed: When ``delayed`` begins to.
         cuda_graph: Whether the forward and backward of a micro-batch are recorded once as a CUDA
             graph and replayed, so that the host launches no kernels; needs a GPU, and one process.
         tensorboard: Whether to write curves for TensorBoard.
@@ -78,8 +83,10 @@ class LoopConfig:
     threads: int | None = None
     timeout_s: float = 600.0
     compile: bool = False
-    strategy: Literal["ddp", "fsdp2", "local_sgd"] = "ddp"
+    strategy: Literal["ddp", "fsdp2", "local_sgd", "hierarchical", "delayed"] = "ddp"
     local_sgd: LocalSGDConfig = field(default_factory=LocalSGDConfig)
+    hierarchical: HierarchicalConfig = field(default_factory=HierarchicalConfig)
+    delayed: DelayedConfig = field(default_factory=DelayedConfig)
     cuda_graph: bool = False
     tensorboard: bool = True
     profile: ProfileConfig = field(default_factory=ProfileConfig)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from effasr.distributed.averager import Averager
+from effasr.distributed.delayed import DelayedAveraging
 from effasr.distributed.local_sgd import LocalSGD
 from effasr.distributed.process_group import World
 from effasr.distributed.replicate import replicate
@@ -61,17 +63,26 @@ def distribute(config: TrainConfig, model: nn.Module, world: World) -> nn.Module
     return trained
 
 
-def local_sgd(
+def averager(
     config: TrainConfig,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     statistics: list[Tensor],
     world: World,
-) -> LocalSGD | None:
-    """What averages the ranks with strategy local_sgd, and None with others, or a single rank."""
-    if config.training.strategy != "local_sgd" or world.size == 1:
+) -> Averager | None:
+    """What brings ranks together that make updates of their own; None where none do."""
+    settings, what = config.training, (model, optimizer, statistics, world)
+    if world.size == 1:
         return None
-    return LocalSGD(model, optimizer, statistics, world, config.training.local_sgd)
+    if settings.strategy == "local_sgd":
+        local = settings.local_sgd
+        return LocalSGD(*what, {local.period: None}, local.warmup_steps)
+    if settings.strategy == "hierarchical":
+        levels = settings.hierarchical
+        return LocalSGD(*what, levels.periods, levels.warmup_steps)
+    if settings.strategy == "delayed":
+        return DelayedAveraging(*what, settings.delayed.warmup_steps)
+    return None
 
 
 def is_bfloat16(precision: str, device: torch.device) -> bool:
@@ -113,6 +124,6 @@ def load_trained(trainee: Trainee, model: nn.Module, weights: dict[str, Tensor])
 
 def settle(trainee: Trainee) -> None:
     """Make all ranks alike, where they are not: before a validation or a checkpoint."""
-    if trainee.local_sgd is not None:
+    if trainee.averager is not None:
         average = trainee.average
-        trainee.local_sgd.settle([] if average is None else average.average.values())
+        trainee.averager.settle([] if average is None else average.average.values())

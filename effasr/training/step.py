@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from effasr import ranges
 from effasr.data.batch import Batch
 from effasr.data.sampling.cost import CostModel
+from effasr.distributed.averager import Averager
 from effasr.distributed.batch_norm import restore_unless
 from effasr.distributed.exchange import GradientExchange
-from effasr.distributed.local_sgd import LocalSGD
 from effasr.distributed.process_group import World
 from effasr.distributed.replicate import without_exchange
 from effasr.distributed.shard import whole
@@ -61,7 +61,7 @@ class Trainee:
         exchange: Of the gradients, where there are several ranks.
         text_cost: What a text pair is to compute; None without a text encoder.
         adascale: Measures what a step is worth, or None.
-        local_sgd: Averages the ranks, which make updates of their own; or None.
+        averager: Brings ranks together that make updates of their own; or None.
     """
 
     model: nn.Module
@@ -80,7 +80,7 @@ class Trainee:
     exchange: GradientExchange | None = None
     text_cost: CostModel | None = None
     adascale: AdaScale | None = None
-    local_sgd: LocalSGD | None = None
+    averager: Averager | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,10 @@ def train_step(
     adascale = trainee.adascale
     if adascale is not None:
         adascale.begin()
-    is_local = trainee.local_sgd is not None and trainee.local_sgd.is_local(step)
+    averager = trainee.averager
+    is_local = averager is not None and averager.is_local(step)
+    if averager is not None:
+        averager.before(step)
     done: list[list[Outcome]] = []
     splits = 0
     for index, batch in enumerate(micro_batches):
@@ -176,8 +179,8 @@ def train_step(
             factor = adascale.update(parts[6:8], targets, norm, finite, splits_of_all == 0)
         _update(trainee, step, lr, factor, finite)
         restore_unless(finite, trainee.statistics, kept)
-        if trainee.local_sgd is not None:
-            trainee.local_sgd.after(step)
+        if averager is not None:
+            averager.after(step)
         objective.observe(parts[2], finite & (Counts.targets_of(counts)[1] > 0))
     losses_seen = [(outcome.piece.batch, outcome.losses) for outcome in outcomes]
     gain = None if adascale is None else adascale.reading

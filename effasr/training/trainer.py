@@ -22,11 +22,9 @@ from effasr.data.filter_config import TooManyDropped
 from effasr.data.loader import Loader, Step
 from effasr.distributed.batch_norm import average
 from effasr.distributed.process_group import World, joined
-from effasr.distributed.shard import state_like, whole_tree
 from effasr.inference.evaluation import Evaluation, merge
 from effasr.inference.evaluation import save as save_evaluation
 from effasr.model.cost import cost_model
-from effasr.optim.adamw import restore
 from effasr.training import assembly
 from effasr.training.assembly import Saved
 from effasr.training.calibration.calibrate import settle as settle_budgets
@@ -35,10 +33,11 @@ from effasr.training.config import TrainConfig
 from effasr.training.drawn import DrawnBlend
 from effasr.training.guard import NonFiniteGuard, TrainingFailed
 from effasr.training.meter import Meter
-from effasr.training.parallel import is_sharded, load_trained, settle, whole
+from effasr.training.parallel import is_sharded, settle, whole
 from effasr.training.progress import ProgressDisplay, SilentDisplay
 from effasr.training.resume import check_same_plan, check_same_ranks, check_same_run
 from effasr.training.run_directory import RunDirectory
+from effasr.training.state import restore, state_of
 from effasr.training.step import StepReport, train_step
 from effasr.training.stop import StopRequest, listening
 from effasr.training.summary import describe_batches
@@ -136,7 +135,7 @@ class Trainer:
         self.is_best = False
         self.must_validate = False
         if saved is not None:
-            self._restore(saved.state)
+            restore(self, saved.state)
         self.display = self._open()
 
     def train(self, stop: StopRequest) -> None:
@@ -317,7 +316,7 @@ class Trainer:
         blends = self.drawn.merge(self.world)
         if not self.world.is_main and not is_sharded(self.trainee):
             return
-        state = self._state()
+        state = state_of(self)
         with ranges.range("checkpoint"), self._weights_to_evaluate():
             if not self.world.is_main:
                 return
@@ -327,55 +326,6 @@ class Trainer:
         if blends:
             rows = [row for blend in blends for row in blend.mapping()]
             self.directory.blend(self.step, rows)
-
-    def _state(self) -> dict[str, Any]:
-        """All that decides how the run goes on, but for the weights to evaluate."""
-        trained, adascale = None, self.trainee.adascale
-        if self.trainee.average is not None:
-            with whole(self.trainee, self.model):
-                trained = {n: p.detach().clone() for n, p in self.model.named_parameters()}
-        return {
-            "step": self.step,
-            "best": self.best,
-            "is_best": self.is_best,
-            "must_validate": self.must_validate,
-            "config": configuration.to_mapping(self.config),
-            "corpus": self.corpus.fingerprint,
-            "epoch": self.epoch,
-            "position": list(self.position),
-            "ranks": self.world.size,
-            "plan": self.loader.fingerprint(self.position[0]) if self.position[1] else None,
-            "optimizer": whole_tree(self.trainee.optimizer.state_dict(), torch.device("cpu")),
-            "objective": self.trainee.objective.state_dict(),
-            "meter": self.meter.state_dict(),
-            "blend": self.drawn.state_dict(),
-            "trained": trained,
-            "adascale": adascale and adascale.state_dict(),
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
-        self.best = state["best"]
-        self.is_best = state["is_best"]
-        self.must_validate = state["must_validate"] and self.validator is not None
-        if self.is_best and self.world.is_main:
-            # The run may have been killed between the checkpoint and its mark.
-            self.checkpoints.mark_best(self.step)
-        self.epoch = state["epoch"]
-        self.position = tuple(state["position"])
-        optimizer = self.trainee.optimizer
-        restore(optimizer, state_like(state["optimizer"], optimizer))
-        self.trainee.objective.load_state_dict(state["objective"])
-        self.meter.load_state_dict(state["meter"])
-        if "blend" in state:
-            self.drawn.load_state_dict(state["blend"])
-        if (adascale := self.trainee.adascale) is not None:
-            if state.get("adascale") is not None:
-                adascale.load_state_dict(state["adascale"])
-            else:
-                adascale.begin_at(self.step)
-        if state["trained"] is not None:
-            load_trained(self.trainee, self.model, state["trained"])
 
     def _find_checkpoint(self, *, restart: bool) -> Saved | None:
         """The newest checkpoint that is whole; rank 0 decides which."""

@@ -93,7 +93,7 @@ def local(world: World) -> None:
     reference, plain = make(quiet_config(optimizer, ema_decay=0.9), world)
     for step in range(8):
         before = []
-        averager = trainee.local_sgd
+        averager = trainee.averager
         assert averager is not None
         after = averager.after
 
