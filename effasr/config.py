@@ -193,7 +193,10 @@ def _match(option: Any, value: Any, where: str) -> tuple[bool, Any]:
     if origin is dict:
         if not isinstance(value, Mapping):
             return False, None
-        return True, {k: _convert(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
+        return True, {
+            _convert(arguments[0], k, f"{where}[key]"): _convert(arguments[1], v, f"{where}.{k}")
+            for k, v in value.items()
+        }
     if option is float and type(value) in (int, float):
         return math.isfinite(value), float(value)
     return isinstance(option, type) and type(value) is option, value

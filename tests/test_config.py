@@ -84,6 +84,8 @@ def test_to_mapping_is_the_inverse(recipe) -> None:
         ("", ["encoder.layers=0"], r"encoder: `layers` must be at least 1, but is 0"),
         ("", ["betas=[0.9]"], r"`betas` must be a list of 2"),
         ("", ["sources=[1]"], r"`sources\[0\]` must be text, but is 1"),
+        ("weights: {no: 1}", [], r"`weights\[key\]` must be text, but is False"),
+        ("", ["weights.en=x"], r"`weights\.en` must be a finite number, but is 'x'"),
         ("", ["decoder=3"], r"`decoder` must be a mapping \(Decoder\) or null, but is 3"),
         ("", ["name"], r"`path\.to\.field=value`, but is 'name'"),
         ("", ["name.x=1"], r"`name` must be given a value itself"),
