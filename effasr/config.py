@@ -194,12 +194,20 @@ def _match(option: Any, value: Any, where: str) -> tuple[bool, Any]:
         if not isinstance(value, Mapping):
             return False, None
         return True, {
-            _convert(arguments[0], k, f"{where}[key]"): _convert(arguments[1], v, f"{where}.{k}")
+            _convert(arguments[0], _key(arguments[0], k), f"{where}[key]"): _convert(
+                arguments[1], v, f"{where}.{k}"
+            )
             for k, v in value.items()
         }
     if option is float and type(value) in (int, float):
         return math.isfinite(value), float(value)
     return isinstance(option, type) and type(value) is option, value
+
+
+def _key(annotation: Any, key: Any) -> Any:
+    """A key of a mapping; JSON and dotted paths have numbers only as text."""
+    is_number = annotation is int and isinstance(key, str) and key.isdecimal()
+    return int(key) if is_number else key
 
 
 def _match_tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[bool, Any]:

@@ -7,6 +7,10 @@ as it is, the ranks of --world-size and a large model. Measured: CPU seconds for
 with a small model, of `effasr.training.step.train_step` on noise. For that all lengths and budgets
 are shortened (--scale), so that steps hold as many utterances as those that are predicted; the
 steps of all strategies take turns, in a random order, until --seconds are spent.
+
+`calibrated` is sync_bucketed_2d with the batch sizes of `effasr calibrate`: as many utterances of a
+bucket as the memory holds which packed takes for its budget, by a model of memory that is fitted to
+trials of the small model.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import argparse
 import csv
 import io
 import itertools
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +33,7 @@ from effasr import config
 from effasr.data.batch import FRAME_SAMPLES, Batch, Example, StaticShape, collate
 from effasr.data.features import SAMPLE_RATE
 from effasr.data.files import write_atomically
+from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.cost import CostModel
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.distributed.process_group import World
@@ -37,11 +43,22 @@ from effasr.planning.selection import Selection
 from effasr.planning.study import LADDER, Outcome, Planned, StudyOptions, compare, plan_by
 from effasr.planning.text import percent
 from effasr.training.assembly import build_model, build_trainee
+from effasr.training.calibration.runner import measure
+from effasr.training.calibration.search import Search, bucket_sizes, load_of
+from effasr.training.calibration.settings import CalibrationConfig
+from effasr.training.calibration.trial import Measurement
+from effasr.training.calibration.trial import Request as TrialRequest
+from effasr.training.calibration.workload import Population
+from effasr.training.calibration.workload import Workload as CalibrationWorkload
 from effasr.training.config import TrainConfig, resolve_losses
+from effasr.training.memory import total_bytes
 from effasr.training.step import Trainee, train_step
 
 _VOCABULARY = 512
 _MODEL = "small"
+_BY_BUCKETS, _CALIBRATED = "sync_bucketed_2d", "calibrated"
+RUNGS = (*LADDER[:-1], _CALIBRATED, LADDER[-1])
+"""All that is compared, each a step better than the one before."""
 
 
 @dataclass(slots=True)
@@ -152,12 +169,60 @@ class Workload:
         return Example(str(index), 0.1 * audio, [2], text.tolist(), monotonic=True)
 
 
+def calibrated(selection: Selection, buckets: int) -> BucketTable:
+    """Batches by bucket that take as much memory as packed does for the frame budget.
+
+    Args:
+        selection: Whose lengths the small model is tried with.
+        buckets: Ranges of durations.
+    """
+    settings = _settings()
+    population = Population.of(selection.lengths)
+    mapping, device = config.to_mapping(settings), torch.device("cpu")
+    memory_bytes = total_bytes(device)
+
+    def trial(work: CalibrationWorkload) -> Measurement:
+        return measure(TrialRequest(mapping, _VOCABULARY, "cpu", memory_bytes, 1, work))
+
+    search = Search(population, settings.model, CalibrationConfig(), memory_bytes, 1, trial)
+    memory = search.memory_model()
+    packed = population.workload(selection.shape.frame_budget, batches=1)
+    limit = memory.predict(load_of(packed, settings.model))
+    bins = BucketTable.derive(selection.lengths, selection.shape, buckets)
+    return bucket_sizes(bins, memory, settings.model, limit)
+
+
+def lengthen(table: BucketTable, selection: Selection, scale: float) -> BucketTable:
+    """A table of shortened lengths, for the lengths as they are."""
+    bins = [(math.ceil(frames / scale), math.ceil(tokens / scale)) for frames, tokens in table.bins]
+    lengths = selection.lengths
+    frames, tokens = bins[-1]
+    bins[-1] = max(frames, int(lengths.frames.max())), max(tokens, int(lengths.tokens.max()))
+    return BucketTable(tuple(bins), table.batch_sizes)
+
+
+def plan_rung(
+    name: str, selection: Selection, cost: CostModel, options: StudyOptions, table: BucketTable
+) -> Planned:
+    """Plan by a strategy, or by the one with calibrated batches."""
+    if name == _CALIBRATED:
+        return plan_by(_BY_BUCKETS, selection, cost, replace(options, table=table))
+    return plan_by(name, selection, cost, options)
+
+
 def measure_all(
-    selection: Selection, cost: CostModel, options: StudyOptions, seconds: float
+    selection: Selection,
+    cost: CostModel,
+    options: StudyOptions,
+    table: BucketTable,
+    seconds: float,
 ) -> dict[str, Measured]:
-    """Run steps of all strategies in turn, until the time is spent or all steps are done."""
+    """Run steps of all rungs in turn, until the time is spent or all steps are done."""
     trainee = _trainee()
-    loads = {name: Workload(selection, plan_by(name, selection, cost, options)) for name in LADDER}
+    loads = {
+        name: Workload(selection, plan_rung(name, selection, cost, options, table))
+        for name in RUNGS
+    }
     found = {name: Measured(load.planned.plans[0].num_steps) for name, load in loads.items()}
     # So that no strategy pays for what is done but once.
     _timed(trainee, loads["packed"].step(0)[:1], 0)
@@ -176,16 +241,19 @@ def measure_all(
     raise AssertionError("unreachable")
 
 
-def _trainee() -> Trainee:
-    """A small encoder and decoder, on one core."""
-    torch.set_num_threads(1)
+def _settings() -> TrainConfig:
+    """Of a small encoder and decoder, on one core."""
     # Noise has no alignment for CTC to find.
+    without_ctc = ["model.ctc=false", "loss={ctc_weight: 0.0}"]
     settings = config.load(
-        TrainConfig,
-        _MODEL,
-        ["model.ctc=false", "loss={ctc_weight: 0.0}", "training.precision=float32"],
+        TrainConfig, _MODEL, [*without_ctc, "training.precision=float32", "training.threads=1"]
     )
-    settings = replace(settings, loss=resolve_losses(settings.loss, settings.model))
+    return replace(settings, loss=resolve_losses(settings.loss, settings.model))
+
+
+def _trainee() -> Trainee:
+    torch.set_num_threads(1)
+    settings = _settings()
     world = World(0, 1, torch.device("cpu"))
     return build_trainee(settings, build_model(settings, _VOCABULARY, None, world.device), world)
 
@@ -203,8 +271,13 @@ def rungs(
     """Predict and measure all strategies on a list."""
     request = Request.of(manifests=paths, frame_budget=budget)
     _, selection = request.read()
+    short = shorten(selection, scale)
+    table = calibrated(short, options.buckets)
     predicted = compare(selection, LADDER, request.cost, options)
-    found = measure_all(shorten(selection, scale), request.cost, options, seconds)
+    by_table = replace(options, table=lengthen(table, selection, scale))
+    (rung,) = compare(selection, [_BY_BUCKETS], request.cost, by_table)
+    predicted.insert(RUNGS.index(_CALIBRATED), replace(rung, strategy=_CALIBRATED))
+    found = measure_all(short, request.cost, options, table, seconds)
     return selection, [Rung(outcome, found[outcome.strategy]) for outcome in predicted]
 
 

@@ -30,6 +30,7 @@ class Root:
     sources: tuple[str, ...] | str = ()
     betas: tuple[float, float] = (0.9, 0.98)
     weights: dict[str, float] = field(default_factory=dict)
+    periods: dict[int, int | None] = field(default_factory=dict)
 
 
 @pytest.fixture
@@ -97,6 +98,14 @@ def test_each_mistake_has_one_clear_line(recipe, text, overrides, message) -> No
     with pytest.raises(ConfigError, match=message) as caught:
         config.load(Root, recipe(text), overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_as_keys_survive_json_and_overrides(recipe) -> None:
+    assert config.from_mapping(Root, {"periods": {"2": 8, 16: None}}).periods == {2: 8, 16: None}
+    found = config.load(Root, recipe("periods: {2: 8}"), ["periods.16=null"])
+    assert found.periods == {2: 8, 16: None}
+    with pytest.raises(ConfigError, match=r"`periods\[key\]` must be an integer, but is 'two'"):
+        config.load(Root, recipe("periods: {two: 8}"))
 
 
 def test_a_missing_recipe_names_the_nearest() -> None:

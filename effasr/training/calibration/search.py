@@ -142,6 +142,15 @@ class Search:
                 )
             return Found(replay.load.frames, largest, reason, memory, speed, tuple(self.trials))
 
+    def memory_model(self) -> MemoryModel:
+        """What the first trials tell of memory, without a search for a budget.
+
+        Raises:
+            OutOfMemory: The longest utterance does not fit.
+        """
+        self._first_trials()
+        return self._memory()
+
     def _first_trials(self) -> None:
         """Trials that tell the coefficients apart."""
         longest = self.population.longest
