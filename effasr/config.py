@@ -181,7 +181,9 @@ def _convert(annotation: Any, value: Any, where: str) -> Any:
         matched, converted = _match(option, value, where)
         if matched:
             return converted
-    raise ConfigError(f"`{where}` must be {_describe(annotation)}, but is {value!r}.")
+    is_list = any(typing.get_origin(option) is tuple for option in options)
+    hint = f": write [{value}] for a list of one." if is_list and _is_scalar(value) else "."
+    raise ConfigError(f"`{where}` must be {_describe(annotation)}, but is {value!r}{hint}")
 
 
 def _match(option: Any, value: Any, where: str) -> tuple[bool, Any]:
@@ -202,6 +204,10 @@ def _match(option: Any, value: Any, where: str) -> tuple[bool, Any]:
     if option is float and type(value) in (int, float):
         return math.isfinite(value), float(value)
     return isinstance(option, type) and type(value) is option, value
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, str | int | float)
 
 
 def _key(annotation: Any, key: Any) -> Any:

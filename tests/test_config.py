@@ -30,6 +30,7 @@ class Root:
     sources: tuple[str, ...] | str = ()
     betas: tuple[float, float] = (0.9, 0.98)
     weights: dict[str, float] = field(default_factory=dict)
+    languages: tuple[str, ...] = ()
     periods: dict[int, int | None] = field(default_factory=dict)
 
 
@@ -87,6 +88,7 @@ def test_to_mapping_is_the_inverse(recipe) -> None:
         ("", ["sources=[1]"], r"`sources\[0\]` must be text, but is 1"),
         ("weights: {no: 1}", [], r"`weights\[key\]` must be text, but is False"),
         ("", ["weights.en=x"], r"`weights\.en` must be a finite number, but is 'x'"),
+        ("", ["languages=de"], r"`languages` must be a list, each text, but is 'de': write \[de\]"),
         ("", ["decoder=3"], r"`decoder` must be a mapping \(Decoder\) or null, but is 3"),
         ("", ["name"], r"`path\.to\.field=value`, but is 'name'"),
         ("", ["name.x=1"], r"`name` must be given a value itself"),
