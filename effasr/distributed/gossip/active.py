@@ -1,0 +1,134 @@
+"""The side that begins exchanges."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from effasr.distributed.gossip import wire
+from effasr.distributed.gossip.mixer import Mixer
+from effasr.distributed.gossip.peers import Peers
+from effasr.distributed.gossip.transport import PeerLost, Transport
+from effasr.distributed.gossip.waits import Abandoned, Waits
+
+
+class Active:
+    """Does one exchange for each publication, or as many as the network allows, in one thread.
+
+    Args:
+        mixer: Of this learner.
+        peers: Its neighbours.
+        transport: To them.
+        timeout_s: How long one of them may take for an exchange.
+        choose: Picks one of those that are left, given the number of exchanges so far.
+
+    Attributes:
+        exchanges: Completed.
+        bytes: Of weights, sent and received.
+    """
+
+    def __init__(
+        self,
+        mixer: Mixer,
+        peers: Peers,
+        transport: Transport,
+        timeout_s: float,
+        choose: Callable[[Sequence[int], int], int],
+    ) -> None:
+        self._mixer = mixer
+        self._peers = peers
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._choose = choose
+        self._waits = Waits()
+        self._changed = threading.Condition()
+        self._published = False
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self.exchanges = 0
+        self.bytes = 0
+
+    def start(self) -> None:
+        """Begin to wait for publications."""
+        self._published = self._stopping = False
+        self._begin()
+
+    def publish(self) -> None:
+        """Begin an exchange, or another one after that under way."""
+        with self._changed:
+            self._published = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """After the exchange under way, tell the neighbours that there will be no more."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def is_running(self) -> bool:
+        """Whether the thread has anything left to do."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def watch(self) -> None:
+        """Leave out a neighbour that has not answered for too long; called now and then."""
+        for peer in self._waits.abandon(self._timeout_s):
+            self._begin()
+            self._peers.lose(peer, f"it has not answered for {self._timeout_s:g} s")
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="gossip", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        peer = None
+        try:
+            got = torch.empty(self._mixer.count)
+            while (kind := self._next()) != wire.STOP:
+                if kind == wire.ALIVE:
+                    self._tell_all(wire.ALIVE)
+                elif self._peers.living:
+                    peer = self._choose(self._peers.living, self.exchanges)
+                    self._exchange(peer, got)
+            self._tell_all(wire.STOP)
+        except Abandoned:
+            pass
+        except Exception as error:
+            self._peers.fail(peer, error)
+
+    def _next(self) -> int:
+        """What to do next, once there is something to do."""
+        with self._changed:
+            # A passive learner cannot tell one that computes for long from one that is gone.
+            self._changed.wait_for(
+                lambda: self._published or self._stopping, timeout=self._timeout_s / 4
+            )
+            if self._stopping:
+                return wire.STOP
+            published, self._published = self._published, False
+            return wire.EXCHANGE if published else wire.ALIVE
+
+    def _exchange(self, peer: int, got: Tensor) -> None:
+        """Average with a neighbour, or find out that it is lost."""
+        sent = self._mixer.snapshot()
+        try:
+            with self._waits.on(peer):
+                self._transport.send(wire.header(wire.EXCHANGE, sent.numel()), peer)
+                self._transport.send(sent, peer)
+                self._transport.receive(got, peer)
+        except PeerLost as lost:
+            self._peers.lose(peer, str(lost))
+            return
+        self._mixer.average(got)
+        self.bytes += 2 * got.nbytes
+        self.exchanges += 1
+
+    def _tell_all(self, kind: int) -> None:
+        for peer in self._peers.living:
+            try:
+                with self._waits.on(peer):
+                    self._transport.send(wire.header(kind, self._mixer.count), peer)
+            except PeerLost as lost:
+                self._peers.lose(peer, str(lost))

@@ -1,0 +1,79 @@
+"""The neighbours that are left, and what went wrong in threads that nobody looks at."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+log = logging.getLogger(__name__)
+
+
+class Peers:
+    """The neighbours of one learner.
+
+    Args:
+        learner: Whose.
+        neighbours: At first.
+        on_lost: Called with the number of one that is lost, once, by any thread.
+    """
+
+    def __init__(
+        self,
+        learner: int,
+        neighbours: Sequence[int],
+        on_lost: Callable[[int], None] | None,
+    ) -> None:
+        self.learner = learner
+        self._living = tuple(neighbours)
+        self._lost: tuple[int, ...] = ()
+        self._on_lost = on_lost
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """Those left, in ascending order."""
+        return self._living
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Those lost, in the order in which it was noticed."""
+        return self._lost
+
+    def lose(self, peer: int, reason: str) -> None:
+        """Leave a neighbour out from now on."""
+        with self._lock:
+            if peer in self._lost:
+                return
+            self._living = tuple(other for other in self._living if other != peer)
+            self._lost += (peer,)
+        left = ", ".join(map(str, self._living))
+        several = "s" if len(self._living) > 1 else ""
+        log.warning(
+            "learner %d lost learner %d, and %s: %s",
+            self.learner,
+            peer,
+            f"goes on with learner{several} {left}" if left else "has no other: it goes on alone",
+            # gloo adds what it guesses.
+            " ".join(reason.split()).split(". ")[0],
+        )
+        if self._on_lost is not None:
+            self._on_lost(peer)
+
+    def fail(self, peer: int | None, error: Exception) -> None:
+        """Keep the first error of a thread for `check`."""
+        with self._lock:
+            if self._error is None:
+                partner = "" if peer is None else f" with learner {peer}"
+                failure = RuntimeError(
+                    f"the exchange of learner {self.learner}{partner} failed: "
+                    f"{type(error).__name__}: {error}"
+                )
+                failure.__cause__ = error
+                self._error = failure
+
+    def check(self) -> None:
+        """Raise the error that a thread ended with."""
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,170 @@
+"""Averaging in pairs as matrices, and learners whose device runs behind their host."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from effasr.distributed.gossip.mixer import Mixer
+from effasr.distributed.gossip.topology import is_active, neighbours
+from effasr.distributed.gossip.transport import PeerLost
+
+
+def edges(topology: str, learners: int) -> list[tuple[int, int]]:
+    return [
+        (active, passive)
+        for active in range(0, learners, 2)
+        for passive in neighbours(topology, active, learners)
+        if is_active(active)
+    ]
+
+
+def pair_matrix(first: int, second: int, learners: int) -> np.ndarray:
+    """Doubly stochastic: what an exchange does to the column of learners."""
+    matrix = np.eye(learners)
+    matrix[[first, first, second, second], [first, second, first, second]] = 0.5
+    return matrix
+
+
+class _Landing:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.landed = False
+
+    def query(self) -> bool:
+        return self.landed
+
+    def synchronize(self) -> None:
+        while not self.landed:
+            self._device.advance()
+
+
+class Device:
+    """Does what it is asked to in order, but later: reads and writes buffers only then."""
+
+    def __init__(self) -> None:
+        self._work: list[Callable[[], None]] = []
+
+    def ask(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+
+    def advance(self) -> None:
+        if self._work:
+            self._work.pop(0)()
+
+    def finish(self) -> None:
+        while self._work:
+            self.advance()
+
+
+class Learner:
+    """A learner on such a device, whose host calls its mixer as training would."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights = weights
+        self.mixer = Mixer(weights.numel())
+        self.device = Device()
+        self.updates = 0
+        self.publish()
+        self.mixer.snapshot()
+
+    def update(self, by: float) -> None:
+        self.device.ask(lambda: self.weights.add_(by))
+        self.updates += 1
+
+    def publish(self) -> None:
+        self.mixer.publish(self._copy_to, self.updates)
+
+    def _copy_to(self, buffer: torch.Tensor) -> _Landing:
+        landing = _Landing(self.device)
+        # Nobody may look at it before it is there.
+        buffer.fill_(float("nan"))
+
+        def copy() -> None:
+            buffer.copy_(self.weights)
+            landing.landed = True
+
+        self.device.ask(copy)
+        return landing
+
+    def take(self) -> None:
+        delta = self.mixer.take(self.updates)
+        if delta is not None:
+            self.device.ask(lambda: self.weights.add_(delta))
+
+    def settle(self) -> None:
+        self.device.finish()
+        self.mixer.settle()
+        self.take()
+        self.device.finish()
+
+
+class MemoryNetwork:
+    """Learners in threads of one process. A message waits for its receiver, as with gloo.
+
+    Args:
+        delay_s: The longest that a message takes; how long is random.
+    """
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self._delay_s = delay_s
+        self._boxes: dict[tuple[int, int], queue.Queue] = {}
+        self._lock = threading.Lock()
+        self.dead: set[int] = set()
+        # Neither hear nor are heard, though nothing says so.
+        self.cut: set[int] = set()
+
+    def _box(self, sender: int, receiver: int) -> queue.Queue:
+        with self._lock:
+            return self._boxes.setdefault((sender, receiver), queue.Queue())
+
+    def idle(self) -> bool:
+        return all(not box.unfinished_tasks for box in self._boxes.values())
+
+    def at(self, learner: int) -> MemoryTransport:
+        return MemoryTransport(self, learner)
+
+    def check(self, learner: int, peer: int) -> None:
+        while {learner, peer} & self.cut:
+            time.sleep(0.002)
+        if {learner, peer} & self.dead:
+            raise PeerLost("Connection closed by peer. Perhaps it crashed.")
+
+    def travel(self) -> None:
+        if self._delay_s:
+            time.sleep(random.uniform(0, self._delay_s))
+
+
+class MemoryTransport:
+    def __init__(self, network: MemoryNetwork, learner: int) -> None:
+        self._network = network
+        self._learner = learner
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        self._network.travel()
+        self._network.check(self._learner, peer)
+        box = self._network._box(self._learner, peer)
+        box.put(tensor.clone())
+        while box.unfinished_tasks:
+            self._network.check(self._learner, peer)
+            time.sleep(0.0005)
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> None:
+        box = self._network._box(peer, self._learner)
+        while True:
+            self._network.check(self._learner, peer)
+            try:
+                message = box.get(timeout=0.002)
+                break
+            except queue.Empty:
+                pass
+        assert message.shape == tensor.shape
+        assert message.dtype == tensor.dtype
+        tensor.copy_(message)
+        box.task_done()

@@ -1,0 +1,235 @@
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effasr.distributed.gossip import mixer as mixer_module
+from effasr.distributed.gossip.flat import FlatWeights, Landed, apply
+from effasr.distributed.gossip.mixer import Mixer
+from tests.distributed.gossip_reference import Learner, pair_matrix
+
+# Learners 0 and 2 begin exchanges, 1 answers.
+ACTIVE = (0, 2)
+ACTIONS = ("update", "publish", "take", "advance", "send", "answer", "finish")
+
+
+class Events:
+    """Three learners, and what is on its way between them."""
+
+    def __init__(self) -> None:
+        self.learners = [Learner(torch.arange(5.0) * (10 + n)) for n in range(3)]
+        self.start = [learner.weights.clone() for learner in self.learners]
+        self.received = [torch.zeros(5) for _ in self.learners]
+        self.total = sum(self.start)
+        self.sent: dict[int, torch.Tensor] = {}
+        self.answered: dict[int, torch.Tensor] = {}
+
+    def do(self, action: str, n: int) -> None:
+        learner = self.learners[n]
+        if action == "update":
+            learner.update(n + 1)
+            self.total = self.total + n + 1
+        elif action == "publish":
+            learner.publish()
+        elif action == "take":
+            learner.take()
+        elif action == "advance":
+            learner.device.advance()
+        elif n not in ACTIVE:
+            return
+        elif action == "send" and not {n} & {*self.sent, *self.answered}:
+            self.sent[n] = learner.mixer.snapshot().clone()
+            self.check_view(n, self.sent[n])
+        elif action == "answer" and n in self.sent:
+            got = self.sent.pop(n)
+            message = got.clone()
+            self.learners[1].mixer.answer(message)
+            self.check_view(1, message)
+            self.received[1] += (got - message) / 2
+            self.answered[n] = message
+            self.received[n] -= (got - message) / 2
+        elif action == "finish" and n in self.answered:
+            learner.mixer.average(self.answered.pop(n))
+
+    def check_view(self, n: int, view: torch.Tensor) -> None:
+        """What others see: the updates up to a version, and every delta received."""
+        updates = (n + 1) * self.learners[n].mixer._view_version
+        expected = self.start[n] + updates + self.received[n]
+        torch.testing.assert_close(view, expected, rtol=0, atol=2e-3)
+
+    def drain(self) -> None:
+        for n in ACTIVE:
+            self.do("answer", n)
+            self.do("finish", n)
+        for learner in self.learners:
+            learner.settle()
+
+    def check(self) -> None:
+        """Nothing that was learned is lost or counted twice."""
+        now = sum(learner.weights for learner in self.learners)
+        torch.testing.assert_close(now, self.total, rtol=0, atol=2e-3)
+        assert all(learner.mixer.non_finite == 0 for learner in self.learners)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2)), max_size=60))
+def test_no_order_of_events_loses_an_update(events):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixer_module, "_PIECE", 2)
+        state = Events()
+        for event in events:
+            state.do(*event)
+        state.drain()
+        state.check()
+        for learner in state.learners:
+            learner.publish()
+            torch.testing.assert_close(learner.mixer.snapshot(), learner.weights)
+
+
+def test_ten_thousand_events_lose_no_update():
+    """Long runs, in which buffers are used again and again, with the host far ahead and not."""
+    generator = np.random.default_rng(0)
+    for weights in ([1, 3, 3, 3, 3, 3, 3], [4, 4, 4, 1, 4, 4, 4], [3, 3, 3, 12, 3, 3, 3]):
+        state = Events()
+        actions = np.repeat(ACTIONS, weights)
+        for action, n in zip(
+            generator.choice(actions, 4_000), generator.integers(0, 3, 4_000), strict=True
+        ):
+            state.do(str(action), int(n))
+        counts = [learner.mixer.applied for learner in state.learners]
+        assert min(counts) > 20, f"hardly anything was exchanged: {counts}"
+        state.drain()
+        state.check()
+
+
+def test_exchanges_of_what_is_published_are_products_of_pair_matrices():
+    generator = np.random.default_rng(0)
+    start = generator.normal(size=(3, 5)).astype(np.float32)
+    learners = [Learner(torch.tensor(row)) for row in start]
+    expected = start.astype(np.float64)
+    for active in generator.choice(ACTIVE, 20):
+        message = learners[active].mixer.snapshot().clone()
+        learners[1].mixer.answer(message)
+        learners[active].mixer.average(message)
+        expected = pair_matrix(int(active), 1, 3) @ expected
+    for learner, row in zip(learners, expected, strict=True):
+        learner.settle()
+        np.testing.assert_allclose(learner.weights, row, atol=1e-5)
+
+
+def test_both_sides_change_by_the_same_but_for_the_sign():
+    weights = torch.randn(2, 1000) * 10 ** torch.randn(2, 1000)
+    first, second = (Learner(row) for row in weights)
+    message = first.mixer.snapshot().clone()
+    second.mixer.answer(message)
+    first.mixer.average(message)
+    deltas = []
+    for learner in (first, second):
+        learner.device.finish()
+        deltas.append(learner.mixer.take(0))
+    assert torch.equal(deltas[0], -deltas[1])
+
+
+def test_staleness_counts_updates_since_the_copy():
+    learner = Learner(torch.zeros(3))
+    publish = lambda: learner.mixer.publish(lambda buffer: Landed(), learner.updates)
+    learner.device.finish()
+    learner.mixer.answer(torch.ones(3))  # of version 0
+    learner.updates = 2
+    publish()
+    learner.mixer.answer(torch.ones(3))  # of version 2
+    learner.updates = 5
+    assert learner.mixer.take(5) is not None
+    assert (learner.mixer.applied, learner.mixer.staleness_sum) == (2, 5 + 3)
+    assert learner.mixer.staleness_max == 5
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_what_is_not_finite_stays_where_it_is(monkeypatch, value, bad):
+    monkeypatch.setattr(mixer_module, "_PIECE", 2)
+    rows = torch.tensor([[1.0, 1, 1, 1], [3.0, 3, 3, 3]])
+    rows[bad, 3] = value
+    first, second = (Learner(row.clone()) for row in rows)
+    message = first.mixer.snapshot().clone()
+    second.mixer.answer(message)
+    first.mixer.average(message)
+    for learner, row in zip((first, second), rows, strict=True):
+        learner.settle()
+        assert learner.weights.tolist()[:2] == [2.0, 2.0]
+        torch.testing.assert_close(learner.weights[2:], row[2:], equal_nan=True)
+        assert learner.mixer.non_finite == 1
+
+
+def test_who_computes_never_waits_for_an_exchange(monkeypatch):
+    """While an exchange is in the middle of its pass, publish and take return."""
+    learner = Learner(torch.zeros(4))
+    learner.device.finish()
+    learner.mixer.answer(torch.ones(4))
+    inside, go_on = threading.Event(), threading.Event()
+    sub = torch.sub
+
+    def slow(*args):
+        inside.set()
+        assert go_on.wait(10)
+        return sub(*args)
+
+    monkeypatch.setattr(torch, "sub", slow)
+    thread = threading.Thread(target=learner.mixer.answer, args=(torch.ones(4),))
+    thread.start()
+    assert inside.wait(10)
+    for _ in range(5):
+        assert learner.mixer.take(0) is None
+        learner.publish()
+        learner.device.finish()
+    go_on.set()
+    thread.join()
+    learner.settle()
+    # Both averages with ones: 0 -> 1/2 -> 3/4.
+    assert learner.weights.tolist() == [0.75] * 4
+
+
+def test_a_device_that_is_always_behind_is_seen_all_the_same():
+    """The host publishes its next weights before the last ones have left the device."""
+    learner = Learner(torch.zeros(1))
+    seen = []
+    for _ in range(20):
+        learner.update(1.0)
+        learner.publish()
+        message = torch.zeros(1)
+        learner.mixer.answer(message)
+        seen.append(learner.mixer._view_version)
+        # Half an update behind, and with what it was asked to do before.
+        while len(learner.device._work) > 2:
+            learner.device.advance()
+    assert seen == sorted(seen)
+    assert seen[-1] >= 15, seen
+
+
+def test_weights_become_a_row_and_a_row_is_added_to_weights():
+    tensors = [torch.randn(3, 2), torch.randn(()), torch.randn(4, 3).t(), torch.zeros(0, 2)]
+    tensors[0].requires_grad_()
+    weights = FlatWeights(tensors)
+    row = torch.empty(weights.count)
+    assert weights.copy_to(row).query()
+    assert torch.equal(row, torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
+    before = [tensor.detach().clone() for tensor in tensors]
+    apply(tensors, row)
+    for tensor, old in zip(tensors, before, strict=True):
+        torch.testing.assert_close(tensor.detach(), 2 * old)
+    with pytest.raises(ValueError, match=r"`delta` must have shape \(19,\)"):
+        apply(tensors, row[1:])
+
+
+def test_weights_of_another_kind_are_refused():
+    with pytest.raises(ValueError, match="`tensors` must not be empty"):
+        FlatWeights([])
+    with pytest.raises(ValueError, match=r"number 1 is torch\.bfloat16"):
+        FlatWeights([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)])
+
+
+def test_a_mixer_takes_nothing_before_anything_arrived():
+    assert Mixer(3).take(0) is None
