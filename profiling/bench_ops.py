@@ -27,6 +27,7 @@ import torch
 from bench import (
     attention,
     convolution,
+    decoding,
     guided,
     losses,
     relative,
@@ -49,7 +50,7 @@ COLUMNS = [
 ]
 GROUPS: tuple[Callable[[Workload], list[Case]], ...] = (
     *(relative.cases, attention.cases, losses.cases, convolution.cases, guided.cases),
-    transducer.cases,
+    *(transducer.cases, decoding.cases),
 )
 TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 2e-2, torch.float32: 1e-3}
 """Of an error relative to the norm: enough to tell the same operation from another one."""
@@ -213,7 +214,7 @@ def _rows(
         raise ValueError(f"differs from the reference by {distance:.2g}")
     if case.small is not None:
         contender = contenders(case, options)[name]()
-    for backward in (False, True):
+    for backward in (False, True) if contender.differentiable else (False,):
         timing = _time(case, contender, backward, workload, limits)
         row = _row(case, name, workload, backward, timing)
         row["error"] = "approximate"

@@ -13,11 +13,14 @@ from effasr_kernels import (
     PackedLayout,
     RelativeBias,
     Rotary,
+    append_to_pages,
     attention,
     ctc_loss,
+    decode_attention,
     depthwise_conv,
     guided_attention,
     linear_cross_entropy,
+    projected_top_k,
     strided_depthwise,
     subsampling_stem,
     transducer_loss,
@@ -152,6 +155,32 @@ def _strided_depthwise(inputs: Inputs) -> object:
     )
 
 
+def _integers(inputs: Inputs, *rows: int | list[int]) -> Tensor:
+    return torch.tensor(rows, device=inputs.device, dtype=torch.int32)
+
+
+def _decode_attention(inputs: Inputs, *, hypotheses: int, new: bool) -> object:
+    q, pages = inputs.heads(2 * hypotheses), inputs.ones(4, 16, _HEADS, _WIDTH)
+    return decode_attention(
+        *(q, pages, pages.clone(), _integers(inputs, [0, 1], [2, 3]), _integers(inputs, *_FRAMES)),
+        new_k=q if new else None,
+        new_v=q if new else None,
+        splits=2,
+        backend=inputs.backend,
+    )
+
+
+def _append_to_pages(inputs: Inputs) -> object:
+    k, pages = inputs.heads(2), inputs.ones(4, 16, _HEADS, _WIDTH)
+    table, positions = _integers(inputs, [0, 1], [2, 3]), _integers(inputs, *_TOKENS)
+    return append_to_pages(k, k, pages, pages.clone(), table, positions, backend=inputs.backend)
+
+
+def _projected_top_k(inputs: Inputs) -> object:
+    hidden, weight = inputs.ones(2, _CHANNELS), inputs.ones(_VOCABULARY, _CHANNELS)
+    return projected_top_k(hidden, weight, k=4, backend=inputs.backend)
+
+
 PROBES = (
     Probe("attention", "attention, relative", _relative_attention),
     Probe(
@@ -171,4 +200,16 @@ PROBES = (
     Probe("depthwise_conv", "depthwise_conv", _depthwise_conv),
     Probe("subsampling_stem", "subsampling_stem", _subsampling_stem),
     Probe("strided_depthwise", "strided_depthwise", _strided_depthwise),
+    Probe(
+        "decode_attention",
+        "decode_attention, self",
+        lambda inputs: _decode_attention(inputs, hypotheses=1, new=True),
+    ),
+    Probe(
+        "decode_attention",
+        "decode_attention, cross",
+        lambda inputs: _decode_attention(inputs, hypotheses=4, new=False),
+    ),
+    Probe("append_to_pages", "append_to_pages", _append_to_pages),
+    Probe("projected_top_k", "projected_top_k", _projected_top_k),
 )

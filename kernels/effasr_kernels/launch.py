@@ -21,6 +21,7 @@ INTERPRETED = bool(knobs.runtime.interpret)
 
 _OLDEST = (8, 0)
 _WITHOUT_GPU = (9, 0)
+_MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,13 @@ def capability(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return _WITHOUT_GPU
     return torch.cuda.get_device_capability(device)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many there are, to divide work among; those of an H200 where there is no GPU."""
+    if _Recorder.launches is not None or device.type != "cuda":
+        return _MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def refusal(*tensors: Tensor | None) -> str | None:

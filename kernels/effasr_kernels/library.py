@@ -25,7 +25,8 @@ from effasr_kernels.dispatch import Backend, Op
 from effasr_kernels.kernel import Kernel
 from effasr_kernels.packed import OffsetsOnDemand, PackedLayout
 
-_NAMESPACE = "effasr"
+NAMESPACE = "effasr"
+"""Of the operations in `torch.ops`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class Registered:
         self._flops = flops
         self._single = returns == "Tensor"
         self._results = returns.count("Tensor")
-        self._library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+        self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
         schema = ", ".join([*self.parts, "str backend"])
         backward = f"{op.name}_backward"
         given = "Tensor[] grads, Tensor[] outputs, bool[] wanted"
@@ -134,10 +135,10 @@ class Registered:
         self._library.define(f"{backward}({given}, {schema}) -> Tensor[]")
         self._register(op.name, self._run, self._fake)
         self._register(backward, self._run_backward, self._fake_backward)
-        self._forward = getattr(getattr(torch.ops, _NAMESPACE), op.name)
-        self._backward = getattr(getattr(torch.ops, _NAMESPACE), backward)
+        self._forward = getattr(getattr(torch.ops, NAMESPACE), op.name)
+        self._backward = getattr(getattr(torch.ops, NAMESPACE), backward)
         torch.library.register_autograd(
-            f"{_NAMESPACE}::{op.name}",
+            f"{NAMESPACE}::{op.name}",
             self._differentiate,
             setup_context=self._save,
             lib=self._library,
@@ -181,7 +182,7 @@ class Registered:
 
     def _register(self, name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
         self._library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=self._library)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=self._library)
 
     def _register_over(self, overwritable: Sequence[str]) -> None:
         """Define the backward that writes over some of its arguments."""
@@ -194,7 +195,7 @@ class Registered:
         given = "Tensor[] grads, Tensor[] outputs, bool[] wanted"
         self._library.define(f"{name}({given}, {', '.join(parts)}, str backend) -> Tensor[]")
         self._register(name, self._run_backward_over, self._fake_backward_over)
-        self._backward_over = getattr(getattr(torch.ops, _NAMESPACE), name)
+        self._backward_over = getattr(getattr(torch.ops, NAMESPACE), name)
         register_flop_formula(self._backward_over, get_raw=True)(self._count_backward)
 
     def _overwritten(self, flat: Sequence[Any]) -> Sequence[str]:
@@ -208,7 +209,7 @@ class Registered:
 
     def _run(self, *flat: Any) -> list[Tensor]:
         arguments = self.restore(flat[:-1])
-        with torch.no_grad(), _without_autocast(flat):
+        with torch.no_grad(), without_autocast(flat):
             run = self._select(arguments, flat[-1])
             if isinstance(run, Kernel):
                 results, saved = run.forward(**arguments)
@@ -240,7 +241,9 @@ class Registered:
     def _differentiate(self, ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
         overwritten = self._overwritten(ctx.rest)
         overwriting.begin(ctx, self.op.name, overwritten)
-        given, kept = ctx.saved_tensors[: ctx.given], ctx.saved_tensors[ctx.given :]
+        # Asked for once: activation checkpointing computes them at that moment.
+        saved_tensors = ctx.saved_tensors
+        given, kept = saved_tensors[: ctx.given], saved_tensors[ctx.given :]
         tensors = iter(given)
         flat = [
             next(tensors) if is_tensor else value
@@ -261,7 +264,7 @@ class Registered:
         self, grads: list[Tensor], outputs: list[Tensor], wanted: list[bool], *flat: Any
     ) -> list[Tensor]:
         arguments = self.restore(flat[:-1])
-        with _without_autocast(flat):
+        with without_autocast(flat):
             run = self._select(arguments, flat[-1])
             if isinstance(run, Kernel):
                 return self._from_kernel(run, grads, outputs, wanted, flat, arguments)
@@ -345,7 +348,8 @@ class Registered:
         return 2 * self._count(*flat)
 
 
-def _without_autocast(flat: Sequence[Any]) -> Any:
+def without_autocast(flat: Sequence[Any]) -> Any:
+    """A context without autocast on the device of the first tensor."""
     kind = next(value for value in flat if isinstance(value, Tensor)).device.type
     return torch.autocast(kind, enabled=False)
 

@@ -24,10 +24,12 @@ class Contender:
     Attributes:
         leaves: The inputs that get a gradient.
         call: Computes, from the leaves.
-        upstream: The gradient of each result.
+        upstream: The gradient of each result; none where there is no backward.
         packed: Turns a result (named ``result 0``, ...) or the gradient of a leaf into the shape of
             ours, to compare.
         exact: Whether it computes the same; if not, results are not compared, and work not counted.
+        moved: Bytes that the forward must move at least, where there is no backward; else they are
+            those of leaves and results.
     """
 
     leaves: Mapping[str, Tensor]
@@ -35,6 +37,12 @@ class Contender:
     upstream: Sequence[Tensor]
     packed: Callable[[str, Tensor], Tensor] = as_it_is
     exact: bool = True
+    moved: int | None = None
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether there is a backward."""
+        return bool(self.upstream)
 
     def results(self) -> Sequence[Tensor]:
         """Compute forward."""
@@ -48,10 +56,11 @@ class Contender:
     def outcome(self) -> dict[str, Tensor]:
         """Results and gradients, in the shape of ours."""
         results = self.results()
-        leaves = list(self.leaves.values())
-        gradients = torch.autograd.grad(results, leaves, self.upstream)
         found = {f"result {i}": x for i, x in enumerate(results)}
-        found |= dict(zip(self.leaves, gradients, strict=True))
+        if self.differentiable:
+            leaves = list(self.leaves.values())
+            gradients = torch.autograd.grad(results, leaves, self.upstream)
+            found |= dict(zip(self.leaves, gradients, strict=True))
         return {name: self.packed(name, x.detach()) for name, x in found.items()}
 
 
@@ -111,6 +120,8 @@ def judge(case: Case) -> Gold:
     outcome = contender.outcome()
     with FlopCounterMode(display=False) as once, torch.no_grad():
         contender.results()
+    if not contender.differentiable:
+        return Gold(outcome, (once.get_total_flops(), 0), (contender.moved or 0, 0))
     with FlopCounterMode(display=False) as both:
         contender.gradients()
     return Gold(outcome, (once.get_total_flops(), both.get_total_flops()), _moved(contender))

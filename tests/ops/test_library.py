@@ -151,7 +151,9 @@ def _results(outcome: Any) -> list[Tensor]:
 
 
 def test_every_operation_is_here() -> None:
-    assert {name.split(",")[0] for name in CALLS} == set(OPERATIONS)
+    """Or among those without a backward, in `test_forward_only`."""
+    differentiable = {n for n in OPERATIONS if isinstance(_registered(n), Registered)}
+    assert {name.split(",")[0] for name in CALLS} == differentiable
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -82,8 +82,12 @@ def test_peers_compute_the_same(case: Case, peer: str, monkeypatch: pytest.Monke
 def test_work_is_that_of_the_sequences(case: Case) -> None:
     gold = judge(case)
     forward, both = gold.flops
-    assert both == 3 * forward
-    assert 0 < gold.bytes[0] < gold.bytes[1]
+    assert gold.bytes[0] > 0
+    if case.ours("reference").differentiable:
+        assert both == 3 * forward
+        assert gold.bytes[0] < gold.bytes[1]
+    else:
+        assert (both, gold.bytes[1]) == (0, 0)
     if case.name == "attention":
         pairs = sum(length**2 for length in WORKLOAD.lengths[0])
         assert forward == 4 * pairs * WORKLOAD.width

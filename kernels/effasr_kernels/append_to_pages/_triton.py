@@ -1,0 +1,114 @@
+"""`append_to_pages` in Triton: one copy."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from effasr_kernels.launch import launch, refusal
+from effasr_kernels.paged import refuse_pages
+
+_BLOCK = 1024
+
+
+def why_not(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, positions: Tensor
+) -> str | None:
+    """The reason for which these arguments cannot be served, or None."""
+    return refusal(k, v, k_pages, v_pages) or refuse_pages(k_pages, v_pages)
+
+
+def run(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, positions: Tensor
+) -> None:
+    """See `effasr_kernels.append_to_pages.append_to_pages`."""
+    count, heads, width = k.shape
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    launch(
+        append_rows,
+        (count, -(-heads * width // _BLOCK)),
+        *(k, v, k_pages, v_pages, page_table, positions.contiguous()),
+        *(page_table.shape[1], *k_pages.shape[:2], heads),
+        *(*page_table.stride(), *k.stride()[:2], *v.stride()[:2]),
+        *(*k_pages.stride()[:3], *v_pages.stride()[:3]),
+        num_warps=4,
+        num_stages=1,
+        WIDTH=width,
+        BLOCK=_BLOCK,
+    )
+
+
+@triton.jit(do_not_specialize=["columns", "pages", "size", "table_row", "table_column"])
+def append_rows(
+    k,
+    v,
+    k_pages,
+    v_pages,
+    page_table,
+    positions,
+    columns,
+    pages,
+    size,
+    heads,
+    table_row,
+    table_column,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    k_page,
+    k_key,
+    k_page_head,
+    v_page,
+    v_key,
+    v_page_head,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (n, i) writes block i of all channels of row n, if it has a place.
+
+    Args:
+        k: (N, H, D), its channels contiguous, as are those of all four.
+        v: (N, H, D).
+        k_pages: (P, B, H, D), written to.
+        v_pages: (P, B, H, D), written to.
+        page_table: int32 (N, M).
+        positions: int32 (N,), contiguous.
+        columns: M.
+        pages: P.
+        size: B.
+        heads: H.
+        table_row: Elements from one row of the table to the next.
+        table_column: Likewise, of its columns.
+        k_row: Elements from one row of ``k`` to the next.
+        k_head: From one of its heads to the next.
+        v_row: Of ``v``.
+        v_head: Of ``v``.
+        k_page: From one page of ``k_pages`` to the next.
+        k_key: From one key in it to the next.
+        k_page_head: From one head to the next.
+        v_page: Of ``v_pages``.
+        v_key: Of ``v_pages``.
+        v_page_head: Of ``v_pages``.
+        WIDTH: D.
+        BLOCK: Channels of a program.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + row)
+    if position < 0:
+        return
+    column = position // size
+    if column >= columns:
+        return
+    page = tl.load(page_table + row * table_row + column * table_column).to(tl.int64)
+    if (page < 0) | (page >= pages):
+        return
+    key = (position % size).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    head, d = channel // WIDTH, channel % WIDTH
+    real = head < heads
+    k_new = tl.load(k + row * k_row + head * k_head + d, mask=real)
+    v_new = tl.load(v + row * v_row + head * v_head + d, mask=real)
+    tl.store(k_pages + page * k_page + key * k_key + head * k_page_head + d, k_new, mask=real)
+    tl.store(v_pages + page * v_page + key * v_key + head * v_page_head + d, v_new, mask=real)

@@ -1,0 +1,35 @@
+"""The definition of `append_to_pages`: what every other implementation must match."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from effasr_kernels.checks import wrong
+from effasr_kernels.paged import check_page_numbers
+
+
+def why_not(*args: object, **kwargs: object) -> None:
+    """The reference serves every call."""
+
+
+def run(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+) -> None:
+    """See `effasr_kernels.append_to_pages.append_to_pages`."""
+    rows = (positions >= 0).nonzero().squeeze(1)
+    if not rows.numel():
+        return
+    places = positions[rows].long()
+    size, room = k_pages.shape[1], page_table.shape[1] * k_pages.shape[1]
+    if int(places.max()) >= room:
+        rule = f"be less than M * B = {room}"
+        raise wrong("append_to_pages", "positions", rule, int(places.max()))
+    pages = page_table[rows, places // size].long()
+    check_page_numbers("append_to_pages", pages.tolist(), k_pages.shape[0])
+    k_pages[pages, places % size] = k[rows]
+    v_pages[pages, places % size] = v[rows]

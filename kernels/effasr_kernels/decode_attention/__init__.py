@@ -1,0 +1,106 @@
+"""Attention of one new token of each hypothesis to keys and values in pages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from effasr_kernels import checks, paged
+from effasr_kernels.decode_attention.registration import call, op
+from effasr_kernels.dispatch import Backend
+
+__all__ = ["decode_attention", "op"]
+
+
+def decode_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    new_k: Tensor | None = None,
+    new_v: Tensor | None = None,
+    scale: float | None = None,
+    splits: int | None = None,
+    backend: Backend | str | None = None,
+) -> Tensor:
+    r"""Let query n attend to the first ``lengths[s]`` keys of its sequence ``s = n // (N // S)``.
+
+    .. math:: o_n = \sum_{j < L_s} \mathrm{softmax}_j(\mathrm{scale} \cdot q_n \cdot k_{sj}) v_{sj}
+
+    for each head, where key j is row ``j % B`` of page ``page_table[s, j // B]``. The hypotheses of
+    a sequence are neighbours among the queries, and share its keys: cross-attention of a beam. In
+    self-attention each hypothesis is a sequence of its own, S = N, and brings along its own new
+    key and value: ``new_k`` and ``new_v`` are first written, in place, to key ``lengths[n] - 1``,
+    in the same launch. A sequence of length 0 gives zeros, and writes nothing. Pages past those of
+    the length are never read, nor are their entries of the table. There is no gradient. Scores and
+    sums are float32 (float64 for float64).
+
+    Shapes are static and nothing waits for the device, so a call can be recorded in a CUDA graph,
+    and replayed with other lengths and tables. A row depends on nothing but its own sequence, to
+    the bit: on a GPU for given B, D, ``N // S``, M and ``splits``; of the reference for given H, D,
+    ``N // S`` and number of threads. By default the number of splits comes from M, B, H, D and the
+    number of multiprocessors, never from N.
+
+    Args:
+        q: (N, H, D), floating point; N is a multiple of S.
+        k_pages: (P, B, H, D), the dtype of ``q``; written to where there is ``new_k``.
+        v_pages: (P, B, H, D), likewise.
+        page_table: (S, M), int32, the pages of each sequence in order.
+        lengths: (S,), int32, in [0, M * B]: keys of each sequence, the new one included.
+        new_k: (N, H, D), as ``q``, only with ``new_v`` and N = S; by default all keys are there.
+        new_v: (N, H, D), likewise.
+        scale: Factor of the scores; ``D ** -0.5`` by default.
+        splits: Programs among which the keys of a sequence and head are divided, to be merged by
+            a second kernel where there are several; by default as few as fill the GPU. The
+            reference has no use for it.
+        backend: Implementation to use; the fastest that can serve the call by default.
+
+    Returns:
+        (N, H, D), the dtype of ``q``.
+
+    Raises:
+        ValueError: An argument is not as above. The values of ``page_table`` and ``lengths`` are
+            checked on a CPU only, as a check would wait for a GPU: there, a needed page that does
+            not exist makes its row NaN, and a longer length counts as ``M * B``.
+        RuntimeError: A tensor requires a gradient, and autograd is on.
+        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+
+    References:
+        Kwon et al., 2023, https://arxiv.org/abs/2309.06180 (pages); Dao et al., 2023,
+        https://crfm.stanford.edu/2023/10/12/flashdecoding.html (splits).
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        # The pages were written in the dtype that autocast computes in, or in a wider one.
+        q = q.to(k_pages.dtype)
+        new_k, new_v = (None if x is None else x.to(k_pages.dtype) for x in (new_k, new_v))
+    checks.check_shape(op.name, "q", q, "(N, H, D)", None, None, None)
+    paged.check_pages(op.name, k_pages, v_pages, *q.shape[1:])
+    paged.check_int32(op.name, "page_table", page_table, k_pages, "(S, M)", None, None)
+    sequences = page_table.shape[0]
+    paged.check_int32(op.name, "lengths", lengths, k_pages, "(S,)", sequences)
+    if q.shape[0] % sequences if sequences else q.shape[0]:
+        rule = f"have a multiple of S = {sequences} rows, as many as `page_table`"
+        raise checks.wrong(op.name, "q", rule, tuple(q.shape))
+    if (new_k is None) != (new_v is None):
+        raise ValueError(f"{op.name}: `new_k` and `new_v` come together, or not at all.")
+    for name, new in (("new_k", new_k), ("new_v", new_v)):
+        if new is not None:
+            checks.check_shape(op.name, name, new, "(N, H, D), N = S,", sequences, *q.shape[1:])
+            checks.check_shape(op.name, "q", q, "(N, H, D), as `new_k`,", *new.shape)
+    checks.check_floating(op.name, q=q, k_pages=k_pages, v_pages=v_pages, new_k=new_k, new_v=new_v)
+    if splits is not None and not splits >= 1:
+        raise checks.wrong(op.name, "splits", "be at least 1", splits)
+    return call(
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        lengths,
+        new_k=new_k,
+        new_v=new_v,
+        scale=q.shape[2] ** -0.5 if scale is None else float(scale),
+        splits=splits,
+        backend=backend,
+    )

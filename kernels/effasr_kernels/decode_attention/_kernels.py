@@ -1,0 +1,317 @@
+"""Attention of single queries to pages of keys, one part of the keys at a time.
+
+Both kernels take the softmax online, in powers of two. Their results are merged by `merge_parts`,
+or are all there is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from effasr_kernels.decode_attention._parts import locate_keys, locate_part, point
+
+
+@triton.jit(
+    do_not_specialize=["splits", "pages", "size", "columns", "table_row", "table_column", "rows"]
+)
+def attend_one(
+    q,
+    k_pages,
+    v_pages,
+    page_table,
+    lengths,
+    new_k,
+    new_v,
+    out,
+    partial,
+    statistics,
+    splits,
+    pages,
+    size,
+    columns,
+    table_row,
+    table_column,
+    rows,
+    heads,
+    q_row,
+    q_head,
+    k_page,
+    k_key,
+    k_head,
+    v_page,
+    v_key,
+    v_head,
+    new_k_row,
+    new_k_head,
+    new_v_row,
+    new_v_head,
+    scale_log2,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    WITHIN: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """One query, one head and one part of the keys: program (n * H + h, part).
+
+    Nothing is shared, so there are no matrix products: each thread keeps the softmax of the keys
+    that it reads, all in float32, and these meet at the end.
+
+    Args:
+        q: (N, H, D), its channels contiguous, as are those of all arguments. A pointer, as are all
+            up to ``statistics``.
+        k_pages: (P, B, H, D), written to where there is ``new_k``.
+        v_pages: Likewise.
+        page_table: int32 (S, M).
+        lengths: int32 (S,), contiguous.
+        new_k: (N, H, D), N = S, the last key; None where all keys are in pages.
+        new_v: Likewise.
+        out: (N, H, D), contiguous, written; None where parts are ``MERGED``.
+        partial: float32 (splits, N, H, D), contiguous, written: sums of values, weighted by powers
+            of two relative to the largest score; None unless ``MERGED``.
+        statistics: float32 (2, splits, N, H), contiguous, written: that largest score, and the sum
+            of the weights; None unless ``MERGED``.
+        splits: Parts of the keys.
+        pages: P.
+        size: B.
+        columns: M.
+        table_row: Elements from one row of the table to the next.
+        table_column: Likewise, of its columns.
+        rows: N.
+        heads: H.
+        q_row: Elements from one row of ``q`` to the next.
+        q_head: From one head to the next.
+        k_page: From one page of ``k_pages`` to the next.
+        k_key: From one key to the next.
+        k_head: From one head to the next.
+        v_page: Of ``v_pages``.
+        v_key: Of ``v_pages``.
+        v_head: Of ``v_pages``.
+        new_k_row: Of ``new_k``.
+        new_k_head: Of ``new_k``.
+        new_v_row: Of ``new_v``.
+        new_v_head: Of ``new_v``.
+        scale_log2: Factor of the scores, for powers of two.
+        GROUP: N / S, queries of a sequence.
+        WIDTH: D.
+        BLOCK_D: The power of two, at least 16, that D is padded to.
+        BLOCK_N: Keys of a tile.
+        STAGES: Tiles that are loaded ahead.
+        WITHIN: Whether a tile lies within one page.
+        MERGED: Whether another kernel merges the parts.
+    """
+    query_row = (tl.program_id(0) // heads).to(tl.int64)
+    sequence = query_row // GROUP
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    part = tl.program_id(1)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    in_width = d < WIDTH
+    length = tl.minimum(tl.load(lengths + sequence), columns * size)
+    query = tl.load(q + query_row * q_row + head * q_head + d, mask=in_width, other=0.0)
+    query = query.to(tl.float32) * scale_log2
+    page_table += sequence * table_row
+    k_pages += head * k_head
+    v_pages += head * v_head
+
+    # The last key, where it is new, is in no page yet.
+    kept = length
+    if new_k is not None:
+        kept = tl.maximum(length - 1, 0)
+    begin, end = locate_part(kept, splits, BLOCK_N)  # pyright: ignore[reportGeneralTypeIssues]
+    largest = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        page, key, exists = locate_keys(  # pyright: ignore[reportGeneralTypeIssues]
+            page_table, first, n, end, pages, size, table_column, BLOCK_N, WITHIN
+        )
+        real = first + n < end
+        mask = (real & exists)[:, None] & in_width[None, :]
+        k_place = point(k_pages, page, key, n, d, k_page, k_key, WITHIN)
+        k_tile = tl.load(k_place, mask=mask, other=0.0)
+        v_place = point(v_pages, page, key, n, d, v_page, v_key, WITHIN)
+        v_tile = tl.load(v_place, mask=mask, other=0.0)
+        scores = tl.sum(k_tile.to(tl.float32) * query[None, :], 1)
+        scores = tl.where(real, tl.where(exists, scores, float("nan")), float("-inf"))
+        larger = tl.maximum(largest, scores)
+        pivot = tl.where(larger == float("-inf"), 0.0, larger)
+        shrink = tl.exp2(largest - pivot)
+        weights = tl.exp2(scores - pivot)
+        total = total * shrink + weights
+        acc = acc * shrink[:, None] + weights[:, None] * v_tile.to(tl.float32)
+        largest = larger
+
+    # The threads' softmaxes become one.
+    top = tl.max(largest, 0)
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    shrink = tl.exp2(largest - pivot)
+    # A maximum may lose a NaN; the sums keep it.
+    mass = tl.sum(total * shrink, 0)
+    sums = tl.sum(acc * shrink[:, None], 0)
+    if new_k is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
+        if (part == 0) & (length > 0):
+            last = length - 1
+            page = tl.load(page_table + last // size * table_column)
+            exists = (page >= 0) & (page < pages)
+            page = tl.where(exists, page, 0).to(tl.int64)
+            key = (last % size).to(tl.int64)
+            place = new_k + query_row * new_k_row + head * new_k_head + d
+            k_new = tl.load(place, mask=in_width, other=0.0)
+            place = new_v + query_row * new_v_row + head * new_v_head + d
+            v_new = tl.load(place, mask=in_width, other=0.0)
+            stored = in_width & exists
+            tl.store(k_pages + page * k_page + key * k_key + d, k_new, mask=stored)
+            tl.store(v_pages + page * v_page + key * v_key + d, v_new, mask=stored)
+            score = tl.sum(k_new.to(tl.float32) * query, 0)
+            score = tl.where(exists, score, float("nan"))
+            larger = tl.maximum(top, score)
+            pivot = tl.where(larger == float("-inf"), 0.0, larger)
+            shrunk, weight = tl.exp2(top - pivot), tl.exp2(score - pivot)
+            mass = mass * shrunk + weight
+            sums = sums * shrunk + weight * v_new.to(tl.float32)
+            top = larger
+
+    row = query_row * heads + head
+    if MERGED:
+        row += part.to(tl.int64) * rows * heads
+        tl.store(partial + row * WIDTH + d, sums, mask=in_width)
+        tl.store(statistics + row, top)
+        tl.store(statistics + splits.to(tl.int64) * rows * heads + row, mass)
+    else:
+        sums = sums / tl.where(mass == 0, 1.0, mass)
+        tl.store(out + row * WIDTH + d, sums.to(out.dtype.element_ty), mask=in_width)
+
+
+@triton.jit(
+    do_not_specialize=["splits", "pages", "size", "columns", "table_row", "table_column", "rows"]
+)
+def attend_several(
+    q,
+    k_pages,
+    v_pages,
+    page_table,
+    lengths,
+    out,
+    partial,
+    statistics,
+    splits,
+    pages,
+    size,
+    columns,
+    table_row,
+    table_column,
+    rows,
+    heads,
+    q_row,
+    q_head,
+    k_page,
+    k_key,
+    k_head,
+    v_page,
+    v_key,
+    v_head,
+    scale_log2,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WITHIN: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """Queries of a sequence, one head and one part of the keys: program (s * H + h, part, i).
+
+    These are ``BLOCK_G`` queries, from number ``i * BLOCK_G`` on. A tile of keys is loaded once for
+    all of them, and multiplied as matrices are. Arguments are those of `attend_one`, but for these.
+
+    Args:
+        q: (N, H, D).
+        k_pages: (P, B, H, D).
+        v_pages: (P, B, H, D).
+        page_table: int32 (S, M).
+        lengths: int32 (S,).
+        out: (N, H, D).
+        partial: float32 (splits, N, H, D).
+        statistics: float32 (2, splits, N, H).
+        splits: Parts of the keys.
+        pages: P.
+        size: B.
+        columns: M.
+        table_row: As there.
+        table_column: As there.
+        rows: As there.
+        heads: H.
+        q_row: As there.
+        q_head: As there.
+        k_page: As there.
+        k_key: As there.
+        k_head: As there.
+        v_page: As there.
+        v_key: As there.
+        v_head: As there.
+        scale_log2: As there.
+        GROUP: As there.
+        BLOCK_G: Queries of a program.
+        WIDTH: D.
+        BLOCK_D: As there.
+        BLOCK_N: As there.
+        WITHIN: As there.
+        MERGED: As there.
+    """
+    sequence = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    g = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    in_width = d < WIDTH
+    in_group = (g < GROUP)[:, None] & in_width[None, :]
+    length = tl.minimum(tl.load(lengths + sequence), columns * size)
+    row = sequence * GROUP + g
+    q_tile = tl.load(
+        q + (row * q_row + head * q_head)[:, None] + d[None, :], mask=in_group, other=0.0
+    )
+    page_table += sequence * table_row
+    k_pages += head * k_head
+    v_pages += head * v_head
+
+    begin, end = locate_part(length, splits, BLOCK_N)  # pyright: ignore[reportGeneralTypeIssues]
+    largest = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    for first in range(begin, end, BLOCK_N):
+        page, key, exists = locate_keys(  # pyright: ignore[reportGeneralTypeIssues]
+            page_table, first, n, end, pages, size, table_column, BLOCK_N, WITHIN
+        )
+        real = first + n < end
+        mask = (real & exists)[:, None] & in_width[None, :]
+        k_place = point(k_pages, page, key, n, d, k_page, k_key, WITHIN)
+        k_tile = tl.load(k_place, mask=mask, other=0.0)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+        scores = tl.where((real & exists)[None, :], scores, float("nan"))
+        scores = tl.where(real[None, :], scores, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        pivot = tl.where(larger == float("-inf"), 0.0, larger)
+        shrink = tl.exp2(largest - pivot)
+        weights = tl.exp2(scores - pivot[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        v_place = point(v_pages, page, key, n, d, v_page, v_key, WITHIN)
+        v_tile = tl.load(v_place, mask=mask, other=0.0)
+        acc = acc * shrink[:, None]
+        acc += tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
+        largest = larger
+
+    place = row * heads + head
+    if MERGED:
+        place += tl.program_id(1).to(tl.int64) * rows * heads
+        tl.store(partial + place[:, None] * WIDTH + d[None, :], acc, mask=in_group)
+        tl.store(statistics + place, largest, mask=g < GROUP)
+        statistics += splits.to(tl.int64) * rows * heads
+        tl.store(statistics + place, total, mask=g < GROUP)
+    else:
+        acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+        place = place[:, None] * WIDTH + d[None, :]
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=in_group)

@@ -1,0 +1,168 @@
+"""`decode_attention` in Triton.
+
+The time is that of reading the keys and values once: 2 L H D b bytes for each sequence, with b the
+bytes of an element. Of the 32 sequences of 375 keys (30 s, 8x subsampled) of canary_1b_flash, whose
+decoder has 4 layers of 8 heads of 128 channels, that is 49 MB for each layer and token in bfloat16,
+10 us at the 4.8 TB/s of an H200; the 1.5 MFLOP of each query do not count.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.decode_attention._kernels import attend_one, attend_several
+from effasr_kernels.decode_attention._parts import merge_parts
+from effasr_kernels.launch import launch, multiprocessors, refusal
+from effasr_kernels.paged import refuse_pages
+
+_WIDEST = 256
+_BLOCK_G = 16
+"""Hypotheses that share a load: what one matrix instruction takes."""
+_KEYS_PER_SPLIT = 256
+"""At least: what is saved by dividing fewer is less than what merging costs."""
+_MOST_SPLITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Keys of a tile, warps, stages of the loads."""
+
+    block_n: int
+    warps: int
+    stages: int
+
+
+def config(dtype: torch.dtype, width: int, *, shared: bool) -> Config:
+    """Choose for a dtype, padded D, and whether hypotheses share loads; never for a length."""
+    single = dtype == torch.float32
+    if not shared:
+        return Config(16 if width > 128 else 32, 4, 2 if single else 3)
+    if single:
+        # Not on tensor cores, whose float32 has 11 bits.
+        return Config(32 if width <= 64 else 16, 4, 2)
+    return Config(64 if width <= 64 else 32, 4, 2 if width > 128 else 3)
+
+
+def default_splits(columns: int, size: int, heads: int, processors: int) -> int:
+    """Parts of the keys, so that one sequence may fill a GPU; N does not enter.
+
+    Args:
+        columns: M.
+        size: B.
+        heads: H.
+        processors: Multiprocessors of the GPU.
+    """
+    useful = -(-columns * size // _KEYS_PER_SPLIT)
+    return max(1, min(useful, 2 * processors // max(1, heads), _MOST_SPLITS))
+
+
+def why_not(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    new_k: Tensor | None,
+    new_v: Tensor | None,
+    scale: float,
+    splits: int | None,
+) -> str | None:
+    """The reason for which these arguments cannot be served, or None."""
+    if q.shape[2] > _WIDEST:
+        return f"has heads of at most {_WIDEST} channels"
+    return refusal(q, k_pages, v_pages, new_k, new_v) or refuse_pages(k_pages, v_pages)
+
+
+def run(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    new_k: Tensor | None,
+    new_v: Tensor | None,
+    scale: float,
+    splits: int | None,
+) -> Tensor:
+    """See `effasr_kernels.decode_attention.decode_attention`."""
+    out = q.new_empty(q.shape)
+    if not q.numel():
+        return out
+    count, heads, width = q.shape
+    if splits is None:
+        columns, size = page_table.shape[1], k_pages.shape[1]
+        splits = default_splits(columns, size, heads, multiprocessors(q.device))
+    # Channels are contiguous in kernels.
+    q = q if q.stride(2) == 1 else q.contiguous()
+    new_k, new_v = (x if x is None or x.stride(2) == 1 else x.contiguous() for x in (new_k, new_v))
+    arguments = q, k_pages, v_pages, page_table, lengths.contiguous(), new_k, new_v
+    if splits == 1:
+        _attend(*arguments, out, None, None, scale, splits)
+        return out
+    partial = q.new_empty(splits, count, heads, width, dtype=torch.float32)
+    statistics = q.new_empty(2, splits, count, heads, dtype=torch.float32)
+    _attend(*arguments, None, partial, statistics, scale, splits)
+    launch(
+        merge_parts,
+        (count * heads,),
+        *(partial, statistics, out, splits, count * heads),
+        num_warps=4,
+        num_stages=1,
+        WIDTH=width,
+        BLOCK_D=_padded(width),
+        BLOCK_S=min(_MOST_SPLITS, 1 << (splits - 1).bit_length()),
+    )
+    return out
+
+
+def _attend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    new_k: Tensor | None,
+    new_v: Tensor | None,
+    out: Tensor | None,
+    partial: Tensor | None,
+    statistics: Tensor | None,
+    scale: float,
+    splits: int,
+) -> None:
+    """Launch the kernel that writes ``out``, or else ``partial`` and ``statistics``."""
+    (count, heads, width), (sequences, columns) = q.shape, page_table.shape
+    (pages, size), group, block_d = k_pages.shape[:2], count // sequences, _padded(width)
+    # In float32 there are no matrix instructions, and many channels are too much for a thread.
+    shared = group > 1 and not (q.dtype == torch.float32 and block_d > 128)
+    choice = config(q.dtype, block_d, shared=shared)
+    tensors = q, k_pages, v_pages, page_table, lengths
+    written = out, partial, statistics
+    sizes = splits, pages, size, columns, *page_table.stride(), count, heads
+    strides = *q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3]
+    new = () if shared else (new_k, new_v)
+    new_strides = [n for x in new for n in ((0, 0) if x is None else x.stride()[:2])]
+    launch(
+        attend_several if shared else attend_one,
+        (sequences * heads, splits, -(-group // _BLOCK_G)) if shared else (count * heads, splits),
+        *(*tensors, *new, *written, *sizes, *strides, *new_strides, scale * math.log2(math.e)),
+        num_warps=choice.warps,
+        num_stages=choice.stages,
+        **({"BLOCK_G": _BLOCK_G} if shared else {"STAGES": choice.stages}),
+        GROUP=group,
+        WIDTH=width,
+        BLOCK_D=block_d,
+        BLOCK_N=choice.block_n,
+        WITHIN=size % choice.block_n == 0,
+        MERGED=out is None,
+    )
+
+
+def _padded(width: int) -> int:
+    """The power of two, at least 16, that D is padded to."""
+    return max(16, 1 << (width - 1).bit_length())

@@ -1,0 +1,42 @@
+"""The definition of `projected_top_k`: what every other implementation must match."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from effasr_kernels.ragged import widen
+
+_TILE = 16
+"""Rows that are padded to. MKL takes other routines for fewer than 4, or 8 with several threads."""
+
+
+def why_not(*args: object, **kwargs: object) -> None:
+    """The reference serves every call."""
+
+
+def run(
+    hidden: Tensor, weight: Tensor, *, bias: Tensor | None, k: int, classes: int
+) -> tuple[Tensor, Tensor]:
+    """See `effasr_kernels.projected_top_k.projected_top_k`."""
+    count = hidden.shape[0]
+    rows = F.pad(widen(hidden), (0, 0, 0, -count % _TILE))
+    bias = None if bias is None else widen(bias[:classes])
+    logits = F.linear(rows, widen(weight[:classes]), bias)[:count]
+    # Chosen by logits: differences among them may be lost in the logarithms.
+    indices = _best(logits, k)
+    return logits.log_softmax(-1).gather(-1, indices), indices
+
+
+def _best(logits: Tensor, k: int) -> Tensor:
+    """The classes of the k largest logits of each row, of equal ones the first."""
+    if k == 1:
+        return logits.argmax(-1, keepdim=True)
+    indices = logits.topk(k).indices.sort().values
+    values, order = logits.gather(-1, indices).sort(descending=True, stable=True)
+    indices = indices.gather(-1, order)
+    # `topk` takes any of the equal ones. Where more than k reach the last value, sort them all.
+    tied = ((logits >= values[:, -1:]).sum(-1) != k).nonzero().squeeze(1)
+    if tied.numel():
+        indices[tied] = logits[tied].sort(descending=True, stable=True).indices[:, :k]
+    return indices

@@ -1,0 +1,158 @@
+"""The Triton backend of `decode_attention` against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from effasr_kernels import decode_attention
+from effasr_kernels.decode_attention import _triton
+from effasr_kernels.testing import assert_no_worse
+from tests.ops.pages import Paged, draw
+
+# None, one, a page and one more, a tile of 32 keys and one more, all pages full.
+AWKWARD = (0, 1, 8, 9, 33, 40)
+
+
+def _kernel(batch: Paged, **options: int | Tensor | None) -> Tensor:
+    return decode_attention(*batch.arguments, backend="triton", **options)  # type: ignore[arg-type]
+
+
+def _check(batch: Paged, dtype: torch.dtype, device: torch.device, splits: int | None) -> None:
+    """Compare; what no sequence has is NaN, and its pages do not exist."""
+    narrow = batch.to("cpu", dtype)
+    gold = decode_attention(*narrow.to("cpu", torch.float64).arguments)
+    baseline = decode_attention(*narrow.arguments)
+    found = _kernel(narrow.to(device, dtype), splits=splits).cpu()
+    assert_no_worse(found, gold, baseline)
+
+
+@pytest.mark.parametrize(("hypotheses", "splits"), [(1, 1), (3, 1), (1, 5), (3, 2), (2, 8)])
+def test_matches_the_reference(
+    hypotheses: int, splits: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    _check(draw(AWKWARD, size=8, hypotheses=hypotheses, width=24), dtype, device, splits)
+
+
+@pytest.mark.parametrize("hypotheses", [1, 2])
+@pytest.mark.parametrize(("size", "columns"), [(32, 3), (1, 70), (75, 1)], ids=str)
+def test_pages_of_any_size(hypotheses: int, size: int, columns: int, device: torch.device) -> None:
+    """Tiles lie within a page, or not; there are more pages than are needed."""
+    batch = draw((33, 70), size=size, columns=columns, hypotheses=hypotheses, heads=1)
+    _check(batch, torch.float32, device, 2)
+
+
+@pytest.mark.parametrize(("hypotheses", "width"), [(1, 1), (1, 130), (5, 80), (17, 16), (2, 200)])
+def test_any_width_and_number_of_hypotheses(
+    hypotheses: int, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    batch = draw((3, 20), size=16, hypotheses=hypotheses, width=width, heads=1)
+    _check(batch, dtype, device, None)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_new_keys_are_written_and_seen(
+    splits: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    batch = draw(AWKWARD, size=8, width=24)
+    new_k, new_v = torch.randn(2, *batch.q.shape).to(dtype)
+    narrow = batch.to("cpu", dtype)
+    exact = batch.to("cpu", dtype).to("cpu", torch.float64)
+    gold = decode_attention(*exact.arguments, new_k=new_k.double(), new_v=new_v.double())
+    baseline_batch = batch.to("cpu", dtype)
+    there = replace(narrow, k_pages=narrow.k_pages.clone(), v_pages=narrow.v_pages.clone())
+    there = there.to(device, dtype)
+    baseline = decode_attention(*baseline_batch.arguments, new_k=new_k, new_v=new_v)
+    found = _kernel(there, new_k=new_k.to(device), new_v=new_v.to(device), splits=splits)
+    assert_no_worse(found.cpu(), gold, baseline)
+    for x, y in zip(there.arguments[1:3], baseline_batch.arguments[1:3], strict=True):
+        assert torch.equal(x.cpu().nan_to_num(9.0), y.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize(("hypotheses", "splits"), [(1, 1), (1, 4), (3, 4)])
+def test_a_row_depends_on_its_sequence_alone_to_the_bit(
+    hypotheses: int, splits: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    batch = draw((40, 0, 72, 9), size=8, hypotheses=hypotheses, heads=1).to(device, dtype)
+    together = _kernel(batch, splits=splits).unflatten(0, (-1, hypotheses))
+    for chosen in ([2], [3, 0], [0, 1, 2, 3]):
+        alone = _kernel(batch.choose(chosen), splits=splits)
+        assert torch.equal(alone.unflatten(0, (-1, hypotheses)), together[chosen])
+
+
+def test_tensors_need_not_be_contiguous(dtype: torch.dtype, device: torch.device) -> None:
+    batch = draw((13, 5), size=8, hypotheses=2, width=16).to(device, dtype)
+    strided = Paged(
+        torch.stack([batch.q, torch.full_like(batch.q, torch.nan)], dim=-1)[..., 0],
+        # Heads before rows, and keys and values side by side.
+        torch.stack([batch.k_pages, batch.v_pages]).transpose(2, 3).contiguous()[0].transpose(1, 2),
+        torch.cat([batch.k_pages, batch.v_pages], dim=-1)[..., 16:],
+        batch.page_table.t().contiguous().t(),
+        batch.lengths.repeat_interleave(2)[::2],
+    )
+    assert torch.equal(_kernel(strided), _kernel(batch))
+
+
+def test_a_page_that_does_not_exist_is_nan_and_alone(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    batch = draw((9, 9, 9), size=8).to(device, dtype)
+    table = batch.page_table.clone()
+    table[0, 1], table[2, 0] = -1, batch.k_pages.shape[0]
+    for hypotheses in (1, 2):
+        q = batch.q.repeat_interleave(hypotheses, 0)
+        found = _kernel(replace(batch, q=q, page_table=table)).unflatten(0, (3, hypotheses))
+        assert found.isnan().flatten(1).all(1).tolist() == [True, False, True]
+        assert not found[1].isnan().any()
+
+
+def test_a_length_past_the_pages_counts_as_all(dtype: torch.dtype, device: torch.device) -> None:
+    batch = draw((16,), size=8).to(device, dtype)
+    longer = replace(batch, lengths=torch.full_like(batch.lengths, 17))
+    assert torch.equal(_kernel(longer), _kernel(batch))
+
+
+def test_nothing_at_all(device: torch.device) -> None:
+    batch = draw((), columns=2).to(device, torch.float32)
+    assert _kernel(batch).shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("columns", "size", "heads", "splits"),
+    [
+        (1, 256, 8, 1),
+        (1, 257, 8, 2),
+        (6, 64, 8, 2),
+        (24, 64, 8, 6),
+        (1000, 64, 8, 32),
+        (4, 64, 1, 1),
+    ],
+)
+def test_splits_come_from_static_shapes(columns: int, size: int, heads: int, splits: int) -> None:
+    assert _triton.default_splits(columns, size, heads, 132) == splits
+
+
+def test_a_graph_follows_lengths_and_pages(device: torch.device) -> None:
+    """Recorded once, replayed for each token."""
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+    batch = draw((5, 12), size=4, columns=3).to(device, torch.float32)
+    assert len(batch.k_pages) == 7
+    new_k, new_v = torch.randn(2, *batch.q.shape, device=device)
+    call = lambda: _kernel(batch, new_k=new_k, new_v=new_v, splits=2)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for keys in ((1, 2), (6, 0), (12, 11)):
+        # Each sequence takes three of the seven pages, which are filled anew.
+        pages = torch.randperm(7, device=device)[:6].view(2, 3)
+        batch.page_table.copy_(pages)
+        batch.lengths.copy_(torch.tensor(keys))
+        batch.k_pages.normal_()
+        batch.v_pages.normal_()
+        graph.replay()
+        assert torch.equal(found, call())

@@ -1,0 +1,170 @@
+"""`decode_attention` by its reference, against a float64 computation of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effasr_kernels import append_to_pages, decode_attention
+from effasr_kernels.testing import assert_no_worse
+from tests.ops.pages import Paged, brute_force, draw
+
+# None, one, a page and one more or less, and all pages full where columns is 3.
+AWKWARD = (0, 1, 3, 4, 5, 12)
+
+
+@pytest.mark.parametrize("hypotheses", [1, 2, 5])
+@pytest.mark.parametrize("columns", [3, 7])
+def test_is_the_formula(hypotheses: int, columns: int) -> None:
+    batch = draw(AWKWARD, hypotheses=hypotheses, columns=columns)
+    torch.testing.assert_close(decode_attention(*batch.arguments), brute_force(batch))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 11), min_size=1, max_size=4),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 8),
+    st.integers(0, 2**31),
+)
+def test_is_the_formula_for_any_shape(
+    keys: list[int], size: int, hypotheses: int, heads: int, width: int, splits: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    batch = draw(tuple(keys), size=size, hypotheses=hypotheses, heads=heads, width=width)
+    out = decode_attention(*batch.arguments, scale=0.3, splits=splits)
+    torch.testing.assert_close(out, brute_force(batch, 0.3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_sums_are_wide(dtype: torch.dtype) -> None:
+    batch = draw(AWKWARD, hypotheses=2).to("cpu", dtype)
+    gold = brute_force(batch.to("cpu", torch.float64))
+    out = decode_attention(*batch.arguments)
+    assert out.dtype == dtype
+    # Nothing is lost but by the rounding of the result.
+    assert_no_worse(out, gold, gold.to(dtype), slack=1.0)
+
+
+def test_a_sequence_without_keys_gives_zeros() -> None:
+    batch = draw((0, 0), hypotheses=3)
+    assert not decode_attention(*batch.arguments).any()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_depends_on_its_sequence_alone_to_the_bit(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        lengths = (0, 100, 1, 33, 64, 375, 2, 375)
+        batch = draw(lengths, size=25, hypotheses=3, heads=4, width=64)
+        batch = batch.to("cpu", torch.float32)
+        together = decode_attention(*batch.arguments).unflatten(0, (-1, 3))
+        for chosen in ([5], [7, 5], [3, 2, 1, 0], list(range(8))[::-1]):
+            alone = decode_attention(*batch.choose(chosen).arguments)
+            assert torch.equal(alone.unflatten(0, (-1, 3)), together[chosen])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_where_pages_lie_makes_no_difference_to_the_bit() -> None:
+    """In order, they are read in place; else they are gathered."""
+    batch = draw((13, 9), size=4, width=16).to("cpu", torch.float32)
+    expected = decode_attention(*batch.arguments)
+    order = torch.cat([batch.page_table[0, :4], batch.page_table[1, :3]]).long()
+    table = torch.full_like(batch.page_table, -1)
+    table[0, :4], table[1, :3] = torch.arange(4), torch.arange(4, 7)
+    sorted_batch = Paged(batch.q, batch.k_pages[order], batch.v_pages[order], table, batch.lengths)
+    assert torch.equal(decode_attention(*sorted_batch.arguments), expected)
+
+
+def test_new_keys_are_written_and_seen() -> None:
+    batch = draw(AWKWARD)
+    new_k, new_v = torch.randn(2, *batch.q.shape, dtype=torch.float64)
+    new_k[0], new_v[0] = torch.nan, torch.nan  # of the sequence of length 0
+    once = replace(batch, k_pages=batch.k_pages.clone(), v_pages=batch.v_pages.clone())
+    positions = batch.lengths - 1
+    append_to_pages(new_k, new_v, once.k_pages, once.v_pages, batch.page_table, positions)
+    expected = decode_attention(*once.arguments)
+    found = decode_attention(*batch.arguments, new_k=new_k, new_v=new_v)
+    assert torch.equal(found, expected)
+    assert torch.equal(batch.k_pages.nan_to_num(9.0), once.k_pages.nan_to_num(9.0))
+    assert torch.equal(batch.v_pages.nan_to_num(9.0), once.v_pages.nan_to_num(9.0))
+    torch.testing.assert_close(found, brute_force(batch))
+
+
+def test_decoding_token_by_token_is_attention_to_all_so_far() -> None:
+    tokens, heads, width = 9, 2, 8
+    q, k, v = torch.randn(3, tokens, heads, width, dtype=torch.float64)
+    k_pages, v_pages = torch.full((2, 5, 2, heads, width), torch.nan, dtype=torch.float64)
+    table = torch.tensor([[4, 0, 3, 1, 2]], dtype=torch.int32)
+    found = [
+        decode_attention(
+            *(q[t : t + 1], k_pages, v_pages, table, torch.tensor([t + 1], dtype=torch.int32)),
+            new_k=k[t : t + 1],
+            new_v=v[t : t + 1],
+        )
+        for t in range(tokens)
+    ]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), is_causal=True
+    )
+    torch.testing.assert_close(torch.cat(found), expected.transpose(0, 1))
+
+
+def test_takes_no_sequences() -> None:
+    empty = torch.zeros(0, 2, 4), torch.zeros(0, 3, 2, 4), torch.zeros(0, 3, 2, 4)
+    table, keys = torch.zeros(0, 5, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    assert decode_attention(*empty, table, keys).shape == (0, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("q", torch.zeros(4, 2), r"`q` must have shape \(N, H, D\)"),
+        ("q", torch.zeros(3, 2, 8), "`q` must have a multiple of S = 2 rows"),
+        ("q", torch.zeros(4, 2, 8).double(), r"`k_pages` must be torch\.float64"),
+        ("k_pages", torch.zeros(4, 4, 2, 9), r"`k_pages` must have shape \(P, B, H, D\)"),
+        ("k_pages", torch.zeros(4, 0, 2, 8), "`v_pages` must have shape"),
+        ("v_pages", torch.zeros(5, 4, 2, 8), r"`v_pages` must have shape \(P, B, H, D\)"),
+        ("page_table", torch.zeros(2, 3), r"`page_table` must be torch\.int32"),
+        ("page_table", torch.full((2, 3), 4).int(), r"`page_table` must name pages in \[0, 4\)"),
+        ("page_table", torch.full((2, 3), -1).int(), "`page_table` must name pages"),
+        ("lengths", torch.tensor([1, 2, 3]).int(), r"`lengths` must have shape \(S,\) = \(2,\)"),
+        ("lengths", torch.tensor([1, 2]), r"`lengths` must be torch\.int32"),
+        ("lengths", torch.tensor([1, 13]).int(), r"`lengths` must be in \[0, M \* B = 12\]"),
+        ("lengths", torch.tensor([-1, 1]).int(), "`lengths` must be in"),
+        ("new_k", torch.zeros(2, 2, 8), "`new_k` and `new_v` come together"),
+        ("splits", 0, "`splits` must be at least 1, but is 0"),
+    ],
+)
+def test_says_what_is_wrong(name: str, value: object, message: str) -> None:
+    arguments: dict = {
+        "q": torch.zeros(4, 2, 8),
+        "k_pages": torch.zeros(4, 4, 2, 8),
+        "v_pages": torch.zeros(4, 4, 2, 8),
+        "page_table": torch.zeros(2, 3, dtype=torch.int32),
+        "lengths": torch.tensor([1, 2], dtype=torch.int32),
+    }
+    with pytest.raises(ValueError, match=f"decode_attention: {message}"):
+        decode_attention(**(arguments | {name: value}))
+
+
+def test_new_keys_belong_to_one_hypothesis_each() -> None:
+    batch, new = draw((3, 2), hypotheses=2), torch.zeros(4, 2, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"`new_k` must have shape \(N, H, D\), N = S, = \(2,"):
+        decode_attention(*batch.arguments, new_k=new, new_v=new)
+
+
+def test_a_page_has_rows() -> None:
+    pages = torch.zeros(4, 0, 2, 8)
+    table, keys = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="`k_pages` must have pages of at least 1 row"):
+        decode_attention(torch.zeros(1, 2, 8), pages, pages, table, keys)

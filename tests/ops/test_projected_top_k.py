@@ -1,0 +1,125 @@
+"""`projected_top_k` by its reference, against sorting row by row in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from effasr_kernels import projected_top_k
+from effasr_kernels.testing import assert_no_worse
+
+
+def brute_force(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Of each row in Python: by falling logit, then by rising class."""
+    log_probs, indices = [], []
+    for row in logits.tolist():
+        order = sorted(range(len(row)), key=lambda v: (-row[v], v))[:k]
+        exact = torch.tensor(row, dtype=torch.float64)
+        indices.append(order)
+        log_probs.append((exact - exact.logsumexp(0))[order])
+    return torch.stack(log_probs), torch.tensor(indices)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 20),
+    st.integers(1, 9),
+    st.integers(1, 40),
+    st.integers(1, 16),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
+def test_is_the_formula(
+    rows: int, width: int, count: int, k: int, with_bias: bool, fewer: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    classes = max(1, count - 3) if fewer else count
+    k = min(k, classes)
+    # Of few values, so that many logits are equal, in float64 to the bit.
+    hidden = torch.randint(-2, 3, (rows, width)).double()
+    weight = torch.randint(-1, 2, (count, width)).double()
+    bias = torch.randint(-1, 2, (count,)).double() if with_bias else None
+    log_probs, indices = projected_top_k(
+        hidden, weight, bias=bias, k=k, classes=classes if fewer else None
+    )
+    logits = hidden @ weight.t() + (0 if bias is None else bias)
+    expected, order = brute_force(logits[:, :classes], k)
+    assert torch.equal(indices, order)
+    torch.testing.assert_close(log_probs, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_sums_are_wide(dtype: torch.dtype) -> None:
+    hidden, weight = torch.randn(7, 64).to(dtype), torch.randn(300, 64).to(dtype)
+    log_probs, indices = projected_top_k(hidden, weight, k=4)
+    exact = hidden.double() @ weight.double().t()
+    expected, order = brute_force(exact, 4)
+    assert log_probs.dtype == torch.float32
+    assert torch.equal(indices, order)
+    baseline = (hidden.float() @ weight.float().t()).log_softmax(-1).gather(-1, order)
+    assert_no_worse(log_probs, expected, baseline)
+
+
+def test_classes_may_be_impossible() -> None:
+    bias = torch.full((6,), -torch.inf)
+    bias[4] = 0
+    log_probs, indices = projected_top_k(torch.ones(1, 2), torch.ones(6, 2), bias=bias, k=3)
+    assert indices.tolist() == [[4, 0, 1]]
+    assert log_probs.tolist() == [[0.0, -torch.inf, -torch.inf]]
+
+
+def test_a_row_with_a_nan_is_nan_and_alone() -> None:
+    hidden, weight = torch.randn(3, 4), torch.randn(9, 4)
+    expected = projected_top_k(hidden, weight, k=2)
+    hidden[1] = torch.nan
+    log_probs, indices = projected_top_k(hidden, weight, k=2)
+    assert log_probs[1].isnan().all()
+    assert bool(((indices >= 0) & (indices < 9)).all())
+    for found, wanted in zip((log_probs, indices), expected, strict=True):
+        assert torch.equal(found[[0, 2]], wanted[[0, 2]])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("k", [1, 5])
+def test_a_row_depends_on_itself_alone_to_the_bit(k: int, threads: int) -> None:
+    """Also of other numbers of rows, for which the product would take other routines."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        hidden, weight, bias = torch.randn(37, 96), torch.randn(500, 96), torch.randn(500)
+        expected = projected_top_k(hidden, weight, bias=bias, k=k)
+        for chosen in ([0], [3, 36], list(range(7)), list(range(16)), list(range(37))[::-1]):
+            found = projected_top_k(hidden[chosen], weight, bias=bias, k=k)
+            for x, y in zip(found, expected, strict=True):
+                assert torch.equal(x, y[chosen])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_takes_no_rows() -> None:
+    log_probs, indices = projected_top_k(torch.zeros(0, 3), torch.zeros(5, 3), k=2)
+    assert (log_probs.shape, log_probs.dtype) == ((0, 2), torch.float32)
+    assert (indices.shape, indices.dtype) == ((0, 2), torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hidden", torch.zeros(4), r"`hidden` must have shape \(N, C\)"),
+        ("weight", torch.zeros(9, 4), r"`weight` must have shape \(V, C\) = \(any, 3\)"),
+        ("weight", torch.zeros(9, 3).half(), r"`weight` must be torch\.float32"),
+        ("bias", torch.zeros(8), r"`bias` must have shape \(V,\) = \(9,\)"),
+        ("k", 0, r"`k` must be in \[1, 9\]"),
+        ("k", 10, r"`k` must be in \[1, 9\], at most 16 and the number of classes, but is 10"),
+        ("classes", 0, r"`classes` must be in \[1, V = 9\], but is 0"),
+        ("classes", 10, r"`classes` must be in \[1, V = 9\], but is 10"),
+    ],
+)
+def test_says_what_is_wrong(name: str, value: object, message: str) -> None:
+    arguments: dict = {"hidden": torch.zeros(2, 3), "weight": torch.zeros(9, 3)}
+    with pytest.raises(ValueError, match=f"projected_top_k: {message}"):
+        projected_top_k(**(arguments | {name: value}))
