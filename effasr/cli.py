@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(options.command, error, code=2 if error.errno in _BAD_PATH else 1)
     except (RuntimeError, ImportError) as error:
-        return _fail(options.command, error, code=1)
+        return _fail(options.command, error, code=getattr(error, "exit_code", 1))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -276,7 +276,7 @@ def _add_evaluate(command: Callable[..., _Parser]) -> None:
         "--normalizer",
         default="basic",
         help="of both texts before they are compared: none, basic (lower case, no punctuation; "
-        "the default) or whisper_english",
+        "the default), whisper_english or open_asr_leaderboard_v1",
     )
     one.add_argument(
         "--output",

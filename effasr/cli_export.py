@@ -1,4 +1,4 @@
-"""``effasr export``: a model as a folder that Hugging Face's transformers and hub take."""
+"""``effasr export``: a model as a folder that Hugging Face's transformers take, or ONNX graphs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,22 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     one = command(
         "export",
         run,
-        "Write a model that Hugging Face's transformers load.",
+        "Write a model that Hugging Face's transformers load, or as ONNX graphs.",
         "README.md becomes its model card, with the results of `effasr evaluate --run RUN` for the",
         "weights that are exported. One that is there and was not written here is left alone.",
+        "",
+        "With --format onnx: encoder.onnx, decoder_step.onnx, onnx.json, which says what goes in",
+        "and comes out, and the tokenizer. Where onnxruntime is installed, both are compared with",
+        "the model.",
     )
     one.add_argument("model", type=Path, metavar="RUN_OR_MODEL", help=RUN_HELP)
     one.add_argument("out", type=folder, metavar="HF_DIR", help="the folder to write")
+    one.add_argument(
+        "--format",
+        choices=("huggingface", "onnx"),
+        default="huggingface",
+        help="of the folder (default: huggingface)",
+    )
     one.add_argument(
         "--averaged",
         type=at_least(1),
@@ -57,12 +67,19 @@ def run(options: argparse.Namespace) -> int:
             f"{options.out} must be a new folder or an earlier export, but is a model of effasr, "
             "which would be overwritten."
         )
+    if options.format == "onnx" and (options.license or options.author):
+        raise ValueError(
+            "`--license` and `--author` must be left out for `--format onnx`, which has no model "
+            "card."
+        )
     if options.averaged is None:
         sources = [resolve(options.model)]
         loaded = load_model(sources[0])
     else:
         sources = newest_checkpoints(options.model, options.averaged)
         loaded = average(sources)
+    if options.format == "onnx":
+        return _onnx(options, loaded)
     tokenizer = loaded.tokenizer
     start = tokenizer.prompt(loaded.prompt)[0]
     tokens = SpecialTokens(
@@ -83,6 +100,31 @@ def run(options: argparse.Namespace) -> int:
     else:
         _note(f"{readme} was not written here, and stays as it is")
     sys.stdout.write(f"{options.out}: load it with {loader}.from_pretrained\n")
+    return 0
+
+
+def _onnx(options: argparse.Namespace, loaded: LoadedModel) -> int:
+    """Write the graphs, what they take, and the tokenizer."""
+    import importlib.util
+
+    from effasr.model.onnx_files import check_onnx, export_onnx
+
+    tokenizer = loaded.tokenizer
+    texts = {
+        "tokens": tokenizer.vocab_size,
+        "prompt": tokenizer.prompt(loaded.prompt),
+        "eos_id": tokenizer.eos_id,
+        "languages": list(tokenizer.languages),
+    }
+    graphs = export_onnx(loaded.model, options.out, texts)
+    tokenizer.save(options.out)
+    checked = importlib.util.find_spec("onnxruntime") is not None
+    if checked:
+        check_onnx(loaded.model, options.out)
+    else:
+        _note("the graphs are not checked, as onnxruntime is not installed")
+    how = ", the same as the model in onnxruntime" if checked else ""
+    sys.stdout.write(f"{options.out}: {' and '.join(graphs)}{how}\n")
     return 0
 
 

@@ -68,11 +68,18 @@ def add_decoding(one: argparse.ArgumentParser) -> None:
         "--lm",
         type=Path,
         metavar="FILE",
-        help="n-gram language model over token ids (ARPA, plain or .gz) for the attention decoder "
-        "or a beam of CTC",
+        help="language model over token ids for the attention decoder or a beam of CTC: n-grams "
+        "(ARPA, plain or .gz), or the folder of a causal language model of transformers",
     )
     one.add_argument(
         "--lm-weight", type=float, metavar="W", help="of it in the scores (default: 0.3)"
+    )
+    one.add_argument(
+        "--gap",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="do not decode where nobody speaks for so many seconds (default: 2; 0 to decode all)",
     )
     one.add_argument(
         "--frame-budget",
@@ -95,5 +102,6 @@ def decoding(options: argparse.Namespace, *, words: bool = False) -> DecodingCon
         lm=options.lm,
         lm_weight=options.lm_weight,
         frame_budget=options.frame_budget,
+        gap_seconds=options.gap or None,
         words=words,
     )

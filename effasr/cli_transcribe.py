@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effasr.cli_options import RUN_HELP, add_decoding, decoding, folder
+from effasr.cli_options import RUN_HELP, add_decoding, at_least, decoding, folder
 
 if TYPE_CHECKING:
+    from effasr.checkpoint import LoadedModel
     from effasr.data.prompt import Prompt
     from effasr.inference.sources import Source
 
@@ -27,6 +28,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "WAV, FLAC, Ogg, Opus, MP3 and what else libsndfile reads; with ffmpeg on the PATH also",
         "the sound of MP4, M4A, WebM and whatever it reads. Quote a pattern such as 'in/**/*.wav'",
         "where the shell's would be too long. Put -- before a name that begins with a dash.",
+        "With --stream, raw samples on standard input are transcribed while they arrive:",
+        "arecord -t raw -f S16_LE -r 16000 | effasr transcribe --run RUN --stream",
         "",
         "What cannot be read is reported in a line of its own and the rest goes on; the exit code",
         "is 1 then. Standard output has results alone.",
@@ -82,6 +85,23 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         action="store_true",
         help="leave out recordings whose file is in --output already",
     )
+    stream = one.add_argument_group("standard input as audio")
+    stream.add_argument(
+        "--stream",
+        action="store_true",
+        help="transcribe raw samples from standard input, a line for each stretch between pauses",
+    )
+    stream.add_argument("--sample-rate", type=at_least(1), metavar="HZ", help="default: 16000")
+    stream.add_argument("--channels", type=at_least(1), metavar="N", help="default: 1")
+    stream.add_argument(
+        "--encoding", choices=("s16le", "f32le"), help="of the samples (default: s16le)"
+    )
+    stream.add_argument(
+        "--latency",
+        type=float,
+        metavar="S",
+        help="wait no longer than this for a pause (default: 10 seconds)",
+    )
     add_decoding(one)
 
 
@@ -91,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
     from effasr.data.prompt import Prompt
     from effasr.distributed.process_group import choose_device
     from effasr.inference.progress import TranscriptionProgress
-    from effasr.inference.results import Failure
+    from effasr.inference.results import Failure, Transcription
     from effasr.inference.sink import Sink
     from effasr.inference.transcribe import transcribe
 
@@ -101,12 +121,16 @@ def run(options: argparse.Namespace) -> int:
     target = source if options.language else loaded.prompt.target
     task = "transcribe" if target == source else "translate"
     default = Prompt(source, target, task, loaded.prompt.punctuation)
+    if options.stream:
+        return _live(options, loaded, _asked(default, options))
+    style = "json" if options.json else options.format
     sources = _sources(options, default)
-    sink = Sink("json" if options.json else options.format, options.output, sources)
+    sink = Sink(style, options.output, sources)
     if options.continued:
         every, sources = len(sources), sink.missing(sources)
         _note(f"{every - len(sources)} of {every} are there already")
     failed = 0
+    untimed = [0, 0]
     # Results on the terminal that shows the bar would end up in the middle of it.
     shared = options.output is None and sys.stdout.isatty()
     with TranscriptionProgress(len(sources)) as progress:
@@ -121,12 +145,19 @@ def run(options: argparse.Namespace) -> int:
         for result in results:
             with progress.aside() if shared else nullcontext():
                 problem = sink.write(result)
+            if isinstance(result, Transcription):
+                for segment in result.segments:
+                    untimed[0] += segment.words is None or bool(segment.text and not segment.words)
+                    untimed[1] += 1
             problem = result if isinstance(result, Failure) else problem
             if problem is not None:
                 failed += 1
                 with progress.aside():
                     _note(problem.reason)
             progress.done()
+    if untimed[0] and (options.words or style == "ctm"):
+        what = f"{untimed[0]} of {untimed[1]} segments have no times of words"
+        _note(what + (", and their words share their time evenly" if style == "ctm" else ""))
     sys.stderr.write(
         f"{results.audio_seconds:.1f} s of audio in {results.seconds:.1f} s, RTFx "
         f"{results.rtfx:.1f}" + (f", {failed} failed\n" if failed else "\n")
@@ -134,11 +165,53 @@ def run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _live(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) -> int:
+    """Text of standard input, a line for each segment, as it comes."""
+    from effasr.inference.files import json_line, one_line
+    from effasr.inference.live import RawFormat, raw_blocks, transcribe_live
+    from effasr.inference.recognizer import Recognizer
+
+    form = RawFormat(
+        sample_rate=options.sample_rate or 16_000,
+        channels=options.channels or 1,
+        encoding=options.encoding or "s16le",
+    )
+    recognizer = Recognizer(loaded.model, loaded.tokenizer, decoding(options, words=options.words))
+    blocks = raw_blocks(sys.stdin.buffer, form, recognizer.sample_rate)
+    latency = 10.0 if options.latency is None else options.latency
+    as_json = options.json or options.format == "json"
+    for segment in transcribe_live(recognizer, blocks, prompt, latency_seconds=latency):
+        line = json_line(segment.as_row()) if as_json else one_line(segment.text) + "\n"
+        sys.stdout.write(line)
+        sys.stdout.flush()
+    return 0
+
+
 def _check(options: argparse.Namespace) -> None:
+    if options.stream:
+        _check_stream(options)
+        return
+    for name in ("sample_rate", "channels", "encoding", "latency"):
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"`--{name.replace('_', '-')}` must be left out without `--stream`: files say "
+                "themselves what they hold."
+            )
     if not options.files and options.manifest is None:
         raise ValueError("`FILE` or `--manifest` must say what to transcribe, but neither does.")
     if options.continued and options.output is None:
         raise ValueError("`--continue` must have `--output FOLDER`, to see what is there already.")
+
+
+def _check_stream(options: argparse.Namespace) -> None:
+    if options.files not in ([], ["-"]) or options.manifest is not None:
+        raise ValueError("`--stream` must have no other input than standard input: leave out FILE.")
+    if options.output is not None or options.continued:
+        raise ValueError("`--stream` must write to standard output: leave out `--output`.")
+    if options.format not in ("text", "json"):
+        raise ValueError(
+            f"`--format` must be text or json with `--stream`, but is {options.format}."
+        )
 
 
 def _sources(options: argparse.Namespace, default: Prompt) -> list[Source]:

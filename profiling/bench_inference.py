@@ -5,8 +5,9 @@
 
 Models of random weights, encoder layers / decoder layers, transcribe utterances as long as real
 ones, each by as many tokens as English of that length has, whatever they are: so depth alone
-decides. Times are split into encoder (features included), prefill (keys and values of the encoded
-speech), decoder steps, and the host's own bookkeeping. With --peer, transformers' Canary generates
+decides. Each pass that is timed is split, without waiting for the device: encoder (features
+included), prefill (keys and values of the encoded speech), decoder steps, and the rest, the host's
+own bookkeeping; the split of the median pass is given. With --peer, transformers' Canary generates
 from the same weights and audio, padded, as many tokens of each utterance; how far transcripts
 agree is checked before anything is timed. With random weights two tokens are now and then equally
 likely up to rounding; from there on an utterance goes its own way.
@@ -21,7 +22,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from bench_ops import provenance
 
 from effasr.data.batch import Batch, Example, collate
 from effasr.data.features import FeatureConfig
-from effasr.inference.greedy import attention_greedy
+from effasr.inference.engine import Engine, Utterance
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
@@ -147,18 +149,18 @@ def utterances(count: int, device: torch.device, longest: float) -> Utterances:
 
 
 class Clock:
-    """Adds up the time of parts; on a GPU, what was queued before is waited for at every mark."""
+    """Adds up the time of parts of a pass; on a GPU that of the device's work, by events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.seconds: dict[str, float] = {}
+        self._marks: list[tuple[str, Any, Any]] = []
 
-    def run(self, part: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call, and add the time to a part."""
-        began = self.now()
-        result = call(*arguments)
-        self.seconds[part] = self.seconds.get(part, 0.0) + self.now() - began
-        return result
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time what is done, or on a GPU queued, within."""
+        began = self._mark()
+        yield
+        self._marks.append((name, began, self._mark()))
 
     def now(self) -> float:
         """The time when the device has nothing left to do."""
@@ -166,45 +168,58 @@ class Clock:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
+    def take(self) -> dict[str, float]:
+        """Seconds of each part since the last call; after `now`."""
+        seconds: dict[str, float] = {}
+        for name, began, ended in self._marks:
+            on_gpu = self._device.type == "cuda"
+            passed = began.elapsed_time(ended) / 1e3 if on_gpu else ended - began
+            seconds[name] = seconds.get(name, 0.0) + passed
+        self._marks.clear()
+        return seconds
 
-class _Timed:
-    """A model whose parts are timed where `attention_greedy` calls them."""
-
-    def __init__(self, model: ASRModel, clock: Clock) -> None:
-        self._model, self._clock = model, clock
-
-    def start_decoding(self, *arguments: Any) -> Any:
-        return self._clock.run("prefill_s", self._model.start_decoding, *arguments)
-
-    def decode_step(self, *arguments: Any) -> Any:
-        return self._clock.run("decode_s", self._model.decode_step, *arguments)
-
-    def logits(self, *arguments: Any) -> Any:
-        return self._clock.run("decode_s", self._model.logits, *arguments)
-
-
-@torch.no_grad()
-def transcribe(model: ASRModel, spoken: Utterances, clock: Clock | None = None) -> list[list[int]]:
-    """The tokens of every utterance, by greedy search."""
-    if clock is None:
-        encoded, timed = model.encode(spoken.batch), model
-    else:
-        encoded = clock.run("encoder_s", model.encode, spoken.batch)
-        timed: Any = _Timed(model, clock)
-    prompts = [PROMPT] * len(spoken.limits)
-    # The last token ends a transcript, and is never chosen: all reach their limits.
-    end = model.vocab_size - 1
-    found = attention_greedy(timed, encoded, prompts, spoken.limits, end, classes=end)
-    return [list(one.tokens) for one in found]
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
-def split(model: ASRModel, spoken: Utterances, device: torch.device) -> dict[str, float]:
-    """Seconds of each part, from a run of its own: to time a part is to wait for it."""
-    clock = Clock(device)
-    began = clock.now()
-    transcribe(model, spoken, clock)
-    whole = clock.now() - began
-    return clock.seconds | {"host_s": whole - sum(clock.seconds.values())}
+_PARTS = {"encode": "encoder_s", "decode.admit": "prefill_s", "decode.step": "decode_s"}
+
+
+class Ours:
+    """Greedy search of a model, in as many slots as there are utterances."""
+
+    def __init__(self, model: ASRModel, spoken: Utterances, clock: Clock) -> None:
+        self._model, self._spoken, self._clock = model, spoken, clock
+        # The last token ends a transcript, and is never chosen: all reach their limits.
+        end = model.vocab_size - 1
+        self._engine = Engine(
+            model,
+            end,
+            classes=end,
+            slots=len(spoken.limits),
+            max_frames=max(spoken.batch.frames.lengths),
+            within=clock.part,
+        )
+
+    @torch.no_grad()
+    def transcribe(self) -> list[list[int]]:
+        """The tokens of every utterance."""
+        with self._clock.part("encode"):
+            encoded = self._model.encode(self._spoken.batch)
+        limits = enumerate(self._spoken.limits)
+        self._engine.submit(encoded, [Utterance(name, PROMPT, limit) for name, limit in limits])
+        found = dict(self._engine.results())
+        return [list(found[name].tokens) for name in range(len(found))]
+
+
+def split(whole: float, seconds: dict[str, float]) -> dict[str, float]:
+    """The columns of a pass: its parts, and what is left of it for the host."""
+    parts = {column: seconds.get(name, 0.0) for name, column in _PARTS.items()}
+    return parts | {"host_s": whole - sum(parts.values())}
 
 
 class Peer:
@@ -249,16 +264,19 @@ class Peer:
         return [row[:limit] for row, limit in zip(said, self._spoken.limits, strict=True)]
 
 
-def time_calls(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Seconds of each call, after one that is not counted."""
-    clock = Clock(device)
+def time_calls(
+    call: Callable[[], object], clock: Clock, repeats: int
+) -> list[tuple[float, dict[str, float]]]:
+    """Seconds of each call and of its parts, after one that is not counted; shortest first."""
     call()
+    clock.now()
+    clock.take()
     times = []
     for _ in range(repeats):
         began = clock.now()
         call()
-        times.append(clock.now() - began)
-    return times
+        times.append((clock.now() - began, clock.take()))
+    return sorted(times, key=lambda one: one[0])
 
 
 def row(times: Sequence[float], spoken: Utterances, **fields: Any) -> dict[str, Any]:
@@ -306,9 +324,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = build(shape, SIZES[name], device, dtype)
         fields = {"shape": shape, "size": name, "batch": options.batch} | provenance(device)
         fields["dtype"] = str(dtype).removeprefix("torch.")
+        clock = Clock(device)
+        ours = Ours(model, spoken, clock)
         if options.peer:
             peer = Peer(model, spoken)
-            share = agreement(transcribe(model, spoken), peer.transcribe())
+            share = agreement(ours.transcribe(), peer.transcribe())
             if share < options.agreement:
                 sys.stderr.write(
                     f"bench_inference: {shape}: only {share:.4f} of the tokens agree with "
@@ -316,10 +336,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
                 return 1
             fields["agreement"] = share
-            times = time_calls(peer.transcribe, device, options.repeats)
+            times = [seconds for seconds, _ in time_calls(peer.transcribe, clock, options.repeats)]
             table.add(row(times, spoken, system="transformers", **fields))
-        times = time_calls(lambda m=model: transcribe(m, spoken), device, options.repeats)
-        parts = split(model, spoken, device)
+        found = time_calls(ours.transcribe, clock, options.repeats)
+        parts = split(*found[len(found) // 2])
+        times = [seconds for seconds, _ in found]
         table.add(row(times, spoken, system="effasr", **fields, **parts))
     return 0
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from effasr.inference.decoded import Decoded
 from effasr.inference.joint import CTCPrefixes
-from effasr.inference.language_model import TokenNgrams
+from effasr.inference.language_model import TokenLM
 from effasr.model.asr import ASRModel
 from effasr.nn.cache import KEPT_SHARE
 from effasr_kernels import PackedSequence
@@ -32,7 +32,7 @@ def attention_beam(
     beam: int,
     length_penalty: float = 0.0,
     ctc_weight: float = 0.0,
-    lm: TokenNgrams | None = None,
+    lm: TokenLM | None = None,
     lm_weight: float = 0.0,
 ) -> list[Decoded]:
     """Find a transcript that scores well for each sequence of encoder output.
@@ -115,7 +115,7 @@ class _Scoring:
     candidates: int
     length_penalty: float
     ctc_weight: float
-    lm: TokenNgrams | None
+    lm: TokenLM | None
     lm_weight: float
 
     def rank(self, scores: Tensor, tokens: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def cut_at_pauses(
         latest = min(wanted + search, longest)
         # Never at the cut before: where two cuts may move to one pause, both would.
         earliest = max(wanted - search, 1)
-        length = _quietest(ahead.samples, earliest, latest, wanted, sample_rate)
+        length = quietest(ahead.samples, earliest, latest, wanted, sample_rate)
         yield Chunk(start, start + length), ahead.take(length)
         start += length
     if len(ahead.samples):
@@ -145,7 +145,7 @@ def _hop(sample_rate: int) -> int:
     return max(1, round(_HOP_SECONDS * sample_rate))
 
 
-def _quietest(audio: np.ndarray, low: int, high: int, wanted: int, sample_rate: int) -> int:
+def quietest(audio: np.ndarray, low: int, high: int, wanted: int, sample_rate: int) -> int:
     """The sample in low..high around which there is least energy; nearest to wanted on a tie."""
     hop = _hop(sample_rate)
     begin = max(0, low - _WINDOW_HOPS // 2 * hop)

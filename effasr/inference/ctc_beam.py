@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from effasr.inference.ctc import ctc_log_probs
-from effasr.inference.language_model import TokenNgrams
+from effasr.inference.language_model import TokenLM
 from effasr.model.asr import ASRModel
 from effasr_kernels import PackedSequence
 
@@ -19,7 +19,7 @@ def ctc_beam(
     model: ASRModel,
     encoded: PackedSequence,
     beam: int,
-    lm: TokenNgrams | None = None,
+    lm: TokenLM | None = None,
     lm_weight: float = 0.0,
 ) -> list[list[int]]:
     """Find the likeliest transcript of each sequence of encoder output.
@@ -67,11 +67,11 @@ def ctc_beam(
 class _Fusion:
     """A language model, and its weight in the scores."""
 
-    lm: TokenNgrams
+    lm: TokenLM
     weight: float
 
     def scores(self, labels: Tensor, counts: Tensor, symbols: Tensor) -> Tensor:
-        """Weighted log-probabilities of what may follow prefixes: see `TokenNgrams.scores`."""
+        """Weighted log-probabilities of what may follow prefixes: see `TokenLM.scores`."""
         place = counts[..., None] + torch.arange(-self.lm.order, 0, device=labels.device)
         if labels.shape[2]:
             context = labels.gather(2, place.clamp(min=0)).masked_fill(place < 0, -1)

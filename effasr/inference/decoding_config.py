@@ -33,8 +33,9 @@ class DecodingConfig:
             for 0.6, and where nothing would read it.
         ctc_weight: With the attention decoder, the share of CTC in the scores, from 0 to 1; more
             than 0 needs a model with both. It keeps the decoder from skipping and repeating speech.
-        lm: An n-gram language model over token ids, an ARPA file, plain or gzipped, for shallow
-            fusion with the attention decoder or a beam of CTC; None for none.
+        lm: A language model over token ids for shallow fusion with the attention decoder or a beam
+            of CTC: an ARPA file of n-grams, plain or gzipped, or the folder of a causal language
+            model of transformers with the same vocabulary; None for none.
         lm_weight: What its log-probability is multiplied by before it is added to the scores. None
             for 0.3, and where there is no ``lm``.
         max_symbols: Most labels that greedy search of a transducer may emit at one frame.
@@ -43,6 +44,9 @@ class DecodingConfig:
         chunk_seconds: A longer recording is cut at pauses into chunks of at most this length, or
             of what ``encoder.max_frames`` allows, if that is less.
         search_seconds: How far a cut may move towards a pause.
+        gap_seconds: Where nobody speaks for so long, nothing is decoded: an attention decoder may
+            hear words in silence. Known by loudness alone: see `effasr.inference.activity`. None
+            to decode all.
         tokens_per_frame: With ``extra_tokens``, a bound on the length of a transcript, for the
             attention decoder may repeat itself for ever: ``tokens_per_frame * frames + extra``. A
             beam has it, too.
@@ -63,6 +67,7 @@ class DecodingConfig:
     max_sequences: int = 256
     chunk_seconds: float = 30.0
     search_seconds: float = 3.0
+    gap_seconds: float | None = 2.0
     tokens_per_frame: float = 2.0
     extra_tokens: int = 16
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -79,6 +84,11 @@ class DecodingConfig:
             raise ValueError(
                 f"`search_seconds` must be from 0 to half of `chunk_seconds` = "
                 f"{self.chunk_seconds}, but is {self.search_seconds}."
+            )
+        if self.gap_seconds is not None and not self.gap_seconds >= 0.1:
+            raise ValueError(
+                f"`gap_seconds` must be at least 0.1, but is {self.gap_seconds}: leave it out to "
+                "decode all audio."
             )
         if self.length_penalty is not None and not 0.0 <= self.length_penalty < math.inf:
             raise ValueError(

@@ -32,6 +32,7 @@ _PACKAGES = {
     "tokenizers": "tokenizers of Hugging Face",
     "whisper-normalizer": "normalizer whisper_english",
     "espeakng-loader": "the speech of the demo",
+    "pytorch_optimizer": "LAMB",
 }
 _REQUIRED = frozenset({"lhotse", "sentencepiece", "jiwer", "tensorboard", "nvtx"})
 # The other backends are for some operations alone.

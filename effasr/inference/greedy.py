@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import replace
 
 import torch
 
@@ -17,10 +16,11 @@ from effasr.inference.ctc_alignment import align_tokens
 from effasr.inference.ctc_beam import ctc_beam
 from effasr.inference.decoded import Decoded
 from effasr.inference.decoding_config import LENGTH_PENALTY, LM_WEIGHT, DecodingConfig
-from effasr.inference.language_model import TokenNgrams, load_ngrams
+from effasr.inference.engine import Engine, Utterance
+from effasr.inference.language_model import TokenLM, load_ngrams
+from effasr.inference.neural_lm import load_neural_lm
 from effasr.inference.transducer import transducer_greedy
 from effasr.model.asr import ASRModel
-from effasr.nn.cache import KEPT_SHARE
 from effasr_kernels import PackedSequence
 
 _PARTS = {"attention": "decoder", "transducer": "transducer", "ctc": "CTC head"}
@@ -90,7 +90,7 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
     return method
 
 
-def load_lm(config: DecodingConfig, model: ASRModel, tokenizer: Tokenizer) -> TokenNgrams | None:
+def load_lm(config: DecodingConfig, model: ASRModel, tokenizer: Tokenizer) -> TokenLM | None:
     """Read the language model of a configuration, if it has one.
 
     Raises:
@@ -99,6 +99,9 @@ def load_lm(config: DecodingConfig, model: ASRModel, tokenizer: Tokenizer) -> To
     """
     if config.lm is None:
         return None
+    if config.lm.is_dir():
+        device = next(model.parameters()).device
+        return load_neural_lm(config.lm, model.vocab_size, tokenizer.eos_id, device)
     return load_ngrams(config.lm, model.vocab_size, tokenizer.eos_id)
 
 
@@ -121,7 +124,7 @@ def decode(
     batch: Batch,
     prompts: Sequence[Sequence[int]],
     config: DecodingConfig | None = None,
-    lm: TokenNgrams | None = None,
+    lm: TokenLM | None = None,
 ) -> list[Decoded]:
     """Encode and decode a batch. The model must be in evaluation mode, on the batch's device.
 
@@ -158,7 +161,7 @@ def decode(
         decoded = [Decoded(tuple(tokens)) for tokens in texts[:count]]
     else:
         limits = [
-            _limit(model, prompt, config.max_tokens(frames))
+            limit_of(model, prompt, config.max_tokens(frames))
             for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
         ]
         decoded = _attention(model, tokenizer, encoded, prompts, limits, config, lm)
@@ -171,12 +174,17 @@ def decode(
     ]
 
 
+def is_plain_greedy(config: DecodingConfig) -> bool:
+    """Whether the attention decoder alone takes the best token of each step."""
+    return config.beam == 1 and config.ctc_weight == 0 and config.lm is None
+
+
 def _aligned(
     model: ASRModel,
     method: str,
     encoded: PackedSequence,
     config: DecodingConfig,
-    lm: TokenNgrams | None,
+    lm: TokenLM | None,
 ) -> list[list[int]]:
     """What CTC or the transducer finds in each sequence."""
     if method == "ctc" and config.beam == 1:
@@ -197,11 +205,11 @@ def _attention(
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],
     config: DecodingConfig,
-    lm: TokenNgrams | None,
+    lm: TokenLM | None,
 ) -> list[Decoded]:
     """What the attention decoder finds in each sequence."""
     what = model, encoded, prompts, limits, tokenizer.eos_id, tokenizer.vocab_size
-    if config.beam == 1 and config.ctc_weight == 0 and lm is None:
+    if is_plain_greedy(config) and lm is None:
         return attention_greedy(*what)
     return attention_beam(
         *what,
@@ -224,6 +232,8 @@ def attention_greedy(
     limits: Sequence[int],
     eos_id: int,
     classes: int | None = None,
+    *,
+    slots: int | None = None,
 ) -> list[Decoded]:
     """Decode sequences of encoder output with the attention decoder and its caches.
 
@@ -236,58 +246,32 @@ def attention_greedy(
         limits: The most tokens each may say after its prompt, at least one.
         eos_id: Ends a transcript.
         classes: How many of the model's classes are tokens, where not all are.
+        slots: How many are decoded at a time; all by default.
 
     Returns:
         One result for each prompt.
     """
-    every = [_Row(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    every = [
+        Utterance(name, prompt, limit)
+        for name, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]
     if not every:
         return []
-    state = model.start_decoding(encoded, max(len(row.prompt) + row.limit for row in every))
-    if encoded.layout.num_sequences > len(every):
-        state.keep(range(len(every)))
-    rows, tokens = every, [row.prompt[0] for row in every]
-    for position in count(1):
-        hidden = model.decode_step(torch.tensor(tokens, device=encoded.values.device), state)
-        likeliest = model.logits(hidden)[:, :classes].argmax(-1).tolist()
-        tokens = [
-            row.read(position, token, eos_id) for row, token in zip(rows, likeliest, strict=True)
-        ]
-        kept = [index for index, row in enumerate(rows) if not row.finished]
-        if not kept:
-            break
-        if len(kept) <= KEPT_SHARE * len(rows):
-            state.keep(kept)
-            rows, tokens = [rows[index] for index in kept], [tokens[index] for index in kept]
-    return [Decoded(tuple(row.said), row.truncated) for row in every]
+    slots = len(every) if slots is None else slots
+    engine = Engine(
+        model, eos_id, classes, slots=slots, max_frames=encoded.layout.bound, graph=False
+    )
+    engine.submit(encoded, every)
+    found = dict(engine.results())
+    return [found[name] for name in range(len(every))]
 
 
-@dataclass(slots=True)
-class _Row:
-    """One utterance while it is decoded."""
+def limit_of(model: ASRModel, prompt: Sequence[int], wanted: int) -> int:
+    """How many tokens may follow the prompt, within the positions that the decoder knows.
 
-    prompt: Sequence[int]
-    limit: int
-    said: list[int] = field(default_factory=list)
-    finished: bool = False
-    truncated: bool = False
-
-    def read(self, position: int, likeliest: int, eos_id: int) -> int:
-        """Take in what follows ``position`` tokens; return the token to read next."""
-        if self.finished:
-            return eos_id
-        if position < len(self.prompt):
-            return self.prompt[position]
-        if likeliest == eos_id:
-            self.finished = True
-            return eos_id
-        self.said.append(likeliest)
-        self.finished = self.truncated = len(self.said) == self.limit
-        return likeliest
-
-
-def _limit(model: ASRModel, prompt: Sequence[int], wanted: int) -> int:
-    """How many tokens may follow the prompt, within the positions that the decoder knows."""
+    Raises:
+        ValueError: The prompt is empty or leaves no room for a transcript.
+    """
     assert model.config.decoder is not None  # checked by choose_method
     if not prompt:
         raise ValueError("`prompts` must not be empty: the decoder starts from a token.")

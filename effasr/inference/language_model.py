@@ -1,4 +1,4 @@
-"""N-gram language models over token ids, read from ARPA files, for shallow fusion."""
+"""Language models over token ids for shallow fusion; n-grams, read from ARPA files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,29 @@ _UNSEEN = -100.0
 _CACHE_BYTES = 64 << 20
 
 Context = tuple[int, ...]
+
+
+class TokenLM(Protocol):
+    """What a beam asks of a language model over the tokens of the speech model.
+
+    Attributes:
+        order: Tokens that it looks at, that which it scores included.
+    """
+
+    order: int
+
+    def scores(self, contexts: Tensor, symbols: Tensor) -> Tensor:
+        """Score what may follow: tokens, and the end.
+
+        Args:
+            contexts: int64 (N, K, n), the last tokens of each hypothesis, at least ``order - 1`` or
+                all; -1 before the first.
+            symbols: int64 (N, K, C).
+
+        Returns:
+            Log-probabilities of the tokens and, last, of the end, float64 (N, K, C + 1).
+        """
+        ...
 
 
 class TokenNgrams:
@@ -65,16 +89,7 @@ class TokenNgrams:
         self._follow = lru_cache(max(16, _CACHE_BYTES // (8 * vocab_size)))(self._computed)
 
     def scores(self, contexts: Tensor, symbols: Tensor) -> Tensor:
-        """Score what may follow: tokens, and the end.
-
-        Args:
-            contexts: int64 (N, K, n), the last tokens of each hypothesis, at least ``order - 1`` or
-                all; -1 before the first.
-            symbols: int64 (N, K, C).
-
-        Returns:
-            Log-probabilities of the tokens and, last, of the end, float64 (N, K, C + 1).
-        """
+        """Score what may follow: see `TokenLM.scores`."""
         rows = symbols.flatten(0, 1).tolist()
         found = np.empty((len(rows), symbols.shape[2] + 1))
         for row, (context, tokens) in enumerate(

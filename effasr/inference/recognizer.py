@@ -14,15 +14,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from effasr.data.batch import Example, collate
+from effasr.data.batch import Batch, Example, collate
 from effasr.data.features import SUBSAMPLING
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
+from effasr.inference.activity import is_speech, loudness, without_gaps
 from effasr.inference.audio_stream import AudioStream
 from effasr.inference.batching import plan_batches
 from effasr.inference.chunking import Chunk, cut_at_pauses
+from effasr.inference.continuous import BatchSearch, ContinuousSearch, Search
+from effasr.inference.decoded import Decoded
 from effasr.inference.decoding_config import DecodingConfig
-from effasr.inference.greedy import Decoded, check_config, decode, load_lm
+from effasr.inference.greedy import check_config, is_plain_greedy, load_lm
 from effasr.inference.prefetch import prefetch
 from effasr.inference.results import Failure, Result, Segment, Transcription
 from effasr.inference.words import Word, words_of
@@ -119,8 +122,9 @@ class Recognizer:
 
         Args:
             requests: Read a little ahead of the results.
-            on_audio: Called after each batch, with the seconds of audio in it.
+            on_audio: Called after each batch, with the seconds of audio that it finished.
         """
+        search = self._search()
         enough = _WINDOW_BATCHES * self.config.frame_budget
         window: list[_Piece] = []
         frames = 0
@@ -131,11 +135,12 @@ class Recognizer:
                 window.append(piece)
                 frames += piece.frames
                 if frames >= enough:
-                    self._decode_window(window, on_audio)
+                    self._decode_window(search, window, on_audio)
                     window, frames = [], 0
                     yield from _finished(unfinished)
             yield from _finished(unfinished)
-        self._decode_window(window, on_audio)
+        self._decode_window(search, window, on_audio)
+        self._finish(search, on_audio)
         yield from _finished(unfinished)
 
     def _begin(self, request: Request) -> _Recording:
@@ -155,8 +160,7 @@ class Recognizer:
             else:
                 _check(audio)
                 blocks, total = [audio], len(audio)
-            for chunk, samples in self._chunks(blocks, total):
-                recording.duration = chunk.end / self.sample_rate
+            for chunk, samples in self._speech(recording, self._chunks(blocks, total)):
                 samples = self._at_least_one_frame(samples)
                 yield _Piece(recording, chunk, samples, self._features.encoder_frames(len(samples)))
         except Exception as error:
@@ -167,66 +171,117 @@ class Recognizer:
     def _chunks(
         self, blocks: Iterable[np.ndarray], total: int | None
     ) -> Iterator[tuple[Chunk, np.ndarray]]:
-        longest, most = self.config.chunk_seconds, self.model.config.encoder.max_frames
-        if most is not None:
-            longest = min(longest, most * SUBSAMPLING * self._features.hop / self.sample_rate)
+        longest = self._longest_chunk()
         search = min(self.config.search_seconds, longest / 2)
         return cut_at_pauses(
             blocks, self.sample_rate, total=total, chunk_seconds=longest, search_seconds=search
         )
 
+    def _speech(
+        self, recording: _Recording, chunks: Iterable[tuple[Chunk, np.ndarray]]
+    ) -> Iterator[tuple[Chunk, np.ndarray]]:
+        """What is to be decoded of chunks, while the recording's duration is noted."""
+
+        def noted() -> Iterator[tuple[Chunk, np.ndarray]]:
+            for chunk, samples in chunks:
+                recording.duration = chunk.end / self.sample_rate
+                yield chunk, samples
+
+        if self.config.gap_seconds is None:
+            return noted()
+        return without_gaps(noted(), self.sample_rate, self.config.gap_seconds)
+
+    def _longest_chunk(self) -> float:
+        """Seconds."""
+        longest, most = self.config.chunk_seconds, self.model.config.encoder.max_frames
+        if most is not None:
+            longest = min(longest, most * SUBSAMPLING * self._features.hop / self.sample_rate)
+        return longest
+
     def _at_least_one_frame(self, audio: np.ndarray) -> np.ndarray:
         missing = self._features.hop * SUBSAMPLING - len(audio)
         return np.pad(audio, (0, missing)) if missing > 0 else audio
 
+    def _search(self) -> Search:
+        if self._method != "attention" or not is_plain_greedy(self.config):
+            return BatchSearch(self.model, self.tokenizer, self.config, self._lm)
+        most = self._features.encoder_frames(int(self._longest_chunk() * self.sample_rate) + 1)
+        return ContinuousSearch(self.model, self.tokenizer, self.config, most)
+
     def _decode_window(
-        self, pieces: list[_Piece], on_audio: Callable[[float], None] | None
+        self, search: Search, pieces: list[_Piece], on_audio: Callable[[float], None] | None
     ) -> None:
-        """Give each piece its text, and let go of its audio."""
+        """Decode each piece, or let it enter a search that finishes it later."""
         plan = plan_batches(
             [piece.frames for piece in pieces], self.config.frame_budget, self.config.max_sequences
         )
         for indices in plan:
-            batch = [pieces[index] for index in indices]
             with _evaluating(self.model):
-                self._decode(batch)
-            for piece in batch:
-                piece.audio, piece.decoded = _NO_AUDIO, True
-            if on_audio is not None:
-                on_audio(
-                    sum(piece.chunk.end - piece.chunk.start for piece in batch) / self.sample_rate
-                )
+                done = self._decode(search, [pieces[index] for index in indices])
+            if on_audio is not None and done:
+                on_audio(done)
 
-    def _decode(self, pieces: list[_Piece]) -> None:
-        """Give each piece its text, with batches of half the size where memory runs out."""
-        try:
-            decoded = self._decode_batch(pieces)
-        except torch.OutOfMemoryError:
-            decoded = None
+    def _finish(self, search: Search, on_audio: Callable[[float], None] | None) -> None:
+        """Decode what is left in a search."""
+        with _evaluating(self.model):
+            done = self._decode(search, [])
+        if on_audio is not None and done:
+            on_audio(done)
+
+    def _decode(self, search: Search, pieces: list[_Piece]) -> float:
+        """Decode a batch, or what is left; in batches of half the size where memory runs out.
+
+        Returns:
+            Seconds of what is decoded now, of this batch or of others.
+        """
+        done, enough = self._take(search, pieces)
+        if enough:
+            return done
         # Not inside `except`, where the traceback would keep the tensors of the failed batch.
-        if decoded is None and len(pieces) > 1:
-            middle = len(pieces) // 2
-            self._decode(pieces[:middle])
-            self._decode(pieces[middle:])
-        elif decoded is None:
-            (piece,) = pieces
+        waiting = search.abandon()
+        known = {id(piece) for piece in waiting}
+        waiting += [p for p in pieces if not p.decoded and id(p) not in known]
+        if len(waiting) > 1:
+            middle = len(waiting) // 2
+            for half in (waiting[:middle], waiting[middle:]):
+                done += self._decode(search, half) + self._decode(search, [])
+        for piece in waiting if len(waiting) == 1 else ():
             piece.recording.failure = (
                 f"out of memory with one chunk of {piece.frames} frames: lower `chunk_seconds`"
             )
-        else:
-            for piece, result in zip(pieces, decoded, strict=True):
-                piece.text = self.tokenizer.decode(list(result.tokens)).strip()
-                piece.truncated = result.truncated
-                piece.words = self._words(piece, result)
+            done += self._done(piece)
+        return done
 
-    def _words(self, piece: _Piece, result: Decoded) -> tuple[Word, ...]:
+    def _take(self, search: Search, pieces: list[_Piece]) -> tuple[float, bool]:
+        """Give pieces their texts; returns their seconds, and whether the memory was enough."""
+        done = 0.0
+        kind, half = next(self.model.parameters()).device.type, self.config.precision == "bfloat16"
+        try:
+            with torch.autocast(kind, torch.bfloat16, enabled=half):
+                fed = search.feed(*self._collated(pieces), pieces) if pieces else search.finish()
+                for piece, result in fed:
+                    piece.text = self.tokenizer.decode(list(result.tokens)).strip()
+                    piece.truncated = result.truncated
+                    piece.words = self._words(piece, result)
+                    done += self._done(piece)
+        except torch.OutOfMemoryError:
+            return done, False
+        return done, True
+
+    def _done(self, piece: _Piece) -> float:
+        """Let go of the audio of a piece, and return its seconds."""
+        piece.audio, piece.decoded = _NO_AUDIO, True
+        return (piece.chunk.end - piece.chunk.start) / self.sample_rate
+
+    def _words(self, piece: _Piece, result: Decoded) -> tuple[Word, ...] | None:
         if result.spans is None:
-            return ()
+            return None if self.config.words else ()
         found = words_of(
             result.tokens,
             result.spans,
             self.tokenizer.decode,
             frame_seconds=self._features.hop * SUBSAMPLING / self.sample_rate,
+            speech=is_speech(loudness(piece.audio, self.sample_rate)),
             offset=piece.chunk.start / self.sample_rate,
             spaces=piece.recording.request.prompt.target not in _WITHOUT_SPACES,
         )
@@ -234,7 +289,8 @@ class Recognizer:
         # Frames are rounded up, so the last may reach past the audio.
         return tuple(replace(word, end=min(word.end, end)) for word in found)
 
-    def _decode_batch(self, pieces: list[_Piece]) -> list[Decoded]:
+    def _collated(self, pieces: list[_Piece]) -> tuple[Batch, list[list[int]]]:
+        """The batch of these pieces on the model's device, and their prompts."""
         examples = [
             Example(
                 id=piece.recording.request.id,
@@ -246,13 +302,8 @@ class Recognizer:
             for piece in pieces
         ]
         batch = collate(examples, eos_id=self.tokenizer.eos_id, pad_id=self.tokenizer.pad_id)
-        prompts = [example.prompt for example in examples]
         device = next(self.model.parameters()).device
-        half = self.config.precision == "bfloat16"
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            return decode(
-                self.model, self.tokenizer, batch.to(device), prompts, self.config, self._lm
-            )
+        return batch.to(device), [example.prompt for example in examples]
 
 
 @dataclass(slots=True)
@@ -265,7 +316,7 @@ class _Piece:
     frames: int
     text: str = ""
     truncated: bool = False
-    words: tuple[Word, ...] = ()
+    words: tuple[Word, ...] | None = ()
     decoded: bool = False
 
 

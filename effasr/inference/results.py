@@ -10,7 +10,7 @@ from effasr.inference.words import Word
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The text of one chunk of a recording.
+    """The text of one chunk of a recording: a stretch in which somebody speaks.
 
     Attributes:
         start: Seconds from the beginning of the recording.
@@ -18,14 +18,33 @@ class Segment:
         text: What was recognised.
         truncated: Whether the decoder was stopped at the longest text allowed: it probably
             repeated itself.
-        words: Its words with their times, if they were asked for and could be found.
+        words: Its words with their times, if they were asked for; None where they could not be
+            found.
     """
 
     start: float
     end: float
     text: str
     truncated: bool = False
-    words: tuple[Word, ...] = ()
+    words: tuple[Word, ...] | None = ()
+
+    def as_row(self) -> dict[str, Any]:
+        """The object of a line of JSON: start, end, text; truncated and words where they are."""
+        row: dict[str, Any] = {
+            "start": round(self.start, 3),
+            "end": round(self.end, 3),
+            "text": self.text,
+        }
+        if self.truncated:
+            row["truncated"] = True
+        if self.words is None:
+            row["words"] = None
+        elif self.words:
+            row["words"] = [
+                {"word": word.text, "start": round(word.start, 3), "end": round(word.end, 3)}
+                for word in self.words
+            ]
+        return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +63,11 @@ class Transcription:
 
     def as_row(self) -> dict[str, Any]:
         """The object of a line of JSON: id, duration, text, segments."""
-        segments = [
-            {"start": round(s.start, 3), "end": round(s.end, 3), "text": s.text}
-            | ({"truncated": True} if s.truncated else {})
-            | ({"words": [_word_row(word) for word in s.words]} if s.words else {})
-            for s in self.segments
-        ]
         return {
             "id": self.id,
             "duration": round(self.duration, 3),
             "text": self.text,
-            "segments": segments,
+            "segments": [segment.as_row() for segment in self.segments],
         }
 
 
@@ -68,10 +81,6 @@ class Failure:
     def as_row(self) -> dict[str, Any]:
         """The object of a line of JSON: id, error."""
         return {"id": self.id, "error": self.reason}
-
-
-def _word_row(word: Word) -> dict[str, Any]:
-    return {"word": word.text, "start": round(word.start, 3), "end": round(word.end, 3)}
 
 
 Result = Transcription | Failure

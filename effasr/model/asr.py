@@ -25,6 +25,7 @@ from effasr.nn.convolution import DepthwiseConv
 from effasr.nn.norms import BatchNorm
 from effasr.nn.participation import with_participants
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
+from effasr.nn.stack import is_empty, pass_by
 from effasr_kernels import PackedSequence, ctc_loss, linear_cross_entropy
 
 # Not the embeddings: the decoder, which ties its own to its output, and the predictors draw them.
@@ -160,6 +161,8 @@ class ASRModel(nn.Module):
             Sums, for the caller to weigh and to divide by the counts of the whole step.
         """
         encoded = self.encode(batch)
+        # Through these, also layers are reached that have parameters only while they compute.
+        passed = [encoded.values]
         cross_entropy = penalty = ctc = transducer = None
         is_speech = batch.source is None
         if self.ctc_head is not None and is_speech:
@@ -179,6 +182,7 @@ class ASRModel(nn.Module):
         if self.decoder is not None:
             sigma = guided_sigma if is_speech else None
             hidden, penalty = self.decode(batch.tokens, encoded, guided_sigma=sigma)
+            passed.append(hidden)
             with ranges.range("cross_entropy"):
                 cross_entropy = linear_cross_entropy(
                     hidden,
@@ -190,11 +194,11 @@ class ASRModel(nn.Module):
         losses = gather_losses(
             batch, cross_entropy=cross_entropy, ctc=ctc, transducer=transducer, penalty=penalty
         )
-        known = batch.frames.known_on_host and batch.tokens.layout.known_on_host
-        is_empty = known and 0 in (batch.frames.total, batch.tokens.layout.total)
         # An operation on nothing may leave its weights out of the graph, but the processes of a
         # group wait for the gradient of every parameter.
-        idle = list(self.parameters() if is_empty else self._idle(is_speech))
+        idle: list[Tensor] = list(self._idle(is_speech))
+        if is_empty(batch.frames, batch.tokens.layout):
+            idle = [*self.parameters(), *passed]
         if idle:
             reached = with_participants(losses.cross_entropy, idle)
             losses = replace(losses, cross_entropy=reached)
@@ -220,13 +224,16 @@ class ASRModel(nn.Module):
                 raise ValueError(
                     "`text_encoder` must be given for text-only batches, but this model has none."
                 )
-            return self.text_encoder(batch.source)
+            return self.text_encoder(batch.source, self.encoder.layers)
         with ranges.range("features"):
             mel = self.features(batch.audio, batch.frames)
             if self.training:
                 mel = mel.with_values(spec_augment(mel, self.config.augment))
         with ranges.range("encoder"):
-            return self.encoder(mel)
+            encoded = self.encoder(mel)
+        if self.text_encoder is None:
+            return encoded
+        return encoded.with_values(pass_by(self.text_encoder.layers, encoded.values))
 
     def decode(
         self,
@@ -250,7 +257,7 @@ class ASRModel(nn.Module):
             ValueError: The model has no decoder, or a transcript is too long for it.
         """
         with ranges.range("decoder"):
-            return self._decoder()(tokens, self._projected(encoded), guided_sigma)
+            return self._decoder()(tokens, self.projected(encoded), guided_sigma)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Score every token from the decoder's hidden states: (..., width) to (..., V)."""
@@ -272,7 +279,7 @@ class ASRModel(nn.Module):
         Raises:
             ValueError: ``max_tokens`` is not in 1 to the decoder's ``max_positions``.
         """
-        return self._decoder().start(self._projected(encoded), max_tokens)
+        return self._decoder().start(self.projected(encoded), max_tokens)
 
     def decode_step(self, tokens: Tensor, state: DecoderState) -> Tensor:
         """Read one more token of each sequence: int64 (N,) to hidden states (N, decoder width).
@@ -287,7 +294,8 @@ class ASRModel(nn.Module):
             raise ValueError("`decoder` must be given for decoding, but this model has none.")
         return self.decoder
 
-    def _projected(self, encoded: PackedSequence) -> PackedSequence:
+    def projected(self, encoded: PackedSequence) -> PackedSequence:
+        """The encoder's output in the width of the decoder, as the decoder takes it."""
         if self.projection is None:
             return encoded
         return encoded.with_values(self.projection(encoded.values))

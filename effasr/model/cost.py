@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 from effasr.data.features import SUBSAMPLING
 from effasr.data.sampling.cost import CostModel
 from effasr.model.asr import ModelConfig
@@ -68,6 +70,51 @@ def text_cost_model(config: ModelConfig, vocab_size: int) -> CostModel | None:
         token_pair=token_pair,
         token_frame=token_frame,
     )
+
+
+def recomputed_costs(
+    config: ModelConfig, vocab_size: int, every: int
+) -> tuple[CostModel, CostModel | None]:
+    """The FLOPs that the backward computes again of an utterance, and of a text pair.
+
+    The last product of a Transformer layer without dropout behind it is not: nothing needs it.
+
+    Args:
+        config: The architecture.
+        vocab_size: V, the tokenizer's.
+        every: Which layers, as in `effasr.nn.stack.recompute_layers`.
+    """
+    encoder, decoder, text = config.encoder, config.decoder, config.text_encoder
+    # Costs grow by as much with each layer more.
+    more = replace(config, encoder=replace(encoder, layers=_more(encoder.layers, every)))
+    unneeded = unneeded_text = 0
+    if decoder is not None:
+        more = replace(more, decoder=replace(decoder, layers=_more(decoder.layers, every)))
+        if not decoder.residual_dropout:
+            layers = _more(decoder.layers, every) - decoder.layers
+            unneeded = layers * 2 * decoder.width * decoder.feed_forward
+    if text is not None:
+        more = replace(more, text_encoder=replace(text, layers=_more(text.layers, every)))
+        if not text.residual_dropout:
+            layers = _more(text.layers, every) - text.layers
+            unneeded_text = layers * 2 * encoder.width * text.feed_forward
+    speech = _difference(cost_model(more, vocab_size), cost_model(config, vocab_size))
+    speech = replace(speech, token=speech.token - unneeded)
+    with_more, once = text_cost_model(more, vocab_size), text_cost_model(config, vocab_size)
+    if with_more is None or once is None:
+        return speech, None
+    pair = _difference(with_more, once)
+    return speech, replace(pair, frame=pair.frame - unneeded_text, token=pair.token - unneeded)
+
+
+def _difference(more: CostModel, less: CostModel) -> CostModel:
+    names = [field.name for field in fields(CostModel)]
+    return CostModel(**{name: getattr(more, name) - getattr(less, name) for name in names})
+
+
+def _more(layers: int, every: int) -> int:
+    """As many layers, and once more those that are recomputed."""
+    return layers + -(-layers // every)
 
 
 def _encoder(config: ModelConfig) -> tuple[int, int]:

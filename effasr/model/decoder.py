@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from effasr import ranges
 from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.attention import CrossAttention, SelfAttention
-from effasr.nn.cache import CrossCache, DecoderState, SelfCache
+from effasr.nn.cache import CacheSizes, DecoderState
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.positions import decoder_sinusoids
-from effasr_kernels import PackedLayout, PackedSequence
+from effasr.nn.stack import Layer, is_empty, is_sharded, layer_forward, pass_by
+from effasr_kernels import PackedLayout, PackedSequence, projected_top_k
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +73,7 @@ class DecoderConfig:
         return self.width // self.heads if self.head_dim is None else self.head_dim
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """Causal self-attention, cross-attention and a feed-forward network, each after a LayerNorm."""
 
     def __init__(self, config: DecoderConfig):
@@ -91,6 +93,7 @@ class DecoderLayer(nn.Module):
             dropout=config.activation_dropout,
         )
 
+    @layer_forward
     def forward(
         self, x: Tensor, layout: PackedLayout, encoded: PackedSequence, sigma: float | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -102,10 +105,11 @@ class DecoderLayer(nn.Module):
         x = x + self._drop(y)
         return x + self._drop(self.mlp(self.final_layernorm(x))), penalty
 
-    def step(self, x: Tensor, self_cache: SelfCache, cross_cache: CrossCache) -> Tensor:
-        """Transform the next row of each sequence: (N, width) to (N, width)."""
-        x = x + self.self_attn.step(self.input_layernorm(x), self_cache)
-        x = x + self.encoder_attn.step(self.post_attention_layernorm(x), cross_cache)
+    def step(self, x: Tensor, state: DecoderState, number: int) -> Tensor:
+        """Transform the next row of each sequence in this layer: (N, width) to (N, width)."""
+        x = x + self.self_attn.step(self.input_layernorm(x), state.self_cache, number)
+        y = self.encoder_attn.step(self.post_attention_layernorm(x), state.cross_cache, number)
+        x = x + y
         return x + self.mlp(self.final_layernorm(x))
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -175,6 +179,9 @@ class Decoder(nn.Module):
                 "utterance."
             )
         x = self._embed(tokens.values, layout.positions())
+        if is_empty(layout, encoded.layout) and is_sharded(self.layers):
+            x = pass_by(self.layers, x)
+            return self.norm(x), None if sigma is None else x.new_zeros(len(x))
         penalties = []
         for number, layer in enumerate(self.layers):
             with ranges.range(f"decoder.{number}"):
@@ -187,8 +194,20 @@ class Decoder(nn.Module):
         """Score every token: (..., width) to (..., V)."""
         return F.linear(hidden, self.output_weight, self.output_bias)
 
+    def likeliest(self, hidden: Tensor, classes: int | None = None) -> Tensor:
+        """Choose the best token of each row: (N, width) to int64 (N,).
+
+        Args:
+            hidden: From `step`.
+            classes: Only the first so many tokens are chosen from; all by default.
+        """
+        _, indices = projected_top_k(
+            hidden, self.output_weight, bias=self.output_bias, classes=classes
+        )
+        return indices[:, 0]
+
     def start(self, encoded: PackedSequence, max_tokens: int) -> DecoderState:
-        """Prepare to decode token by token: keys and values of the speech are computed once.
+        """Prepare to decode all sequences token by token, together.
 
         Args:
             encoded: (T, width).
@@ -197,25 +216,77 @@ class Decoder(nn.Module):
         Raises:
             ValueError: ``max_tokens`` is out of range.
         """
+        layout = encoded.layout
+        state = self.new_state(layout.num_sequences, max_tokens, layout.bound)
+        state.admit_all(layout, self.keys_values(encoded.values))
+        return state
+
+    def new_state(
+        self,
+        sequences: int,
+        max_tokens: int,
+        max_frames: int,
+        *,
+        paged: bool | None = None,
+        pages: tuple[int, int] | None = None,
+    ) -> DecoderState:
+        """Prepare to decode sequences that come and go; see `DecoderState`.
+
+        Args:
+            sequences: The most at a time.
+            max_tokens: Most tokens per sequence, at most ``config.max_positions``.
+            max_frames: Most encoder frames per sequence.
+            paged: By default on a GPU, whose kernels read pages.
+            pages: As there.
+
+        Raises:
+            ValueError: ``max_tokens`` is out of range.
+        """
         positions = self.config.max_positions
         rule = f"be in 1 to max_positions = {positions}"
         check(1 <= max_tokens <= positions, "max_tokens", rule, max_tokens)
-        keys_values = [
-            layer.encoder_attn.keys_values(encoded.values) for layer in self._decoder_layers()
-        ]
-        return DecoderState(keys_values, encoded.layout, max_tokens)
+        weight = self._decoder_layers()[0].encoder_attn.kv_proj.weight
+        kind, dtype = weight.device.type, weight.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        config = self.config
+        sizes = CacheSizes(config.layers, config.heads, config.head_width, dtype, weight.device)
+        paged = kind != "cpu" if paged is None else paged
+        return DecoderState(sizes, sequences, max_tokens, max_frames, paged=paged, pages=pages)
+
+    def keys_values(self, encoded: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Project encoder frames for each layer's attention: (T, width) to (T, H, D) twice."""
+        for layer in self._decoder_layers():
+            yield layer.encoder_attn.keys_values(encoded)
 
     def step(self, tokens: Tensor, state: DecoderState) -> Tensor:
         """Decode one more token of each row of a state: int64 (N,) to hidden states (N, width)."""
         count = state.num_rows
         check(tokens.shape == (count,), "tokens", f"be ({count},)", tuple(tokens.shape))
-        x = self._embed(tokens, torch.full_like(tokens, state.length))
-        for layer, self_cache, cross_cache in zip(
-            self._decoder_layers(), state.self_caches, state.cross_caches, strict=True
-        ):
-            x = layer.step(x, self_cache, cross_cache)
-        state.length += 1
+        state.look()
+        x = self._embed(tokens, state.positions)
+        for number, layer in enumerate(self._decoder_layers()):
+            x = layer.step(x, state, number)
+        state.advance()
         return self.norm(x)
+
+    def cast(self, dtype: torch.dtype) -> Decoder:
+        """A decoder whose matrix products have weights of this dtype, for many steps of autocast.
+
+        It shares all else. Autocast would cast the weights at every step, or, in a CUDA graph,
+        leave the recording with copies that are gone when it is replayed.
+        """
+        with torch.device("meta"):
+            other = Decoder(replace(self.config, tie_embeddings=False), len(self.output_weight))
+        state = self.state_dict() | {"untied_weight": self.output_weight.to(dtype)}
+        if self.output_bias is not None:
+            state["output_bias"] = self.output_bias.to(dtype)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                for part, value in module.named_parameters(name):
+                    state[part] = value.to(dtype)
+        other.load_state_dict(state, assign=True)
+        return other.eval()
 
     def _decoder_layers(self) -> list[DecoderLayer]:
         return cast("list[DecoderLayer]", list(self.layers))

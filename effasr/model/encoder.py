@@ -17,6 +17,7 @@ from effasr.nn.attention import RelativeSelfAttention, SelfAttention
 from effasr.nn.convolution import Convolution
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.positions import relative_sinusoids
+from effasr.nn.stack import Layer, is_empty, is_sharded, layer_forward, pass_by
 from effasr.nn.subsampling import Subsampling
 from effasr_kernels import PackedLayout, PackedSequence, Rotary
 
@@ -114,7 +115,7 @@ class _Context:
     embeddings: Tensor | None
 
 
-class ConformerLayer(nn.Module):
+class ConformerLayer(Layer):
     """Half a feed-forward network, self-attention, convolution, the other half, LayerNorm."""
 
     def __init__(self, config: EncoderConfig):
@@ -133,6 +134,7 @@ class ConformerLayer(nn.Module):
         self.feed_forward2 = _feed_forward(config)
         self.norm_out = nn.LayerNorm(width)
 
+    @layer_forward
     def forward(self, x: Tensor, context: _Context) -> Tensor:
         """Transform (T, width)."""
         x = torch.add(x, self._drop(self.feed_forward1(self.norm_feed_forward1(x))), alpha=0.5)
@@ -184,6 +186,8 @@ class Encoder(nn.Module):
             rows = (mel.slot_positions + embeddings.shape[0] // 2).clamp(max=len(embeddings) - 1)
             x = torch.add(x, embeddings[rows], alpha=self.config.input_positions)
         x = F.dropout(x, self.config.input_dropout, self.training)
+        if is_empty(mel.layout) and is_sharded(self.layers):
+            return PackedSequence(pass_by(self.layers, x), mel.layout)
         context = self._context(mel.layout, embeddings)
         for number, layer in enumerate(self.layers):
             with ranges.range(f"encoder.{number}"):

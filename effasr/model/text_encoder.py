@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.attention import SelfAttention
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.positions import decoder_sinusoids
+from effasr.nn.stack import Layer, is_empty, is_sharded, layer_forward, pass_by
 from effasr_kernels import PackedLayout, PackedSequence
 
 
@@ -56,7 +58,7 @@ class TextEncoderConfig:
         check(width >= 4, "encoder.width", "be at least 4 with a `text_encoder`", width)
 
 
-class TextEncoderLayer(nn.Module):
+class TextEncoderLayer(Layer):
     """Self-attention and a feed-forward network, each after a LayerNorm."""
 
     def __init__(self, config: TextEncoderConfig, width: int):
@@ -75,6 +77,7 @@ class TextEncoderLayer(nn.Module):
             width, config.feed_forward, activation="relu", dropout=config.activation_dropout
         )
 
+    @layer_forward
     def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
         """Transform (T, width)."""
         x = x + self._drop(self.self_attn(self.norm_self_att(x), layout))
@@ -111,12 +114,20 @@ class TextEncoder(nn.Module):
         """Draw the embedding with variance 1 / width."""
         nn.init.normal_(self.embed_tokens.weight, std=self.width**-0.5)
 
-    def forward(self, tokens: PackedSequence) -> PackedSequence:
-        """Encode int64 (T,) into (T, width); rows of the tail are finite, but mean nothing."""
+    def forward(self, tokens: PackedSequence, idle: Iterable[nn.Module] = ()) -> PackedSequence:
+        """Encode int64 (T,) into (T, width); rows of the tail are finite, but mean nothing.
+
+        Args:
+            tokens: The sentences.
+            idle: Layers to pass by first, those of the speech encoder.
+        """
         layout = tokens.layout
         x = self.embed_tokens(tokens.values)
         x = x + decoder_sinusoids(layout.positions(), self.width).to(x.dtype)
         x = F.dropout(self.embedding_layernorm(x), self.config.input_dropout, self.training)
+        x = pass_by(idle, x)
+        if is_empty(layout) and is_sharded(self.layers):
+            return PackedSequence(self.norm(pass_by(self.layers, x)), layout)
         for number, layer in enumerate(self.layers):
             with ranges.range(f"text_encoder.{number}"):
                 x = layer(x, layout)

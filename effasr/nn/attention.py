@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effasr.nn.cache import CrossCache, SelfCache
+from effasr.nn.contiguous_cache import ContiguousCache
+from effasr.nn.paged_cache import PagedCache
 from effasr_kernels import PackedLayout, RelativeBias, Rotary, attention, guided_attention
 
 
@@ -62,20 +62,19 @@ class SelfAttention(nn.Module):
         )
         return self.o_proj(y.flatten(1))
 
-    def step(self, x: Tensor, cache: SelfCache) -> Tensor:
+    def step(self, x: Tensor, cache: ContiguousCache | PagedCache, layer: int) -> Tensor:
         """Attend from one new row per sequence to it and all before it.
 
         Args:
             x: (N, width), the next row of each sequence.
             cache: Keys and values of the rows before; the new ones are added.
+            layer: Whose place in the cache is this module's.
 
         Returns:
             (N, width).
         """
-        q, k, v = self._qkv(x)
-        keys, values = cache.append(k, v)
-        y = F.scaled_dot_product_attention(q[:, :, None], keys, values)
-        return self.o_proj(y.flatten(1))
+        qkv = self.qkv_proj(x).view(-1, 3, self.heads, self.head_dim)
+        return self.o_proj(cache.attend(layer, qkv[:, 0], qkv[:, 1:]).flatten(1))
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.qkv_proj(x).view(-1, 3, self.heads, self.head_dim).unbind(1)
@@ -169,12 +168,9 @@ class CrossAttention(nn.Module):
             penalty = by_head.mean(1)
         return self.o_proj(y.flatten(1)), penalty
 
-    def step(self, x: Tensor, cache: CrossCache) -> Tensor:
-        """Attend from one new row per sequence: (N, width) to (N, width)."""
-        y = attention(
-            self._queries(x), cache.keys, cache.values, cache.layout_step, cache.layout_encoded
-        )
-        return self.o_proj(y.flatten(1))
+    def step(self, x: Tensor, cache: ContiguousCache | PagedCache, layer: int) -> Tensor:
+        """Attend from new rows of sequences to their speech; see `SelfAttention.step`."""
+        return self.o_proj(cache.attend(layer, self._queries(x)).flatten(1))
 
     def _queries(self, x: Tensor) -> Tensor:
         return self.q_proj(x).view(-1, self.heads, self.head_dim)

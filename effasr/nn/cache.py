@@ -1,136 +1,177 @@
-"""Keys and values that a decoder keeps from one token to the next."""
+"""What a decoder carries from one token to the next."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from effasr.nn.contiguous_cache import GROUP, CacheSizes, ContiguousCache
+from effasr.nn.paged_cache import PagedCache, pages_of
 from effasr_kernels import PackedLayout
+
+__all__ = ["GROUP", "KEPT_SHARE", "CacheSizes", "ContiguousCache", "DecoderState", "PagedCache"]
 
 KEPT_SHARE = 7 / 8
 """Finished sequences are worth dropping once no more than this share stays: it is copied."""
 
 
-class SelfCache:
-    """Keys and values of the tokens so far, with room for more.
-
-    All sequences have equally many tokens, so this needs no layout.
-    """
-
-    def __init__(self, room: int):
-        """Start empty.
-
-        Args:
-            room: Most tokens that it can hold.
-        """
-        self.room = room
-        self.length = 0
-        self._held: Tensor | None = None
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Add a token of each sequence.
-
-        Args:
-            k: (N, H, D).
-            v: (N, H, D).
-
-        Returns:
-            All keys and all values so far, (N, H, length, D) each.
-
-        Raises:
-            ValueError: There is no room left.
-        """
-        if self.length == self.room:
-            raise ValueError(
-                f"SelfCache: at most {self.room} tokens can be decoded: raise `max_tokens`."
-            )
-        if self._held is None:
-            count, heads, width = k.shape
-            self._held = k.new_empty(2, count, heads, self.room, width)
-        self._held[0, :, :, self.length] = k
-        self._held[1, :, :, self.length] = v
-        self.length += 1
-        return self._held[:, :, :, : self.length].unbind(0)
-
-    def keep(self, indices: Sequence[int] | Tensor) -> None:
-        """Drop all sequences but these, which take this order; one may come twice.
-
-        Args:
-            indices: Into the sequences; int64 on their device, or on the host.
-        """
-        if self._held is None:
-            return
-        kept = torch.as_tensor(indices, dtype=torch.int64, device=self._held.device)
-        # What has not been written yet need not be copied.
-        used = self._held[:, :, :, : self.length].index_select(1, kept)
-        if len(kept) != self._held.shape[1]:
-            _, _, heads, room, width = self._held.shape
-            self._held = self._held.new_empty(2, len(kept), heads, room, width)
-        self._held[:, :, :, : self.length] = used
-
-
-@dataclass(frozen=True, slots=True)
-class CrossCache:
-    """Keys and values of the encoded speech, for one new token of each hypothesis.
-
-    Attributes:
-        keys: (T, H, D).
-        values: (T, H, D).
-        layout_encoded: Their sequences.
-        layout_step: N sequences, with one row for each of their hypotheses.
-    """
-
-    keys: Tensor
-    values: Tensor
-    layout_encoded: PackedLayout
-    layout_step: PackedLayout
-
-
 class DecoderState:
-    """What a decoder carries from one token to the next, for N sequences in step.
+    """Keys and values of N sequences: of the tokens that each has read, and of its speech.
 
-    Each sequence has one hypothesis, or after `widen` several, which share the keys and values of
-    its speech. The hypotheses of a sequence are neighbours among the rows that a step reads.
+    Sequences may come and go at different times, each at its own position (`admit`, `release`). Or
+    all start together and are searched with several hypotheses (`widen`, `reorder`, `keep`), which
+    share the keys and values of their speech. The hypotheses of a sequence are neighbours among the
+    rows that a step reads.
 
     Attributes:
-        hypotheses: Of each sequence.
-        self_caches: One per layer.
-        cross_caches: One per layer.
-        max_tokens: Most tokens that it can hold.
-        length: Tokens so far, the same for every sequence.
+        hypotheses: K of each sequence.
+        max_tokens: Most tokens that a sequence may have.
+        length: Steps so far; of sequences that started together, their tokens.
+        self_cache: Of the tokens.
+        cross_cache: Of the speech.
     """
 
     def __init__(
         self,
-        keys_values: Sequence[tuple[Tensor, ...]],
-        layout_encoded: PackedLayout,
+        sizes: CacheSizes,
+        sequences: int,
         max_tokens: int,
-    ):
-        """Start before the first token.
+        max_frames: int,
+        *,
+        paged: bool,
+        pages: tuple[int, int] | None = None,
+    ) -> None:
+        """Start with sequences that have no speech and do not go on.
 
         Args:
-            keys_values: Of the encoded speech, for each layer: (T, H, D) each.
-            layout_encoded: Their sequences.
-            max_tokens: Most tokens that will be decoded.
+            sizes: Of the decoder.
+            sequences: N.
+            max_tokens: Most tokens of a sequence.
+            max_frames: Most encoder frames of a sequence.
+            paged: Whether keys and values lie in pages, in shapes that never change; else they lie
+                side by side, and take room as it is needed.
+            pages: For all tokens and for all frames; by default as many as could be needed.
         """
-        self.max_tokens = max_tokens
-        self.length = 0
-        self.hypotheses = 1
-        self.self_caches = [SelfCache(max_tokens) for _ in keys_values]
-        self._set_cross_caches(keys_values, layout_encoded)
+        self.sizes, self.max_tokens = sizes, max_tokens
+        self.hypotheses, self.length, self._together = 1, 0, False
+        self._frames = [0] * sequences
+        self._positions = torch.zeros(sequences, dtype=torch.int64, device=sizes.device)
+        self._going = torch.zeros_like(self._positions)
+        self.self_cache: ContiguousCache | PagedCache
+        self.cross_cache: ContiguousCache | PagedCache
+        if paged:
+            most = pages or [sequences * pages_of(longest) for longest in (max_tokens, max_frames)]
+            self.self_cache = PagedCache(sizes, sequences, max_tokens, most[0])
+            self.cross_cache = PagedCache(sizes, sequences, max_frames, most[1])
+        else:
+            self.self_cache = ContiguousCache(sizes, sequences, ahead=True)
+            self.cross_cache = ContiguousCache(sizes, sequences)
+        self._look_at_speech()
 
     @property
     def num_sequences(self) -> int:
-        """N, the sequences that are still decoded."""
-        return self._layout.num_sequences
+        """N, the sequences that a step reads tokens of."""
+        return len(self._frames)
 
     @property
     def num_rows(self) -> int:
         """Hypotheses of all sequences: what a step reads one token of each for."""
         return self.num_sequences * self.hypotheses
+
+    @property
+    def frames(self) -> int:
+        """Of the speech of all sequences."""
+        return sum(self._frames)
+
+    @property
+    def paged(self) -> bool:
+        """Whether keys and values lie in pages."""
+        return isinstance(self.self_cache, PagedCache)
+
+    @property
+    def positions(self) -> Tensor:
+        """Tokens that each row has read: int64 (N K,), on the device."""
+        return self._positions[: self.num_rows]
+
+    @property
+    def going(self) -> Tensor:
+        """int64 (N K,), 1 for rows that are decoded, 0 for those which stay where they are."""
+        return self._going[: self.num_rows]
+
+    def fits(self, tokens: Sequence[int], frames: Sequence[int], *, empty: bool = False) -> bool:
+        """Whether there are pages for these more sequences, or would be if there were no others."""
+        return all(
+            sum(map(pages_of, lengths)) <= (cache.most if empty else cache.free)
+            for cache, lengths in ((self.self_cache, tokens), (self.cross_cache, frames))
+            if isinstance(cache, PagedCache)
+        )
+
+    def admit(
+        self,
+        rows: Sequence[int],
+        frames: Sequence[int],
+        tokens: Sequence[int],
+        keys_values: Iterable[tuple[Tensor, ...]],
+    ) -> None:
+        """Let sequences begin, in place of what these rows had.
+
+        Args:
+            rows: Where each goes.
+            frames: Of the speech of each.
+            tokens: The most that each will read.
+            keys_values: Of the speech, for each layer, packed: (sum of the frames, H, D) each.
+        """
+        if isinstance(self.self_cache, PagedCache):
+            self.self_cache.take(rows, tokens)
+        if isinstance(self.cross_cache, PagedCache):
+            self.cross_cache.take(rows, frames)
+        self.cross_cache.load(rows, frames, keys_values)
+        for row, length in zip(rows, frames, strict=True):
+            self._frames[row] = length
+        self._look_at_speech()
+        self._set(rows, going=1)
+
+    def admit_all(self, layout: PackedLayout, keys_values: Iterable[tuple[Tensor, ...]]) -> None:
+        """Let all sequences begin together, with the speech of this layout."""
+        every = range(self.num_sequences)
+        self.admit(every, layout.lengths, [self.max_tokens] * len(every), keys_values)
+        self._together = True
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Let these rows stay where they are, without tokens or speech, and give back pages."""
+        for cache in (self.self_cache, self.cross_cache):
+            if isinstance(cache, PagedCache):
+                cache.release(rows)
+        for row in rows:
+            self._frames[row] = 0
+        self._look_at_speech()
+        self._set(rows, going=0)
+
+    def look(self) -> None:
+        """Prepare the step that reads one more token of each row.
+
+        Raises:
+            ValueError: There is no room left.
+        """
+        if self._together and self.length == self.max_tokens:
+            raise ValueError(
+                f"DecoderState: at most {self.max_tokens} tokens can be decoded: raise "
+                "`max_tokens`."
+            )
+        seen = self.positions + 1
+        if isinstance(self.self_cache, PagedCache):
+            self.self_cache.lengths.copy_(seen)
+        else:
+            self.self_cache.look(seen.tolist(), grouped=False)
+
+    def advance(self) -> None:
+        """Count the tokens that a step has read."""
+        # One that is read after the last, while nobody has looked yet, takes the last place.
+        moved = self.positions + self.going
+        self.positions.copy_(moved.clamp_(max=self.max_tokens - 1 + self._together))
+        self.length += 1
 
     def widen(self, hypotheses: int) -> None:
         """Give each sequence this many hypotheses, copies of the only one that it has."""
@@ -139,45 +180,70 @@ class DecoderState:
                 f"`hypotheses` must be 1 before a state is widened, but is {self.hypotheses}."
             )
         self.hypotheses = hypotheses
-        self.reorder(torch.arange(self.num_sequences).repeat_interleave(hypotheses))
-        kept = [(cache.keys, cache.values) for cache in self.cross_caches]
-        self._set_cross_caches(kept, self._layout)
+        if isinstance(self.self_cache, PagedCache):
+            self.self_cache = self.self_cache.widened(hypotheses, self.length)
+        else:
+            rows = torch.arange(self.num_sequences, device=self.sizes.device)
+            self.self_cache.reorder(rows.repeat_interleave(hypotheses))
+        self._positions = self._positions.repeat_interleave(hypotheses)
+        self._going = self._going.repeat_interleave(hypotheses)
 
     def reorder(self, rows: Tensor) -> None:
         """Let each hypothesis go on from what another of its sequence has read.
 
         Args:
-            rows: int64 (``num_rows``,), the row of that other.
+            rows: int64 (``num_rows``,), the row of that other, of a state that started together.
         """
-        for cache in self.self_caches:
-            cache.keep(rows)
+        if isinstance(self.self_cache, PagedCache):
+            self.self_cache.reorder(rows, self.length)
+        else:
+            self.self_cache.reorder(rows)
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Drop all sequences but these, which take this order; one may come twice.
+        """Drop all sequences but these, which take this order.
 
         Args:
-            indices: Into the sequences that are left now, on the host. All hypotheses of a sequence
-                go with it.
+            indices: Into the sequences that are left now, on the host, each at least the number of
+                its new place: those before it make room. All hypotheses of a sequence go with it.
+
+        Raises:
+            ValueError: A sequence would move back.
         """
-        rows, layout = _keep_rows(self._layout, indices)
-        kept = [(cache.keys[rows], cache.values[rows]) for cache in self.cross_caches]
-        self._set_cross_caches(kept, layout)
+        wrong = next((place for place, index in enumerate(indices) if index < place), None)
+        if wrong is not None:
+            raise ValueError(
+                f"`indices` must not be less than the places they get, but {indices[wrong]} gets "
+                f"{wrong}."
+            )
         width = self.hypotheses
-        self.reorder(
-            torch.tensor([n * width + k for n in indices for k in range(width)], dtype=torch.int64)
-        )
+        rows = [index * width + k for index in indices for k in range(width)]
+        self.self_cache.keep(rows)
+        self.cross_cache.keep(indices)
+        index = self.sizes.integers(rows)
+        self._positions[: len(rows)] = self._positions[index]
+        self._going[: len(rows)] = self._going[index]
+        self._frames = [self._frames[sequence] for sequence in indices]
+        self._look_at_speech()
 
-    def _set_cross_caches(
-        self, keys_values: Sequence[tuple[Tensor, ...]], layout: PackedLayout
-    ) -> None:
-        step = PackedLayout.from_lengths([self.hypotheses] * layout.num_sequences, layout.device)
-        self._layout = layout
-        self.cross_caches = [CrossCache(k, v, layout, step) for k, v in keys_values]
+    def extend(self, sequences: int) -> None:
+        """Read so many rows again after `keep`; those that are back have nothing yet.
 
+        Args:
+            sequences: At most their number at the beginning; not for pages.
+        """
+        added = range(self.num_sequences, sequences)
+        self._frames += [0] * len(added)
+        for cache in (self.self_cache, self.cross_cache):
+            assert isinstance(cache, ContiguousCache)
+            cache.rows = sequences
+        self._look_at_speech()
+        self._set(added, going=0)
 
-def _keep_rows(layout: PackedLayout, indices: Sequence[int]) -> tuple[Tensor, PackedLayout]:
-    """The rows of these sequences, int64, and the layout that they have afterwards."""
-    starts, lengths = layout.cu_seqlens_host, layout.lengths
-    rows = [torch.arange(starts[n], starts[n] + lengths[n]) for n in indices]
-    kept = PackedLayout.from_lengths([lengths[n] for n in indices], layout.device)
-    return torch.cat([torch.arange(0), *rows]).to(layout.device), kept
+    def _set(self, rows: Sequence[int], *, going: int) -> None:
+        index = self.sizes.integers(rows)
+        self._positions.index_fill_(0, index, 0)
+        self._going.index_fill_(0, index, going)
+
+    def _look_at_speech(self) -> None:
+        if isinstance(self.cross_cache, ContiguousCache):
+            self.cross_cache.look(self._frames)

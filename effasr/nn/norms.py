@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from effasr.nn.stack import is_recomputing
 from effasr_kernels import PackedLayout
 
 
@@ -18,7 +19,8 @@ class BatchNorm(nn.Module):
 
     Statistics and sums are float32 (float64 for float64), whatever the dtype of the rows. The
     parameters, the buffers and their meaning are those of the torch module, so a ``state_dict`` of
-    one fits the other. Each process has its own statistics.
+    one fits the other. Each process has its own statistics; a forward that is computed again in the
+    backward (`effasr.nn.stack`) does not count again.
 
     Padded trainers count their padding in these statistics; this one counts real rows only.
     """
@@ -75,7 +77,9 @@ class BatchNorm(nn.Module):
             return self._with_running_statistics(x)
         count = layout.cu_seqlens[-1].to(_wide(x).dtype)
         mean, variance = _statistics(x, mask, count) if statistics is None else statistics
-        self._update(mean, variance, count)
+        # The compiler leaves the update out by itself where it computes again.
+        if torch.compiler.is_compiling() or not is_recomputing():
+            self._update(mean, variance, count)
         return _Normalise.apply(  # type: ignore[return-value]
             x, self.weight, self.bias, mask, count, mean, (variance + self.eps).rsqrt()
         )

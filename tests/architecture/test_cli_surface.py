@@ -13,6 +13,7 @@ DECODING = [
     "--ctc-weight W",
     "--lm FILE",
     "--lm-weight W",
+    "--gap S",
     "--frame-budget N",
 ]
 SURFACE = {
@@ -42,11 +43,12 @@ SURFACE = {
     "transcribe": [
         *RUN, "FILE...", "--manifest MANIFEST", "--language LANG", "--target-language LANG",
         "--punctuation --no-punctuation", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
-        "--output FOLDER", "--continue", *DECODING,
+        "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
+        "--encoding {s16le,f32le}", "--latency S", *DECODING,
     ],
     "import": ["HF_DIR", "OUT"],
     "export": [
-        "RUN_OR_MODEL", "HF_DIR", "--averaged N", "--license LICENCE", "--author NAME",
+        "RUN_OR_MODEL", "HF_DIR", "--format {huggingface,onnx}", "--averaged N", "--license LICENCE", "--author NAME",
     ],
     "doctor": [],
 }  # fmt: skip

@@ -130,6 +130,7 @@ def model(workplace, tmp_path) -> Path:
     """A model directory that belongs to no run."""
     folder = tmp_path / "model"
     shutil.copytree(resolve(workplace.run), folder)
+    shutil.rmtree(folder / "training")
     for name in ("training.pt", "manifest.json"):
         (folder / name).unlink()
     return folder

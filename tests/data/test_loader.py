@@ -16,7 +16,7 @@ import torch
 from effasr.data.audio import AudioError
 from effasr.data.batch import Batch
 from effasr.data.config import DataConfig
-from effasr.data.loader import Corpus, Loader, Step
+from effasr.data.loader import Corpus, Loader, Step, Turn
 from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer
 
 
@@ -90,6 +90,28 @@ def test_an_epoch_holds_each_planned_utterance_once(make: Callable[..., Loader])
     ids = [name for step in steps for batch in step.batches for name in batch.ids]
     assert len(ids) == len(set(ids)) == 40 - len(loader.plan(0).deferred)
     assert steps[-1].next_position == (1, 0)
+
+
+def test_parts_of_steps_can_be_asked_for_in_any_order(make: Callable[..., Loader]) -> None:
+    """As learners do that take what comes next."""
+    whole = take(make(), 3)
+    loader = make(world_size=2, workers=1)
+    assert whole[0].epoch != whole[2].epoch
+    turns = [
+        Turn(whole[n].epoch, whole[n].step, rank, number=2 * n + rank)
+        for n in (2, 0, 1)
+        for rank in (1, 0)
+    ]
+    with closing(loader.take([*turns, *turns])) as steps:
+        parts = [next(steps) for _ in turns]
+    assert [part.number for part in parts] == [5, 4, 1, 0, 3, 2]
+    for turn, part in zip(turns, parts, strict=True):
+        assert part.places == range(turn.rank, 4, 2)
+        expected = [whole[turn.number // 2].batches[place] for place in part.places]
+        at_once = loader.load(turn)
+        for batches in (part.batches, at_once.batches):
+            assert [batch.ids for batch in batches] == [batch.ids for batch in expected]
+        assert (at_once.number, at_once.step) == (turn.number, turn.step)
 
 
 def test_ranks_that_cannot_share_evenly_get_empty_micro_batches(

@@ -14,8 +14,9 @@ from effasr.inference.greedy import attention_greedy, decode
 from effasr.inference.language_model import TokenNgrams
 from effasr.inference.recognizer import Recognizer
 from effasr.model.asr import ASRModel, ModelConfig
-from effasr.model.decoder import DecoderConfig
+from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import EncoderConfig
+from effasr.nn.cache import PagedCache
 from effasr_kernels import pack
 
 SECONDS = (0.3, 2.1, 0.7, 3.3, 1.2, 0.08, 2.6)
@@ -241,14 +242,19 @@ def test_utterances_leave_when_they_are_done(examples, model, tokenizer, monkeyp
     assert len(rows) < alone
 
 
-@torch.no_grad()
-def test_hypotheses_share_the_keys_of_their_speech(examples, model, tokenizer) -> None:
-    state = model.start_decoding(model.encode(_batch(examples, tokenizer)), 8)
-    before = [(cache.keys.data_ptr(), len(cache.keys)) for cache in state.cross_caches]
-    model.decode_step(torch.full((len(examples),), 2), state)
-    state.widen(5)
-    assert state.num_rows == 5 * len(examples)
-    assert [(cache.keys.data_ptr(), len(cache.keys)) for cache in state.cross_caches] == before
+@pytest.mark.parametrize("options", [{"beam": 4}, {"beam": 3, "ctc_weight": 0.3}])
+def test_pages_change_nothing(options, examples, model, tokenizer, monkeypatch) -> None:
+    expected = _decode(examples, model, tokenizer, **options)
+    new_state, kinds = Decoder.new_state, []
+
+    def paged(*arguments, **others):
+        state = new_state(*arguments, **{**others, "paged": True})
+        kinds.append(type(state.self_cache))
+        return state
+
+    monkeypatch.setattr(Decoder, "new_state", paged)
+    assert _decode(examples, model, tokenizer, **options) == expected
+    assert kinds == [PagedCache]
 
 
 def test_nothing_to_decode(examples, model, tokenizer) -> None:

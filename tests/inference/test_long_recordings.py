@@ -15,9 +15,9 @@ import soundfile
 
 from effasr.checkpoint import save_model
 from effasr.data.audio import AudioError, read_audio
-from effasr.inference import recognizer as recognizer_module
 from effasr.inference.audio_stream import AudioStream, open_stream
 from effasr.inference.chunking import cut_at_pauses, split_at_pauses
+from effasr.inference.continuous import ContinuousSearch
 from effasr.inference.decoding_config import DecodingConfig
 from effasr.inference.results import Failure, Transcription
 from effasr.inference.transcribe import Waveform, transcribe
@@ -135,16 +135,19 @@ def test_no_more_is_read_than_is_decoded_soon(model, tokenizer, noise, monkeypat
 
     stream = AudioStream(blocks(), 100 * len(block))
     monkeypatch.setattr("effasr.inference.transcribe.open_stream", lambda *_, **__: stream)
-    decode = recognizer_module.decode
-
-    def watched(*arguments):
-        results = decode(*arguments)
-        behind.append(len(read) - sum(decoded))
-        decoded.append(len(results))
-        return results
-
     decoded: list[int] = []
-    monkeypatch.setattr(recognizer_module, "decode", watched)
+
+    def watched(method):
+        def watch(*arguments):
+            found = list(method(*arguments))
+            behind.append(len(read) - sum(decoded))
+            decoded.append(len(found))
+            return iter(found)
+
+        return watch
+
+    for name in ("feed", "finish"):
+        monkeypatch.setattr(ContinuousSearch, name, watched(getattr(ContinuousSearch, name)))
     (result,) = transcribe(model, tokenizer, ["long.wav"], config=SHORT)
     assert isinstance(result, Transcription)
     assert sum(decoded) == len(result.segments) >= 100

@@ -57,5 +57,27 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="none, basic, whisper_english, but is 'chime'"):
+    with pytest.raises(
+        ValueError, match="basic, whisper_english, open_asr_leaderboard_v1, but is 'chime'"
+    ):
         get_normalizer("chime")
+
+
+def test_the_leaderboards_first_is_that_of_transformers() -> None:
+    """transformers has it, but brings no table of spellings: the same as Whisper's is given."""
+    whisper = pytest.importorskip("whisper_normalizer.english")
+    theirs = pytest.importorskip("transformers.models.whisper.english_normalizer")
+    mapping = whisper.EnglishSpellingNormalizer().mapping
+    expected = theirs.EnglishTextNormalizer(mapping)
+    ours, plain = get_normalizer("open_asr_leaderboard_v1"), get_normalizer("whisper_english")
+    texts = [
+        "I kinda dunno 'cause it's sorta late, Mr. Smith!",
+        "Uh, we won't pay $20 million and seven cents [laughs] (coughs)",
+        "The colour of two hundred and five centres; twenty-first of May, 1,234.5 %",
+        "<unk> they'd been gonna y'all o'clock A.B.C. naïve Straße",
+        "one oh one double seven point five",
+        "",
+    ]
+    assert [ours(text) for text in texts] == [expected(text) for text in texts]
+    assert ours(texts[0]) != plain(texts[0])
+    assert [ours(text) for text in texts[1:]] == [plain(text) for text in texts[1:]]

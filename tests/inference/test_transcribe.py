@@ -9,12 +9,15 @@ import soxr
 import torch
 
 from effasr.data.prompt import Prompt
-from effasr.inference import recognizer as recognizer_module
 from effasr.inference.decoding_config import DecodingConfig
+from effasr.inference.engine import Engine
 from effasr.inference.recognizer import Recognizer, Request
 from effasr.inference.results import Failure, Transcription
 from effasr.inference.transcribe import Waveform, render, transcribe
 from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.decoder import Decoder
+from effasr.nn.cache import GROUP, DecoderState
+from effasr.nn.feed_forward import FeedForward
 
 RATE = 16_000
 SECONDS = (0.3, 5.1, 0.7, 3.3, 1.2, 2.6, 0.9, 4.0)
@@ -206,51 +209,104 @@ def test_the_speed_counts_loading(model, tokenizer, waveforms, monkeypatch) -> N
     assert run.rtfx == pytest.approx((5.1 + 3.3) / 4.0, abs=1e-3)
 
 
+@pytest.mark.parametrize("options", [{}, {"frame_budget": 60}, {"max_sequences": 3}])
+def test_pages_change_nothing(options, model, tokenizer, waveforms, monkeypatch) -> None:
+    expected = _texts(model, tokenizer, waveforms, **options)
+    new_state, rows = Decoder.new_state, []
+
+    def paged(decoder, *arguments, **others):
+        state = new_state(decoder, *arguments, **{**others, "paged": True})
+        rows.append(state.num_rows)
+        return state
+
+    monkeypatch.setattr(Decoder, "new_state", paged)
+    assert _texts(model, tokenizer, waveforms, **options) == expected
+    assert len(rows) == 1
+
+
 @pytest.fixture
 def small_memory(monkeypatch):
     """Returns a setter of how many utterances a batch may have before memory runs out."""
-    decode, batches = recognizer_module.decode, []
+    encode, batches = ASRModel.encode, []
 
     def limit(most: int) -> list[int]:
-        def limited(model, tokenizer, batch, prompts, config, lm):
-            if len(prompts) > most:
+        def limited(model, batch):
+            if len(batch.ids) > most:
                 raise torch.OutOfMemoryError
-            batches.append(len(prompts))
-            return decode(model, tokenizer, batch, prompts, config, lm)
+            batches.append(len(batch.ids))
+            return encode(model, batch)
 
-        monkeypatch.setattr(recognizer_module, "decode", limited)
+        monkeypatch.setattr(ASRModel, "encode", limited)
         return batches
 
     return limit
 
 
+@pytest.mark.parametrize("method", ["attention", "ctc"])
 def test_a_batch_too_big_for_the_memory_is_halved(
-    model, tokenizer, waveforms, small_memory
+    method, model, tokenizer, waveforms, small_memory
 ) -> None:
-    expected = _texts(model, tokenizer, waveforms)
+    expected = _texts(model, tokenizer, waveforms, method=method)
     batches = small_memory(2)
-    assert _texts(model, tokenizer, waveforms) == expected
+    assert _texts(model, tokenizer, waveforms, method=method) == expected
     assert batches == [2, 2, 2, 2]
 
 
+@pytest.mark.parametrize("method", ["attention", "ctc"])
 def test_a_chunk_too_big_for_the_memory_is_reported(
-    model, tokenizer, waveforms, small_memory
+    method, model, tokenizer, waveforms, small_memory
 ) -> None:
     small_memory(0)
-    (result,) = transcribe(model, tokenizer, waveforms[:1])
+    config = DecodingConfig(method=method)
+    (result,) = transcribe(model, tokenizer, waveforms[:1], config=config)
     assert isinstance(result, Failure)
     assert "lower `chunk_seconds`" in result.reason
 
 
-def test_an_error_of_ours_is_not_taken_for_a_bad_file(
+def test_what_is_in_the_slots_when_memory_runs_out_is_decoded_again(
     model, tokenizer, waveforms, monkeypatch
+) -> None:
+    config = {"frame_budget": 60}
+    expected = _texts(model, tokenizer, waveforms, **config)
+    admit, calls, failed = DecoderState.admit, [], []
+
+    def limited(state, rows, *others):
+        calls.append(len(rows))
+        if len(calls) > 2 and int(state.going.sum()) + len(rows) > 1:
+            failed.append(int(state.going.sum()))
+            raise torch.OutOfMemoryError
+        admit(state, rows, *others)
+
+    monkeypatch.setattr(DecoderState, "admit", limited)
+    assert _texts(model, tokenizer, waveforms, **config) == expected
+    assert failed[0] > 0, "the test needs an utterance in a slot when it happens"
+
+
+def test_slots_that_exceed_the_memory_are_halved(model, tokenizer, waveforms, monkeypatch) -> None:
+    expected = _texts(model, tokenizer, waveforms)
+    begin, slots = Engine.__init__, []
+
+    def limited(engine, *arguments, **options):
+        slots.append(options["slots"])
+        if slots[-1] > 2:
+            raise torch.OutOfMemoryError
+        begin(engine, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "__init__", limited)
+    assert _texts(model, tokenizer, waveforms) == expected
+    assert slots == [32, 16, 8, 4, 2]
+
+
+@pytest.mark.parametrize("method", ["attention", "ctc"])
+def test_an_error_of_ours_is_not_taken_for_a_bad_file(
+    method, model, tokenizer, waveforms, monkeypatch
 ) -> None:
     def broken(*args):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(recognizer_module, "decode", broken)
+    monkeypatch.setattr(ASRModel, "encode", broken)
     with pytest.raises(RuntimeError, match="a bug"):
-        list(transcribe(model, tokenizer, waveforms))
+        list(transcribe(model, tokenizer, waveforms, config=DecodingConfig(method=method)))
 
 
 def test_the_mode_of_each_module_is_left_as_it_was(model, tokenizer, waveforms) -> None:
@@ -271,16 +327,20 @@ def test_the_mode_of_each_module_is_left_as_it_was(model, tokenizer, waveforms) 
         model.eval()
 
 
-def test_bfloat16_computes_in_bfloat16(model, tokenizer, waveforms) -> None:
-    seen = []
-    hook = model.decoder.layers[0].mlp.register_forward_hook(
-        lambda _, __, out: seen.append(out.dtype)
-    )
+def test_bfloat16_computes_in_bfloat16(model, tokenizer, waveforms, monkeypatch) -> None:
+    forward, seen = FeedForward.forward, []
+
+    def watched(module, x):
+        y = forward(module, x)
+        seen.append((len(x), y.dtype))
+        return y
+
+    monkeypatch.setattr(FeedForward, "forward", watched)
     config = DecodingConfig(precision="bfloat16")
     (result,) = transcribe(model, tokenizer, waveforms[:1], config=config)
-    hook.remove()
     assert isinstance(result, Transcription)
-    assert set(seen) == {torch.bfloat16}
+    assert {dtype for _, dtype in seen} == {torch.bfloat16}
+    assert GROUP in {rows for rows, _ in seen}, "the decoder's steps must be among them"
 
 
 def test_a_model_without_a_decoder_uses_ctc(model, tokenizer, waveforms) -> None:

@@ -55,27 +55,66 @@ def decode(tokens: list[int]) -> str:
     return "".join(PIECES[token] for token in tokens).strip()
 
 
+ALL_SPEECH = np.ones(2000, dtype=bool)
+
+
 def test_tokens_become_words() -> None:
     spans = [(0, 1), (3, 4), (6, 8), (9, 10)]
-    words = words_of([1, 2, 3, 4], spans, decode, frame_seconds=0.08, offset=10.0)
+    words = words_of(
+        [1, 2, 3, 4], spans, decode, frame_seconds=0.08, speech=ALL_SPEECH, offset=10.0
+    )
     assert [word.text for word in words] == ["one", "two", "three", "four"]
-    assert (words[0].start, words[0].end) == (10.0, 10.08)
-    assert (words[1].start, words[1].end) == pytest.approx((10.24, 10.64))
+    # Without pauses a word begins a frame before the centre of its first one, and then ends the
+    # word before.
+    assert (words[0].start, words[0].end) == pytest.approx((10.0, 10.16))
+    assert (words[1].start, words[1].end) == pytest.approx((10.16, 10.64))
     # A token of two words gives both its time.
-    assert words[2].start == words[3].start == pytest.approx(10.72)
+    assert words[2].start == words[3].start == pytest.approx(10.64)
+    # The last one does not go on for ever.
+    assert words[3].end == pytest.approx(10.0 + 9.5 * 0.08 + 0.6)
+
+
+def test_pauses_tell_when_words_begin_and_end() -> None:
+    spans = [(5, 6), (15, 16), (20, 21)]
+    speech = np.zeros(250, dtype=bool)
+    speech[22:60] = speech[95:200] = True
+    words = words_of([1, 1, 1], spans, decode, frame_seconds=0.08, speech=speech)
+    first, second, third = ((word.start, word.end) for word in words)
+    assert first == pytest.approx((0.22, 0.60))
+    # Both words behind a pause came 0.18 and 0.25 s after they began: so did the third.
+    assert second == pytest.approx((0.95, 1.6 - 0.215))
+    assert third == pytest.approx((1.6 - 0.215, 2.0))
+    # A closure is no pause.
+    speech[50:58] = False
+    assert words_of([1], [(5, 6)], decode, frame_seconds=0.08, speech=speech)[0].end == 0.6
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_words_are_in_order_and_have_a_duration(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    cuts = np.sort(draw.choice(60, size=12, replace=False))
+    spans = [(int(a), int(b)) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
+    speech = np.repeat(draw.random(100) < 0.6, 7)
+    words = words_of([1] * 6, spans, decode, frame_seconds=0.08, speech=speech)
+    times = [time for word in words for time in (word.start, word.end)]
+    assert times == sorted(times)
+    assert times[0] >= 0
+    assert all(word.start < word.end for word in words)
 
 
 def test_tokens_without_text_belong_to_the_word_before() -> None:
-    words = words_of([5, 1, 5], [(0, 1), (2, 3), (4, 5)], decode, frame_seconds=1.0)
-    assert words == [Word("one", 2.0, 5.0)]
-    assert words_of([5], [(0, 1)], decode, frame_seconds=1.0) == []
-    assert words_of([], [], decode, frame_seconds=1.0) == []
+    spans = [(0, 1), (2, 3), (4, 5)]
+    words = words_of([5, 1, 5], spans, decode, frame_seconds=1.0, speech=ALL_SPEECH)
+    assert words == [Word("one", 1.0, 5.1)]
+    for tokens in ([5], []):
+        found = words_of(tokens, spans[: len(tokens)], decode, frame_seconds=1.0, speech=ALL_SPEECH)
+        assert found == []
 
 
 def test_characters_are_the_words_of_languages_without_spaces() -> None:
     words = words_of(
         [7, 8], [(0, 1), (2, 4)], lambda t: "".join({7: "你好", 8: "吗"}[x] for x in t),
-        frame_seconds=0.1, spaces=False,
+        frame_seconds=0.1, speech=ALL_SPEECH, spaces=False,
     )  # fmt: skip
     assert [word.text for word in words] == ["你", "好", "吗"]
 

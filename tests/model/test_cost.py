@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr.data.batch import Batch, Example
+from effasr.data.batch import Batch, Example, StaticShape
 from effasr.data.sampling.cost import CANARY_180M_FLASH
+from effasr.data.text_batch import TextExample, collate_text
 from effasr.model.asr import ASRModel, ModelConfig
-from effasr.model.cost import cost_model
+from effasr.model.cost import cost_model, recomputed_costs
 from effasr.model.presets import PRESET_VOCABULARIES, PRESETS
+from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
+from effasr.nn.stack import recompute_layers
 
 VOCABULARY = 40
 STATELESS = TransducerConfig(predictor="stateless", width=12, joint=10)
@@ -75,3 +78,33 @@ def test_the_default_of_planning_is_the_preset() -> None:
 def test_a_vocabulary_is_needed(tiny_config: ModelConfig) -> None:
     with pytest.raises(ValueError, match="`vocab_size` must be at least 1, but is 0"):
         cost_model(tiny_config, 0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_is_computed_again_is_what_torch_counts(
+    every: int,
+    dropout: float,
+    tiny_config: ModelConfig,
+    examples: Sequence[Example],
+    make_batch: Callable[..., Batch],
+) -> None:
+    rotary = dataclasses.replace(tiny_config.encoder, position="rotary", layers=3)
+    decoder = dataclasses.replace(tiny_config.decoder, residual_dropout=dropout)
+    text = TextEncoderConfig(layers=3, heads=4, feed_forward=40, residual_dropout=dropout)
+    config = dataclasses.replace(tiny_config, encoder=rotary, decoder=decoder, text_encoder=text)
+    shape = StaticShape(9, 10, 1)
+    pair = collate_text([TextExample("pair", [4] * 9, [7], [8] * 9)], shape, eos_id=3, pad_id=2)
+    for batch in (make_batch(examples[:1]), pair):
+        model = ASRModel(config, VOCABULARY)
+        counted = []
+        for _ in range(2):
+            with FlopCounterMode(display=False) as counter:
+                model(batch).cross_entropy.backward()
+            counted.append(counter.get_total_flops())
+            recompute_layers(model, every)
+        speech, text_pair = recomputed_costs(config, VOCABULARY, every)
+        cost = speech if batch.source is None else text_pair
+        assert cost is not None
+        lengths = np.array([batch.frames.total]), np.array([batch.tokens.layout.total])
+        assert counted[1] - counted[0] == cost.of(*lengths)[0]

@@ -1,75 +1,209 @@
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from effasr.nn.cache import DecoderState, SelfCache
+from effasr.nn.cache import CacheSizes, ContiguousCache, DecoderState, PagedCache
+from effasr.nn.paged_cache import PAGE
 from effasr_kernels import PackedLayout
 
-
-def test_a_self_cache_returns_all_tokens_so_far() -> None:
-    cache = SelfCache(room=2)
-    first, second = torch.randn(2, 3, 4, 5).unbind(0)
-    keys, values = cache.append(first, -first)
-    assert torch.equal(keys, first[:, :, None])
-    keys, values = cache.append(second, -second)
-    assert torch.equal(keys, torch.stack([first, second], dim=2))
-    assert torch.equal(values, -keys)
-    with pytest.raises(ValueError, match=r"at most 2 tokens.*raise `max_tokens`"):
-        cache.append(first, first)
+LAYERS, HEADS, WIDTH = 2, 3, 8
+SIZES = CacheSizes(LAYERS, HEADS, WIDTH, torch.float64, torch.device("cpu"))
+KINDS = pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 
 
-def test_keeping_sequences_compacts_every_cache() -> None:
-    lengths = [2, 0, 3, 1]
-    k, v = torch.randn(2, 7, 1, 4).unbind(0)
-    state = DecoderState([(k[:6], v[:6])], PackedLayout.from_lengths(lengths), max_tokens=3)
-    new = torch.randn(4, 1, 4)
-    state.self_caches[0].append(new, new)
-
-    state.keep([3, 0, 0])
-    assert state.num_sequences == 3
-    cross = state.cross_caches[0]
-    assert cross.layout_encoded.lengths == (1, 2, 2)
-    assert cross.layout_step.lengths == (1, 1, 1)
-    assert torch.equal(cross.keys, k[[5, 0, 1, 0, 1]])
-    assert torch.equal(cross.values, v[[5, 0, 1, 0, 1]])
-    keys, _ = state.self_caches[0].append(new[:3], new[:3])
-    assert torch.equal(keys[:, :, 0], new[[3, 0, 0]])
-
-    state.keep([])
-    assert state.num_sequences == 0
-    assert state.cross_caches[0].keys.shape == (0, 1, 4)
+def _draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_tail_is_dropped_with_the_first_choice() -> None:
-    layout = PackedLayout.from_lengths([2, 1], rows=6)
-    k = torch.randn(6, 1, 4)
-    state = DecoderState([(k, k)], layout, max_tokens=1)
-    state.keep(range(2))
-    assert torch.equal(state.cross_caches[0].keys, k[:3])
+def _speech(lengths, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of packed sequences, layer by layer."""
+    for layer in range(LAYERS):
+        both = _draw(2, sum(lengths), HEADS, WIDTH, seed=100 * seed + layer)
+        yield both[0], both[1]
 
 
-def test_hypotheses_share_the_speech_and_go_on_from_each_other() -> None:
-    k, v = torch.randn(2, 5, 1, 4).unbind(0)
-    state = DecoderState([(k, v)], PackedLayout.from_lengths([2, 3]), max_tokens=3)
-    first = torch.randn(2, 1, 4)
-    state.self_caches[0].append(first, -first)
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """One query, (H, D), to keys and values (L, H, D)."""
+    weights = (torch.einsum("hd,lhd->hl", q, k) * WIDTH**-0.5).softmax(-1)
+    return torch.einsum("hl,lhd->hd", weights, v)
 
+
+class _Tokens:
+    """Keys and values that rows are given step by step, kept in lists."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+        self._seed = 1000
+
+    def step(self, state: DecoderState) -> None:
+        """Give each row a token, and compare what it then attends to."""
+        count = state.num_rows
+        self._seed += 1
+        state.look()
+        for layer in range(LAYERS):
+            q = _draw(count, HEADS, WIDTH, seed=self._seed)
+            new = _draw(count, 2, HEADS, WIDTH, seed=self._seed + 10_000 * (layer + 1))
+            found = state.self_cache.attend(layer, q, new)
+            for row in range(count):
+                held = self.rows[row]
+                if layer == 0:
+                    held.append(torch.stack([new[row]]))
+                else:
+                    held[-1] = torch.cat([held[-1], new[row][None]])
+                past = torch.stack([token[layer] for token in held])
+                expected = _attention(q[row], past[:, 0], past[:, 1])
+                if state.going[row]:  # What idle rows find is no matter.
+                    torch.testing.assert_close(found[row], expected)
+        state.advance()
+
+
+def _check_speech(state: DecoderState, of_row, hypotheses: int = 1) -> None:
+    """Compare attention to the speech of each row, (k, v) of each layer or None for none."""
+    for layer in range(LAYERS):
+        q = _draw(state.num_rows, HEADS, WIDTH, seed=layer)
+        found = state.cross_cache.attend(layer, q)
+        for row, known in enumerate(of_row):
+            for n in range(row * hypotheses, (row + 1) * hypotheses):
+                k, v = known[layer]
+                expected = _attention(q[n], k, v) if len(k) else torch.zeros(HEADS, WIDTH).double()
+                torch.testing.assert_close(found[n], expected)
+
+
+def _split(lengths, seed: int = 0) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """`_speech` by sequence: keys and values of each layer."""
+    layers = [(k.split(lengths), v.split(lengths)) for k, v in _speech(lengths, seed)]
+    return [[(k[n], v[n]) for k, v in layers] for n in range(len(lengths))]
+
+
+@KINDS
+def test_rows_come_and_go_at_their_own_positions(paged: bool) -> None:
+    state = DecoderState(SIZES, 4, 100, 90, paged=paged, pages=(16, 12) if paged else None)
+    first = [70, 3, 0]
+    state.admit([0, 2, 3], first, [80, 40, 60], _speech(first))
+    known = _split(first)
+    tokens = _Tokens(4)
+    for _ in range(PAGE + 3):
+        tokens.step(state)
+        tokens.rows[1] = []  # It is idle, and stays at its first place.
+    assert state.positions.tolist() == [PAGE + 3, 0, PAGE + 3, PAGE + 3]
+    state.release([2])
+    tokens.rows[2] = []
+    tokens.step(state)
+    tokens.rows[1], tokens.rows[2] = [], []
+    state.admit([2, 1], [33, 1], [50, 50], _speech([33, 1], seed=1))
+    later = _split([33, 1], seed=1)
+    _check_speech(state, [known[0], later[1], later[0], known[2]])
+    for _ in range(5):
+        tokens.step(state)
+    assert state.positions.tolist() == [PAGE + 9, 5, 5, PAGE + 9]
+
+
+@KINDS
+def test_hypotheses_share_the_speech_and_go_on_from_each_other(paged: bool) -> None:
+    lengths, most = [40, 7, 2], 2 * PAGE + 9
+    state = DecoderState(SIZES, 3, most, 40, paged=paged)
+    state.admit_all(PackedLayout.from_lengths(lengths), _speech(lengths))
+    tokens, known = _Tokens(3), _split(lengths)
+    for _ in range(3):
+        tokens.step(state)
     state.widen(2)
-    assert (state.num_sequences, state.hypotheses, state.num_rows) == (2, 2, 4)
-    cross = state.cross_caches[0]
-    assert cross.keys is k
-    assert cross.values is v
-    assert cross.layout_encoded.lengths == (2, 3)
-    assert cross.layout_step.lengths == (2, 2)
-    second = torch.randn(4, 1, 4)
-    keys, values = state.self_caches[0].append(second, -second)
-    assert torch.equal(keys, torch.stack([first[[0, 0, 1, 1]], second], 2))
-    assert torch.equal(values, -keys)
     with pytest.raises(ValueError, match="`hypotheses` must be 1 before"):
         state.widen(2)
+    assert (state.num_sequences, state.hypotheses, state.num_rows) == (3, 2, 6)
+    tokens.rows = [list(tokens.rows[row // 2]) for row in range(6)]
+    draw = torch.Generator().manual_seed(3)
+    for number in range(most - 3):
+        tokens.step(state)
+        if number == PAGE + 4:
+            state.keep([0, 2])
+            tokens.rows, known = tokens.rows[:2] + tokens.rows[4:], [known[0], known[2]]
+        count = state.num_rows
+        parents = torch.arange(count) // 2 * 2 + torch.randint(2, (count,), generator=draw)
+        state.reorder(parents)
+        tokens.rows = [list(tokens.rows[parent]) for parent in parents.tolist()]
+        _check_speech(state, known, hypotheses=2)
+    assert state.length == most
+    with pytest.raises(ValueError, match=rf"at most {most} tokens.*raise `max_tokens`"):
+        state.look()
+    state.keep([])
+    assert state.num_rows == 0
 
-    state.reorder(torch.tensor([1, 1, 3, 2]))
-    state.keep([1])
-    assert state.num_rows == 2
-    assert torch.equal(state.cross_caches[0].keys, k[2:])
-    keys, _ = state.self_caches[0].append(second[:2], second[:2])
-    assert torch.equal(keys[:, :, :2], torch.stack([first[[1, 1]], second[[3, 2]]], 2))
+
+def test_rows_that_are_kept_move_together_and_there_is_room_again() -> None:
+    lengths = [5, 60, 9, 17, 30]
+    state = DecoderState(SIZES, 5, 64, 60, paged=False)
+    state.admit(range(5), lengths, [64] * 5, _speech(lengths))
+    tokens, known = _Tokens(5), _split(lengths)
+    for _ in range(20):
+        tokens.step(state)
+    state.keep([0, 4, 2])
+    tokens.rows = [tokens.rows[row] for row in (0, 4, 2)]
+    known = [known[row] for row in (0, 4, 2)]
+    _check_speech(state, known)
+    tokens.step(state)
+    state.extend(5)
+    tokens.rows += [[], []]
+    tokens.step(state)
+    assert state.positions.tolist() == [22, 22, 22, 0, 0]
+    tokens.rows[3:] = [[], []]
+    state.admit([3], [44], [64], _speech([44], seed=2))
+    _check_speech(state, [*known, *_split([44], seed=2)])
+    tokens.step(state)
+    with pytest.raises(ValueError, match="must not be less than the places they get, but 0 gets 1"):
+        state.keep([1, 0])
+
+
+def test_pages_go_back_and_are_given_again() -> None:
+    cache = PagedCache(SIZES, 3, longest=3 * PAGE, pages=5)
+    cache.take([0, 2], [2 * PAGE + 1, PAGE])
+    assert cache.free == 1
+    taken = cache.table[0].tolist() + cache.table[2, :1].tolist()
+    assert len(set(taken)) == 4
+    assert 0 not in taken
+    assert cache.table[1].tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match=r"the 1 pages that are free.*33 places need 2"):
+        cache.take([1], [PAGE + 1])
+    with pytest.raises(ValueError, match=r"3 of a row, but 97 places need 4"):
+        PagedCache(SIZES, 1, 3 * PAGE, 9).take([0], [3 * PAGE + 1])
+    cache.release([0])
+    assert cache.free == 4
+    assert cache.table[0].tolist() == [0, 0, 0]
+    cache.take([1], [3 * PAGE])
+    assert cache.free == 1
+
+
+def test_what_idle_rows_write_reaches_nobody() -> None:
+    state = DecoderState(SIZES, 3, PAGE, PAGE, paged=True, pages=(1, 3))
+    state.admit([1], [4], [PAGE], _speech([4]))
+    tokens = _Tokens(3)
+    for _ in range(4):
+        tokens.step(state)
+        tokens.rows[0], tokens.rows[2] = [], []
+    state.release([1])
+    state.admit([2], [4], [PAGE], _speech([4]))
+    tokens.rows[1] = []
+    for _ in range(4):
+        tokens.step(state)
+        tokens.rows[0], tokens.rows[1] = [], []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("width", [8, 32, 48])
+def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it(width: int) -> None:
+    sizes = CacheSizes(1, 2, width, torch.float32, torch.device("cpu"))
+    q = torch.randn(1, 2, width)
+    k, v = torch.randn(2, 19, 2, width)
+
+    def attended(others) -> torch.Tensor:
+        cache = ContiguousCache(sizes, 4 * (1 + len(others) // 4))
+        lengths = [19, *others, *[0] * (-(1 + len(others)) % 4)]
+        more = torch.randn(2, sum(lengths) - 19, 2, width)
+        both = [torch.cat([one, other]) for one, other in zip((k, v), more, strict=True)]
+        cache.load(range(len(lengths)), lengths, [tuple(both)])
+        cache.look(lengths)
+        return cache.attend(0, torch.cat([q, torch.randn(len(lengths) - 1, 2, width)]))[0]
+
+    alone = attended([])
+    for others in ([3], [200, 7, 31], [100, 500, 1, 40, 33, 250, 19], [18] * 15):
+        assert torch.equal(attended(others), alone)

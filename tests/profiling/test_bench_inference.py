@@ -27,12 +27,17 @@ def test_rows_of_every_shape(tmp_path: Path) -> None:
 def test_every_utterance_says_as_many_tokens_as_it_should() -> None:
     model = bench_inference.build("2/2", TINY, CPU, torch.float32)
     spoken = bench_inference.utterances(4, CPU, 5.0)
-    found = bench_inference.transcribe(model, spoken)
+    clock = bench_inference.Clock(CPU)
+    ours = bench_inference.Ours(model, spoken, clock)
+    found = ours.transcribe()
     assert [len(tokens) for tokens in found] == spoken.limits
     assert len(set(spoken.limits)) > 1
-    clock = bench_inference.Clock(CPU)
-    assert bench_inference.transcribe(model, spoken, clock) == found
-    assert set(clock.seconds) == {"encoder_s", "prefill_s", "decode_s"}
+    clock.take()
+    ((whole, seconds),) = bench_inference.time_calls(ours.transcribe, clock, 1)
+    assert set(seconds) == {"encode", "decode.admit", "decode.step"}
+    assert 0 < sum(seconds.values()) < whole
+    assert sum(bench_inference.split(whole, seconds).values()) == pytest.approx(whole)
+    assert ours.transcribe() == found
 
 
 def test_transformers_says_the_same(tmp_path: Path) -> None:
@@ -42,7 +47,8 @@ def test_transformers_says_the_same(tmp_path: Path) -> None:
     peer = bench_inference.Peer(model, spoken)
     theirs = peer.transcribe()
     assert [len(tokens) for tokens in theirs] == spoken.limits
-    assert bench_inference.agreement(bench_inference.transcribe(model, spoken), theirs) > 0.8
+    ours = bench_inference.Ours(model, spoken, bench_inference.Clock(CPU))
+    assert bench_inference.agreement(ours.transcribe(), theirs) > 0.8
 
 
 def test_agreement_ends_where_the_texts_part() -> None:

@@ -1,0 +1,227 @@
+"""Keys and values of a decoder with each row's side by side: what a CPU multiplies fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_BLOCK = 16
+"""Lengths are rounded up to so many, so that a row's sums are taken in the same order whatever is
+beside it: what is past its end adds zeros."""
+
+_WIDTH = 32
+"""Narrower heads are padded to so many channels: MKL sums over keys in an order that depends on
+their number where the product has fewer columns than about so many."""
+
+GROUP = 4
+"""Rows that are multiplied at once, as far as the longest of them goes: fewer read less in vain,
+more are fewer calls. MKL takes other routines, with another order of sums, for fewer rows, and with
+several threads for numbers of rows that this does not divide."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """What of a decoder its caches depend on.
+
+    Attributes:
+        layers: Number of layers.
+        heads: H.
+        head_dim: D.
+        dtype: Of keys and values.
+        device: Where they lie.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def integers(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Numbers of the host on the device, which need not have finished what it does."""
+        pinned = self.device.type == "cuda"
+        host = torch.tensor(values, dtype=dtype, pin_memory=pinned)
+        return host.to(self.device, non_blocking=pinned)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Neighbouring rows, as far as the longest of them goes.
+
+    Attributes:
+        keys: Of each layer, (rows H, D, length).
+        values: Of each layer, (rows H, length, D).
+        mask: (rows H, 1, length), added to scores.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    mask: Tensor
+
+
+class ContiguousCache:
+    """Keys and values of N rows, (N, H, room, D) per layer; the room grows as it is needed.
+
+    Attributes:
+        rows: Rows that are read; there may be room for more.
+    """
+
+    def __init__(self, sizes: CacheSizes, rows: int, *, ahead: bool = False) -> None:
+        """Start empty.
+
+        Args:
+            sizes: Of the decoder.
+            rows: N.
+            ahead: Whether room is doubled where it does not suffice, because more will come.
+        """
+        self.sizes, self.rows, self._ahead = sizes, rows, ahead
+        self._scale = sizes.head_dim**-0.5
+        self._width = max(_WIDTH, sizes.head_dim)
+        self._longest = 0
+        self._hold(self._empty(rows, 0))
+
+    def load(
+        self, rows: Sequence[int], lengths: Sequence[int], keys_values: Iterable[tuple[Tensor, ...]]
+    ) -> None:
+        """Write the keys and values of whole sequences, from their first place on.
+
+        Args:
+            rows: Where each goes.
+            lengths: Of each.
+            keys_values: Of each layer, packed: (sum of the lengths, H, D) each.
+        """
+        self._grow(max(lengths, default=1))
+        for held, both in zip(self._held, keys_values, strict=True):
+            for part, packed in zip(held, both, strict=True):
+                pieces = packed[: sum(lengths)].split(list(lengths))
+                for row, piece in zip(rows, pieces, strict=True):
+                    part[row, :, : len(piece), : self.sizes.head_dim] = piece.transpose(0, 1)
+                    if not len(piece):
+                        # Attention to nothing is zero, which it then reads.
+                        part[row, :, 0] = 0
+
+    def look(self, lengths: Sequence[int], *, grouped: bool = True) -> None:
+        """Let `attend` read this many places of each row, and write new rows to the last of them.
+
+        Args:
+            lengths: Of each of the rows.
+            grouped: Whether lengths differ so much that it pays to read neighbours apart.
+        """
+        self._longest = max(lengths, default=0)
+        self._grow(self._longest)
+        heads, count, device = self.sizes.heads, len(lengths), self.sizes.device
+        size = GROUP if grouped else max(1, count)
+        bounds = [
+            (begin, min(begin + size, count), _rounded(max(lengths[begin : begin + size])))
+            for begin in range(0, count, size)
+        ]
+        if bounds != self._bounds:
+            self._bounds = bounds
+            self._views = [self._view(*bound) for bound in bounds]
+        seen = torch.tensor(lengths, dtype=torch.int64, device=device).clamp(min=1)
+        seen = seen.repeat_interleave(heads)
+        self._groups = []
+        for (begin, end, length), (keys, values) in zip(bounds, self._views, strict=True):
+            past = torch.arange(length, device=device) >= seen[begin * heads : end * heads, None]
+            mask = torch.zeros((), dtype=self.sizes.dtype, device=device)
+            self._groups.append(_Group(keys, values, mask.masked_fill(past, -torch.inf)[:, None]))
+        # Of the last place of each row, in the order (N, keys or values, H).
+        room = self._held.shape[4]
+        last = torch.arange(count * heads, device=device) * room + seen - 1
+        offset = self._held[0, 0].numel() // self._width
+        last = torch.stack([last.view(count, heads), last.view(count, heads) + offset], 1)
+        self._places = last.flatten()
+
+    def attend(self, layer: int, q: Tensor, new: Tensor | None = None) -> Tensor:
+        """Attend from each query to all places of its row that `look` has named.
+
+        Args:
+            layer: Whose.
+            q: (N K, H, D), K queries of each row.
+            new: Keys and values for the last place of each row, (N, 2, H, D), to write first.
+
+        Returns:
+            (N K, H, D).
+        """
+        heads, width, missing = self.sizes.heads, self._width, self._width - q.shape[2]
+        if new is not None:
+            new = F.pad(new, (0, missing)) if missing else new
+            self._flat[layer].index_copy_(0, self._places, new.reshape(-1, width))
+        # Rows and heads are one axis of a batched product: (N H, K, D).
+        queries = F.pad(q, (0, missing)) if missing else q
+        several = len(q) // max(1, self.rows)
+        if several == 1:
+            queries = queries.reshape(-1, 1, width)
+        else:
+            queries = queries.view(-1, several, heads, width).transpose(1, 2).flatten(0, 1)
+        parts = [queries]
+        if len(self._groups) > 1:
+            parts = queries.split(GROUP * heads)
+        found = []
+        for group, part in zip(self._groups, parts, strict=True):
+            scores = torch.baddbmm(group.mask, part, group.keys[layer], alpha=self._scale)
+            found.append(torch.bmm(scores.softmax(-1), group.values[layer]))
+        y = found[0] if len(found) == 1 else torch.cat(found)
+        if several == 1 and not missing:
+            return y.view(q.shape)
+        y = y.view(-1, heads, several, width)[..., : q.shape[2]]
+        return y.transpose(1, 2).reshape(q.shape)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let each row go on from another one, which may be that of several or of none.
+
+        Args:
+            rows: int64 (M,), those others; M is the new number of rows.
+        """
+        held, self.rows = self._held, len(rows)
+        if self.rows > held.shape[2]:
+            self._hold(self._empty(self.rows, held.shape[4]))
+        for old, new in zip(held, self._held, strict=True):
+            # What has not been written yet need not be copied.
+            new[:, : self.rows, :, : self._longest] = old[:, :, :, : self._longest].index_select(
+                1, rows
+            )
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these, none of which moves back."""
+        for place, row in enumerate(rows):
+            if row != place:
+                self._held[:, :, place] = self._held[:, :, row]
+        self.rows = len(rows)
+
+    def _grow(self, length: int) -> None:
+        held = self._held
+        length = max(1, length)
+        if length <= held.shape[4]:
+            return
+        room = max(length, 2 * held.shape[4]) if self._ahead else length
+        self._hold(self._empty(held.shape[2], room))
+        self._held[:, :, :, :, : held.shape[4]] = held
+
+    def _empty(self, rows: int, room: int) -> Tensor:
+        # Zeros: what is masked is multiplied by zero, which NaN would survive.
+        sizes = self.sizes
+        room = _rounded(room) if room else 0
+        shape = sizes.layers, 2, rows, sizes.heads, room, self._width
+        return torch.zeros(shape, dtype=sizes.dtype, device=sizes.device)
+
+    def _hold(self, held: Tensor) -> None:
+        """Take (layers, 2, rows, H, room, D), keys and values, for what is read and written."""
+        self._held = held
+        self._flat = [layer.view(-1, self._width) for layer in held]
+        self._bounds: list[tuple[int, int, int]] = []
+
+    def _view(self, begin: int, end: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of rows as products take them, of each layer."""
+        near = self._held[:, :, begin:end, :, :length].unbind(0)
+        keys = [part[0].flatten(0, 1).transpose(1, 2) for part in near]
+        return keys, [part[1].flatten(0, 1) for part in near]
+
+
+def _rounded(length: int) -> int:
+    return max(1, -(-length // _BLOCK)) * _BLOCK

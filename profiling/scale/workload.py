@@ -1,0 +1,198 @@
+"""What a step is on one GPU, and what slows it down."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that `DistributedDataParallel` sends at once, by default."""
+COUNTS_BYTES = 1024
+"""About what the sums of a step hold: `effasr.training.counts.Counts` and the losses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """A step of one GPU.
+
+    Attributes:
+        step_s: Forward, backward and update, without communication, on a GPU that nothing slows.
+        samples: Of the step of one GPU, in any unit: utterances, or seconds of audio.
+        parameters: Of the model.
+        layers: That fsdp2 gathers one at a time.
+        backward: Part of ``step_s`` that is backward.
+        overlap: Part of the backward in which gradients can travel: the last so much of it.
+        gradient_bytes: Of a parameter, as ddp exchanges it.
+        gathered_bytes: Of a parameter, as fsdp2 gathers it.
+        weight_bytes: Of a parameter, as averaging and gossip exchange it.
+        overhead_s: Of a step beside ``step_s``; a slow node does not stretch it.
+    """
+
+    step_s: float
+    samples: float
+    parameters: float
+    layers: int = 24
+    backward: float = 2 / 3
+    overlap: float = 0.9
+    gradient_bytes: float = 4.0
+    gathered_bytes: float = 2.0
+    weight_bytes: float = 4.0
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("step_s", "samples", "parameters", "layers"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"`{name}` must be positive, but is {getattr(self, name)}.")
+        for name in ("backward", "overlap"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(
+                    f"`{name}` must be a part, from 0 to 1, but is {getattr(self, name)}."
+                )
+        if self.overhead_s < 0:
+            raise ValueError(f"`overhead_s` must be at least 0, but is {self.overhead_s}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stragglers:
+    """What makes one GPU later than another.
+
+    Attributes:
+        slow_nodes: By what factor the first nodes compute more slowly, one for each; the others
+            are as fast as `Workload` says.
+        slow_link: By what factor the first of them has a slower network, if there are several.
+        jitter: Standard deviation of the time of a step over its mean, drawn anew for each GPU and
+            step from a lognormal distribution.
+        pauses_per_hour: Of each node: how often it stands still, in all of its GPUs.
+        pause_s: Mean length of a pause, exponentially distributed.
+    """
+
+    slow_nodes: tuple[float, ...] = ()
+    slow_link: float = 1.0
+    jitter: float = 0.0
+    pauses_per_hour: float = 0.0
+    pause_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for factor in (*self.slow_nodes, self.slow_link):
+            if not 1 <= factor < math.inf:
+                raise ValueError(
+                    f"`slow_nodes` and `slow_link` must be factors of at least 1, but one is "
+                    f"{factor}."
+                )
+        for name in ("jitter", "pauses_per_hour", "pause_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"`{name}` must be at least 0, but is {getattr(self, name)}.")
+
+    def factor(self, node: int) -> float:
+        """By which a node computes more slowly."""
+        return self.slow_nodes[node] if node < len(self.slow_nodes) else 1.0
+
+    @property
+    def most(self) -> float:
+        """The factor of the slowest node."""
+        return max(self.slow_nodes, default=1.0)
+
+
+def draw(
+    workload: Workload,
+    stragglers: Stragglers,
+    nodes: Sequence[int],
+    steps: int,
+    random: np.random.Generator,
+) -> np.ndarray:
+    """How long steps take to compute.
+
+    Args:
+        workload: Of each GPU.
+        stragglers: What slows it.
+        nodes: Of each of the GPUs, in ascending order.
+        steps: How many.
+        random: Where the jitter comes from.
+
+    Returns:
+        float64 (steps, GPUs), seconds.
+    """
+    ids = np.asarray(nodes)
+    base = workload.step_s * np.array([stragglers.factor(int(node)) for node in ids])
+    seconds = np.broadcast_to(base, (steps, len(ids)))
+    if stragglers.jitter:
+        sigma = math.sqrt(math.log1p(stragglers.jitter**2))
+        seconds = seconds * random.lognormal(-(sigma**2) / 2, sigma, seconds.shape)
+    if stragglers.pauses_per_hour and stragglers.pause_s:
+        distinct, of_gpu = np.unique(ids, return_inverse=True)
+        mean = np.array([workload.step_s * stragglers.factor(int(node)) for node in distinct])
+        counts = random.poisson(stragglers.pauses_per_hour / 3600 * mean, (steps, len(distinct)))
+        # A sum of exponential lengths; of none it is 0.
+        lengths = random.standard_gamma(np.maximum(counts, 1)) * stragglers.pause_s
+        seconds = seconds + np.where(counts > 0, lengths, 0.0)[:, of_gpu]
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a run measured.
+
+    Attributes:
+        step_s: Mean step without waiting for data.
+        jitter: Standard deviation of a step over its mean.
+        audio_seconds: Mean audio of a step, over all of its ranks.
+    """
+
+    step_s: float
+    jitter: float
+    audio_seconds: float
+
+
+def observe(path: Path) -> Observed:
+    """Read the metrics.jsonl of a run, of one GPU if communication is not to count twice.
+
+    The first line is left out: it holds what is done but once. A line is the mean of the steps
+    since the line before, so the deviation of a step is that of the lines times the root of how
+    many they hold, as if steps were independent.
+
+    Raises:
+        ValueError: There are fewer than two lines, or one is not of this version.
+    """
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            line = json.loads(text)
+            own = line["step_s"] - line["data_wait_s"]
+            lines.append((int(line["step"]), float(own), float(line["audio_seconds"])))
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}:{number}: not a line of metrics ({error}).") from error
+    if len(lines) < 2:
+        raise ValueError(f"{path}: must have two lines of metrics, but has {len(lines)}.")
+    at, seconds, audio = (np.array(column, dtype=np.float64) for column in zip(*lines, strict=True))
+    weights, seconds, audio = np.diff(at), seconds[1:], audio[1:]
+    if (weights <= 0).any():
+        raise ValueError(f"{path}: the steps of its lines must ascend.")
+    mean = float(np.average(seconds, weights=weights))
+    spread = np.sqrt(np.average((seconds - mean) ** 2 * weights, weights=weights))
+    return Observed(mean, float(spread) / mean, float(np.average(audio, weights=weights)))
+
+
+def count_parameters(name: str) -> tuple[int, int]:
+    """Parameters and layers of a published model, or of a recipe.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    # Here, since nothing else needs torch.
+    import torch
+
+    from effasr import config
+    from effasr.model.asr import ASRModel
+    from effasr.model.presets import PRESET_VOCABULARIES, PRESETS
+    from effasr.training.config import TrainConfig
+
+    model = PRESETS[name] if name in PRESETS else config.load(TrainConfig, name).model
+    with torch.device("meta"):
+        built = ASRModel(model, PRESET_VOCABULARIES.get(name, 1024))
+    layers = model.encoder.layers + (model.decoder.layers if model.decoder is not None else 0)
+    return sum(parameter.numel() for parameter in built.parameters()), layers

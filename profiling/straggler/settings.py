@@ -1,0 +1,60 @@
+"""What the parent and the processes of a run agree upon."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = "EFFASR_STRAGGLER"
+"""Names the file of the settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of one run.
+
+    Attributes:
+        recipe: YAML file of the run.
+        folder: Where processes say what they did.
+        nodes: How many there are.
+        per_node: Processes of each.
+        base_s: How long the forward of a micro-batch lasts on a node that is not slow.
+        factors: By what a node is slower, one for each.
+        in_step: Whether ranks go in step: they then tell their weights at the same steps.
+        every_s: Seconds from one such telling to the next, about.
+    """
+
+    recipe: str
+    folder: str
+    nodes: int
+    per_node: int
+    base_s: float
+    factors: tuple[float, ...]
+    in_step: bool
+    every_s: float
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Settings:
+        """What `write` wrote."""
+        content: dict[str, Any] = json.loads(path.read_text())
+        content["factors"] = tuple(content["factors"])
+        return cls(**content)
+
+    @property
+    def steps_between(self) -> int:
+        """Steps from one telling of weights to the next, where ranks go in step."""
+        return max(1, round(self.every_s / (self.base_s * max(self.factors))))
+
+    def log(self, rank: int) -> Path:
+        """A line for each step of a rank."""
+        return Path(self.folder) / f"steps_{rank}.jsonl"
+
+    def weights(self, rank: int, number: int) -> Path:
+        """Those of a rank, at some time."""
+        return Path(self.folder) / f"weights_{rank}_{number:06d}.npy"

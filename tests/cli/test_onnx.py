@@ -1,0 +1,167 @@
+"""`effasr export --format onnx`: graphs that onnxruntime runs as effasr does."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from safetensors.torch import save_file
+
+from effasr.checkpoint import load_model, resolve
+from effasr.data.batch import Example, collate
+from effasr.data.tokenizer import Tokenizer, load_tokenizer
+from effasr.inference.greedy import attention_greedy
+from effasr.model.asr import ASRModel
+from effasr.model.onnx_files import check_onnx, export_onnx
+from effasr.model.transducer import TransducerConfig
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+pytestmark = pytest.mark.slow
+
+
+class Graphs:
+    """Greedy decoding as a user of the files would write it, from what onnx.json says."""
+
+    def __init__(self, folder: Path):
+        self.says = json.loads((folder / "onnx.json").read_text())
+        options = {"providers": ["CPUExecutionProvider"]}
+        self.encoder, self.step = (
+            onnxruntime.InferenceSession(folder / self.says[part]["file"], **options)
+            for part in ("encoder", "decoder_step")
+        )
+
+    def encode(self, features: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
+        inputs = {"features": features, "lengths": lengths}
+        names = [output.name for output in self.encoder.get_outputs()]
+        return dict(zip(names, self.encoder.run(None, inputs), strict=True))
+
+    def greedy(self, encoded: dict[str, np.ndarray], prompt: list[int], most: int) -> list[int]:
+        sizes = self.says["decoder_step"]
+        shape = (sizes["layers"], 1, sizes["heads"], 0, sizes["head_dim"])
+        keys = values = np.zeros(shape, np.float32)
+        said: list[int] = []
+        read = list(prompt)
+        for position in range(len(prompt) + most - 1):
+            inputs = {
+                "tokens": np.array([read[position]]),
+                "positions": np.array([position]),
+                "past_keys": keys,
+                "past_values": values,
+                **{k: encoded[k] for k in ("cross_keys", "cross_values", "encoded_lengths")},
+            }
+            logits, keys, values = self.step.run(None, inputs)
+            if position < len(prompt) - 1:
+                continue
+            token = int(logits[0, : self.says["tokens"]].argmax())
+            if token == self.says["eos_id"]:
+                break
+            said.append(token)
+            read.append(token)
+        return said
+
+
+def texts_of(model: ASRModel, tokenizer: Tokenizer, prompt: list[int], audio: list[np.ndarray]):
+    """What effasr's own greedy search says, one recording at a time."""
+    for samples in audio:
+        batch = collate([Example("x", samples, prompt, [], monotonic=True)], eos_id=0, pad_id=0)
+        with torch.no_grad():
+            (decoded,) = attention_greedy(
+                model, model.encode(batch), [prompt], [12], tokenizer.eos_id, tokenizer.vocab_size
+            )
+        yield list(decoded.tokens)
+
+
+@pytest.fixture(scope="module")
+def recordings(workplace) -> list[np.ndarray]:
+    files = [workplace.folder / f"train-{number}.wav" for number in range(8)]
+    return [soundfile.read(file, dtype="float32")[0] for file in files]
+
+
+@pytest.fixture(scope="module")
+def untrained(workplace, recordings) -> ASRModel:
+    """The workplace's model with random weights by which it says one thing here, another there."""
+    loaded = load_model(resolve(workplace.run))
+    model, prompt = loaded.model.eval(), loaded.tokenizer.prompt(loaded.prompt)
+    for seed in range(50):
+        draw = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                gain = 8.0 if "encoder_attn" in name or "embed" in name else 1.0
+                if weight.ndim > 1:
+                    scale = gain * weight[0].numel() ** -0.5
+                    weight.copy_(scale * torch.randn(weight.shape, generator=draw))
+        said = texts_of(model, loaded.tokenizer, prompt, recordings)
+        if len({tuple(text) for text in said}) >= 4:
+            return model
+    raise AssertionError("no seed gives texts that differ")
+
+
+def features_of(model: ASRModel, audio: np.ndarray) -> np.ndarray:
+    batch = collate([Example("x", audio, [0], [], monotonic=True)], eos_id=0, pad_id=0)
+    mel = model.features(batch.audio, batch.frames)
+    return mel.values[: int(mel.lengths[0])].numpy()[None]
+
+
+def test_the_graphs_say_what_the_model_says(effasr, model, untrained, recordings, tmp_path) -> None:
+    save_file(untrained.state_dict(), model / "model.safetensors")
+    loaded = load_model(model)
+    out = tmp_path / "onnx"
+    done = effasr("export", model, out, "--format", "onnx")
+    assert done.code == 0, done.err
+    same = "encoder.onnx and decoder_step.onnx, the same as the model in onnxruntime"
+    assert done.out == f"{out}: {same}\n"
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+    assert load_tokenizer(out).vocab_size == loaded.tokenizer.vocab_size
+
+    graphs, prompt = Graphs(out), loaded.tokenizer.prompt(loaded.prompt)
+    assert graphs.says["prompt"] == prompt
+    expected_texts = texts_of(untrained, loaded.tokenizer, prompt, recordings)
+    for audio, text in zip(recordings, expected_texts, strict=True):
+        batch = collate([Example("x", audio, prompt, [], monotonic=True)], eos_id=0, pad_id=0)
+        with torch.no_grad():
+            expected = untrained.encode(batch).values
+            log_probs = untrained.ctc_logits(expected).log_softmax(-1)
+        features = features_of(untrained, audio)
+        found = graphs.encode(features, np.array([features.shape[1]]))
+        assert found["encoded"][0] == pytest.approx(expected.numpy(), abs=1e-4)
+        assert found["ctc_log_probs"][0] == pytest.approx(log_probs.numpy(), abs=1e-3)
+        assert graphs.greedy(found, prompt, 12) == text
+
+    # Weights that are not those of the graphs are told.
+    with torch.no_grad():
+        loaded.model.encoder.layers[0].norm_out.weight.mul_(1.1)
+    with pytest.raises(ValueError, match=r"encoder\.onnx: encoded must be what the model computes"):
+        check_onnx(loaded.model, out)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"position": "rotary"}, "must be relative or none for this format, but is rotary"),
+        ({"transducer": True}, "this one has a transducer alone: use format huggingface"),
+    ],
+)
+def test_what_has_no_graphs(untrained, tmp_path, change, message) -> None:
+    config = untrained.config
+    if "position" in change:
+        config = replace(config, encoder=replace(config.encoder, position="rotary"))
+    else:
+        small = TransducerConfig(width=8, joint=8)
+        config = replace(config, decoder=None, ctc=False, transducer=small)
+    model = ASRModel(config, 20)
+    with pytest.raises(ValueError, match=message):
+        export_onnx(model, tmp_path, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_card_is_not_part_of_it(effasr, workplace, tmp_path) -> None:
+    command = ("export", workplace.run, tmp_path / "out", "--format", "onnx")
+    failed = effasr(*command, "--license", "cc-by-4.0")
+    assert failed.code == 2
+    assert "must be left out for `--format onnx`" in failed.error

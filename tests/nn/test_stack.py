@@ -1,0 +1,141 @@
+"""Layers that are computed again: the same gradients and statistics, from less memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.text_batch import TextExample, collate_text
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import EncoderConfig
+from effasr.model.text_encoder import TextEncoderConfig
+from effasr.nn.norms import BatchNorm
+from effasr.nn.stack import is_recomputing, recompute_layers
+from tests.training.conftest import VOCABULARY, make_batch
+
+NOISE = {"residual_dropout": 0.1, "activation_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def text_batch() -> Batch:
+    examples = [TextExample(str(n), [4, 5, 6 + n], [2, 3], [7, 8]) for n in range(4)]
+    return collate_text(examples, StaticShape(30, 30, 6), eos_id=1, pad_id=0)
+
+
+def make_model(every: int) -> ASRModel:
+    """With every kind of randomness, and with statistics."""
+    torch.manual_seed(0)
+    config = ModelConfig(
+        encoder=EncoderConfig(
+            width=16, layers=3, heads=2, feed_forward=16, subsampling_channels=4,
+            input_dropout=0.1, position_dropout=0.1, **NOISE,
+        ),
+        decoder=DecoderConfig(width=16, layers=2, heads=2, feed_forward=16, **NOISE),
+        text_encoder=TextEncoderConfig(layers=2, heads=2, feed_forward=16, **NOISE),
+        ctc=True,
+    )  # fmt: skip
+    model = ASRModel(config, VOCABULARY).train()
+    if every:
+        recompute_layers(model, every)
+    return model
+
+
+def results(every: int) -> tuple[list[Tensor], list[int]]:
+    """Losses, gradients and buffers of batches of speech and of text; and what each kept."""
+    model, found, kept = make_model(every), [], []
+    for seed, batch in enumerate([make_batch(0), text_batch(), make_batch(1)]):
+        model.zero_grad()
+        torch.manual_seed(seed)
+        with counting() as bytes_of:
+            losses = model(batch, label_smoothing=0.1, guided_sigma=0.3)
+        kept.append(sum(bytes_of.values()))
+        parts = losses.cross_entropy, losses.ctc, losses.guided
+        torch.stack([part for part in parts if part is not None]).sum().backward()
+        # What comes after must not see that anything was computed in between.
+        found += [losses.cross_entropy.detach(), torch.rand(())]
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found += [buffer.clone() for buffer in model.buffers()]
+    return found, kept
+
+
+@contextmanager
+def counting() -> Iterator[dict[int, int]]:
+    """The bytes that autograd keeps, by where they are, so that none counts twice."""
+    found: dict[int, int] = {}
+    tensors = []
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+        tensors.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield found
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_gradients_and_statistics_are_bitwise_the_same(every: int) -> None:
+    expected, _ = results(0)
+    found, _ = results(every)
+    assert len(found) == len(expected)
+    for number, (x, y) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(x, y), number
+
+
+def test_less_is_kept_the_more_layers_are_computed_again() -> None:
+    # Weights count as well, which are small here.
+    everything, some, least = (results(every)[1] for every in (0, 2, 1))
+    for whole, middle, rest in zip(everything, some, least, strict=True):
+        assert rest < middle < whole
+    speech = 0
+    assert least[speech] < 0.6 * everything[speech]
+
+
+def test_statistics_count_a_batch_once() -> None:
+    model = make_model(1)
+    model(make_batch(0)).cross_entropy.backward()
+    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+    assert len(norms) == 3
+    assert all(norm.num_batches_tracked == 1 for norm in norms)
+
+
+def test_the_first_layer_of_every_n_is_computed_again() -> None:
+    model = make_model(2)
+    assert model.decoder is not None
+    assert [layer.is_recomputed for layer in model.encoder.layers] == [True, False, True]
+    assert [layer.is_recomputed for layer in model.decoder.layers] == [True, False]
+
+
+def test_nothing_is_computed_again_where_nothing_was_kept() -> None:
+    model, calls = make_model(1), []
+    model.encoder.layers[0].norm_conv.register_forward_hook(
+        lambda *_: calls.append(is_recomputing())
+    )
+    with torch.no_grad():
+        model(make_batch(0))
+    assert calls == [False]
+    model(make_batch(0)).cross_entropy.backward()
+    assert calls == [False, False, True]
+    assert not is_recomputing()
+
+
+def test_a_failure_while_computing_again_leaves_no_trace() -> None:
+    model = make_model(1)
+
+    def fail(*_: object) -> None:
+        if is_recomputing():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    handle = model.encoder.layers[1].norm_conv.register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(make_batch(0)).cross_entropy.backward()
+    assert not is_recomputing()
+    handle.remove()
+    model(make_batch(0)).cross_entropy.backward()
+    assert all(
+        norm.num_batches_tracked == 2 for norm in model.modules() if isinstance(norm, BatchNorm)
+    )
