@@ -26,7 +26,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/pip
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[demo,huggingface,test]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[demo,huggingface,lamb,onnx,test]"
 	@touch $@ $(VENV)/.demo
 
 # From nothing to transcripts; $(1) is the recipe.
