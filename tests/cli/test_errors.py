@@ -35,7 +35,10 @@ BAD_AUDIO = {
         ("data.validation=gone.jsonl", "gone.jsonl: there is no such file or folder"),
         ("data.tokenizer=gone", "train a tokenizer with `effasr tokenizer MANIFEST OUT`"),
         ("data.tokenizer=''", "`data.tokenizer` must be a folder that `effasr tokenizer` wrote"),
-        ("evaluation.normalizer=nope", "must be one of none, basic, whisper_english, open_asr_leaderboard_v1, but is"),
+        (
+            "evaluation.normalizer=nope",
+            "must be one of none, basic, whisper_english, open_asr_leaderboard_v1, but is",
+        ),
         ("init_from=gone", "gone must be a model directory or a run with a checkpoint"),
         ("training.device=tpu", "`training.device` must be one of 'auto', 'cpu', 'cuda'"),
     ],
