@@ -7,37 +7,33 @@ A model directory is what import, export, evaluation and training exchange:
     model.safetensors   its weights
     tokenizer/          its tokenizer
 
-A checkpoint of a run is a model directory named after its step, with ``training.pt`` beside it:
-all that decides how the run goes on. Folders are written under another name, flushed to the disk
-and then renamed, so a power cut leaves the previous one.
+A checkpoint of a run is a model directory, too: see `effasr.training.run_checkpoints`. Folders are
+written under another name, flushed to the disk and then renamed, so a power cut leaves the
+previous one.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
 import yaml
+from torch import Tensor
 
 from effasr import config as configuration
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 
-log = logging.getLogger(__name__)
-
-_DESCRIPTION, _WEIGHTS, _TOKENIZER = "model.yaml", "model.safetensors", "tokenizer"
-_STATE, _MANIFEST = "training.pt", "manifest.json"
+WEIGHTS = "model.safetensors"
+_DESCRIPTION, _TOKENIZER = "model.yaml", "tokenizer"
 
 
 class CheckpointError(ValueError):
@@ -88,8 +84,11 @@ def save_model(
             f"`directory` must be new, empty or a model directory, but {directory} is not: "
             "choose another."
         )
-    prompt = Prompt() if prompt is None else prompt
-    _write_folder(directory, lambda folder: _write_model(folder, model, tokenizer, prompt))
+    description = Description(model.config, model.vocab_size, prompt or Prompt())
+    partial = begin_folder(directory)
+    with writing(directory):
+        write_model(partial, description, model.state_dict(), tokenizer)
+    publish_folder(directory)
 
 
 def load_model(directory: str | Path, device: torch.device | str = "cpu") -> LoadedModel:
@@ -100,7 +99,7 @@ def load_model(directory: str | Path, device: torch.device | str = "cpu") -> Loa
     """
     directory = Path(directory)
     description = read_description(directory)
-    with _explaining(directory / _WEIGHTS) as path:
+    with _explaining(directory / WEIGHTS) as path:
         weights = safetensors.torch.load_file(path, device=str(device))
         model = ASRModel.from_state_dict(description.model, description.vocab_size, weights)
     return LoadedModel(model.to(device).eval(), read_tokenizer(directory), description.prompt)
@@ -141,7 +140,7 @@ def load_weights(model: ASRModel, directory: Path, *, may_lack: tuple[str, ...] 
         CheckpointError: The file is missing or damaged, or is of another architecture.
     """
     remedy = " Leave `model` out of the recipe to take the architecture with the weights."
-    with _explaining(directory / _WEIGHTS, remedy) as path:
+    with _explaining(directory / WEIGHTS, remedy) as path:
         own = {k: v for k, v in model.state_dict().items() if k.startswith(may_lack)}
         model.load_state_dict(own | safetensors.torch.load_file(path))
 
@@ -175,7 +174,7 @@ def resolve(path: str | Path) -> Path:
     if (path / _DESCRIPTION).is_file():
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    candidates = [_follow(folder / "best"), _follow(folder / "latest"), *_newest_first(folder)]
+    candidates = [follow(folder / "best"), follow(folder / "latest"), *newest_first(folder)]
     for target in candidates:
         if target is not None:
             return target
@@ -185,133 +184,13 @@ def resolve(path: str | Path) -> Path:
     )
 
 
-class RunCheckpoints:
-    """The checkpoints of one run: the newest ones, and the best.
-
-    Args:
-        folder: ``runs/NAME/checkpoints``.
-        keep: How many of the newest to keep; the best is kept besides.
-    """
-
-    def __init__(self, folder: Path, keep: int) -> None:
-        if keep < 1:
-            raise ValueError(f"`keep` must be at least 1, but is {keep}.")
-        self.folder = folder
-        self.keep = keep
-
-    def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
-        return self.folder / f"step_{step:08d}"
-
-    def save(
-        self,
-        step: int,
-        model: ASRModel,
-        tokenizer: Tokenizer,
-        state: Mapping[str, Any],
-        prompt: Prompt | None = None,
-    ) -> Path:
-        """Write a checkpoint, point ``latest`` at it, and remove those no longer kept.
-
-        Args:
-            step: Updates made so far.
-            model: With the weights to evaluate.
-            tokenizer: Its tokenizer.
-            state: The rest: tensors and plain values, nested.
-            prompt: See `save_model`.
-        """
-        prompt = Prompt() if prompt is None else prompt
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-        def fill(folder: Path) -> None:
-            _write_model(folder, model, tokenizer, prompt)
-            torch.save(dict(state), folder / _STATE)
-            sizes = {
-                str(file.relative_to(folder)): file.stat().st_size
-                for file in folder.rglob("*")
-                if file.is_file()
-            }
-            (folder / _MANIFEST).write_text(json.dumps({"step": step, "bytes": sizes}))
-
-        path = self.path(step)
-        _write_folder(path, fill)
-        _point(self.folder / "latest", path)
-        # Later ones are damaged, for the run went back to one before; hidden ones were left by a
-        # process that was killed while it wrote.
-        later = [other for other in _newest_first(self.folder) if other.name > path.name]
-        for useless in [*later, *self.folder.glob(".step_*")]:
-            shutil.rmtree(useless, ignore_errors=True)
-        self._prune()
-        return path
-
-    def mark_best(self, step: int) -> None:
-        """Point ``best`` at the checkpoint of a step, and remove those no longer kept."""
-        _point(self.folder / "best", self.path(step))
-        self._prune()
-
-    def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest complete checkpoint and its state; None where there never was one.
-
-        A damaged one is passed over with a warning. ``latest`` then points at the one found.
-
-        Raises:
-            CheckpointError: There are checkpoints, and all are damaged.
-        """
-        self._restore_outdated()
-        reasons = []
-        for path in _newest_first(self.folder):
-            try:
-                state = self.read(path)
-                # The process may have been killed between the checkpoint and its mark.
-                _point(self.folder / "latest", path)
-                return path, state
-            except CheckpointError as error:
-                log.warning("%s Going back to the checkpoint before it.", error)
-                reasons.append(str(error))
-        if reasons:
-            raise CheckpointError(
-                f"no checkpoint in {self.folder} can be read: {' '.join(reasons)} "
-                "Restore one, or remove them all to begin again."
-            )
-        return None
-
-    def read(self, path: Path) -> dict[str, Any]:
-        """The state in a checkpoint.
-
-        Raises:
-            CheckpointError: A file of it is missing or damaged.
-        """
-        try:
-            sizes = json.loads((path / _MANIFEST).read_text())["bytes"]
-            for name, size in sizes.items():
-                if (path / name).stat().st_size != size:
-                    raise CheckpointError(f"{path / name} is not of the {size} bytes written.")
-            with safetensors.safe_open(path / _WEIGHTS, framework="pt"):
-                pass
-            return torch.load(path / _STATE, map_location="cpu", weights_only=True)
-        except CheckpointError:
-            raise
-        except Exception as error:  # A damaged file makes torch and zipfile raise many kinds.
-            raise CheckpointError(f"{path} is damaged or incomplete: {error!r}.") from error
-
-    def _restore_outdated(self) -> None:
-        """Put back what was to be replaced, where the process was killed just before it was."""
-        for outdated in self.folder.glob(".step_*.outdated"):
-            path = outdated.with_name(outdated.name[1:].removesuffix(".outdated"))
-            if not path.exists():
-                outdated.rename(path)
-
-    def _prune(self) -> None:
-        best = _follow(self.folder / "best")
-        for path in _newest_first(self.folder)[self.keep :]:
-            if path != best:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _write_model(folder: Path, model: ASRModel, tokenizer: Tokenizer, prompt: Prompt) -> None:
-    text = configuration.dump(Description(model.config, model.vocab_size, prompt))
+def write_model(
+    folder: Path, description: Description, weights: Mapping[str, Tensor], tokenizer: Tokenizer
+) -> None:
+    """Fill a folder with the files of a model directory."""
+    text = configuration.dump(description)
     (folder / _DESCRIPTION).write_text(text, encoding="utf-8")
-    safetensors.torch.save_file(model.state_dict(), folder / _WEIGHTS)
+    safetensors.torch.save_file(dict(weights), folder / WEIGHTS)
     tokenizer.save(folder / _TOKENIZER)
 
 
@@ -321,24 +200,44 @@ def _is_replaceable(directory: Path) -> bool:
     )
 
 
-def _write_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Make ``path`` a folder that ``fill`` fills, in one move, replacing an older one."""
+def begin_folder(path: Path) -> Path:
+    """Make an empty folder to fill, which `publish_folder` then gives the name ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    outdated = path.with_name(f".{path.name}.outdated")
-    for leftover in (partial, outdated):
+    partial = partial_folder(path)
+    for leftover in (partial, _outdated(path)):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir()
+    return partial
+
+
+def partial_folder(path: Path) -> Path:
+    """The name of a folder while it is filled."""
+    return path.with_name(f".{path.name}.partial")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """While in it, the folder that becomes ``path`` is filled.
+
+    Raises:
+        OSError: It cannot be; what was written is removed, for a full disk must not stay full.
+    """
     try:
-        fill(partial)
+        yield
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        # A full disk is any of these.
+        shutil.rmtree(partial_folder(path), ignore_errors=True)
+        reason = " ".join(str(error).split())
+        raise OSError(f"{path} cannot be written; is the disk full? {reason}") from error
+
+
+def publish_folder(path: Path) -> None:
+    """Flush a folder that was filled, and give it its name in one move, replacing an older one."""
+    partial, outdated = partial_folder(path), _outdated(path)
+    with writing(path):
         for file in partial.rglob("*"):
             _flush(file)
         _flush(partial)
-    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        # A full disk is any of these, and a part of the files must not keep it full.
-        shutil.rmtree(partial, ignore_errors=True)
-        reason = " ".join(str(error).split())
-        raise OSError(f"{path} cannot be written; is the disk full? {reason}") from error
     if path.exists():
         path.rename(outdated)
     partial.rename(path)
@@ -346,7 +245,20 @@ def _write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     shutil.rmtree(outdated, ignore_errors=True)
 
 
-def _point(pointer: Path, target: Path) -> None:
+def restore_outdated(folder: Path) -> None:
+    """Put back what was to be replaced, where the process was killed just before it was."""
+    for outdated in folder.glob(".*.outdated"):
+        path = outdated.with_name(outdated.name[1:].removesuffix(".outdated"))
+        if not path.exists():
+            outdated.rename(path)
+
+
+def _outdated(path: Path) -> Path:
+    return path.with_name(f".{path.name}.outdated")
+
+
+def point(pointer: Path, target: Path) -> None:
+    """Let a small file name a folder beside it."""
     partial = pointer.with_name(f".{pointer.name}.partial")
     partial.write_text(target.name + "\n")
     _flush(partial)
@@ -354,14 +266,16 @@ def _point(pointer: Path, target: Path) -> None:
     _flush(pointer.parent)
 
 
-def _follow(pointer: Path) -> Path | None:
+def follow(pointer: Path) -> Path | None:
+    """The model directory that `point` named; None where there is none."""
     if not pointer.is_file():
         return None
     target = pointer.parent / pointer.read_text().strip()
     return target if (target / _DESCRIPTION).is_file() else None
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints in a folder."""
     return sorted((path for path in folder.glob("step_*") if path.is_dir()), reverse=True)
 
 

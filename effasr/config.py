@@ -83,6 +83,39 @@ def to_mapping(config: Any) -> dict[str, Any]:
     }
 
 
+def complete(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """A `to_mapping` of an earlier version, with the defaults of fields that it did not know.
+
+    Args:
+        cls: The dataclass, as it is now.
+        mapping: Keys that are no fields any more stay as they are.
+    """
+    hints = typing.get_type_hints(cls)
+    completed = dict(mapping)
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
+        if field.name in mapping:
+            completed[field.name] = _completed(hints[field.name], mapping[field.name])
+        elif field.default is not dataclasses.MISSING:
+            completed[field.name] = _plain(field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            completed[field.name] = _plain(field.default_factory())
+    return completed
+
+
+def _completed(annotation: Any, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    for option in _options(annotation):
+        if dataclasses.is_dataclass(option):
+            return complete(typing.cast(type, option), value)
+        if typing.get_origin(option) is dict:
+            inner = typing.get_args(option)[1]
+            return {key: _completed(inner, item) for key, item in value.items()}
+    return value
+
+
 def dump(config: Any) -> str:
     """The configuration as YAML, every field written out."""
     return yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True)

@@ -9,7 +9,6 @@ import torch
 
 from effasr.checkpoint import (
     CheckpointError,
-    RunCheckpoints,
     load_model,
     resolve,
     save_model,
@@ -19,6 +18,7 @@ from effasr.data.tokenizer import train_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
+from effasr.training.run_checkpoints import RunCheckpoints
 
 CONFIG = ModelConfig(
     encoder=EncoderConfig(width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4),
@@ -152,6 +152,20 @@ def scribbled_weights(path) -> None:
     file.write_bytes(b"\xff" * file.stat().st_size)
 
 
+def scribbled_tensors(path) -> None:
+    (file,) = (path / "training").glob("*.distcp")
+    content = file.read_bytes()
+    file.write_bytes(content[:-200] + b"x" + content[-199:])
+
+
+def without_tensors(path) -> None:
+    (path / "training" / ".metadata").unlink()
+
+
+def of_an_earlier_version(path) -> None:
+    (path / "manifest.json").write_text('{"step": 10, "bytes": {}}')
+
+
 def without_manifest(path) -> None:
     (path / "manifest.json").unlink()
 
@@ -160,7 +174,10 @@ def without_tokenizer(path) -> None:
     shutil.rmtree(path / "tokenizer")
 
 
-DAMAGES = [cut_short, scribbled, scribbled_weights, without_manifest, without_tokenizer]
+DAMAGES = [
+    cut_short, scribbled, scribbled_weights, scribbled_tensors, without_tensors, without_manifest,
+    without_tokenizer, of_an_earlier_version,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -169,7 +186,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
 ) -> None:
     checkpoints = RunCheckpoints(tmp_path, keep=3)
     for step in (10, 20):
-        checkpoints.save(step, model, tokenizer, state(step))
+        checkpoints.save(step, model, tokenizer, state(step), {"moment": torch.ones(100, 3)})
     damage(checkpoints.path(20))
     with caplog.at_level(logging.WARNING, "effasr"):
         assert checkpoints.newest()[1]["step"] == 10
@@ -283,7 +300,9 @@ def test_the_manifest_lists_every_file(tmp_path, model, tokenizer) -> None:
     path = RunCheckpoints(tmp_path, keep=1).save(7, model, tokenizer, state(7))
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["step"] == 7
-    assert {"model.yaml", "model.safetensors", "training.pt"} < manifest["bytes"].keys()
+    assert {"model.yaml", "model.safetensors", "training.pt"} < manifest["files"].keys()
+    sizes = {name: size for name, (size, _) in manifest["files"].items()}
+    assert sizes == {name: (path / name).stat().st_size for name in sizes}
 
 
 def test_keep_must_be_positive(tmp_path) -> None:

@@ -115,3 +115,12 @@ def test_a_missing_recipe_names_the_nearest() -> None:
         config.load(Root, "missing.yaml")
     with pytest.raises(ConfigError, match="must be a YAML file or one of"):
         config.load(Root, "nosuch")
+
+
+def test_what_an_earlier_version_did_not_know_has_its_default() -> None:
+    known = {"name": "a", "encoder": {"layers": 5}, "decoder": None, "gone": 1}
+    completed = config.complete(Root, known)
+    assert completed.pop("gone") == 1
+    root = Root(name="a", encoder=Encoder(layers=5), decoder=None)
+    assert completed == config.to_mapping(root)
+    assert config.complete(Root, {"decoder": {}})["decoder"] == {"dropout": 0.1}

@@ -9,30 +9,36 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from effasr.data import worker_processes
-from effasr.data.audio import AudioError, AudioProblem, audio_path
-from effasr.data.batch import Batch, StaticShape, collate
+from effasr.data.audio import audio_path
+from effasr.data.batch import Batch, StaticShape
 from effasr.data.config import DataConfig
 from effasr.data.corpus import Corpus
 from effasr.data.filters import Dropped
+from effasr.data.micro_batches import Failure, Loaded, MicroBatches, Place, Turn, checked
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.plan import EpochPlan
 from effasr.data.sampling.strategies import planner
 
-__all__ = ["Corpus", "DataConfig", "Loader", "Step"]
+__all__ = ["Corpus", "DataConfig", "Loader", "Step", "Turn"]
 
 log = logging.getLogger(__name__)
 
 _NOBODY = np.zeros(0, dtype=np.int32)
+
+
+# Of so many epochs the plans are kept: that which a late learner is in, and that after it.
+_PLANS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,8 @@ class Step:
         skipped: Utterances left out of them because their audio could not be read.
         indices: int (m,), the utterances of the corpus that were to be in them.
         text_indices: int (m,), the text pairs that are in text-only ones.
+        places: Number of each of the ``batches`` among the micro-batches of the global step.
+        number: That of the `Turn`.
     """
 
     epoch: int
@@ -56,6 +64,8 @@ class Step:
     skipped: tuple[Dropped, ...]
     indices: np.ndarray
     text_indices: np.ndarray
+    places: range
+    number: int = 0
 
     @property
     def next_position(self) -> tuple[int, int]:
@@ -125,18 +135,16 @@ class Loader:
             epoch_end=config.epoch_end,
         )
         self._rounds = -(-config.micro_batches // world_size)
-        self._plan: tuple[int, EpochPlan] | None = None
+        # What each worker is at, in memory that all see: for the message where one never returns.
+        self._reading = RawArray("q", [-1] * max(1, config.workers))
+        self._plans: dict[int, tuple[EpochPlan, EpochPlan | None]] = {}
         self._fingerprints: dict[int, str] = {}
         if rank == 0 and config.micro_batches % world_size:
             log.warning("%s", _uneven(config.micro_batches, world_size))
 
     def plan(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch; the latest is kept."""
-        if self._plan is None or self._plan[0] != epoch:
-            plan = self._planner.plan(epoch)
-            self._plan = (epoch, plan)
-            self._fingerprints[epoch] = _fingerprint(plan)
-        return self._plan[1]
+        """The plan of an epoch; the latest are kept."""
+        return self._both_plans(epoch)[0]
 
     def text_plan(self, epoch: int) -> EpochPlan | None:
         """The plan of the text-only micro-batches that go with an epoch; None without any.
@@ -144,15 +152,25 @@ class Loader:
         It may have a step less or more than the epoch: its steps are used from the first on again
         where there are too few, and left out where there are too many.
         """
-        corpus, config = self._corpus, self._config
-        if corpus.text is None:
-            return None
-        return corpus.text.plan(
-            epoch,
-            steps=corpus.steps(config.speech_micro_batches),
-            micro_batches=config.text_micro_batches,
-            seed=self._seed,
-        )
+        return self._both_plans(epoch)[1]
+
+    def _both_plans(self, epoch: int) -> tuple[EpochPlan, EpochPlan | None]:
+        """The plans of speech and of text."""
+        if epoch not in self._plans:
+            plan, text = self._planner.plan(epoch), None
+            corpus, config = self._corpus, self._config
+            if corpus.text is not None:
+                text = corpus.text.plan(
+                    epoch,
+                    steps=corpus.steps(config.speech_micro_batches),
+                    micro_batches=config.text_micro_batches,
+                    seed=self._seed,
+                )
+            for old in list(self._plans)[: 1 - _PLANS]:
+                del self._plans[old]
+            self._plans[epoch] = (plan, text)
+            self._fingerprints[epoch] = _fingerprint(plan)
+        return self._plans[epoch]
 
     @property
     def shape(self) -> StaticShape | None:
@@ -184,51 +202,89 @@ class Loader:
                 f"`step` must be in 0 .. {self.plan(epoch).num_steps - 1}, the steps of epoch "
                 f"{epoch}, but is {step}: corpus or budgets are not those of the saved position."
             )
-        return self._steps(epoch, step)
+        return self.take(self._turns(epoch, step))
 
-    def _steps(self, epoch: int, step: int) -> Generator[Step, None, None]:
-        loaded = iter(self._data_loader(epoch, step))
+    def take(self, turns: Iterable[Turn]) -> Generator[Step, None, None]:
+        """The parts of global steps that are asked for, in any order.
+
+        Closing the iterator ends its worker processes.
+
+        Args:
+            turns: Without end; asked for a little ahead of what is yielded.
+
+        Raises:
+            AudioError: As `steps`.
+            RuntimeError: As `steps`.
+        """
+        loaded = iter(self._data_loader(turns))
         try:
             while True:
-                parts = [_checked(worker_processes.next_item(loaded)) for _ in range(self._rounds)]
-                place = parts[0].place
-                yield Step(
-                    epoch=place.epoch,
-                    step=place.step,
-                    num_steps=place.num_steps,
-                    batches=[part.batch for part in parts],
-                    skipped=tuple(drop for part in parts for drop in part.skipped),
-                    indices=_members(parts, text=False),
-                    text_indices=_members(parts, text=True),
-                )
+                yield self._step([worker_processes.next_item(loaded) for _ in range(self._rounds)])
         finally:
             # An error keeps this frame, but must not keep the workers.
             del loaded
 
-    def _places(self, epoch: int, step: int) -> Iterator[_Place]:
-        """What to load, in order; the data loader asks a little ahead of the training."""
+    def reading(self) -> list[str]:
+        """The utterances that are being read at this moment, each with its file."""
+        cuts = [self._corpus.cut(index) for index in self._reading[:] if index >= 0]
+        return [f"{cut.id} ({audio_path(cut) or 'no file'})" for cut in cuts]
+
+    def load(self, turn: Turn) -> Step:
+        """One part of a global step, at once and in this process.
+
+        Raises:
+            AudioError: As `steps`.
+        """
+        data = MicroBatches(self._corpus, self._config, self._planner.shape, self._reading)
+        step = self._step([data[place] for place in self._places([turn])])
+        if self._pin_memory:
+            return replace(step, batches=[batch.pin_memory() for batch in step.batches])
+        return step
+
+    def _step(self, items: list[Loaded | Failure]) -> Step:
+        parts = [checked(item) for item in items]
+        place = parts[0].place
+        return Step(
+            epoch=place.turn.epoch,
+            step=place.turn.step,
+            num_steps=place.num_steps,
+            batches=[part.batch for part in parts],
+            skipped=tuple(drop for part in parts for drop in part.skipped),
+            indices=_members(parts, text=False),
+            text_indices=_members(parts, text=True),
+            places=range(self._rounds * self._world_size)[place.turn.rank :: self._world_size],
+            number=place.turn.number,
+        )
+
+    def _turns(self, epoch: int, step: int) -> Iterator[Turn]:
+        """This rank's own, in the order of the plans."""
         while True:
-            plan, text = self.plan(epoch), self.text_plan(epoch)
-            for number in range(step, plan.num_steps):
-                members = [(indices, False) for indices in plan.step(number)]
-                if text is not None:
-                    members += [(indices, True) for indices in text.step(number % text.num_steps)]
-                    # By turns on every rank, whose batch norms must see speech now and then.
-                    turn = number % len(members)
-                    members = members[turn:] + members[:turn]
-                own = members[self._rank :: self._world_size]
-                # A rank that stayed away from a round would keep the others waiting.
-                own += [(_NOBODY, False)] * (self._rounds - len(own))
-                for indices, is_text in own:
-                    yield _Place(epoch, number, plan.num_steps, indices, is_text)
+            for number in range(step, self.plan(epoch).num_steps):
+                yield Turn(epoch, number, self._rank)
             epoch, step = epoch + 1, 0
 
-    def _data_loader(self, epoch: int, step: int) -> DataLoader[Any]:
+    def _places(self, turns: Iterable[Turn]) -> Iterator[Place]:
+        """What to load, in order; the data loader asks a little ahead of the training."""
+        for turn in turns:
+            plan, text = self._both_plans(turn.epoch)
+            members = [(indices, False) for indices in plan.step(turn.step)]
+            if text is not None:
+                members += [(indices, True) for indices in text.step(turn.step % text.num_steps)]
+                # By turns on every rank, whose batch norms must see speech now and then.
+                first = turn.step % len(members)
+                members = members[first:] + members[:first]
+            own = members[turn.rank :: self._world_size]
+            # A rank that stayed away from a round would keep the others waiting.
+            own += [(_NOBODY, False)] * (self._rounds - len(own))
+            for indices, is_text in own:
+                yield Place(turn, plan.num_steps, indices, is_text)
+
+    def _data_loader(self, turns: Iterable[Turn]) -> DataLoader[Any]:
         workers = self._config.workers
         return DataLoader(
-            _MicroBatches(self._corpus, self._config, self._planner.shape),
+            MicroBatches(self._corpus, self._config, self._planner.shape, self._reading),
             batch_size=None,
-            sampler=_Iterable(self._places(epoch, step)),
+            sampler=_Iterable(self._places(turns)),
             collate_fn=_as_it_is,
             num_workers=workers,
             prefetch_factor=self._config.prefetch if workers else None,
@@ -240,83 +296,17 @@ class Loader:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Place:
-    """A micro-batch to be loaded, and where it belongs."""
-
-    epoch: int
-    step: int
-    num_steps: int
-    indices: np.ndarray
-    is_text: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A micro-batch on its way from a worker."""
-
-    place: _Place
-    batch: Batch
-    skipped: list[Dropped]
-
-    def pin_memory(self) -> _Loaded:
-        """Called by torch's DataLoader."""
-        return _Loaded(self.place, self.batch.pin_memory(), self.skipped)
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """An error on its way from a worker, without the worker's traceback."""
-
-    problem: AudioProblem
-    message: str
-
-
-class _MicroBatches(Dataset[_Loaded | _Failure]):
-    """Loads what it is asked for; lives in every worker."""
-
-    def __init__(self, corpus: Corpus, config: DataConfig, shape: StaticShape | None) -> None:
-        self._corpus = corpus
-        self._shape = shape
-        self._padded = config.padded
-        self._skip = config.on_bad_audio == "skip"
-
-    def __getitem__(self, place: _Place) -> _Loaded | _Failure:
-        corpus = self._corpus
-        if place.is_text:
-            assert corpus.text is not None
-            return _Loaded(place, corpus.text.batch(place.indices), [])
-        examples, skipped = [], []
-        for index in place.indices.tolist():
-            try:
-                examples.append(corpus.example(index))
-            except AudioError as error:
-                if not self._skip:
-                    return _Failure(error.problem, str(error))
-                cut = corpus.cut(index)
-                path = audio_path(cut) or ""
-                skipped.append(Dropped(cut.id, error.problem, str(error), path, cut.duration))
-        batch = collate(
-            examples,
-            self._shape,
-            eos_id=corpus.eos_id,
-            pad_id=corpus.pad_id,
-            padded=self._padded,
-        )
-        return _Loaded(place, batch, skipped)
-
-
 class _Iterable:
     """An iterator in the shape that DataLoader wants of a sampler."""
 
-    def __init__(self, items: Iterator[_Place]) -> None:
+    def __init__(self, items: Iterator[Place]) -> None:
         self._items = items
 
-    def __iter__(self) -> Iterator[_Place]:
+    def __iter__(self) -> Iterator[Place]:
         return self._items
 
 
-def _members(parts: list[_Loaded], *, text: bool) -> np.ndarray:
+def _members(parts: list[Loaded], *, text: bool) -> np.ndarray:
     """What was to be in the micro-batches of a kind."""
     members = [part.place.indices for part in parts if part.place.is_text == text]
     return np.concatenate([_NOBODY, *members])
@@ -342,13 +332,4 @@ def _fingerprint(plan: EpochPlan) -> str:
 
 
 def _as_it_is(item: Any) -> Any:
-    return item
-
-
-def _checked(item: _Loaded | _Failure) -> _Loaded:
-    if isinstance(item, _Failure):
-        raise AudioError(
-            item.problem,
-            f"{item.message} Run `effasr prepare` to leave it out, or set data.on_bad_audio=skip.",
-        )
     return item

@@ -1,7 +1,7 @@
 """The exchange of gradients, made good on a rank whose backward broke off halfway."""
 
 # Annotations stay objects: torch compares those of a communication hook with its own classes.
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ class GradientExchange:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._sent: list[Tensor] = []
         self._begun = False
+        self._on_send: Callable[[], object] = lambda: None
         self._places: list[int | None] = []
         model.register_comm_hook(None, self._send)
         model.register_forward_hook(self._note)
@@ -37,8 +38,13 @@ class GradientExchange:
         """The model that is replicated."""
         return self._model.module
 
-    def begin(self) -> None:
-        """Forget the step before."""
+    def begin(self, on_send: Callable[[], object]) -> None:
+        """Forget the step before.
+
+        Args:
+            on_send: Called when the first gradients are ready, and before they are sent.
+        """
+        self._on_send = on_send
         self._sent.clear()
         self._begun = False
 
@@ -96,6 +102,8 @@ class GradientExchange:
 
     def _send(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         del state
+        if not self._sent:
+            self._on_send()
         self._sent += bucket.parameters()
         return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 

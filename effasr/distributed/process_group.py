@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
+from effasr.distributed.generation import agree
+
 T = TypeVar("T")
 
-_FIRST_FAILURE = "first_failure"
+NCCL = "cpu:gloo,cuda:nccl"
+"""The backend of processes with a GPU each."""
 
-# torchrun's store outlives a group: the next one of these processes must not find, under the same
-# names, the addresses where the ranks of the last one listened.
-_groups_joined = itertools.count()
+_FIRST_FAILURE = "first_failure"
 
 
 class PeerFailed(RuntimeError):
@@ -40,12 +40,16 @@ class World:
         size: Number of processes.
         device: Of this process.
         group: Of these processes, where they are not all of the run.
+        store: What all processes of the run read and write; None where there is only one.
+        left: What took this world's place when ranks of it were lost, the newest last.
     """
 
     rank: int
     size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
+    store: Store | None = None
+    left: list[World] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -74,10 +78,38 @@ class World:
         dist.broadcast_object_list(values, group=self.group, group_src=0)
         return values[0]
 
+    def barrier(self) -> None:
+        """Wait for the other ranks; for those that are left, where some are lost."""
+        world = self.left[-1] if self.left else self
+        if world.size > 1:
+            dist.barrier(group=world.group)
+
+    def part(self, ranks: Sequence[int], backend: str | None = None) -> World:
+        """This process among some of the ranks, all of which call it, and no other needs to.
+
+        Args:
+            ranks: Of this world, ascending.
+            backend: Of their group; None for that of all.
+        """
+        group = None
+        if len(ranks) > 1:
+            everyone = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+            own = [everyone[rank] for rank in ranks]
+            group = cast(
+                dist.ProcessGroup,
+                dist.new_group(own, backend=backend, use_local_synchronization=True),
+            )
+        place = list(ranks).index(self.rank)
+        return World(place, len(ranks), self.device, group, self.store)
+
 
 @contextmanager
 def joined(
-    device: str = "auto", timeout_s: float = 600.0, environment: Mapping[str, str] | None = None
+    device: str = "auto",
+    timeout_s: float = 600.0,
+    environment: Mapping[str, str] | None = None,
+    *,
+    on_host: bool = False,
 ) -> Iterator[World]:
     """Meet the other processes that torchrun started; part when the block ends.
 
@@ -88,6 +120,8 @@ def joined(
             no rank waits forever for one that died or hangs.
         environment: Where to find RANK, LOCAL_RANK and WORLD_SIZE; ``os.environ`` by default.
             Without them, this process is alone.
+        on_host: Whether the processes talk to each other through the host on a GPU, too, by gloo:
+            a GPU's connections, by NCCL, are lost together when one of the processes is.
 
     Raises:
         ValueError: The device is unknown, or there is none for this rank.
@@ -106,22 +140,28 @@ def joined(
     timeout = timedelta(seconds=timeout_s)
     shared, _, _ = next(rendezvous("env://", timeout=timeout))
     shared.set_timeout(timeout)
-    store = PrefixStore(f"effasr/{next(_groups_joined)}", shared)
+    # The store may be full of what processes before these wrote.
+    name = agree(PrefixStore("effasr", shared), rank, size, timeout_s)
+    store = PrefixStore(f"effasr/{name}", shared)
+    by_nccl = here.type == "cuda" and not on_host
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo",
+        NCCL if by_nccl else "gloo",
         store=PrefixStore("process_group", store),
         rank=rank,
         world_size=size,
         timeout=timeout,
-        device_id=here if here.type == "cuda" else None,
+        device_id=here if by_nccl else None,
     )
+    world = World(rank, size, here, store=PrefixStore("run", store))
     try:
-        yield World(rank, size, here)
+        yield world
         # So that no rank takes the store down while another still talks to it.
-        dist.barrier()
+        world.barrier()
     except BaseException as error:
         # Before this rank's connections close, for that makes the others fail.
-        earlier = _earlier_failure(store, rank, error) if isinstance(error, Exception) else None
+        earlier, said = None, " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, Exception):
+            earlier = earlier_failure(world.store or store, rank, said)
         # NCCL's teardown would wait for peers that may be gone; the end of the process will do.
         if here.type != "cuda":
             dist.destroy_process_group()
@@ -199,14 +239,19 @@ def _rank_device(name: str, environment: Mapping[str, str]) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _earlier_failure(store: Store, rank: int, error: BaseException) -> str | None:
-    """What the first rank to fail said, unless this one is it.
+def earlier_failure(store: Store, rank: int, reason: str) -> str | None:
+    """What the first rank to fail said, unless this one is it, for this ``reason``.
 
     torchrun's store outlives the ranks. One that went down with its rank cannot tell any more.
     """
-    own = f"rank {rank}: {' '.join(str(error).split()) or type(error).__name__}"
+    own = f"rank {rank}: {reason.removeprefix(f'rank {rank}: ')}"
     try:
         first = store.compare_set(_FIRST_FAILURE, "", own).decode()
     except RuntimeError:
         return None
     return None if first == own else first
+
+
+def forget_failure(store: Store) -> None:
+    """Let one that fails later say why, where the run went on without the first that failed."""
+    store.delete_key(_FIRST_FAILURE)

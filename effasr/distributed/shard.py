@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from effasr.distributed.process_group import World
 
@@ -57,43 +56,9 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def whole_tree(value: Any, device: torch.device) -> Any:
-    """Nested mappings and lists with `whole` tensors; what was sharded is on ``device``."""
-    if isinstance(value, DTensor):
-        return value.full_tensor().to(device)
-    if isinstance(value, Mapping):
-        return {key: whole_tree(item, device) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(whole_tree(item, device) for item in value)
-    return value
-
-
-def like(value: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor sharded as a parameter is; what is of another shape stays whole."""
-    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
-        return value
-    mesh = parameter.device_mesh
-    local = value.to(parameter.device)
-    # Every rank has it already.
-    return distribute_tensor(local, mesh, parameter.placements, src_data_rank=None)
-
-
 @torch.no_grad()
 def gather(source: nn.Module, target: nn.Module) -> None:
     """Copy the parameters and buffers of a sharded model into one that is not."""
     own = dict(target.named_parameters()) | dict(target.named_buffers())
     for name, value in (*source.named_parameters(), *source.named_buffers()):
         own[name].copy_(whole(value))
-
-
-def state_like(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A whole optimizer's ``state_dict`` with the moments sharded as its parameters are."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    rows = {
-        index: {
-            name: like(value, parameters[index]) if isinstance(value, Tensor) else value
-            for name, value in row.items()
-        }
-        for index, row in state["state"].items()
-    }
-    return state | {"state": rows}

@@ -1,4 +1,4 @@
-"""AdamW, and an update that the device can skip by itself."""
+"""AdamW, its settings and those of LAMB, and an update that the device can skip by itself."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from effasr.optim.adascale import AdaScaleConfig
 from effasr.optim.groups import Exempt
@@ -18,9 +19,11 @@ from effasr.optim.groups import Exempt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW.
+    """AdamW, or LAMB.
 
     Attributes:
+        name: ``adamw``, or ``lamb``, whose updates are as long as the weights they are added to,
+            for large batches: see `effasr.optim.lamb`. It waits for the device once a step.
         lr: Peak learning rate; the schedule multiplies it.
         lr_scaling: What becomes of ``lr`` with k times the reference batch: ``none``: nothing.
             ``linear``: k times it. ``sqrt``: the square root of k times it, the rule for Adam.
@@ -31,12 +34,15 @@ class OptimizerConfig:
             worth one or more, so that the run ends after fewer steps.
         betas: Decay of the first and second moments.
         eps: Added to the root of the second moment.
-        weight_decay: Decoupled, multiplied by the learning rate.
+        weight_decay: Decoupled, multiplied by the learning rate; of ``lamb``, a part of the update
+            before its length is set.
         exempt: Kinds of parameters without weight decay: ``biases``, ``norms``, ``embeddings``.
-        implementation: ``torch``: fused AdamW of PyTorch. ``apex``: FusedAdam of NVIDIA's apex,
-            CUDA only. ``auto``: apex where NVIDIA's is installed and the device is a GPU.
+        implementation: ``torch``: fused AdamW of PyTorch, and LAMB of ``pytorch_optimizer``.
+            ``apex``: FusedAdam and FusedLAMB of NVIDIA's apex, CUDA only, and not with fsdp2.
+            ``auto``: apex where it can be.
     """
 
+    name: Literal["adamw", "lamb"] = "adamw"
     lr: float = 1e-3
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     lr_reference_micro_batches: int | None = None
@@ -57,6 +63,12 @@ class OptimizerConfig:
             raise ValueError(f"`eps` must be positive, but is {self.eps}.")
         if self.weight_decay < 0:
             raise ValueError(f"`weight_decay` must be at least 0, but is {self.weight_decay}.")
+
+        if self.name == "lamb" and not self.weight_decay:
+            raise ValueError(
+                "`weight_decay` must be positive with name lamb, which leaves alone the length of "
+                "updates without it, but is 0: set it, or use adamw."
+            )
 
     def _check_scaling(self) -> None:
         reference, rule = self.lr_reference_micro_batches, self.lr_scaling
@@ -93,10 +105,10 @@ def build_adamw(
         device: Of the parameters.
 
     Raises:
-        ValueError: ``apex`` is asked for, and NVIDIA's apex is missing or the device is no GPU.
+        ValueError: ``apex`` is asked for, but cannot be used; the message says why.
     """
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    reason = why_not_apex(device)
+    reason = why_not_apex(device, sharded=has_sharded(groups))
     if config.implementation == "apex" and reason is not None:
         raise ValueError(f"`implementation` must not be 'apex' here: {reason}. Use 'auto'.")
     if config.implementation != "torch" and reason is None:
@@ -105,15 +117,30 @@ def build_adamw(
     return torch.optim.AdamW(list(groups), fused=True, **settings)
 
 
-def why_not_apex(device: torch.device) -> str | None:
-    """The reason for which NVIDIA's apex cannot be used, or None. Nothing of it is imported."""
+def has_sharded(groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether each process has a part of the parameters in a group."""
+    return any(isinstance(p, DTensor) for group in groups for p in group["params"])
+
+
+def why_not_apex(
+    device: torch.device, module: str = "fused_adam.py", *, sharded: bool = False
+) -> str | None:
+    """The reason for which NVIDIA's apex cannot be used, or None. Nothing of it is imported.
+
+    Args:
+        device: Of the parameters.
+        module: The file of the optimizer in ``apex/optimizers``.
+        sharded: Whether each process has a part of the parameters.
+    """
+    if sharded:
+        return "apex knows no sharded parameters, as of training.strategy fsdp2"
     if device.type != "cuda":
         return f"apex needs a GPU, and the device is {device.type}"
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return "apex is not installed"
     folders = spec.submodule_search_locations or []
-    if not any((Path(folder) / "optimizers" / "fused_adam.py").is_file() for folder in folders):
+    if not any((Path(folder) / "optimizers" / module).is_file() for folder in folders):
         return "the installed `apex` is another package of that name (PyPI's), not NVIDIA's"
     if importlib.util.find_spec("amp_C") is None:
         return "NVIDIA's apex is installed without its CUDA extensions"

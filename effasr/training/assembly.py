@@ -14,19 +14,23 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from effasr import checkpoint
+from effasr import config as configuration
 from effasr.data.features import SAMPLE_RATE, FeatureConfig
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.distributed.batch_norm import running_statistics
 from effasr.distributed.exchange import GradientExchange
 from effasr.distributed.process_group import World
 from effasr.model.asr import ASRModel, ModelConfig
-from effasr.model.cost import cost_model, text_cost_model
+from effasr.model.cost import cost_model, recomputed_costs, text_cost_model
+from effasr.nn.stack import compile_layers, recompute_layers
 from effasr.optim.adamw import build_adamw
 from effasr.optim.adascale import AdaScale
 from effasr.optim.batch_scaling import peak_learning_rate, relative_batch
 from effasr.optim.ema import WeightAverage
 from effasr.optim.groups import parameter_groups
+from effasr.optim.lamb import build_lamb
 from effasr.optim.schedules import learning_rate_ratio
+from effasr.training.activity import Activity
 from effasr.training.config import TrainConfig, resolve_losses
 from effasr.training.counts import HostCopy
 from effasr.training.graph import MicroBatchGraph
@@ -36,6 +40,7 @@ from effasr.training.step import Trainee, run_micro_batch
 
 if TYPE_CHECKING:
     from effasr.data.corpus import Corpus
+    from effasr.training.learners import Learners
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ def resolve(config: TrainConfig, saved: Saved | None) -> TrainConfig:
 
 def _with_saved_budgets(config: TrainConfig, saved: Saved) -> TrainConfig:
     """Those that the run began with: a run that goes on is not calibrated again."""
-    before = saved.state["config"]["data"]
+    before = configuration.complete(TrainConfig, saved.state["config"])["data"]
     names = ("frame_budget", "token_budget", "max_sequences")
     return replace(config, data=replace(config.data, **{name: before[name] for name in names}))
 
@@ -96,6 +101,12 @@ def _check_static_shapes(config: TrainConfig) -> None:
         raise ValueError(
             "`training.cuda_graph` must be false where `data.text_share` is given, because batches "
             "of text have a shape of their own, but is true: set it to false."
+        )
+    if config.training.cuda_graph and config.training.activation_checkpointing:
+        raise ValueError(
+            "`training.activation_checkpointing` must be false with training.cuda_graph, because "
+            "the random numbers of a layer cannot be rewound while a graph is recorded, but is "
+            f"{config.training.activation_checkpointing}: set either to false."
         )
     for name in ("cuda_graph", "compile"):
         if getattr(config.training, name) and config.data.strategy != "packed":
@@ -154,12 +165,28 @@ def build_model(
     return model.to(device).train()
 
 
-def build_trainee(config: TrainConfig, model: ASRModel, world: World) -> Trainee:
-    """The model with its optimizer and everything else that a step needs."""
+def build_trainee(
+    config: TrainConfig, model: ASRModel, world: World, learners: Learners | None = None
+) -> Trainee:
+    """The model with its optimizer and everything else that a step needs.
+
+    Args:
+        config: The run.
+        model: On the device.
+        world: The ranks that make a step together.
+        learners: Those that do not, if there are any.
+    """
     micro_batches = config.data.micro_batches
     peak = peak_learning_rate(config.optimizer, micro_batches)
     schedule, steps = config.schedule, config.training.max_steps
-    if config.training.compile:
+    every, again = int(config.training.activation_checkpointing), None
+    if every:
+        recompute_layers(model, every)
+        again = recomputed_costs(config.model, model.vocab_size, every)
+    if config.training.compile and config.training.strategy == "fsdp2":
+        # Between two of which ranks gather parameters, which is not compiled.
+        compile_layers(model)
+    elif config.training.compile:
         # In place: the state dict keeps its names.
         model.compile(fullgraph=True, dynamic=False)
     trained = distribute(config, model, world)
@@ -168,7 +195,8 @@ def build_trainee(config: TrainConfig, model: ASRModel, world: World) -> Trainee
     # A wrapper's names are not those of the checkpoints.
     model = model if is_replicated else cast(ASRModel, trained)
     groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.exempt)
-    optimizer = build_adamw(groups, config.optimizer, world.device)
+    build = build_lamb if config.optimizer.name == "lamb" else build_adamw
+    optimizer = build(groups, config.optimizer, world.device)
     statistics = running_statistics(model)
     trainee = Trainee(
         model=trained,
@@ -185,8 +213,10 @@ def build_trainee(config: TrainConfig, model: ASRModel, world: World) -> Trainee
         cost=cost_model(config.model, model.vocab_size),
         exchange=exchange,
         text_cost=text_cost_model(config.model, model.vocab_size),
+        again=again,
         adascale=_adascale(config, model, world),
-        averager=averager(config, model, optimizer, statistics, world),
+        activity=Activity(on_gpu=world.device.type == "cuda"),
+        averager=averager(config, model, optimizer, statistics, world, learners),
     )
     return _recorded(trainee, config.model) if config.training.cuda_graph else trainee
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from effasr.data.config import DataConfig
 from effasr.distributed.delayed import DelayedConfig
+from effasr.distributed.gossip.config import GossipConfig
 from effasr.distributed.local_sgd import HierarchicalConfig, LocalSGDConfig
 from effasr.inference.decoding_config import DecodingConfig
 from effasr.model.asr import ModelConfig
@@ -19,6 +20,9 @@ from effasr.training.objective import (
     DEFAULT_TRANSDUCER_WEIGHT,
     LossConfig,
 )
+
+LEARNING_APART = ("adpsgd", "h_adpsgd")
+"""The strategies with learners that do not wait for each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +37,8 @@ class LoopConfig:
         validate_every: Steps between two validations; the last step has one, too.
         checkpoint_every: Steps between two checkpoints; the last step has one, too.
         keep: Newest checkpoints to keep; that with the best validation is kept besides.
+        async_save: Whether training goes on while a checkpoint is written. It then stops only for
+            a copy to the host, whose memory holds weights and moments once more.
         precision: Of matrix products, in the sense of autocast; weights and sums are float32.
             ``auto``: bfloat16 on a GPU, float32 on a CPU.
         clip: Largest norm of the gradient of all weights.
@@ -48,19 +54,28 @@ class LoopConfig:
         device: ``auto``: a GPU where there is one.
         threads: Of PyTorch on the CPU; null leaves PyTorch's choice.
         timeout_s: How long a rank waits for another before it takes it for lost.
-        compile: Whether torch.compile makes the model's forward and backward; the first step then
-            takes minutes.
+        data_timeout_s: How long a rank waits for the data of a step, before it takes the read for
+            stuck and ends itself.
+        activation_checkpointing: Whether encoder and decoder layers keep only their inputs, and are
+            computed again in the backward: less memory for up to a third more work, and the same
+            gradients. ``true``: all layers. n: the first of every n.
+        compile: Whether torch.compile makes the model's forward and backward, with fsdp2 those of
+            its layers; the first step then takes minutes.
         strategy: Of several processes. ``ddp``: each has all weights, and gradients are averaged
             while they are computed. ``fsdp2``: each has a part of the weights, gradients and
             moments, and layers are gathered when they are needed: for models that are too large
             otherwise. With the others, each makes updates of its own, and weights are averaged:
             for slow networks. ``local_sgd``: now and then. ``hierarchical``: often among
             neighbours, seldom among all. ``delayed``: in every step, while the next update is
-            computed. All write the same checkpoints, from which a run may go on with another
-            strategy. A single process needs none.
+            computed. ``adpsgd``: each takes work when it has time, and averages with its neighbours
+            in the background, so that nobody waits for slow ones, and the run goes on without those
+            that are lost. ``h_adpsgd``: so do nodes, within which it is as with ddp. All write the
+            same checkpoints, from which a run may go on with another strategy. A single process
+            needs none.
         local_sgd: When ``local_sgd`` averages.
         hierarchical: When which ranks average with ``hierarchical``.
         delayed: When ``delayed`` begins to.
+        gossip: Who averages with whom with ``adpsgd`` and ``h_adpsgd``.
         cuda_graph: Whether the forward and backward of a micro-batch are recorded once as a CUDA
             graph and replayed, so that the host launches no kernels; needs a GPU, and one process.
         tensorboard: Whether to write curves for TensorBoard.
@@ -73,6 +88,7 @@ class LoopConfig:
     validate_every: int = 2000
     checkpoint_every: int = 1000
     keep: int = 3
+    async_save: bool = True
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     clip: float = 1.0
     ema_decay: float | None = None
@@ -82,11 +98,16 @@ class LoopConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     timeout_s: float = 600.0
+    data_timeout_s: float = 300.0
+    activation_checkpointing: bool | int = False
     compile: bool = False
-    strategy: Literal["ddp", "fsdp2", "local_sgd", "hierarchical", "delayed"] = "ddp"
+    strategy: Literal[
+        "ddp", "fsdp2", "local_sgd", "hierarchical", "delayed", "adpsgd", "h_adpsgd"
+    ] = "ddp"
     local_sgd: LocalSGDConfig = field(default_factory=LocalSGDConfig)
     hierarchical: HierarchicalConfig = field(default_factory=HierarchicalConfig)
     delayed: DelayedConfig = field(default_factory=DelayedConfig)
+    gossip: GossipConfig = field(default_factory=GossipConfig)
     cuda_graph: bool = False
     tensorboard: bool = True
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -95,9 +116,14 @@ class LoopConfig:
         for name in ("max_steps", "log_every", "validate_every", "checkpoint_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
-        for name in ("clip", "timeout_s"):
+        for name in ("clip", "timeout_s", "data_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"`{name}` must be positive, but is {getattr(self, name)}.")
+        if self.activation_checkpointing < 0:
+            raise ValueError(
+                "`activation_checkpointing` must be true, false or at least 1, but is "
+                f"{self.activation_checkpointing}: 2 stands for every second layer."
+            )
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"`ema_decay` must lie between 0 and 1, but is {self.ema_decay}.")
         for name in ("stop_at", "threads", "ema_reference_micro_batches"):
@@ -142,7 +168,7 @@ class TrainConfig:
         model: The architecture.
         data: The utterances, the tokenizer and the batches.
         loss: Weights of the losses.
-        optimizer: AdamW.
+        optimizer: AdamW or LAMB.
         schedule: Of the learning rate.
         training: The loop.
         evaluation: Validation.

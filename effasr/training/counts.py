@@ -11,7 +11,7 @@ from torch import Tensor
 from effasr.data.batch import Batch
 from effasr.data.sampling.cost import CostModel
 from effasr.distributed.process_group import World
-from effasr.training.flops import work_of
+from effasr.training.flops import recomputed_work_of, work_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Counts:
         stopping: How many ranks were asked to stop.
         useful_flops: What forward and backward of the utterances take; see
             `effasr.training.flops`.
+        recomputed_flops: What activation checkpointing takes besides, padding included.
         work: FLOPs of each rank, padding included.
     """
 
@@ -42,6 +43,7 @@ class Counts:
     token_rows: float
     stopping: float
     useful_flops: float
+    recomputed_flops: float
     work: tuple[float, ...]
 
     @classmethod
@@ -52,8 +54,18 @@ class Counts:
         stopping: bool,
         cost: CostModel,
         text_cost: CostModel | None = None,
+        again: tuple[CostModel, CostModel | None] | None = None,
     ) -> Counts:
-        """Count the micro-batches of this rank, each utterance by its cost to the model."""
+        """Count the micro-batches of this rank, each utterance by its cost to the model.
+
+        Args:
+            micro_batches: Their lengths are known on the host.
+            world: The ranks.
+            stopping: Whether this rank was asked to stop.
+            cost: Of an utterance.
+            text_cost: Of a text pair; None where there are none.
+            again: Of both, what the backward computes again; None for nothing.
+        """
         useful, work = work_of(micro_batches, cost, text_cost)
         return cls(
             targets=sum(batch.num_targets for batch in micro_batches),
@@ -65,11 +77,12 @@ class Counts:
             token_rows=sum(batch.tokens.layout.rows for batch in micro_batches),
             stopping=stopping,
             useful_flops=useful,
+            recomputed_flops=0.0 if again is None else recomputed_work_of(micro_batches, *again),
             work=tuple(work if rank == world.rank else 0.0 for rank in range(world.size)),
         )
 
     def tensor(self, device: torch.device) -> Tensor:
-        """As float64 (9 + ranks,) on the device: exact for counts, and one tensor to add up."""
+        """As float64 (10 + ranks,) on the device: exact for counts, and one tensor to add up."""
         values = [
             self.targets,
             self.monotonic_targets,
@@ -80,6 +93,7 @@ class Counts:
             self.token_rows,
             self.stopping,
             self.useful_flops,
+            self.recomputed_flops,
             *self.work,
         ]
         host = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")

@@ -1,4 +1,4 @@
-"""How much of a GPU's arithmetic a step uses: model FLOPs utilisation (MFU)."""
+"""How much of a GPU's arithmetic a step uses: model FLOPs utilisation (MFU), and hardware's."""
 
 from __future__ import annotations
 
@@ -85,6 +85,19 @@ def work_of(
         computed += cost.token * (batch.tokens.layout.rows - int(tokens.sum()))
         useful += _sum(cost, _lengths(batch.frame_lengths), _lengths(batch.token_lengths))
     return FORWARD_AND_BACKWARD * useful, FORWARD_AND_BACKWARD * computed
+
+
+def recomputed_work_of(
+    batches: Sequence[Batch], cost: CostModel, text_cost: CostModel | None = None
+) -> float:
+    """FLOPs that the backward of these micro-batches computes again, padding included.
+
+    Args:
+        batches: As in `work_of`.
+        cost: What is computed again of an utterance: `effasr.model.cost.recomputed_cost`.
+        text_cost: Of a text pair.
+    """
+    return work_of(batches, cost, text_cost)[1] / FORWARD_AND_BACKWARD
 
 
 def _lengths(lengths: Sequence[int]) -> np.ndarray:

@@ -12,7 +12,6 @@ from torch import Tensor
 from effasr.data.batch import Batch
 from effasr.distributed.process_group import World
 from effasr.model.asr import ASRModel
-from effasr.training.run_directory import RunDirectory
 from effasr.training.step import StepReport
 
 _PATIENCE = 100
@@ -32,7 +31,7 @@ class NonFiniteGuard:
         policy: ``stop``: the first such step ends the run. ``skip``: it is written to
             skipped.jsonl, and only very many in a row end the run.
         world: The ranks, each of which knows its own utterances.
-        directory: Of the run.
+        note: Takes the line for skipped.jsonl, on rank 0.
     """
 
     def __init__(
@@ -41,18 +40,20 @@ class NonFiniteGuard:
         autocast: Callable[[], AbstractContextManager],
         policy: Literal["stop", "skip"],
         world: World,
-        directory: RunDirectory,
+        note: Callable[[dict[str, Any]], None],
     ) -> None:
         self._model = model
         self._autocast = autocast
         self._policy = policy
         self._world = world
-        self._directory = directory
-        self._last = -1
-        self._in_a_row = 0
+        self._note = note
 
-    def handle(self, reports: Sequence[StepReport]) -> None:
+    def handle(self, reports: Sequence[StepReport], in_a_row: int) -> None:
         """Deal with the steps whose update was left out.
+
+        Args:
+            reports: Of these steps.
+            in_a_row: How many, the newest of them included, there were without an update between.
 
         Raises:
             TrainingFailed: The run must end.
@@ -60,20 +61,18 @@ class NonFiniteGuard:
         for report in reports:
             line = self._describe(report)
             if self._world.is_main:
-                self._directory.skipped(line)
-            self._in_a_row = self._in_a_row + 1 if report.step == self._last + 1 else 1
-            self._last = report.step
+                self._note(line)
             if self._policy == "stop":
                 raise TrainingFailed(
                     f"step {line['step']}: the {line['reason']} is not finite; "
                     f"utterances: {_shorten(line['utterances'])}. The weights are those before it. "
                     "Look at these utterances, lower optimizer.lr, or set training.on_nan=skip."
                 )
-            if self._in_a_row >= _PATIENCE:
-                raise TrainingFailed(
-                    f"step {line['step']}: {_PATIENCE} steps in a row had a loss or gradient that "
-                    "is not finite: lower optimizer.lr, or look at skipped.jsonl."
-                )
+        if in_a_row >= _PATIENCE:
+            raise TrainingFailed(
+                f"step {reports[-1].step + 1}: {_PATIENCE} steps in a row had a loss or gradient "
+                "that is not finite: lower optimizer.lr, or look at skipped.jsonl."
+            )
 
     def _describe(self, report: StepReport) -> dict[str, Any]:
         """Name the utterances whose loss is not finite; where only the gradient is not, all."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from effasr.distributed.process_group import World
 from effasr.training.counts import Counts
 from effasr.training.flops import peak_flops
 from effasr.training.memory import peak_bytes
@@ -16,7 +17,8 @@ from effasr.training.step import StepReport
 _MEANS = ("loss", "cross_entropy", "ctc", "transducer", "guided", "grad_norm")
 """What `StepReport.values` begins with."""
 _SUMS = ("steps", "updates", "audio_seconds", "tokens", "imbalance", *_MEANS)
-_ROWS = ("frames", "frame_rows", "token_rows", "useful_flops", "computed_flops")
+_FLOPS = ("useful_flops", "computed_flops", "hardware_flops")
+_ROWS = ("frames", "frame_rows", "token_rows", *_FLOPS)
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class Meter:
         ranks: How many the step is spread over.
         skipped: Updates left out since the beginning of the run, for a loss or gradient that
             was not finite.
+        in_a_row: Of these, the newest without any update between them, as far as is known.
         oom_splits: Micro-batches, and pieces of such, that all ranks split since then, for want of
             memory.
     """
@@ -37,6 +40,7 @@ class Meter:
     device: torch.device
     ranks: int = 1
     skipped: int = 0
+    in_a_row: int = 0
     oom_splits: int = 0
     stopping: bool = False
     _sums: dict[str, float] = field(default_factory=dict)
@@ -47,6 +51,7 @@ class Meter:
     _lr: float = 0.0
     _guided: bool = False
     _gain: dict[str, float] = field(default_factory=dict)
+    _merged: tuple[int, int] = (0, 0)
 
     def add(self, report: StepReport) -> None:
         """Take a report; what it says is read by `collect`."""
@@ -63,6 +68,7 @@ class Meter:
             token_rows=counts.token_rows,
             useful_flops=counts.useful_flops,
             computed_flops=sum(counts.work),
+            hardware_flops=sum(counts.work) + counts.recomputed_flops,
         )
 
     def collect(self, *, leave: int = 1) -> list[StepReport]:
@@ -80,10 +86,25 @@ class Meter:
             self.oom_splits += round(splits)
             if not finite:
                 self.skipped += 1
+                self.in_a_row += 1
                 left_out.append(report)
                 continue
+            self.in_a_row = 0
             self._increase(updates=1, **dict(zip(_MEANS, means, strict=True)))
         return left_out
+
+    def merge(self, world: World, *, counts: bool) -> None:
+        """Add up ``skipped`` and ``oom_splits`` of learners that train apart.
+
+        Args:
+            world: The ranks, which call it together.
+            counts: Whether this rank counts for its learner.
+        """
+        before = self._merged
+        own = (self.skipped - before[0], self.oom_splits - before[1]) if counts else (0, 0)
+        skipped, splits = map(sum, zip(*world.gather(own), strict=True))
+        self.skipped, self.oom_splits = before[0] + skipped, before[1] + splits
+        self._merged = self.skipped, self.oom_splits
 
     def time(self, seconds: float, waited: float) -> None:
         """Note how long a step took, and how much of it was spent waiting for data."""
@@ -103,9 +124,8 @@ class Meter:
         timed = max(self._timed, 1)
         means = {name: sums[name] / updates if updates else None for name in _MEANS}
         step_s = self._seconds / timed
-        useful, computed = (
-            sums[name] / steps / step_s / self.ranks if step_s else 0.0
-            for name in ("useful_flops", "computed_flops")
+        useful, computed, hardware = (
+            sums[name] / steps / step_s / self.ranks if step_s else 0.0 for name in _FLOPS
         )
         peak = peak_flops(self.device)
         line = {
@@ -123,6 +143,7 @@ class Meter:
             "step_s": step_s,
             "mfu": None if peak is None else useful / peak,
             "mfu_with_padding": None if peak is None else computed / peak,
+            "hfu": None if peak is None else hardware / peak,
             "useful_tflops": useful / 1e12,
             "peak_memory_bytes": peak_bytes(self.device),
             "rank_imbalance": sums["imbalance"] / steps,
@@ -145,6 +166,7 @@ class Meter:
         self._sums = dict(state["sums"])
         self.skipped = state["skipped"]
         self.oom_splits = state.get("oom_splits", 0)
+        self._merged = self.skipped, self.oom_splits
 
     def _increase(self, **amounts: float) -> None:
         for name, amount in amounts.items():

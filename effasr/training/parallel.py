@@ -15,8 +15,10 @@ from effasr.distributed.delayed import DelayedAveraging
 from effasr.distributed.local_sgd import LocalSGD
 from effasr.distributed.process_group import World
 from effasr.distributed.replicate import replicate
-from effasr.distributed.shard import gather, like, shard
-from effasr.training.config import TrainConfig
+from effasr.distributed.shard import gather, shard
+from effasr.training.config import LEARNING_APART, TrainConfig
+from effasr.training.learners import Learners
+from effasr.training.mixing import Mixing
 from effasr.training.step import Trainee
 
 
@@ -32,20 +34,36 @@ def check_strategy(config: TrainConfig) -> None:
             "`optimizer.adascale` needs training.strategy ddp, in which each rank has its whole "
             f"gradient before the exchange, but the strategy is {strategy}: set either aside."
         )
+    if strategy in LEARNING_APART:
+        _check_learners(config)
     if strategy != "fsdp2":
         return
-    for name in ("cuda_graph", "compile"):
-        if getattr(config.training, name):
-            raise ValueError(
-                f"`training.{name}` must be false with training.strategy fsdp2, whose gathering of "
-                "parameters it cannot record, but is true: set it to false, or use ddp."
-            )
-    if config.data.strategy != "packed" or config.data.text_share is not None:
+    if config.optimizer.name == "lamb":
         raise ValueError(
-            "`training.strategy` must not be fsdp2 with data.strategy "
-            f"{config.data.strategy} and data.text_share {config.data.text_share}: ranks gather "
-            "layers together, so that each must use every layer in every step. Use data.strategy "
-            "packed without text, or training.strategy ddp."
+            "`optimizer.name` must not be lamb with training.strategy fsdp2, because the libraries "
+            "that have it take no norm of parameters of which each rank has a part: use adamw, or "
+            "ddp."
+        )
+    if config.training.cuda_graph:
+        raise ValueError(
+            "`training.cuda_graph` must be false with training.strategy fsdp2, whose gathering of "
+            "parameters it cannot record, but is true: set it to false, or use ddp."
+        )
+
+
+def _check_learners(config: TrainConfig) -> None:
+    strategy, size = config.training.strategy, config.training.gossip.learner_size
+    if config.data.strategy != "packed":
+        raise ValueError(
+            f"`data.strategy` must be packed with training.strategy {strategy}, whose learners "
+            "each take the next part of a plan when they have time, but is "
+            f"{config.data.strategy}: lhotse's samplers deal out batches to a fixed number of "
+            "ranks. Use packed, or training.strategy ddp."
+        )
+    if strategy == "adpsgd" and size not in (None, 1):
+        raise ValueError(
+            "`training.gossip.learner_size` must be 1 or null with training.strategy adpsgd, but "
+            f"is {size}: use h_adpsgd for learners of several processes."
         )
 
 
@@ -69,9 +87,12 @@ def averager(
     optimizer: torch.optim.Optimizer,
     statistics: list[Tensor],
     world: World,
+    learners: Learners | None = None,
 ) -> Averager | None:
     """What brings ranks together that make updates of their own; None where none do."""
     settings, what = config.training, (model, optimizer, statistics, world)
+    if learners is not None:
+        return Mixing(model, optimizer, learners, settings.gossip, config.seed)
     if world.size == 1:
         return None
     if settings.strategy == "local_sgd":
@@ -112,14 +133,6 @@ def whole(trainee: Trainee, model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.cpu()
-
-
-@torch.no_grad()
-def load_trained(trainee: Trainee, model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Set the weights that are trained, where others were loaded to be averaged."""
-    target = trainee.model if is_sharded(trainee) else model
-    for name, parameter in target.named_parameters():
-        parameter.copy_(like(weights[name], parameter))
 
 
 def settle(trainee: Trainee) -> None:

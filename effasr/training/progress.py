@@ -59,9 +59,11 @@ class ProgressDisplay:
         state = describe(line, self._ranks)
         self._bar.update(self._task, completed=line["step"], state=state)
         if not self._console.is_terminal:
-            # With AdaScale, a step may be worth several.
-            left = (self._total - line.get("progress", line["step"])) * line["step_s"]
-            left = max(left / line.get("gain", 1.0), 0.0)
+            # With AdaScale, a step may be worth several; learners share steps out among themselves.
+            per_step = line["step_s"] / line.get("gain", 1.0)
+            if line.get("plan_steps_per_s"):
+                per_step = 1 / line["plan_steps_per_s"]
+            left = max((self._total - line.get("progress", line["step"])) * per_step, 0.0)
             self.say(f"step {line['step']}/{self._total}  {state}  ETA {_clock(left)}")
 
     def say(self, text: str) -> None:

@@ -246,6 +246,6 @@ def _alone(batch: Batch, reason: str) -> str:
     return (
         f"utterance {batch.ids[0]!r} alone does not fit in memory: it has {batch.frames.total} "
         f"encoder frames ({batch.audio_seconds:.1f} s) and {batch.tokens.layout.total} tokens; "
-        f"{in_use()} ({reason}). Lower data.max_duration to leave such utterances out, or train "
-        "a smaller model."
+        f"{in_use()} ({reason}). Lower data.max_duration to leave such utterances out, set "
+        "training.activation_checkpointing=true, or train a smaller model."
     )

@@ -8,8 +8,9 @@ from typing import Any
 _DECISIVE = ("seed", "model", "data")
 """Parts of a configuration that decide what the weights are and which data comes when."""
 
-_DECISIVE_BESIDE = frozenset({"optimizer.exempt"})
-"""Fields of other parts that do: by it the optimizer groups, and so numbers, the parameters."""
+_DECISIVE_BESIDE = frozenset({"optimizer.exempt", "optimizer.name"})
+"""Fields of other parts that do: by them the optimizer groups, and so numbers, the parameters, and
+keeps what it keeps of each."""
 
 _HARMLESS = frozenset(
     {

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from effasr import config as configuration
-from effasr.distributed.shard import state_like, whole_tree
+from effasr.distributed import saved_tensors
 from effasr.optim.adamw import restore as restore_optimizer
-from effasr.training.parallel import load_trained, whole
+from effasr.training.assembly import Saved
+from effasr.training.parallel import is_sharded
+from effasr.training.run_checkpoints import TENSORS
 
 if TYPE_CHECKING:
     from effasr.training.trainer import Trainer
 
 
-def state_of(trainer: Trainer) -> dict[str, Any]:
-    """The state of a run between two steps; where weights are sharded, all ranks call it."""
-    trainee, trained = trainer.trainee, None
+def state_of(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The state of a run between two steps.
+
+    Returns:
+        What is small, and the rest by name: moments, and the weights that are trained where others
+        are published. Tensors are those in use, on their devices, sharded where the model is.
+    """
+    trainee, tensors = trainer.trainee, {}
+    optimizer = trainee.optimizer.state_dict()
+    counts: dict[int, dict[str, Any]] = {}
+    for index, row in optimizer["state"].items():
+        for name, value in row.items():
+            if isinstance(value, Tensor) and value.dim():
+                tensors[f"optimizer/{index}/{name}"] = value
+            else:
+                counts.setdefault(index, {})[name] = value
     if trainee.average is not None:
-        with whole(trainee, trainer.model):
-            trained = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+        tensors |= {f"trained/{name}": value for name, value in _parameters(trainer).items()}
     epoch, step = trainer.position
-    return {
+    state = {
         "step": trainer.step,
         "best": trainer.best,
         "is_best": trainer.is_best,
@@ -34,18 +48,18 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "position": [epoch, step],
         "ranks": trainer.world.size,
         "plan": trainer.loader.fingerprint(epoch) if step else None,
-        "optimizer": whole_tree(trainee.optimizer.state_dict(), torch.device("cpu")),
+        "optimizer": optimizer | {"state": counts},
         "objective": trainee.objective.state_dict(),
         "meter": trainer.meter.state_dict(),
         "blend": trainer.drawn.state_dict(),
-        "trained": trained,
         "adascale": trainee.adascale and trainee.adascale.state_dict(),
     }
+    return state, tensors
 
 
-def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Go on from a `state_of`; the model has the weights to evaluate already."""
-    trainee = trainer.trainee
+def restore(trainer: Trainer, saved: Saved) -> None:
+    """Go on from a checkpoint; the model has the weights to evaluate already."""
+    trainee, state = trainer.trainee, saved.state
     trainer.step = state["step"]
     trainer.best = state["best"]
     trainer.is_best = state["is_best"]
@@ -55,7 +69,7 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
         trainer.checkpoints.mark_best(trainer.step)
     trainer.epoch = state["epoch"]
     trainer.position = tuple(state["position"])
-    restore_optimizer(trainee.optimizer, state_like(state["optimizer"], trainee.optimizer))
+    _restore_tensors(trainer, saved)
     trainee.objective.load_state_dict(state["objective"])
     trainer.meter.load_state_dict(state["meter"])
     if "blend" in state:
@@ -65,5 +79,33 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
             adascale.load_state_dict(state["adascale"])
         else:
             adascale.begin_at(trainer.step)
-    if state["trained"] is not None:
-        load_trained(trainee, trainer.model, state["trained"])
+
+
+def _restore_tensors(trainer: Trainer, saved: Saved) -> None:
+    """Read moments, and the weights that are trained in place of those to evaluate."""
+    optimizer, folder = trainer.trainee.optimizer, saved.path / TENSORS
+    state = saved.state["optimizer"]
+    rows = {index: dict(row) for index, row in state["state"].items()}
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    named, tensors = _parameters(trainer), {}
+    for name, (shape, dtype) in saved_tensors.describe(folder).items() if folder.is_dir() else ():
+        kind, _, rest = name.partition("/")
+        if kind == "trained":
+            tensors[name] = named[rest].detach()
+            continue
+        index, _, moment = rest.partition("/")
+        like = own[int(index)]
+        if like.shape == shape:
+            tensors[name] = torch.zeros_like(like, dtype=dtype)
+        else:
+            tensors[name] = torch.zeros(shape, dtype=dtype, device=like.device)
+        rows.setdefault(int(index), {})[moment] = tensors[name]
+    if tensors:
+        saved_tensors.read(tensors, folder)
+    restore_optimizer(optimizer, state | {"state": rows})
+
+
+def _parameters(trainer: Trainer) -> dict[str, Tensor]:
+    """Those that are trained, whole or sharded, by the names of the checkpoints."""
+    trainee = trainer.trainee
+    return dict((trainee.model if is_sharded(trainee) else trainer.model).named_parameters())

@@ -6,7 +6,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -26,6 +26,7 @@ from effasr.model.losses import Losses
 from effasr.optim.adamw import apply_update, set_learning_rate
 from effasr.optim.adascale import AdaScale, Reading
 from effasr.optim.ema import WeightAverage
+from effasr.training.activity import Activity
 from effasr.training.counts import Counts, HostCopy
 from effasr.training.graph import MicroBatchGraph
 from effasr.training.objective import Objective
@@ -60,8 +61,12 @@ class Trainee:
         graph: Replays the micro-batches; None to run each.
         exchange: Of the gradients, where there are several ranks.
         text_cost: What a text pair is to compute; None without a text encoder.
+        again: Of both, what activation checkpointing computes again; None without it.
         adascale: Measures what a step is worth, or None.
         averager: Brings ranks together that make updates of their own; or None.
+        activity: Is told what is computed.
+        commit: Asks the other replicas whether the step is to be made, where they come and go: see
+            `effasr.distributed.torchft`. Otherwise None.
     """
 
     model: nn.Module
@@ -79,8 +84,11 @@ class Trainee:
     graph: MicroBatchGraph | None = None
     exchange: GradientExchange | None = None
     text_cost: CostModel | None = None
+    again: tuple[CostModel, CostModel | None] | None = None
     adascale: AdaScale | None = None
     averager: Averager | None = None
+    activity: Activity = field(default_factory=Activity)
+    commit: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +116,12 @@ class StepReport:
 
 
 def train_step(
-    trainee: Trainee, micro_batches: Sequence[Batch], step: int, *, stopping: bool = False
+    trainee: Trainee,
+    micro_batches: Sequence[Batch],
+    step: int,
+    *,
+    stopping: bool = False,
+    places: Sequence[int] | None = None,
 ) -> StepReport:
     """Update the weights once, by the mean loss over all micro-batches of all ranks.
 
@@ -122,6 +135,8 @@ def train_step(
         micro_batches: Of this rank: number r, r + W, ... of the global step. Not empty.
         step: Number of the global step since the beginning of the run, from 0.
         stopping: Whether this rank was asked to stop; the others learn it from the counts.
+        places: Numbers of its micro-batches in the global step; by default r, r + W, ... of its
+            rank r of W.
 
     Raises:
         OutOfMemory: Memory does not suffice for a single utterance, or for a recorded micro-batch.
@@ -129,15 +144,18 @@ def train_step(
     world, objective = trainee.world, trainee.objective
     run = trainee.graph or partial(run_micro_batch, trainee)
     with ranges.range("counts"):
-        counted = Counts.of(micro_batches, world, stopping, trainee.cost, trainee.text_cost)
+        costs = trainee.cost, trainee.text_cost, trainee.again
+        counted = Counts.of(micro_batches, world, stopping, *costs)
         counts = world.sum(counted.tensor(world.device))
         counts_seen = HostCopy(counts)
     kept = [statistic.clone() for statistic in trainee.statistics]
     if trainee.exchange is not None:
-        trainee.exchange.begin()
+        trainee.exchange.begin(trainee.activity.meet)
     adascale = trainee.adascale
     if adascale is not None:
         adascale.begin()
+    if places is None:
+        places = range(world.rank, world.rank + world.size * len(micro_batches), world.size)
     averager = trainee.averager
     is_local = averager is not None and averager.is_local(step)
     if averager is not None:
@@ -145,10 +163,11 @@ def train_step(
     done: list[list[Outcome]] = []
     splits = 0
     for index, batch in enumerate(micro_batches):
-        seed = micro_batch_seed(trainee.seed, step, world.rank + index * world.size)
+        seed = micro_batch_seed(trainee.seed, step, places[index])
         piece = Piece(batch, seed)
         exchanging = index == len(micro_batches) - 1 and not is_local
         torch.manual_seed(seed)
+        trainee.activity.compute(batch)
         with without_exchange(trainee.model, not exchanging), sampling(adascale, batch):
             result = attempt(partial(run, batch, counts))
         if isinstance(result, Failure):
@@ -157,6 +176,7 @@ def train_step(
         else:
             done.append([Outcome(piece, *result)])
     outcomes = [outcome for pieces in done for outcome in pieces]
+    trainee.activity.meet()
     with ranges.range("update"):
         parts = torch.zeros(9, device=world.device)
         for outcome in outcomes:
@@ -171,6 +191,8 @@ def train_step(
         splits_of_all = parts[5]
         norm = parts[8].sqrt() if is_local else clip(trainee)
         finite = parts.isfinite().all() & norm.isfinite()
+        if trainee.commit is not None:
+            finite = finite & trainee.commit()
         seen = [*parts[:5], norm, finite, objective.is_guided, splits_of_all]
         values_seen = HostCopy(torch.stack(seen))
         lr, factor = _rate(trainee, step), None
@@ -251,7 +273,9 @@ def _recover(
     if isinstance(trainee.model, FSDPModule):
         raise OutOfMemory(
             f"there is not enough memory for a micro-batch ({failure.reason}), and with "
-            "training.strategy fsdp2 it cannot be split: lower data.frame_budget."
+            "training.strategy fsdp2 it cannot be split, because ranks gather layers together, and "
+            "none can begin anew alone: lower data.frame_budget, or set "
+            "training.activation_checkpointing=true."
         )
     if trainee.graph is not None:
         raise OutOfMemory(

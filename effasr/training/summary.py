@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from effasr.data.batch import StaticShape
 from effasr.data.config import DataConfig
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
+
+if TYPE_CHECKING:
+    from effasr.training.trainer import Trainer
 
 
 def describe_batches(
@@ -36,3 +43,34 @@ def describe_batches(
         f"{len(plan.indices) / count:.1f} utterances with {frames} {paddings[0]} and {tokens} "
         f"{paddings[1]}"
     )
+
+
+def summarise(trainer: Trainer) -> Iterator[str]:
+    """What is trained on what: the first lines that a run shows."""
+    plan = trainer.loader.plan(trainer.position[0])
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    yield (
+        f"{len(trainer.corpus)} utterances, {trainer.corpus.seconds / 3600:.2f} h, "
+        f"{parameters / 1e6:.2f} M parameters, {trainer.world.size} x {trainer.world.device}"
+    )
+    if (learners := trainer.learners) is not None:
+        yield (
+            f"{learners.count} learners of {learners.own.size} processes each, which average their "
+            "weights in the background"
+        )
+    yield describe_batches(plan, trainer.loader.shape, trainer.corpus.lengths, trainer.config.data)
+    if (text := trainer.corpus.text) is not None:
+        yield (
+            f"and {trainer.config.data.text_micro_batches} of text alone, each "
+            f"{text.shape.frame_budget} tokens to read and {text.shape.token_budget} to write, "
+            f"from {len(text)} pairs"
+        )
+    for blend in trainer.corpus.blends(plan, trainer.loader.text_plan(trainer.position[0])):
+        yield from blend.table()
+    if trainer.corpus.dropped:
+        reasons = Counter(dropped.reason for dropped in trainer.corpus.dropped)
+        listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+        yield (
+            f"dropped {len(trainer.corpus.dropped)} utterances ({listed}), each listed in "
+            f"{trainer.directory.path / 'dropped.jsonl'}"
+        )

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from effasr import config as configuration
 from effasr import ranges
-from effasr.checkpoint import RunCheckpoints
 from effasr.data.corpus import Corpus
 from effasr.data.filter_config import TooManyDropped
 from effasr.data.loader import Loader, Step
@@ -26,22 +24,26 @@ from effasr.inference.evaluation import Evaluation, merge
 from effasr.inference.evaluation import save as save_evaluation
 from effasr.model.cost import cost_model
 from effasr.training import assembly
+from effasr.training.activity import LOADING, WAITING
 from effasr.training.assembly import Saved
 from effasr.training.calibration.calibrate import settle as settle_budgets
 from effasr.training.capture import PROFILE_FOLDER, Capture
-from effasr.training.config import TrainConfig
+from effasr.training.config import LEARNING_APART, TrainConfig
 from effasr.training.drawn import DrawnBlend
 from effasr.training.guard import NonFiniteGuard, TrainingFailed
+from effasr.training.meeting import Pace, form_learners, meet, steps_of
 from effasr.training.meter import Meter
 from effasr.training.parallel import is_sharded, settle, whole
 from effasr.training.progress import ProgressDisplay, SilentDisplay
 from effasr.training.resume import check_same_plan, check_same_ranks, check_same_run
+from effasr.training.run_checkpoints import RunCheckpoints
 from effasr.training.run_directory import RunDirectory
 from effasr.training.state import restore, state_of
 from effasr.training.step import StepReport, train_step
 from effasr.training.stop import StopRequest, listening
-from effasr.training.summary import describe_batches
+from effasr.training.summary import summarise
 from effasr.training.validation import Validator, averaged
+from effasr.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +66,17 @@ def run(config: TrainConfig) -> int:
     """
     if config.training.threads is not None:
         torch.set_num_threads(config.training.threads)
-    with joined(config.training.device, config.training.timeout_s) as world, listening() as stop:
+    settings = config.training
+    apart = settings.strategy in LEARNING_APART
+    with (
+        joined(settings.device, settings.timeout_s, on_host=apart) as world,
+        listening() as stop,
+    ):
         if not world.is_main:
             logging.getLogger("effasr").setLevel(logging.ERROR)
         trainer = Trainer(config, world)
         try:
-            with trainer.display:
+            with trainer.display, trainer.checkpoints:
                 trainer.train(stop)
         except TrainingFailed as error:
             trainer.display.say(f"failed: {error}")
@@ -93,12 +100,14 @@ class Trainer:
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.world = world
         self.directory = RunDirectory(Path(config.output) / config.name)
-        self.checkpoints = RunCheckpoints(self.directory.checkpoints, config.training.keep)
+        self.checkpoints = RunCheckpoints(
+            self.directory.checkpoints, config.training.keep, background=config.training.async_save
+        )
         saved = self._find_checkpoint(restart=config.training.restart)
         self.config = config = assembly.resolve(config, saved)
         if saved is not None:
-            now = configuration.to_mapping(config)
-            for change in check_same_run(saved.state["config"], now):
+            before = configuration.complete(TrainConfig, saved.state["config"])
+            for change in check_same_run(before, configuration.to_mapping(config)):
                 log.warning("not as in the checkpoint: %s", change)
             check_same_ranks(saved.state, config.data.strategy, world.size)
         self.tokenizer = assembly.find_tokenizer(config, saved)
@@ -116,18 +125,33 @@ class Trainer:
         if saved is not None:
             check_same_plan(saved.state, self.loader.fingerprint)
         self.model = assembly.build_model(config, self.tokenizer.vocab_size, saved, world.device)
-        self.trainee = assembly.build_trainee(config, self.model, world)
+        self.learners = form_learners(config, world)
+        own = world if self.learners is None else self.learners.own
+        self.trainee = assembly.build_trainee(config, self.model, own, self.learners)
+        if is_sharded(self.trainee):
+            self.checkpoints.share(world, config.training.timeout_s)
         self.validator = None
         if config.data.validation:
             self.validator = Validator(config, self.model, self.tokenizer, world)
-        self.meter = Meter(world.device, world.size)
+        self.meter = Meter(world.device, own.size)
+        self.pace = Pace()
         self.drawn = DrawnBlend(self.corpus)
+        self.left_out: list[dict[str, Any]] = []
         self.guard = NonFiniteGuard(
-            self.model, self.trainee.autocast, config.training.on_nan, world, self.directory
+            self.model,
+            self.trainee.autocast,
+            config.training.on_nan,
+            own,
+            # Learners tell rank 0 of theirs when they meet.
+            self.directory.skipped if world.is_main else self.left_out.append,
         )
+        limits = config.training.timeout_s, config.training.data_timeout_s
+        calls = self.loader.reading, self.checkpoints.linger
+        self.watchdog = Watchdog(world, self.trainee.activity, *limits, *calls)
         self.capture = Capture(config.training.profile, world, self.directory.path / PROFILE_FOLDER)
         self.has_told_splits = False
         self.unreadable: list[dict[str, Any]] = []
+        self.logged = 0
         self.step = 0
         self.epoch = 0
         self.position = (0, 0)
@@ -135,8 +159,9 @@ class Trainer:
         self.is_best = False
         self.must_validate = False
         if saved is not None:
-            restore(self, saved.state)
-        self.display = self._open()
+            restore(self, saved)
+            self.logged = self.step
+        self.display = self.open()
 
     def train(self, stop: StopRequest) -> None:
         """Train until the last step, or until a rank was asked to stop.
@@ -145,7 +170,7 @@ class Trainer:
             TrainingFailed: A loss or gradient is not finite, and the run is to stop there.
         """
         settings = self.config.training
-        for line in self._summary():
+        for line in summarise(self):
             self.display.say(line)
         if self._is_finished:
             self.display.say(
@@ -153,20 +178,22 @@ class Trainer:
             )
         elif self.step:
             self.display.say(f"going on from step {self.step} of {settings.max_steps}")
-        # A generator, whose end is that of the data workers.
-        loaded = closing(cast(Generator[Step], self.loader.steps(*self.position)))
-        with closing(self.capture), loaded as steps:
+        with closing(self.capture), steps_of(self) as steps, self.watchdog:
             if self.must_validate:
                 self._validate()
                 self._save()
-            while not self._is_finished and not self.meter.stopping:
-                with self.capture.step(self.step), ranges.range("step", self.step):
-                    self._advance(steps, stop)
+            while not self._is_finished and not self._is_stopping:
+                made = self.step if self.learners is None else self.learners.made
+                with self.capture.step(made), ranges.range("step", self.step):
+                    together = self._advance(steps, stop)
+                if not together:
+                    continue
                 # A request to stop does not wait for it: it comes first when the run goes on.
-                if self.must_validate and not self.meter.stopping:
+                if self.must_validate and not self._is_stopping:
                     self._validate()
-                if self.is_best or self.meter.stopping or self._is_due(settings.checkpoint_every):
+                if self.is_best or self._is_stopping or self._is_due(settings.checkpoint_every):
                     self._save()
+        self.checkpoints.wait()
         if not self._is_finished:
             self.display.say(f"stopped at step {self.step}; the same command goes on from there")
         else:
@@ -183,53 +210,51 @@ class Trainer:
             listed = self.directory.path / "dropped.jsonl"
             raise ValueError(f"{error} All are listed in {listed}.") from error
 
-    def _summary(self) -> Iterator[str]:
-        """What is trained on what: the first lines that a run shows."""
-        plan = self.loader.plan(self.position[0])
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        yield (
-            f"{len(self.corpus)} utterances, {self.corpus.seconds / 3600:.2f} h, "
-            f"{parameters / 1e6:.2f} M parameters, {self.world.size} x {self.world.device}"
-        )
-        yield describe_batches(plan, self.loader.shape, self.corpus.lengths, self.config.data)
-        if (text := self.corpus.text) is not None:
-            yield (
-                f"and {self.config.data.text_micro_batches} of text alone, each "
-                f"{text.shape.frame_budget} tokens to read and {text.shape.token_budget} to write, "
-                f"from {len(text)} pairs"
-            )
-        for blend in self.corpus.blends(plan, self.loader.text_plan(self.position[0])):
-            yield from blend.table()
-        if self.corpus.dropped:
-            reasons = Counter(dropped.reason for dropped in self.corpus.dropped)
-            listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
-            yield (
-                f"dropped {len(self.corpus.dropped)} utterances ({listed}), each listed in "
-                f"{self.directory.path / 'dropped.jsonl'}"
-            )
-
-    def _advance(self, steps: Iterator[Step], stop: StopRequest) -> None:
+    def _advance(self, steps: Iterator[Step | None], stop: StopRequest) -> bool:
+        """Make a step, or let learners meet; whether all ranks are at the same step now."""
+        self.checkpoints.check()
         started = time.perf_counter()
+        # Learners wait for each other there, too, and say when they load.
+        phase = LOADING if self.learners is None else "finding work"
+        self.trainee.activity.begin(phase, self.step + 1)
         with ranges.range("data"):
             data = next(steps)
         waited = time.perf_counter() - started
-        stopping = bool(stop) or self.step + 1 == self.config.training.stop_at
-        report = train_step(self.trainee, data.batches, self.step, stopping=stopping)
-        self.step += 1
-        self.epoch, self.position = data.epoch, data.next_position
+        if data is None:
+            self._handle(self.meter.collect(leave=0))
+            meet(self)
+        elif self.learners is None:
+            self._train(
+                data, self.step, bool(stop) or self.step + 1 == self.config.training.stop_at
+            )
+            self.step += 1
+            self.epoch, self.position = data.epoch, data.next_position
+        else:
+            self._train(data, data.number // self.learners.count, bool(stop))
+            self.step = self.learners.finish(data.number, stopping=self.meter.stopping)
+            self.epoch = data.epoch
+        together = data is None or self.learners is None
         self.is_best = False
-        self.must_validate = self._is_due(self.config.training.validate_every)
-        self.unreadable += [{"step": self.step} | asdict(dropped) for dropped in data.skipped]
-        self.meter.add(report)
-        self.drawn.add(data)
-        must_log = self._is_due(self.config.training.log_every)
+        self.must_validate = together and self._is_due(self.config.training.validate_every)
+        must_log = self._must_log(together)
         left_out = self.meter.collect(leave=0 if must_log else 1)
         self._tell_splits()
         self._handle(left_out)
-        self.meter.time(time.perf_counter() - started, waited)
+        if data is not None:
+            self.meter.time(time.perf_counter() - started, waited)
         self.display.advance(self.step)
         if must_log:
-            self._log()
+            self._log(together)
+        return together
+
+    def _train(self, data: Step, number: int, stopping: bool) -> None:
+        self.trainee.activity.begin(WAITING, batches=data.batches)
+        report = train_step(
+            self.trainee, data.batches, number, stopping=stopping, places=data.places
+        )
+        self.unreadable += [{"step": number + 1} | asdict(dropped) for dropped in data.skipped]
+        self.meter.add(report)
+        self.drawn.add(data)
 
     def _tell_splits(self) -> None:
         """Say once that memory ran out, for a run that has become slow without a word."""
@@ -245,6 +270,17 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return self.step % every == 0 or self._is_finished
 
+    def _must_log(self, together: bool) -> bool:
+        every = self.config.training.log_every
+        if self.learners is None:
+            return self._is_due(every)
+        # A learner does not see every step.
+        return together or self.step // every > self.logged // every
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self.meter.stopping if self.learners is None else self.learners.stopped
+
     @property
     def _is_finished(self) -> bool:
         """Whether the last step was made; with AdaScale, that worth of steps, as far as is known.
@@ -254,10 +290,14 @@ class Trainer:
         adascale, last = self.trainee.adascale, self.config.training.max_steps
         return self.step >= last or (adascale is not None and adascale.progress >= last)
 
-    def _log(self) -> None:
+    def _log(self, together: bool) -> None:
         line = self.meter.line(self.step, self.epoch)
-        self._list_unreadable()
+        self.logged = self.step
+        if together:
+            self._list_unreadable()
         if self.world.is_main:
+            apart = self.learners is not None
+            line |= self.pace.line(self, together) if apart else self.watchdog.slowest()
             self.directory.metrics(line)
         self.display.metrics(line)
 
@@ -266,6 +306,7 @@ class Trainer:
         self.must_validate = False
         if self.validator is None:
             return
+        self.trainee.activity.begin("validating")
         settle(self.trainee)
         average(self.trainee.statistics, self.world)
         with ranges.range("validation"), self._weights_to_evaluate():
@@ -292,7 +333,7 @@ class Trainer:
         """Deal with steps without an update, for which all ranks look at their utterances."""
         if left_out:
             with whole(self.trainee, self.model):
-                self.guard.handle(left_out)
+                self.guard.handle(left_out, self.meter.in_a_row)
 
     @contextmanager
     def _weights_to_evaluate(self) -> Iterator[None]:
@@ -309,6 +350,7 @@ class Trainer:
             self.unreadable = []
 
     def _save(self) -> None:
+        self.trainee.activity.begin("saving a checkpoint")
         self._list_unreadable()
         self._handle(self.meter.collect(leave=0))
         settle(self.trainee)
@@ -316,14 +358,13 @@ class Trainer:
         blends = self.drawn.merge(self.world)
         if not self.world.is_main and not is_sharded(self.trainee):
             return
-        state = state_of(self)
-        with ranges.range("checkpoint"), self._weights_to_evaluate():
-            if not self.world.is_main:
-                return
-            self.checkpoints.save(self.step, self.model, self.tokenizer, state, self.corpus.prompt)
-        if self.is_best:
-            self.checkpoints.mark_best(self.step)
-        if blends:
+        with ranges.range("checkpoint"):
+            state, tensors = state_of(self)
+            staged = self.checkpoints.stage(tensors)
+            what, prompt = (self.model, self.tokenizer, state, staged), self.corpus.prompt
+            with self._weights_to_evaluate():
+                self.checkpoints.save(self.step, *what, prompt, is_best=self.is_best)
+        if blends and self.world.is_main:
             rows = [row for blend in blends for row in blend.mapping()]
             self.directory.blend(self.step, rows)
 
@@ -339,11 +380,12 @@ class Trainer:
             return None
         return Saved(path, found[1] if found else self.checkpoints.read(path))
 
-    def _open(self) -> ProgressDisplay:
+    def open(self) -> ProgressDisplay:
+        """Begin to write the files of the run, and to talk to the user, if this rank is to."""
         if not self.world.is_main:
             return SilentDisplay()
         settings = self.config.training
         text = configuration.dump(self.config)
         self.directory.open(text, self.step, tensorboard=settings.tensorboard)
         self.directory.dropped(map(asdict, self.corpus.dropped))
-        return ProgressDisplay(settings.max_steps, self.step, self.world.size)
+        return ProgressDisplay(settings.max_steps, self.step, self.meter.ranks)

@@ -104,7 +104,8 @@ def waterfall(metrics: list[dict[str, Any]], padding: dict[str, Any]) -> dict[st
             return {"reason": "metrics.jsonl has mfu, but neither padded FLOPs nor padding_frames"}
         padded = useful / (1 - frames)
     bars = [{"name": "peak of the GPU", "share": 1.0}]
-    if hardware is not None:
+    # Where nothing is computed again, both are one.
+    if hardware is not None and hardware > padded:
         bars.append({"name": "achieved, recomputation included", "share": hardware})
     bars.append({"name": "achieved, padding included", "share": padded})
     bars.append({"name": "useful", "share": useful})

@@ -48,7 +48,8 @@ SURFACE = {
     ],
     "import": ["HF_DIR", "OUT"],
     "export": [
-        "RUN_OR_MODEL", "HF_DIR", "--format {huggingface,onnx}", "--averaged N", "--license LICENCE", "--author NAME",
+        "RUN_OR_MODEL", "HF_DIR", "--format {huggingface,onnx}",
+        "--averaged N", "--license LICENCE", "--author NAME",
     ],
     "doctor": [],
 }  # fmt: skip

@@ -72,11 +72,12 @@ def test_what_one_rank_finds_wrong_is_not_lost_among_what_follows(workplace, tmp
     (tmp_path / "gone.py").write_text(
         "import os, sys\n"
         "from effasr.data import loader\n"
+        "from effasr.data.audio import AudioError, AudioProblem\n"
         "from effasr.cli import main\n"
         "if os.environ['RANK'] == '1':\n"
         "    def checked(item):\n"
-        "        raise loader.AudioError(loader.AudioProblem.MISSING, 'u7: it is gone.')\n"
-        "    loader._checked = checked\n"
+        "        raise AudioError(AudioProblem.MISSING, 'u7: it is gone.')\n"
+        "    loader.checked = checked\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     command = [*TORCHRUN, "--nproc-per-node", "2", "gone.py", "train", workplace.recipe]

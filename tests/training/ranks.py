@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed import TCPStore
@@ -11,7 +13,19 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_ranks(module: str, scenario: str, limit_s: float) -> list[subprocess.CompletedProcess[str]]:
-    """Run a scenario of a module in two processes, as torchrun would start them.
+    """Run a scenario of a module in two processes, as torchrun would start them."""
+    with started(module, scenario) as processes:
+        results = []
+        for process in processes:
+            out, error = process.communicate(timeout=limit_s)
+            code = process.returncode
+            results.append(subprocess.CompletedProcess(scenario, code, out, error))
+        return results
+
+
+@contextmanager
+def started(module: str, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """The two processes; they do not outlive the block.
 
     As torchrun's, the store outlives the ranks, so that one can tell the other why it failed.
     """
@@ -24,7 +38,7 @@ def run_ranks(module: str, scenario: str, limit_s: float) -> list[subprocess.Com
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "PYTHONPATH": str(ROOT),
         }  # fmt: skip
-        command = [sys.executable, "-m", module, scenario]
+        command = [sys.executable, "-m", module, *arguments]
         processes.append(
             subprocess.Popen(
                 command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE,
@@ -32,13 +46,9 @@ def run_ranks(module: str, scenario: str, limit_s: float) -> list[subprocess.Com
             )
         )  # fmt: skip
     try:
-        results = []
-        for process in processes:
-            out, error = process.communicate(timeout=limit_s)
-            code = process.returncode
-            results.append(subprocess.CompletedProcess(scenario, code, out, error))
-        return results
+        yield processes
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            # Read to its end, or what it leaves open fails a test after this one.
+            process.communicate()

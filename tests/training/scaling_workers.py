@@ -25,8 +25,12 @@ SCALE, CLIP, STEPS = 8.0, 0.1, 3
 
 def uneven_batch(number: int) -> Batch:
     """Micro-batches of unlike numbers of targets."""
+    return collate(examples_of(number), StaticShape(60, 40, 4), eos_id=1, pad_id=0)
+
+
+def examples_of(number: int) -> list[Example]:
     generator = np.random.default_rng(number)
-    examples = [
+    return [
         Example(
             id=f"{number}-{n}",
             audio=generator.normal(size=9_000).astype(np.float32),
@@ -35,7 +39,6 @@ def uneven_batch(number: int) -> Batch:
         )
         for n in range(1 + number % 3)
     ]
-    return collate(examples, StaticShape(60, 40, 4), eos_id=1, pad_id=0)
 
 
 def quiet_config(optimizer: OptimizerConfig, **training) -> TrainConfig:

@@ -13,11 +13,14 @@ import torch
 
 from effasr import config as configuration
 from effasr.checkpoint import load_model
+from effasr.distributed import saved_tensors
 from effasr.training.config import TrainConfig
 from effasr.training.run_directory import read_lines
 from effasr.training.trainer import run
 
-MEASURED = {"data_wait_s", "step_s", "useful_tflops", "peak_memory_bytes"}
+MEASURED = {
+    "data_wait_s", "step_s", "useful_tflops", "peak_memory_bytes", "slowest_rank", "rank_wait_s",
+}  # fmt: skip
 STEPS = 20
 LONG = {"max_steps": STEPS, "checkpoint_every": 5, "keep": 10}
 
@@ -40,6 +43,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
                 walk(item, f"{name}.{key}")
 
     walk(torch.load(path / "training.pt", weights_only=True), "state")
+    walk(saved_tensors.read_whole(path / "training"), "state")
     return found
 
 

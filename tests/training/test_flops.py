@@ -4,7 +4,9 @@ import torch
 
 from effasr.data.batch import Example, StaticShape, collate
 from effasr.data.sampling.cost import CostModel
+from effasr.distributed.process_group import World
 from effasr.training import meter as meters
+from effasr.training.counts import Counts
 from effasr.training.flops import peak_flops, peak_of, work_of
 from effasr.training.meter import Meter
 
@@ -47,6 +49,16 @@ def test_an_empty_batch_costs_its_tail() -> None:
     assert work_of([batch], COST) == (0, 3 * (100 * 20 + 50 * 9))
 
 
+def test_what_is_computed_again_counts_once_with_its_padding() -> None:
+    batch = collate(EXAMPLES, StaticShape(20, 9, 4), eos_id=0, pad_id=0)
+    world = World(0, 1, torch.device("cpu"))
+    again = CostModel(frame=10, frame_pair=0, token=0, token_pair=0, token_frame=0)
+    assert Counts.of([batch] * 2, world, False, COST).recomputed_flops == 0
+    counts = Counts.of([batch] * 2, world, False, COST, None, (again, None))
+    assert counts.recomputed_flops == 2 * 10 * 20
+    assert counts.work == (2 * work_of([batch], COST)[1],)
+
+
 @pytest.mark.parametrize(
     ("name", "tflops"),
     [
@@ -75,10 +87,12 @@ def test_what_has_no_known_peak() -> None:
 def test_a_line_of_metrics_has_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meters, "peak_flops", lambda device: 100e12)
     meter = Meter(torch.device("cpu"), ranks=2)
-    meter._sums = {"steps": 2, "useful_flops": 160e12, "computed_flops": 240e12}
+    flops = {"useful_flops": 160e12, "computed_flops": 240e12, "hardware_flops": 320e12}
+    meter._sums = {"steps": 2} | flops
     meter.time(0.5, 0.0)
     meter.time(1.5, 0.0)
     line = meter.line(2, 0)
     assert line["mfu"] == pytest.approx(0.4)
     assert line["mfu_with_padding"] == pytest.approx(0.6)
+    assert line["hfu"] == pytest.approx(0.8)
     assert line["useful_tflops"] == pytest.approx(40)

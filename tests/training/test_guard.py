@@ -33,7 +33,7 @@ def test_stop_names_the_one_utterance_to_blame(
     assert not report.micro_batches[1][1][:3].isfinite().any()
     before = [statistic.clone() for statistic in trainee.statistics]
     with pytest.raises(TrainingFailed, match=r"step 5: the loss is not finite; utterances: 9-2\."):
-        NonFiniteGuard(model, nullcontext, "stop", WORLD, directory).handle([report])
+        NonFiniteGuard(model, nullcontext, "stop", WORLD, directory.skipped).handle([report], 1)
     assert lines(directory) == [{"step": 5, "reason": "loss", "utterances": ["9-2"]}]
     assert model.training
     assert all(map(torch.equal, trainee.statistics, before))
@@ -48,8 +48,8 @@ def reports(batches, steps, loss: float) -> list[StepReport]:
 def test_where_only_the_gradient_is_not_finite_all_are_named(
     make_trainee, batches, directory
 ) -> None:
-    guard = NonFiniteGuard(make_trainee()[0], nullcontext, "skip", WORLD, directory)
-    guard.handle(reports(batches, [4, 6], loss=1.0))
+    guard = NonFiniteGuard(make_trainee()[0], nullcontext, "skip", WORLD, directory.skipped)
+    guard.handle(reports(batches, [4, 6], loss=1.0), 2)
     names = ["0-0", "0-1", "0-2"]
     assert lines(directory) == [
         {"step": 5, "reason": "gradient", "utterances": names},
@@ -60,15 +60,15 @@ def test_where_only_the_gradient_is_not_finite_all_are_named(
 def test_losses_that_only_training_makes_nan_are_named_as_they_were(
     make_trainee, batches, directory
 ) -> None:
-    guard = NonFiniteGuard(make_trainee()[0], nullcontext, "skip", WORLD, directory)
+    guard = NonFiniteGuard(make_trainee()[0], nullcontext, "skip", WORLD, directory.skipped)
     (report,) = reports(batches, [0], loss=1.0)
     losses = torch.tensor([1.0, torch.inf, torch.nan, 0.0])
-    guard.handle([replace(report, micro_batches=[(batches[0], losses)])])
+    guard.handle([replace(report, micro_batches=[(batches[0], losses)])], 1)
     assert lines(directory) == [{"step": 1, "reason": "loss", "utterances": ["0-1", "0-2"]}]
 
 
 def test_skip_gives_up_only_after_very_many_in_a_row(make_trainee, batches, directory) -> None:
-    guard = NonFiniteGuard(make_trainee()[0], nullcontext, "skip", WORLD, directory)
-    guard.handle(reports(batches, range(0, 400, 2), loss=1.0))
-    with pytest.raises(TrainingFailed, match=r"step 1099: 100 steps in a row"):
-        guard.handle(reports(batches, range(999, 1200), loss=1.0))
+    guard = NonFiniteGuard(make_trainee()[0], nullcontext, "skip", WORLD, directory.skipped)
+    guard.handle(reports(batches, range(400), loss=1.0), 99)
+    with pytest.raises(TrainingFailed, match=r"step 1000: 100 steps in a row"):
+        guard.handle(reports(batches, [999], loss=1.0), 100)

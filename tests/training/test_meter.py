@@ -13,7 +13,8 @@ def report(
 ) -> StepReport:
     counts = Counts(
         targets=9, monotonic_targets=9, audio_seconds=10.0 + step, frames=90, frame_rows=100,
-        tokens=8, token_rows=10, stopping=stopping, useful_flops=60e12, work=(50e12, 40e12),
+        tokens=8, token_rows=10, stopping=stopping, useful_flops=60e12, recomputed_flops=30e12,
+        work=(50e12, 40e12),
     )  # fmt: skip
     values = torch.tensor([loss, 2.0, 3.0, 4.5, 4.0, 5.0, float(finite), 1.0, splits])
     return StepReport(step, 0.1 * step, HostCopy(counts.tensor(CPU)), HostCopy(values), [])
@@ -29,7 +30,8 @@ def test_a_line_holds_means_per_step_since_the_one_before() -> None:
     expected = {
         "step": 2, "epoch": 0, "loss": 2.0, "cross_entropy": 2.0, "ctc": 3.0, "transducer": 4.5,
         "guided": 4.0, "grad_norm": 5.0, "guided_on": True, "lr": 0.1, "audio_seconds": 10.5,
-        "tokens": 8.0, "mfu": None, "mfu_with_padding": None, "useful_tflops": 120.0,
+        "tokens": 8.0, "mfu": None, "mfu_with_padding": None, "hfu": None,
+        "useful_tflops": 120.0,
         "padding_frames": pytest.approx(0.1), "padding_tokens": pytest.approx(0.2),
         "data_wait_s": 0.1, "step_s": 0.5, "rank_imbalance": pytest.approx(50 / 45 - 1),
         "skipped": 0, "oom_splits": 0, "peak_memory_bytes": line["peak_memory_bytes"],
@@ -89,6 +91,6 @@ def test_a_request_to_stop_reaches_every_rank_by_the_counts() -> None:
 
 
 def test_counts_survive_the_trip_over_the_device() -> None:
-    counts = Counts(2**40 + 1, 7, 0.1, 3, 4, 5, 6, 1, 2e15, (1.0, 2.0, 6.0))
+    counts = Counts(2**40 + 1, 7, 0.1, 3, 4, 5, 6, 1, 2e15, 1e15, (1.0, 2.0, 6.0))
     assert Counts.from_values(HostCopy(counts.tensor(CPU)).read()) == counts
     assert counts.rank_imbalance == pytest.approx(1.0)

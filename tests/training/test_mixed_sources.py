@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from effasr import config as configuration
-from effasr.checkpoint import RunCheckpoints
 from effasr.data.config import DataConfig
 from effasr.data.corpus import Corpus
 from effasr.data.loader import Loader
 from effasr.data.mixing import MixConfig
 from effasr.training import assembly
 from effasr.training.config import TrainConfig
+from effasr.training.run_checkpoints import RunCheckpoints
 from effasr.training.trainer import run
 
 SEED = 3

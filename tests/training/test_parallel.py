@@ -91,12 +91,19 @@ def test_local_sgd_goes_on_exactly(make_config, tmp_path) -> None:
     ("settings", "message"),
     [
         (
-            {"training": {"strategy": "fsdp2"}, "data": {"strategy": "random", "buckets": 3}},
-            r"`training\.strategy` must not be fsdp2 with data\.strategy random",
+            {"training": {"strategy": "fsdp2", "cuda_graph": True}},
+            r"`training\.cuda_graph` must be false with training\.strategy fsdp2",
         ),
         (
-            {"training": {"strategy": "fsdp2", "compile": True}},
-            r"`training\.compile` must be false with training\.strategy fsdp2",
+            {"training": {"strategy": "fsdp2"}, "optimizer": OptimizerConfig(name="lamb")},
+            r"`optimizer\.name` must not be lamb with training\.strategy fsdp2",
+        ),
+        (
+            {
+                "training": {"strategy": "fsdp2"},
+                "optimizer": OptimizerConfig(adascale=AdaScaleConfig(scale=2.0)),
+            },
+            r"`optimizer\.adascale` needs training\.strategy ddp",
         ),
         (
             {

@@ -1,6 +1,12 @@
-import pytest
+import json
 
+import pytest
+import torch
+
+from effasr.training import run_checkpoints
 from effasr.training.resume import check_same_run
+from effasr.training.run_directory import read_lines
+from effasr.training.trainer import run
 
 SAVED = {
     "name": "a",
@@ -47,3 +53,21 @@ def test_bad_audio_may_be_left_out_from_here_on_but_parameters_not_be_renumbered
     assert check_same_run(saved, saved | change) == ["data.on_bad_audio: 'raise' -> 'skip'"]
     with pytest.raises(ValueError, match=r"`optimizer\.exempt` must stay"):
         check_same_run(saved, saved | {"optimizer": {"exempt": ["norms"]}})
+
+
+def test_a_checkpoint_from_before_a_field_existed_goes_on(make_config, tmp_path) -> None:
+    assert run(make_config(training={"max_steps": 2})) == 0
+    path = tmp_path / "run" / "checkpoints" / "step_00000002"
+    state = torch.load(path / "training.pt", weights_only=True)
+    saved = state["config"]
+    del saved["data"]["filters"], saved["data"]["epoch_end"], saved["model"]["text_encoder"]
+    del saved["model"]["encoder"]["conv_norm"], saved["training"]["async_save"]
+    torch.save(state, path / "training.pt")
+    (path / "manifest.json").unlink()
+    sums = run_checkpoints._checksums(path, 0)
+    (path / "manifest.json").write_text(json.dumps({"step": 2, "files": sums}))
+    assert run(make_config(training={"max_steps": 3})) == 0
+    steps = [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == [1, 2, 3]
+    with pytest.raises(ValueError, match=r"`data\.epoch_end` must stay None"):
+        run(make_config(training={"max_steps": 4}, data={"epoch_end": "exact"}))

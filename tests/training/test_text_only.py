@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from effasr import config as configuration
-from effasr.checkpoint import RunCheckpoints, load_model, resolve
+from effasr.checkpoint import load_model, resolve
 from effasr.data.config import DataConfig
 from effasr.data.loader import Loader
 from effasr.data.mixing import MixConfig
@@ -27,6 +27,7 @@ from effasr.training import assembly
 from effasr.training.config import LoopConfig, TrainConfig
 from effasr.training.flops import work_of
 from effasr.training.objective import LossConfig
+from effasr.training.run_checkpoints import RunCheckpoints
 from effasr.training.run_directory import read_lines
 from effasr.training.split import split
 from effasr.training.step import train_step

@@ -26,7 +26,7 @@ class GossipConfig:
     topology: Literal["ring", "random"] = "ring"
     learner_size: int | None = None
     period: int = 1
-    timeout_s: float = 600.0
+    timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         if self.topology not in ("ring", "random"):

@@ -147,11 +147,12 @@ def describe(
         "model": configuration.to_mapping(config.model),
         "vocab_size": vocab_size,
         "loss": configuration.to_mapping(config.loss),
-        "optimizer": config.optimizer.implementation,
+        "optimizer": [config.optimizer.name, config.optimizer.implementation],
         "training": {
             "precision": training.precision,
             "compile": training.compile,
             "cuda_graph": training.cuda_graph,
+            "activation_checkpointing": int(training.activation_checkpointing),
             "averages": training.ema_decay is not None,
             "threads": training.threads,
         },

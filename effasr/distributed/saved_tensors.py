@@ -1,0 +1,97 @@
+"""Large tensors in a folder, in the format of torch.distributed.checkpoint.
+
+Each process writes what it holds: of a sharded tensor its own part, so that none ever has all of
+it. What was written by some number of processes is read by any other, each reading what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+
+def write(
+    tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None
+) -> None:
+    """Write tensors, flushed to the disk.
+
+    Args:
+        tensors: By name. What is sharded is a `DTensor` over all processes of ``group``.
+        folder: Of these tensors alone, on a file system that all processes see.
+        group: The processes that call this with the same names, on gloo; None for this one alone.
+
+    Raises:
+        OSError: They cannot be written; with a group, in every process, where one cannot.
+    """
+    writer = FileSystemWriter(folder)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    state = dict(tensors)
+    if group is not None:
+        try:
+            save(state, storage_writer=writer, planner=planner, process_group=group)
+        except CheckpointException as error:
+            rank, (first, _) = min(error.failures.items())
+            raise OSError(f"rank {rank} could not write its part: {first}") from error
+        return
+    # As `save` does without a process group, but that it warns of it each time.
+    planner.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    local = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([local])
+    (plan,) = writer.prepare_global_plan(plans)
+    written = writer.write_data(planner.finish_plan(plan), planner)
+    written.wait()
+    writer.finish(metadata, [written.value()])
+
+
+def describe(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of each tensor, whole."""
+    return {
+        name: (item.size, item.properties.dtype)
+        for name, item in _metadata(folder).state_dict_metadata.items()
+        if isinstance(item, TensorStorageMetadata)
+    }
+
+
+def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Fill tensors, whole or sharded, with what a folder has under their names.
+
+    Other processes need not call it.
+
+    Args:
+        tensors: By name, of the shapes of `describe`.
+        folder: Written by any number of processes.
+
+    Raises:
+        KeyError: A name is not in the folder.
+    """
+    reader, metadata = FileSystemReader(folder), _metadata(folder)
+    if missing := sorted(tensors.keys() - metadata.state_dict_metadata.keys()):
+        raise KeyError(f"{folder} has no {missing[0]}")
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, True)
+    local = reader.prepare_local_plan(planner.create_local_plan())
+    (plan,) = reader.prepare_global_plan(planner.create_global_plan([local]))
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def read_whole(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, whole, on the CPU."""
+    described = describe(folder).items()
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in described}
+    read(tensors, folder)
+    return tensors
+
+
+def _metadata(folder: Path) -> Metadata:
+    return FileSystemReader(folder).read_metadata()

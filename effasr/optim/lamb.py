@@ -1,0 +1,60 @@
+"""LAMB, for large batches, from a library that has it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from effasr.optim.adamw import OptimizerConfig, has_sharded, why_not_apex
+
+
+def build_lamb(
+    groups: Sequence[dict[str, Any]], config: OptimizerConfig, device: torch.device
+) -> torch.optim.Optimizer:
+    """Make the optimizer, whose updates are as long as the weights they are added to.
+
+    The function is that of the paper's third version, without correction of the moments' bias and
+    without bounds on the norm of weights, whichever library computes it. Parameters that are exempt
+    from weight decay keep the length of their updates, as in the authors' code. Gradients are not
+    clipped here.
+
+    No library decides on the device whether to make an update: `effasr.optim.adamw.apply_update`
+    waits for the device once a step.
+
+    Args:
+        groups: Of `effasr.optim.groups.parameter_groups`.
+        config: Which, and how.
+        device: Of the parameters.
+
+    Raises:
+        ValueError: What is asked for is missing, or no library has it.
+
+    References:
+        You et al., 2020, https://arxiv.org/abs/1904.00962.
+    """
+    settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    reason = why_not_apex(device, "fused_lamb.py", sharded=has_sharded(groups))
+    if config.implementation == "apex" and reason is not None:
+        raise ValueError(f"`implementation` must not be 'apex' here: {reason}. Use 'auto'.")
+    if config.implementation != "torch" and reason is None:
+        optimizers = importlib.import_module("apex.optimizers")
+        return optimizers.FusedLAMB(
+            list(groups), bias_correction=False, max_grad_norm=math.inf, **settings
+        )
+    if importlib.util.find_spec("pytorch_optimizer") is None:
+        raise ValueError(
+            "`name` must not be 'lamb' here: `pytorch_optimizer` is not installed, and "
+            f"{reason or 'apex is not asked for'}. "
+            "Install one (pip install 'effasr[lamb]'), or use adamw."
+        )
+    library = importlib.import_module("pytorch_optimizer")
+    # ``adam`` leaves a group's updates as long as they are; ``adam_debias`` corrects no bias.
+    own = [{**group, "adam": not group["weight_decay"]} for group in groups]
+    optimizer = library.Lamb(own, weight_decouple=False, adam_debias=True, **settings)
+    optimizer.clamp = math.inf
+    return optimizer

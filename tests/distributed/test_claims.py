@@ -1,0 +1,141 @@
+"""Work that is shared out through a store, and who is there to do it; learners are threads."""
+
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from effasr.distributed.claims import Claims
+from effasr.distributed.members import BEAT_S, LeftOut, Members
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_each_claim_is_reserved_and_begun_by_one(store) -> None:
+    def work(learner: int) -> list[int]:
+        claims = Claims(store, learner, first=10)
+        mine = []
+        while (claim := claims.reserve()) < 210:
+            assert claims.begin(claim)
+            claims.finish(claim)
+            mine.append(claim)
+        return mine
+
+    with ThreadPoolExecutor(4) as pool:
+        done = [claim for mine in pool.map(work, range(4)) for claim in mine]
+    assert sorted(done) == list(range(10, 210))
+
+
+def test_those_who_have_time_begin_what_others_have_only_reserved(store) -> None:
+    """Two claims lie with a slow learner, one begun, and each other takes what there is."""
+    slow = Claims(store, 0, first=0)
+    slow_ones = [slow.reserve() for _ in range(5)]
+    assert slow.begin(slow_ones[0])
+
+    def take(learner: int) -> list[int]:
+        claims, mine = Claims(store, learner, first=0), []
+        assert claims.reserve() >= 5
+        for claim in claims.unfinished(0, 5):
+            if claims.begin(claim):
+                mine.append(claim)
+                claims.finish(claim)
+        return mine
+
+    with ThreadPoolExecutor(3) as pool:
+        taken = Counter(claim for mine in pool.map(take, range(1, 4)) for claim in mine)
+    assert taken == Counter([1, 2, 3, 4])
+    assert [slow.begin(claim) for claim in slow_ones] == [True, False, False, False, False]
+    assert list(slow.unfinished(0, 5)) == [0]
+    slow.finish(0)
+    assert list(slow.unfinished(0, 5)) == []
+
+
+def test_what_a_lost_learner_has_begun_is_seized_once(store) -> None:
+    lost, *others = (Claims(store, learner, first=0) for learner in range(4))
+    assert lost.begin(lost.reserve())
+    assert lost.begin(lost.reserve())
+    lost.finish(0)
+    assert not any(other.seize(1, lost={3}) for other in others)
+    assert not others[0].seize(2, lost={0}), "nobody has begun it"
+    assert [other.seize(1, lost={0}) for other in others] == [True, False, False]
+    assert list(others[1].unfinished(0, 2)) == [1]
+
+
+def test_the_store_forgets_what_is_over(store) -> None:
+    claims = Claims(store, 0, first=0)
+    for _ in range(3):
+        claim = claims.reserve()
+        claims.begin(claim)
+        claims.finish(claim)
+    before = store.num_keys()
+    claims.forget()
+    assert store.num_keys() == before - 6
+    assert claims.reserve() == 3
+
+
+def all_meet(members: list[Members], limit_s: float = 10.0) -> list[list[int]]:
+    """What each is told, once all are there."""
+
+    def meet(one: Members) -> list[int]:
+        until = time.monotonic() + limit_s
+        while time.monotonic() < until:
+            if (present := one.meet()) is not None:
+                return present
+            time.sleep(0.01)
+        raise AssertionError("nobody came")
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(meet, members))
+
+
+def test_learners_meet_without_those_who_are_lost(store) -> None:
+    """One says that it fails, one falls silent and its connection breaks, one is only slow."""
+    told = [[] for _ in range(4)]
+    members = [
+        Members(PrefixStore("m", store), n, 4, timeout_s=60.0, on_lost=told[n].append)
+        for n in range(4)
+    ]
+    for one in members:
+        one.__enter__()
+    assert members[0].meet() is None
+    assert all_meet(members) == [[0, 1, 2, 3]] * 4
+    error = RuntimeError("out of luck")
+    members[1].__exit__(RuntimeError, error, None)
+    begun = time.monotonic()
+    # As if its process had ended.
+    members[2]._ended.set()
+    members[0].suspect(2)
+    assert all_meet([members[0], members[3]], limit_s=20.0) == [[0, 3]] * 2
+    assert time.monotonic() - begun > BEAT_S
+    assert sorted(told[0]) == sorted(told[3]) == [1, 2]
+    assert members[0].left == [3]
+    assert members[3].lost == {1, 2}
+    with pytest.raises(LeftOut, match="learner 2 was silent for too long"):
+        members[2].check()
+    with pytest.raises(LeftOut):
+        members[2].meet()
+    for one in (members[0], members[3]):
+        one.__exit__(None, None, None)
+
+
+def test_one_that_is_silent_for_too_long_is_lost_and_nobody_else(store) -> None:
+    lost = threading.Event()
+    quick = Members(store, 0, 3, timeout_s=2.0, on_lost=lambda _: lost.set())
+    silent = Members(store, 1, 3, timeout_s=2.0, on_lost=lambda _: None)
+    third = Members(store, 2, 3, timeout_s=60.0, on_lost=lambda _: None)
+    with quick, third:
+        # A connection that breaks proves nothing as long as there are signs of life.
+        quick.suspect(2)
+        assert silent.meet() is None
+        assert lost.wait(10.0)
+        assert quick.lost == {1}
+        assert third.lost == frozenset()
+        assert quick.meet() is None
+        time.sleep(2 * BEAT_S)
+        assert quick.lost == {1}

@@ -1,0 +1,38 @@
+"""Runs in which something is wrong: ``python -m tests.training.faulty KIND RECIPE``."""
+
+import os
+import sys
+import time
+
+from effasr.cli import main
+from effasr.data import corpus
+from effasr.training import step
+
+
+def slow_rank() -> None:
+    """Rank 1 needs 100 ms more for every micro-batch."""
+    run_micro_batch = step.run_micro_batch
+
+    def slow(*arguments):
+        time.sleep(0.1)
+        return run_micro_batch(*arguments)
+
+    if os.environ["RANK"] == "1":
+        step.run_micro_batch = slow
+
+
+def stuck_read() -> None:
+    """An utterance lies on a file system that does not answer: a pipe into which nobody writes."""
+    load_audio = corpus.load_audio
+
+    def load(cut):
+        if cut.id == "train-7":
+            os.open(os.environ["EFFASR_TEST_PIPE"], os.O_RDONLY)
+        return load_audio(cut)
+
+    corpus.load_audio = load
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    sys.exit(main(["train", sys.argv[2]]))

@@ -1,0 +1,92 @@
+"""Training that computes layers again in the backward: the same run, with less memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from effasr.optim.adamw import OptimizerConfig
+from effasr.training import assembly
+from effasr.training import meter as meters
+from effasr.training.calibration import store
+from effasr.training.calibration.calibrate import read_population
+from effasr.training.config import LoopConfig
+from effasr.training.run_directory import read_lines
+from effasr.training.step import train_step
+from effasr.training.trainer import run
+from tests.training.shortage import shortage
+
+CPU = torch.device("cpu")
+
+
+def loop(recomputed: bool | int, **settings) -> LoopConfig:
+    return LoopConfig(max_steps=20, activation_checkpointing=recomputed, **settings)
+
+
+@pytest.mark.parametrize("where", ["nowhere", "forward", "backward"])
+def test_weights_and_statistics_are_bitwise_the_same(make_trainee, batches, where) -> None:
+    """Also where memory runs out, and micro-batches are computed in pieces."""
+    states = []
+    for recomputed in (False, True):
+        model, trainee = make_trainee(training=loop(recomputed), optimizer=OptimizerConfig(lr=0.01))
+        for step in range(3):
+            calls = [1] if step == 1 and where != "nowhere" else []
+            with shortage(model, *calls, where=where):
+                report = train_step(trainee, batches[2 * step : 2 * step + 2], step)
+            assert report.values.read()[6::2] == [1, len(calls)]
+        states.append(model.state_dict())
+    for name, tensor in states[0].items():
+        assert torch.equal(states[1][name], tensor), name
+
+
+# Torch's tracer of autograd functions does so itself.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_the_compiled_model_is_the_same_as_well(make_trainee, batches, monkeypatch) -> None:
+    """With dropout, and statistics that count a batch once."""
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda self, **options: compile_module(self, **options, backend="aot_eager"),
+    )
+    states = []
+    for recomputed in (False, True):
+        torch._dynamo.reset()
+        model, trainee = make_trainee(training=loop(recomputed, compile=True))
+        train_step(trainee, batches[:2], 0)
+        states.append(model.state_dict())
+    torch._dynamo.reset()
+    for name, tensor in states[0].items():
+        assert torch.equal(states[1][name], tensor), name
+
+
+def test_a_run_logs_what_it_computes_again(make_config, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(meters, "peak_flops", lambda device: 1e12)
+    shares = []
+    for name, recomputed in (("plain", False), ("all", True)):
+        training = {"max_steps": 2, "activation_checkpointing": recomputed}
+        assert run(make_config(name=name, training=training)) == 0
+        lines = read_lines(tmp_path / name / "metrics.jsonl")
+        shares.append([line["hfu"] / line["mfu_with_padding"] for line in lines])
+    assert shares[0] == [1, 1]
+    # A whole forward more would be a third.
+    assert all(1.01 < share < 4 / 3 for share in shares[1])
+
+
+def test_a_calibration_is_for_as_many_layers(make_config) -> None:
+    config = make_config()
+    population = read_population(config, assembly.find_tokenizer(config, None))
+    names = set()
+    for recomputed in (False, True, 2):
+        training = replace(config.training, activation_checkpointing=recomputed)
+        made_for = replace(config, training=training)
+        names.add(store.fingerprint(store.describe(made_for, 30, population, CPU, 10**9)))
+    assert len(names) == 3
+
+
+def test_what_cannot_be_is_refused(make_config) -> None:
+    with pytest.raises(ValueError, match=r"`activation_checkpointing` must be true.* but is -1"):
+        LoopConfig(activation_checkpointing=-1)
+    message = r"`training\.activation_checkpointing` must be false with training\.cuda_graph"
+    with pytest.raises(ValueError, match=message):
+        run(make_config(training={"cuda_graph": True, "activation_checkpointing": True}))

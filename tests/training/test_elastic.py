@@ -1,0 +1,54 @@
+"""A run that is killed, and goes on on another number of ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from effasr import config as configuration
+from effasr.optim.adamw import OptimizerConfig
+from effasr.training.run_directory import read_lines
+from effasr.training.trainer import run
+from tests.training.ranks import ROOT, started
+from tests.training.test_faults import wait_for
+
+STEPS = 24
+
+
+def torchrun(recipe: Path, ranks: int) -> None:
+    command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "-m", "effasr.train", str(recipe)],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"{ranks} x cpu" in done.stderr
+    assert "going on from step" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_on_more_ranks_and_on_fewer(make_config, tmp_path) -> None:
+    """No step is lost or made twice, whoever makes it."""
+    settings = {
+        # The gradient of a key's bias is rounding noise, which Adam would magnify.
+        "optimizer": OptimizerConfig(eps=1e-4),
+        "data": {"micro_batches": 3},
+    }
+    loop = {"max_steps": STEPS, "checkpoint_every": 5, "timeout_s": 30.0, "threads": 1}
+    assert run(make_config(name="straight", training=loop, **settings)) == 0
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(configuration.dump(make_config(training=loop | {"stop_at": 14}, **settings)))
+    with started("effasr.train", str(recipe)) as processes:
+        wait_for(tmp_path / "run", 7, processes)
+        for process in processes:
+            process.kill()
+    torchrun(recipe, 3)
+    assert run(make_config(training=loop, **settings)) == 0
+    ours, theirs = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("run", "straight"))
+    assert [line["step"] for line in ours] == list(range(1, STEPS + 1))
+    for name in ("loss", "tokens", "audio_seconds", "epoch"):
+        expected = [line[name] for line in theirs]
+        assert [line[name] for line in ours] == pytest.approx(expected, rel=1e-4), name

@@ -1,0 +1,136 @@
+"""What is said, and by whom, when a rank dies, stops or is stuck in a read."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from effasr import config as configuration
+from effasr.training.activity import Activity
+from effasr.training.run_directory import read_lines
+from effasr.training.watchdog import EX_TEMPFAIL
+from tests.training.ranks import started
+
+TIMEOUT_S = 3.0
+LONG = {"max_steps": 100_000, "checkpoint_every": 5, "timeout_s": TIMEOUT_S, "threads": 1}
+
+
+def wait_for(folder: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
+    deadline = time.perf_counter() + 60
+    while time.perf_counter() < deadline:
+        lines = read_lines(folder / "metrics.jsonl")
+        if lines and lines[-1]["step"] >= step:
+            return
+        for process in processes:
+            assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    raise AssertionError(f"no step {step} within a minute")
+
+
+def recipe(config, folder: Path) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(configuration.dump(config))
+    return str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_stops_is_named_with_what_it_did(make_config, tmp_path, number) -> None:
+    with started("effasr.train", recipe(make_config(training=LONG), tmp_path)) as processes:
+        # Ranks say once a second what they do.
+        wait_for(tmp_path / "run", 1, processes)
+        time.sleep(2.0)
+        processes[1].send_signal(number)
+        began = time.perf_counter()
+        _, error = processes[0].communicate(timeout=30)
+        seconds = time.perf_counter() - began
+    assert processes[0].returncode == EX_TEMPFAIL, error
+    last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
+    *_, line = (line for line in error.splitlines() if line.startswith("effasr train:"))
+    found = re.search(
+        r"rank 0: step (\d+), (computing|waiting for the others), utterances train-\d+", line
+    )
+    assert found, line
+    assert int(found[1]) - last in (0, 1)
+    assert re.search(
+        r"cannot reach the others\. Rank 1 does not answer any more: \d+ s ago it", line
+    )
+    assert re.search(r"was in step \d+, (computing, utterances train-|loading|saving|wait)", line)
+    assert "goes on from its last checkpoint" in line
+    # A little more than the limit, for what is said is looked up, and the process has to end.
+    assert seconds < TIMEOUT_S + 10
+
+
+@pytest.mark.slow
+def test_a_read_that_never_returns_is_named(make_config, tones, tmp_path, monkeypatch) -> None:
+    """In a process that loads, for which the one that trains waits."""
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setenv("EFFASR_TEST_PIPE", str(tmp_path / "pipe"))
+    loop = LONG | {"timeout_s": 60.0, "data_timeout_s": 5.0}
+    path = recipe(make_config(data={"workers": 1}, training=loop), tmp_path)
+    began = time.perf_counter()
+    with started("tests.training.faulty", "stuck_read", path) as processes:
+        results = [process.communicate(timeout=60) for process in processes]
+    seconds = time.perf_counter() - began
+    codes = [process.returncode for process in processes]
+    assert EX_TEMPFAIL in codes, results
+    stuck = codes.index(EX_TEMPFAIL)
+    texts = [line for _, error in results for line in error.splitlines()]
+    file = re.escape(str(tones / "train-7.wav"))
+    said, *others = (line for line in texts if line.startswith("effasr train: rank"))
+    assert not others
+    assert re.match(
+        rf"effasr train: rank {stuck}: step \d+, loading, utterances train-7 \({file}\), "
+        r"for \d\.\d s: nothing has come of it for 5 s \(training\.data_timeout_s\)",
+        said,
+    ), said
+    # The other has nothing to add, and does not wait for its own limit.
+    assert codes[1 - stuck] == 1
+    assert seconds < 50
+
+
+@pytest.mark.slow
+def test_the_slow_rank_is_in_the_metrics(make_config, tmp_path) -> None:
+    loop = LONG | {"max_steps": 60, "log_every": 20, "timeout_s": 60.0}
+    path = recipe(make_config(training=loop), tmp_path)
+    with started("tests.training.faulty", "slow_rank", path) as processes:
+        results = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], results
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert lines[-1]["slowest_rank"] == 1
+    assert 0.05 < lines[-1]["rank_wait_s"] < 1.0
+    assert re.search(
+        r"rank 1 is slow: it needs 0\.\d+ s of its own for a step, .* step \d+, ", results[0][1]
+    )
+
+
+def test_a_rank_alone_waits_for_nobody(make_config, tmp_path) -> None:
+    from effasr.training.trainer import run
+
+    assert run(make_config(training={"max_steps": 1})) == 0
+    (line,) = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert (line["slowest_rank"], line["rank_wait_s"]) == (0, 0.0)
+
+
+def test_the_time_until_ranks_meet_is_a_ranks_own(batches) -> None:
+    activity = Activity()
+    for step in (1, 2):
+        activity.begin("loading", step)
+        time.sleep(0.02)
+        activity.begin("waiting for the others", batches=batches[:2])
+        assert activity.utterances == [*batches[0].ids, *batches[1].ids]
+        # What the ranks exchange before.
+        time.sleep(0.05)
+        activity.compute(batches[0])
+        time.sleep(0.03)
+        activity.compute(batches[1])
+        assert activity.utterances == list(batches[1].ids)
+        activity.meet()
+        time.sleep(0.05)
+        activity.meet()
+    assert activity.steps == 2
+    assert 0.1 <= activity.seconds < 0.16

@@ -1,0 +1,229 @@
+"""Learners that train apart, in the real trainer: whole runs of several processes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from effasr import config as configuration
+from effasr.checkpoint import load_model, resolve
+from effasr.data.loader import Loader
+from effasr.distributed.gossip.config import GossipConfig
+from effasr.distributed.process_group import World
+from effasr.model.cost import cost_model
+from effasr.training import assembly
+from effasr.training.config import TrainConfig
+from effasr.training.meeting import form_learners
+from effasr.training.run_directory import read_lines
+from effasr.training.trainer import run
+from tests.training.ranks import ROOT
+
+SHARED = GossipConfig(learner_size=1)
+
+
+def train(config: TrainConfig, folder: Path, fates: list[dict], codes: list[int]) -> list[str]:
+    """As torchrun would start them, but that the end of one does not end the others.
+
+    Returns:
+        What each said.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    recipe, notes = folder / "recipe.yaml", folder / "notes"
+    recipe.write_text(configuration.dump(config))
+    notes.mkdir()
+    processes = []
+    for rank, fate in enumerate(fates):
+        environment = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(fates)),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "tests.training.gossip_workers", str(recipe), str(notes)]
+        processes.append(
+            subprocess.Popen(
+                [*command, json.dumps(fate)], env=environment, cwd=ROOT, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+        )  # fmt: skip
+    try:
+        said = [process.communicate(timeout=90)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    everything = "\n-----\n".join(text[-6000:] for text in said)
+    assert [process.returncode for process in processes] == codes, everything
+    return said
+
+
+def noted(folder: Path, rank: int) -> list[dict]:
+    return read_lines(folder / "notes" / f"{rank}.jsonl")
+
+
+def check_trained_once(config: TrainConfig, folder: Path, steps: int, ranks: int) -> None:
+    """Each utterance of each step of the plan was trained on once, by whichever learner."""
+    tokenizer = assembly.find_tokenizer(config, None)
+    corpus = assembly.load_corpus(config, tokenizer, None)
+    cost = cost_model(config.model, tokenizer.vocab_size)
+    loader = Loader(corpus, config.data, seed=config.seed, pin_memory=False, cost=cost)
+    expected = defaultdict(Counter)
+    epoch, number = 0, 0
+    while number < steps:
+        plan = loader.plan(epoch)
+        for step in range(min(plan.num_steps, steps - number)):
+            for indices in plan.step(step):
+                expected[number + step].update(corpus.cut(i).id for i in indices.tolist())
+        epoch, number = epoch + 1, number + plan.num_steps
+    found = defaultdict(Counter)
+    for rank in range(ranks):
+        for line in noted(folder, rank):
+            found[line["step"]].update(line["ids"])
+    assert found == expected
+
+
+def test_a_slow_learner_does_less_and_a_stopped_run_goes_on_with_ddp(
+    make_config, tones, tmp_path
+) -> None:
+    """Two learners, of which the slow one gets the request to stop; then one process."""
+    loop = {"max_steps": 20, "checkpoint_every": 4, "validate_every": 4, "log_every": 2}
+    apart = loop | {"strategy": "h_adpsgd", "gossip": SHARED, "threads": 1}
+    data = {"micro_batches": 4, "validation": [str(tones / "test.jsonl")]}
+    config = make_config(data=data, training=apart)
+    fates = [{"pause_s": 0.1}, {"pause_s": 0.5, "stop_at": 3, "late_at": 1}]
+    said = train(config, tmp_path, fates, [0, 0])
+    assert "2 learners of 1 processes each" in said[0]
+    assert not said[1]
+    steps = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert steps < 20
+    assert f"stopped at step {steps}" in said[0]
+    check_trained_once(config, tmp_path, steps, 2)
+    fast, slow = (noted(tmp_path, rank) for rank in range(2))
+    assert len(slow) + len(fast) == 2 * steps
+    # It obeys after the step that then begins, and finishes what nobody else does.
+    assert 4 <= len(slow) <= 5 < len(fast)
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert lines[-1]["step"] == steps
+    assert lines[-1]["learner_steps"] == [len(fast), len(slow)]
+    assert lines[-1]["gossip_exchanges"] > 0
+    assert lines[-1]["consensus_distance"] > 0
+    assert lines[-1]["plan_steps_per_s"] > 0
+    assert any(line["staleness"] is not None for line in lines)
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "validation.jsonl")] == [
+        step for step in (4, 8, 12, 16) if step < steps
+    ]
+    load_model(resolve(tmp_path / "run"))
+    # From here on by one process.
+    assert run(make_config(data=data, training=loop)) == 0
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert lines[-1]["step"] == 20
+    assert all(line["skipped"] == 0 for line in lines)
+    weights = load_model(tmp_path / "run" / "checkpoints" / "step_00000020").model.state_dict()
+    assert all(value.isfinite().all() for value in weights.values())
+
+
+def lose_one(make_config, tones, tmp_path, ranks: int, lost: int) -> list[str]:
+    loop = {
+        "max_steps": 9, "checkpoint_every": 5, "validate_every": 5, "log_every": 3, "threads": 1,
+        "strategy": "adpsgd",
+    }  # fmt: skip
+    data = {"micro_batches": 3, "validation": [str(tones / "test.jsonl")], "workers": 1}
+    config = make_config(data=data, training=loop)
+    fates = [{"pause_s": 0.1} for _ in range(ranks)]
+    fates[lost] = {"kill_at": 2}
+    said = train(config, tmp_path, fates, [-9 if rank == lost else 0 for rank in range(ranks)])
+    check_trained_once(config, tmp_path, 9, ranks)
+    assert len(noted(tmp_path, lost)) == 2
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert lines[-1]["step"] == 9
+    assert lines[-1]["learners_lost"] == [lost]
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "validation.jsonl")] == [5, 9]
+    assert all(line["utterances"] == 6 for line in read_lines(tmp_path / "run/validation.jsonl"))
+    load_model(tmp_path / "run" / "checkpoints" / "step_00000009")
+    return said
+
+
+def test_the_other_goes_on_without_a_learner_that_was_killed(make_config, tones, tmp_path) -> None:
+    said = lose_one(make_config, tones, tmp_path, ranks=2, lost=1)
+    assert "learner 1 is lost, near step" in said[0]
+    assert "done: " in said[0]
+
+
+@pytest.mark.slow
+def test_another_rank_writes_the_files_when_that_which_did_was_killed(
+    make_config, tones, tmp_path
+) -> None:
+    said = lose_one(make_config, tones, tmp_path, ranks=3, lost=0)
+    assert "rank 0 is lost: from step 5 on, another writes the files of the run" in said[1]
+    assert "done: " in said[1]
+    assert "done: " not in said[2]
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    met = next(line for line in lines if line["step"] == 5)
+    assert lines[-1]["gossip_exchanges"] > met["gossip_exchanges"], "no new neighbours"
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_ends_the_run_of_all(make_config, tmp_path) -> None:
+    loop = {"strategy": "adpsgd", "threads": 1, "max_steps": 500, "checkpoint_every": 500}
+    config = make_config(data={"micro_batches": 2}, training=loop)
+    said = train(config, tmp_path, [{}, {"nan_at": 2}], [1, 1])
+    assert "failed: step" in said[0]
+    assert "the loss is not finite; utterances: train-" in said[0]
+    assert len(noted(tmp_path, 0)) < 900
+
+
+@pytest.mark.slow
+def test_learners_of_two_processes(make_config, tones, tmp_path) -> None:
+    loop = {
+        "max_steps": 6, "checkpoint_every": 3, "log_every": 2, "threads": 1,
+        "strategy": "h_adpsgd", "gossip": GossipConfig(learner_size=2),
+    }  # fmt: skip
+    config = make_config(data={"micro_batches": 4, "workers": 1}, training=loop)
+    train(config, tmp_path, [{}, {}, {}, {"pause_s": 0.2}], [0] * 4)
+    check_trained_once(config, tmp_path, 6, 4)
+    made = [[line["step"] for line in noted(tmp_path, rank)] for rank in range(4)]
+    assert made[0] == made[1]
+    assert made[2] == made[3]
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert lines[-1]["learner_steps"] == [len(made[0]), len(made[2])]
+    load_model(resolve(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"training": {"strategy": "h_adpsgd"}, "data": {"strategy": "random", "buckets": 3}},
+            r"`data\.strategy` must be packed with training\.strategy h_adpsgd",
+        ),
+        (
+            {"training": {"strategy": "adpsgd", "gossip": GossipConfig(learner_size=2)}},
+            r"`training\.gossip\.learner_size` must be 1 or null with training\.strategy adpsgd",
+        ),
+    ],
+)
+def test_what_learners_cannot_do_is_refused(make_config, settings, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(make_config(**settings))
+
+
+def test_processes_form_learners(make_config, monkeypatch, caplog) -> None:
+    def form(size: int, learner_size: int | None):
+        gossip = GossipConfig(learner_size=learner_size)
+        config = make_config(training={"strategy": "h_adpsgd", "gossip": gossip})
+        return form_learners(config, World(0, size, torch.device("cpu")))
+
+    assert form(1, None) is None
+    assert not caplog.text
+    assert form(4, 4) is None
+    assert "has a single learner here, of 4 processes, and trains as ddp does" in caplog.text
+    with pytest.raises(ValueError, match="must divide the 4 processes, but is 3: set it"):
+        form(4, 3)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="but is 3, those of this node: set it"):
+        form(4, None)

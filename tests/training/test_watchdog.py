@@ -1,0 +1,101 @@
+"""What a rank says of the others, by what they told the store."""
+
+import time
+
+import pytest
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from effasr.distributed.process_group import World
+from effasr.training.activity import Activity
+from effasr.training.guard import TrainingFailed
+from effasr.training.watchdog import RankLost, Watchdog
+
+LOST = "[/pytorch/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:1. Advice. More."
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Watchdogs of ranks of a run, each with its activity."""
+    monkeypatch.setattr("effasr.training.watchdog._BEAT_S", 0.1)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def make(rank: int, size: int = 2, reading: tuple[str, ...] = ()) -> tuple[Watchdog, Activity]:
+        store = PrefixStore("run", TCPStore("127.0.0.1", server.port))
+        activity = Activity()
+        world = World(rank, size, torch.device("cpu"), store=store)
+        return Watchdog(world, activity, 60.0, 60.0, lambda: reading), activity
+
+    return make
+
+
+def train_alone(watchdog: Watchdog) -> None:
+    with watchdog:
+        # The others say meanwhile what they do.
+        time.sleep(0.3)
+        raise RuntimeError(LOST)
+
+
+def lose(watchdog: Watchdog) -> str:
+    with pytest.raises(RankLost) as lost:
+        train_alone(watchdog)
+    assert lost.value.exit_code == 75
+    return str(lost.value)
+
+
+def test_who_is_silent_is_named(make, batches) -> None:
+    (first, mine), (second, other) = make(0), make(1)
+    mine.begin("waiting for the others", 8, batches[:1])
+    other.begin("loading", 8)
+    other.compute(batches[1])
+    with second:
+        time.sleep(0.2)
+    said = lose(first)
+    assert said.startswith("rank 0: step 8, waiting for the others, utterances 0-0, 0-1, 0-2, for ")
+    assert " s: cannot reach the others. Rank 1 does not answer any more: " in said
+    assert " s ago it was in step 8, computing, utterances 1-0, 1-1, 1-2, for " in said
+    assert said.endswith("(PyTorch says: Connection closed by peer [127.0.0.1]:1)")
+
+
+def test_who_answers_but_is_late_is_named_with_what_it_reads(make) -> None:
+    (first, mine), (second, other) = make(0), make(1, reading=("u7 (/far/u7.wav)",))
+    mine.begin("computing", 8)
+    other.begin("loading", 7)
+    with second:
+        said = lose(first)
+    assert "Rank 1 answers, but has not come so far: 0 s ago it was in step 7, loading" in said
+    assert "utterances u7 (/far/u7.wav), for " in said
+
+
+def test_where_all_are_well_it_is_the_network(make) -> None:
+    (first, mine), (second, other) = make(0), make(1)
+    mine.begin("computing", 8)
+    other.begin("computing", 8)
+    with second:
+        assert "All answer, so the network between them may be at fault." in lose(first)
+
+
+def test_other_errors_are_left_alone(make) -> None:
+    for error in (TrainingFailed("not finite"), ValueError("Connection"), KeyboardInterrupt()):
+        watchdog, _ = make(0)
+        with pytest.raises(type(error)) as kept, watchdog:
+            raise error
+        assert kept.value is error
+
+
+def test_the_slowest_rank_since_the_last_line(make, caplog) -> None:
+    ranks = [make(rank, 3) for rank in range(3)]
+    first = ranks[0][0]
+    with ranks[0][0], ranks[1][0], ranks[2][0]:
+        assert first.slowest() == {"slowest_rank": None, "rank_wait_s": None}
+        for rank, (_, activity) in enumerate(ranks):
+            activity.steps, activity.seconds = 10, 5.0 if rank == 1 else 1.0
+        time.sleep(0.5)
+        assert first.slowest() == {"slowest_rank": 1, "rank_wait_s": pytest.approx(0.4)}
+        for rank, (_, activity) in enumerate(ranks):
+            activity.steps, activity.seconds = 40, activity.seconds + 3.0 + 18.0 * (rank == 2)
+        time.sleep(0.5)
+        first._judged_at -= 60
+        assert first.slowest() == {"slowest_rank": 2, "rank_wait_s": pytest.approx(0.6)}
+    (said,) = caplog.messages
+    assert said.startswith("rank 2 is slow: it needs 0.55 s of its own for a step, the median rank")
