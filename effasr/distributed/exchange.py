@@ -105,7 +105,7 @@ class GradientExchange:
         if not self._sent:
             self._on_send()
         self._sent += bucket.parameters()
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+        return allreduce_hook(self._model.process_group, bucket)  # type: ignore[arg-type]
 
     def _note(self, model: nn.Module, inputs: object, output: object) -> None:
         del inputs, output

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from effasr.distributed.delayed import DelayedAveraging
+from effasr.distributed.exchange import GradientExchange
 from effasr.distributed.local_sgd import LocalSGD
 from effasr.distributed.process_group import World, joined
+from effasr.distributed.replicate import replicate
 
 
 def learner(world: World) -> tuple[nn.Module, torch.optim.Optimizer, list[Tensor]]:
@@ -80,9 +82,22 @@ def refused(world: World) -> None:
         LocalSGD(model, optimizer, statistics, world, {2: 3, 4: None}, warmup_steps=0)
 
 
+def apart(world: World) -> None:
+    """A learner exchanges gradients with nobody outside, in as many steps as it likes."""
+    first = world.rank - world.rank % 2
+    own = world.part(range(first, first + 2))
+    model = replicate(nn.Linear(1, 1, bias=False), own)
+    exchange = GradientExchange(model)
+    for _ in range(1 + first):
+        exchange.begin(lambda: None)
+        model.zero_grad()
+        model(torch.full((1, 1), float(world.rank))).sum().backward()
+        assert model.module.weight.grad.item() == first + 0.5
+
+
 def everything() -> None:
     with joined("cpu", timeout_s=30) as world:
-        for scenario in (hierarchical, delayed, refused):
+        for scenario in (hierarchical, delayed, refused, apart):
             scenario(world)
 
 
