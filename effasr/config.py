@@ -228,10 +228,9 @@ def _match(option: Any, value: Any, where: str) -> tuple[bool, Any]:
     if origin is dict:
         if not isinstance(value, Mapping):
             return False, None
+        keys, values = arguments
         return True, {
-            _convert(arguments[0], _key(arguments[0], k), f"{where}[key]"): _convert(
-                arguments[1], v, f"{where}.{k}"
-            )
+            _key(keys, k, f"{where}[key]"): _convert(values, v, f"{where}.{k}")
             for k, v in value.items()
         }
     if option is float and type(value) in (int, float):
@@ -243,10 +242,15 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, str | int | float)
 
 
-def _key(annotation: Any, key: Any) -> Any:
+def _key(annotation: Any, key: Any, where: str) -> Any:
     """A key of a mapping; JSON and dotted paths have numbers only as text."""
+    if annotation is str and not isinstance(key, str):
+        raise ConfigError(
+            f"`{where}` must be text, but is {key!r}: put it in quotes (YAML reads no, yes, on and "
+            "off as true or false)."
+        )
     is_number = annotation is int and isinstance(key, str) and key.isdecimal()
-    return int(key) if is_number else key
+    return _convert(annotation, int(key) if is_number else key, where)
 
 
 def _match_tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[bool, Any]:

@@ -190,11 +190,6 @@ def _amount(source: SourceConfig, name: str, amounts: Mapping[str, float]) -> fl
 def _checked_level(level: Mapping[str, SourceConfig | Paths]) -> dict[str, SourceConfig]:
     sources = {}
     for name, source in level.items():
-        if not isinstance(name, str):
-            raise ValueError(
-                f"`sources` must have names that are text, but one is {name!r}: put it in quotes "
-                "(YAML reads no, yes, on and off as true or false)."
-            )
         if not name or "/" in name:
             raise ValueError(
                 f"`sources` must have names without a slash, but one is {name!r}: nest `sources` "

@@ -16,18 +16,21 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from effasr.data.loader import Loader, Step, Turn
 from effasr.distributed.claims import Claims
 from effasr.distributed.gossip.config import GossipConfig
 from effasr.distributed.members import Members
 from effasr.distributed.process_group import NCCL, World, forget_failure
 from effasr.training.activity import LOADING
 from effasr.training.guard import TrainingFailed
+
+if TYPE_CHECKING:
+    from effasr.data.loader import Loader, Step, Turn
 
 log = logging.getLogger(__name__)
 
@@ -216,6 +219,9 @@ class Learners:
         return f"reserved/{self.number}/{number}"
 
     def _turn(self, claim: int) -> Turn:
+        # Here, so that a model can be trained without the packages that read data.
+        from effasr.data.loader import Turn
+
         step, share = divmod(claim, self.count)
         return Turn(*self._calendar(step), share + self.count * self.own.rank, claim)
 

@@ -89,7 +89,10 @@ def test_a_source_without_data_leaves_its_share_to_the_others_of_its_level() -> 
             {"sources": {"a": "m"}, "epoch": "full", "epoch_hours": 2},
             "`epoch_hours` must be null where `epoch` is 'full'",
         ),
-        ({"sources": {False: "m"}}, r"one is False: put it in quotes \(YAML reads no"),
+        (
+            {"sources": {False: "m"}},
+            r"be text, but is False: put it in quotes \(YAML",
+        ),
         ({"sources": {"de/mls": "m"}}, "without a slash, but one is 'de/mls'"),
         (
             {"sources": {"a": {"manifests": "m", "weight": 1}, "b": "n"}},
