@@ -58,6 +58,13 @@ def add_decoding(one: argparse.ArgumentParser) -> None:
         "longer ones (default: 0.6)",
     )
     one.add_argument(
+        "--coverage-penalty",
+        type=float,
+        metavar="B",
+        help="with --beam and the attention decoder: more for transcripts that leave out less "
+        "speech, by the share of frames they attend to (default: 0)",
+    )
+    one.add_argument(
         "--ctc-weight",
         type=float,
         default=0.0,
@@ -98,6 +105,7 @@ def decoding(options: argparse.Namespace, *, words: bool = False) -> DecodingCon
         method=options.method,
         beam=options.beam,
         length_penalty=options.length_penalty,
+        coverage_penalty=options.coverage_penalty,
         ctc_weight=options.ctc_weight,
         lm=options.lm,
         lm_weight=options.lm_weight,

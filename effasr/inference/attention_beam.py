@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from effasr.inference.coverage import Coverage
 from effasr.inference.decoded import Decoded
 from effasr.inference.joint import CTCPrefixes
 from effasr.inference.language_model import TokenLM
@@ -31,6 +32,7 @@ def attention_beam(
     *,
     beam: int,
     length_penalty: float = 0.0,
+    coverage_penalty: float = 0.0,
     ctc_weight: float = 0.0,
     lm: TokenLM | None = None,
     lm_weight: float = 0.0,
@@ -43,6 +45,10 @@ def attention_beam(
     tokens, the end included, ranks by ``s / ((5 + n) / 6) ** length_penalty``. An utterance is done
     once nothing in its beam can outrank the best complete one, however it goes on: scores only
     fall, and none can be divided by more than at the limit. One that reaches the limit ends there.
+
+    With a ``coverage_penalty`` b, ranks gain b times the share of frames that the hypothesis covers
+    (see `Coverage`), and the beam keeps those of the best rank; hypotheses that go on are taken to
+    cover all of them in the end.
 
     With a ``ctc_weight`` w, a score is (1 - w) times the decoder's log-probability and w times that
     which CTC gives to all transcripts that begin so, of the tokens that the decoder likes best. To
@@ -57,6 +63,7 @@ def attention_beam(
         classes: How many of the model's classes are tokens, where not all are.
         beam: K, the hypotheses that are kept of each sequence.
         length_penalty: 0 for the likeliest transcript; more favours longer ones.
+        coverage_penalty: At least 0; more favours those that leave out less speech.
         ctc_weight: From 0 to 1.
         lm: Over the same tokens; None for no language model.
         lm_weight: At least 0.
@@ -65,8 +72,9 @@ def attention_beam(
         One result for each prompt.
 
     References:
-        Wu et al., 2016, https://arxiv.org/abs/1609.08144 (length penalty); Watanabe et al., 2017,
-        https://doi.org/10.1109/JSTSP.2017.2763455 (joint scores).
+        Wu et al., 2016, https://arxiv.org/abs/1609.08144 (length penalty, and how coverage is added
+        to it); Chorowski and Jaitly, 2017, https://arxiv.org/abs/1612.02695 (coverage); Watanabe et
+        al., 2017, https://doi.org/10.1109/JSTSP.2017.2763455 (joint scores).
     """
     found = [Decoded(())] * len(prompts)
     if not found:
@@ -74,17 +82,27 @@ def attention_beam(
     classes = model.vocab_size if classes is None else classes
     alone = ctc_weight == 0 and lm is None
     candidates = min(beam if alone else max(_FEWEST_CANDIDATES, 2 * beam), classes - 1)
-    scoring = _Scoring(eos_id, classes, candidates, length_penalty, ctc_weight, lm, lm_weight)
+    scoring = _Scoring(
+        eos_id, classes, candidates, length_penalty, coverage_penalty, ctc_weight, lm, lm_weight
+    )
     room = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
     state = model.start_decoding(encoded, room)
     if encoded.layout.num_sequences > len(prompts):
         state.keep(range(len(prompts)))
-    search = _Search.begin(model, encoded, prompts, limits, beam, ctc=ctc_weight > 0)
+    search = _Search.begin(
+        model, encoded, prompts, limits, beam, ctc=ctc_weight > 0, coverage=coverage_penalty > 0
+    )
     for position in range(min(map(len, prompts)) - 1):
         model.decode_step(search.prompts[:, position], state)
     state.widen(beam)
+    if search.coverage is not None:
+        state.watch()
     while True:
         hidden = model.decode_step(search.tokens.flatten(), state)
+        if search.coverage is not None:
+            assert state.weights is not None
+            reading = (search.starts > state.length)[:, None]
+            search = replace(search, coverage=search.coverage.extended(state.weights, reading))
         search, parents = _advance(model.logits(hidden), search, scoring, state.length)
         search, going = _recorded(search, scoring, limits, found)
         if not going:
@@ -105,6 +123,7 @@ class _Scoring:
         classes: How many of the model's classes are tokens.
         candidates: C, the tokens that each hypothesis may be extended by.
         length_penalty: The exponent.
+        coverage_penalty: Of the covered share in the ranks.
         ctc_weight: Of CTC in the scores.
         lm: The language model, if any.
         lm_weight: Of it in the scores.
@@ -114,13 +133,21 @@ class _Scoring:
     classes: int
     candidates: int
     length_penalty: float
+    coverage_penalty: float
     ctc_weight: float
     lm: TokenLM | None
     lm_weight: float
 
-    def rank(self, scores: Tensor, tokens: Tensor) -> Tensor:
-        """Normalise the scores of hypotheses that have this many tokens, their end included."""
-        return scores / ((5 + tokens) / 6) ** self.length_penalty
+    def rank(self, scores: Tensor, tokens: Tensor, covered: Tensor | float) -> Tensor:
+        """Make scores of hypotheses of different lengths comparable.
+
+        Args:
+            scores: Of each.
+            tokens: How many each has, its end included.
+            covered: The share of frames that each covers; unused without penalty for it.
+        """
+        ranks = scores / ((5 + tokens) / 6) ** self.length_penalty
+        return ranks + self.coverage_penalty * covered if self.coverage_penalty else ranks
 
     def score(self, spoken: Tensor, heard: Tensor | None, written: Tensor) -> Tensor:
         """Weigh log-probabilities of the decoder, of CTC, and of the language model."""
@@ -148,6 +175,7 @@ class _Search:
         labels: int64 (N, K, steps), what was said; -1 in steps that read a prompt.
         ends: bool (N, K), whether the hypothesis has just ended.
         ctc: What CTC makes of the hypotheses; None where it has no say.
+        coverage: What the hypotheses have attended to; None where that does not matter.
     """
 
     names: Tensor
@@ -163,6 +191,7 @@ class _Search:
     labels: Tensor
     ends: Tensor
     ctc: CTCPrefixes | None
+    coverage: Coverage | None
 
     @classmethod
     def begin(
@@ -174,10 +203,12 @@ class _Search:
         beam: int,
         *,
         ctc: bool,
+        coverage: bool,
     ) -> _Search:
         """One hypothesis for each of these utterances, which has said nothing."""
         device, shape = encoded.values.device, (len(prompts), beam)
         starts = [len(prompt) for prompt in prompts]
+        frames = encoded.layout.lengths[: len(prompts)]
         padded = [[*prompt, *[0] * (max(starts) - len(prompt))] for prompt in prompts]
         table = torch.tensor(padded, device=device)
         spoken = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -197,14 +228,20 @@ class _Search:
             labels=table.new_empty(*shape, 0),
             ends=torch.zeros(shape, dtype=torch.bool, device=device),
             ctc=CTCPrefixes.begin(model, encoded, len(prompts), beam) if ctc else None,
+            coverage=Coverage.begin(frames, beam, device) if coverage else None,
         )
 
     def keep(self, index: Tensor) -> _Search:
         """These utterances alone, int64 (M,)."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        ctc = parts.pop("ctc")
+        whole = {name: parts.pop(name) for name in ("ctc", "coverage")}
         kept = {name: part[index] for name, part in parts.items()}
-        return _Search(**kept, ctc=None if ctc is None else ctc.keep(index))
+        kept |= {name: None if part is None else part.keep(index) for name, part in whole.items()}
+        return _Search(**kept)
+
+    def shares(self) -> Tensor | float:
+        """The share of frames that each hypothesis covers, float64 (N, K), where it matters."""
+        return 0.0 if self.coverage is None else self.coverage.shares()
 
 
 def _advance(
@@ -234,7 +271,15 @@ def _advance(
     pool = pool.masked_fill(search.scores[..., None] == _NONE, _NONE)
     full = search.counts >= search.limits
     pool[..., :-1].masked_fill_(full[:, None, None], _NONE)
-    scores, chosen = pool.flatten(1).topk(beam)
+    counts = (position + 1 - search.starts).clamp(min=0)
+    coverage = search.coverage
+    if coverage is None:
+        scores, chosen = pool.flatten(1).topk(beam)
+    else:
+        # All have equally many tokens, so without coverage their scores rank them.
+        ranks = scoring.rank(pool, counts[:, None, None], coverage.shares()[..., None])
+        chosen = ranks.flatten(1).topk(beam).indices
+        scores = pool.flatten(1).gather(1, chosen)
     parent, which = chosen // pool.shape[-1], chosen % pool.shape[-1]
     # A prompt is read as it is, by the one hypothesis and its empty neighbours.
     reading = (search.starts > position)[:, None]
@@ -249,7 +294,7 @@ def _advance(
     first = torch.arange(count, device=parent.device)[:, None]
     after = replace(
         search,
-        counts=(position + 1 - search.starts).clamp(min=0),
+        counts=counts,
         scores=torch.where(reading, search.scores, scores),
         spoken=torch.where(reading, search.spoken, spoken.flatten(1).gather(1, chosen)),
         written=torch.where(reading, search.written, written.flatten(1).gather(1, chosen)),
@@ -257,6 +302,7 @@ def _advance(
         labels=torch.cat([search.labels[first, parent], label[..., None]], -1),
         ends=ends,
         ctc=ctc,
+        coverage=None if coverage is None else coverage.reordered(parent),
     )
     return after, (first * beam + parent).flatten()
 
@@ -283,7 +329,8 @@ def _recorded(
     search: _Search, scoring: _Scoring, limits: Sequence[int], found: list[Decoded]
 ) -> tuple[_Search, list[int]]:
     """Take complete hypotheses out of the beam; also tell which utterances go on."""
-    complete = scoring.rank(search.scores, search.counts[:, None]).masked_fill(~search.ends, _NONE)
+    complete = scoring.rank(search.scores, search.counts[:, None], search.shares())
+    complete = complete.masked_fill(~search.ends, _NONE)
     ranks, winner = complete.max(1)
     better = (ranks > search.best).nonzero()[:, 0]
     if len(better):
@@ -293,5 +340,5 @@ def _recorded(
             found[name] = Decoded(said, truncated=len(said) == limits[name])
     best = torch.maximum(search.best, ranks)
     scores = search.scores.masked_fill(search.ends, _NONE)
-    going = scoring.rank(scores.max(1).values, search.limits + 1) > best
+    going = scoring.rank(scores.max(1).values, search.limits + 1, 1.0) > best
     return replace(search, best=best, scores=scores), going.nonzero()[:, 0].tolist()

@@ -31,6 +31,11 @@ class DecodingConfig:
             of score s and n tokens, its end included, ranks: ``s / ((5 + n) / 6) ** a``. 0 takes
             the likeliest, which tends to be too short; 1 is nearly the mean over the tokens. None
             for 0.6, and where nothing would read it.
+        coverage_penalty: With the attention decoder and a beam, what is added to the rank of a
+            transcript for the share of frames that it covers, so that it loses what it leaves out:
+            those which its tokens attend to with more than 0.5 in all; see
+            `effasr.inference.coverage`. Each step of the search is slower, and it may take more of
+            them, because a transcript may yet cover more. None or 0 for none.
         ctc_weight: With the attention decoder, the share of CTC in the scores, from 0 to 1; more
             than 0 needs a model with both. It keeps the decoder from skipping and repeating speech.
         lm: A language model over token ids for shallow fusion with the attention decoder or a beam
@@ -59,6 +64,7 @@ class DecodingConfig:
     method: Literal["auto", "attention", "transducer", "ctc"] = "auto"
     beam: int = 1
     length_penalty: float | None = None
+    coverage_penalty: float | None = None
     ctc_weight: float = 0.0
     lm: Path | None = None
     lm_weight: float | None = None
@@ -94,6 +100,11 @@ class DecodingConfig:
             raise ValueError(
                 f"`length_penalty` must be at least 0, but is {self.length_penalty}: 0 leaves the "
                 "scores as they are, 1 favours longer transcripts."
+            )
+        if self.coverage_penalty is not None and not 0.0 <= self.coverage_penalty < math.inf:
+            raise ValueError(
+                f"`coverage_penalty` must be at least 0, but is {self.coverage_penalty}: 0 leaves "
+                "the ranks as they are, more favours transcripts that leave out less speech."
             )
         if not 0.0 <= self.ctc_weight <= 1.0:
             raise ValueError(

@@ -67,6 +67,12 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
             f"{config.beam}, but is {config.length_penalty}: only a beam of 2 or more of the "
             "attention decoder compares transcripts of different lengths."
         )
+    if config.coverage_penalty is not None and (method != "attention" or config.beam == 1):
+        raise ValueError(
+            f"`coverage_penalty` must be left out for the method {method} with a beam of "
+            f"{config.beam}, but is {config.coverage_penalty}: only a beam of 2 or more of the "
+            "attention decoder compares what transcripts attend to."
+        )
     if config.ctc_weight > 0:
         if method != "attention":
             raise ValueError(
@@ -215,6 +221,7 @@ def _attention(
         *what,
         beam=config.beam,
         length_penalty=(LENGTH_PENALTY if config.length_penalty is None else config.length_penalty),
+        coverage_penalty=config.coverage_penalty or 0.0,
         ctc_weight=config.ctc_weight,
         lm=lm,
         lm_weight=_lm_weight(config),

@@ -108,8 +108,10 @@ class DecoderLayer(Layer):
     def step(self, x: Tensor, state: DecoderState, number: int) -> Tensor:
         """Transform the next row of each sequence in this layer: (N, width) to (N, width)."""
         x = x + self.self_attn.step(self.input_layernorm(x), state.self_cache, number)
-        y = self.encoder_attn.step(self.post_attention_layernorm(x), state.cross_cache, number)
-        x = x + y
+        normed = self.post_attention_layernorm(x)
+        if number == state.watched:
+            state.weights = self.encoder_attn.weights(normed, *state.speech(number))
+        x = x + self.encoder_attn.step(normed, state.cross_cache, number)
         return x + self.mlp(self.final_layernorm(x))
 
     def _drop(self, x: Tensor) -> Tensor:

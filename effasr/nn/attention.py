@@ -172,5 +172,26 @@ class CrossAttention(nn.Module):
         """Attend from new rows of sequences to their speech; see `SelfAttention.step`."""
         return self.o_proj(cache.attend(layer, self._queries(x)).flatten(1))
 
+    def weights(self, x: Tensor, keys: Tensor, lengths: Tensor) -> Tensor:
+        """How much new rows of sequences attend to each place of their speech.
+
+        In float64, because attention itself does not tell, and rounding must not depend on what
+        else is in the batch.
+
+        Args:
+            x: (N K, width), K rows of each sequence.
+            keys: (N, H, t, D).
+            lengths: int64 (N,), places of each sequence, at most t.
+
+        Returns:
+            The mean over heads, float64 (N K, t), 0 past the end.
+        """
+        q = self._queries(x).unflatten(0, (len(keys), -1)).double() * self.head_dim**-0.5
+        scores = torch.einsum("nkhd,nhtd->nkht", q, keys.double())
+        past = torch.arange(keys.shape[2], device=x.device) >= lengths[:, None, None, None]
+        # Softmax over nothing is NaN.
+        weights = scores.masked_fill(past, -torch.inf).softmax(-1).masked_fill(past, 0)
+        return weights.mean(2).flatten(0, 1)
+
     def _queries(self, x: Tensor) -> Tensor:
         return self.q_proj(x).view(-1, self.heads, self.head_dim)

@@ -31,6 +31,9 @@ class DecoderState:
         length: Steps so far; of sequences that started together, their tokens.
         self_cache: Of the tokens.
         cross_cache: Of the speech.
+        watched: The layer whose attention to the speech steps compute once more, for `weights`.
+        weights: Of the last step, for each row its attention to each frame in that layer, the mean
+            over heads: float64 (N K, at least the longest), 0 past the end. None if not watched.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class DecoderState:
         """
         self.sizes, self.max_tokens = sizes, max_tokens
         self.hypotheses, self.length, self._together = 1, 0, False
+        self.watched: int | None = None
+        self.weights: Tensor | None = None
         self._frames = [0] * sequences
         self._positions = torch.zeros(sequences, dtype=torch.int64, device=sizes.device)
         self._going = torch.zeros_like(self._positions)
@@ -148,6 +153,14 @@ class DecoderState:
             self._frames[row] = 0
         self._look_at_speech()
         self._set(rows, going=0)
+
+    def watch(self) -> None:
+        """Let steps tell the `weights` of the last layer from now on, which makes them slower."""
+        self.watched = self.sizes.layers - 1
+
+    def speech(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys of the speech, (N, H, places, D), and the frames of each sequence, int64 (N,)."""
+        return self.cross_cache.keys(layer), self.sizes.integers(self._frames)
 
     def look(self) -> None:
         """Prepare the step that reads one more token of each row.

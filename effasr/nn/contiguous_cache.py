@@ -172,6 +172,10 @@ class ContiguousCache:
         y = y.view(-1, heads, several, width)[..., : q.shape[2]]
         return y.transpose(1, 2).reshape(q.shape)
 
+    def keys(self, layer: int) -> Tensor:
+        """What a layer attends to: (N, H, room, D), anything finite past the end of a row."""
+        return self._held[layer, 0, : self.rows, ..., : self.sizes.head_dim]
+
     def reorder(self, rows: Tensor) -> None:
         """Let each row go on from another one, which may be that of several or of none.
 

@@ -126,6 +126,10 @@ class PagedCache:
             q.contiguous(), k_pages, v_pages, self.table, self.lengths, new_k=new_k, new_v=new_v
         )
 
+    def keys(self, layer: int) -> Tensor:
+        """A copy of what a layer attends to: (N, H, places, D), anything finite past the end."""
+        return self.pages[layer, 0, self.table.long()].flatten(1, 2).transpose(1, 2)
+
     def reorder(self, rows: Tensor, length: int) -> None:
         """Let each row go on from another one, all of the same length.
 

@@ -10,6 +10,7 @@ DECODING = [
     "--method {auto,attention,transducer,ctc}",
     "--beam N",
     "--length-penalty A",
+    "--coverage-penalty B",
     "--ctc-weight W",
     "--lm FILE",
     "--lm-weight W",

@@ -1,0 +1,66 @@
+"""How much of the speech the hypotheses of a beam have attended to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+_THRESHOLD = 0.5
+"""Attention that makes a frame covered, of all tokens together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Attention that each frame has had from K hypotheses of N utterances.
+
+    A frame is covered once the tokens of a hypothesis, its end included, have together attended to
+    it with more than 0.5. To attend to it again gains nothing, so loops are not rewarded. The paper
+    counts such frames; here it is their share, so that one weight suits short and long recordings
+    whose scores are normalised by length. Attention to a token is the mean over the heads of the
+    decoder's last layer, where the paper's decoder has but one head. Reading a prompt does not
+    count.
+
+    Attributes:
+        frames: int64 (N,), of each utterance.
+        attended: float64 (N, K, longest), weights summed over tokens; 0 past the end.
+
+    References:
+        Chorowski and Jaitly, 2017, https://arxiv.org/abs/1612.02695.
+    """
+
+    frames: Tensor
+    attended: Tensor
+
+    @classmethod
+    def begin(cls, frames: Sequence[int], beam: int, device: torch.device) -> Coverage:
+        """Hypotheses that have attended to nothing."""
+        shape = len(frames), beam, max(frames, default=0)
+        attended = torch.zeros(shape, dtype=torch.float64, device=device)
+        return cls(torch.tensor(frames, device=device), attended)
+
+    def shares(self) -> Tensor:
+        """The share of the frames that is covered: float64 (N, K), 0 where there is no speech."""
+        covered = (self.attended > _THRESHOLD).sum(-1)
+        return covered.double() / self.frames.clamp(min=1)[:, None]
+
+    def extended(self, weights: Tensor, reading: Tensor) -> Coverage:
+        """Add the attention of one token.
+
+        Args:
+            weights: float64 (N K, at least the longest), 0 past the end.
+            reading: bool (N, 1), utterances whose prompt is being read, so that it does not count.
+        """
+        weights = weights[:, : self.attended.shape[2]].view_as(self.attended)
+        return replace(self, attended=self.attended + weights.masked_fill(reading[..., None], 0))
+
+    def reordered(self, parent: Tensor) -> Coverage:
+        """Go on with these parents, int64 (N, K)."""
+        index = parent[..., None].expand_as(self.attended)
+        return replace(self, attended=self.attended.gather(1, index))
+
+    def keep(self, index: Tensor) -> Coverage:
+        """These utterances alone, int64 (M,)."""
+        return Coverage(self.frames[index], self.attended[index])
