@@ -23,9 +23,9 @@ COLUMNS: tuple[str, ...] = (
     "nodes",
     "per_node",
     "base_s",
-    "micro_batch",
 )
-"""What tells the runs of a file apart but for their seed, and `parameters` and `samples_per_s`."""
+"""What tells the runs of a file apart but for their seed."""
+_FIGURES = ("samples_per_s", "parameters", "micro_batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,50 +60,61 @@ def check(path: Path) -> list[Checked]:
     """Predict all runs of a file of `straggler_study`.
 
     A step of these runs sleeps, as long as its node is slow, and then computes in earnest, which
-    nothing predicts: so long is what ddp without slow node and limit takes beyond its sleep. All
-    other rows are predicted without looking at them.
+    nothing predicts: so long is what a strategy, without slow node and limit, takes beyond its
+    sleep; or ddp, where there is no such row of the strategy. It differs, for the processes share
+    the cores of a machine, and wait for them most where all compute at once. All other rows are
+    predicted without looking at them.
 
     Raises:
-        ValueError: The file is not one of these, or has no such row of ddp.
+        ValueError: The file is not one of these, or has no such row.
     """
     groups = _read(path)
-    fits: dict[tuple[str, ...], float] = {}
-    for key, rates in groups.items():
-        row = dict(zip(COLUMNS, key, strict=True))
-        if row["strategy"] == "ddp" and float(row["slowdown"]) == 1 and not row["rate_mbit"]:
-            fits[_setting(row)] = statistics.mean(rate for rate, _ in rates)
+    even = {
+        (row["strategy"], *_setting(row)): _means(runs)
+        for key, runs in groups.items()
+        if _is_even(row := dict(zip(COLUMNS, key, strict=True)))
+    }
     found = []
-    for key, rates in groups.items():
+    for key, runs in groups.items():
         row = dict(zip(COLUMNS, key, strict=True))
-        if _setting(row) not in fits:
+        names = [name for name in (row["strategy"], "ddp") if (name, *_setting(row)) in even]
+        if not names:
             raise ValueError(
                 f"{path}: must have a row of ddp with slowdown 1 and no limited link, for nodes, "
                 f"processes and seconds like those of {row['strategy']}, to fit the overhead to."
             )
-        measured = [rate for rate, _ in rates]
-        mean = statistics.mean(measured)
-        parameters = statistics.mean(parameters for _, parameters in rates)
-        predicted = _predict(row, parameters, fits[_setting(row)])
+        fitted_to = (names[0], even[names[0], *_setting(row)][0])
+        mean, parameters, samples = _means(runs)
+        predicted = _predict(row, parameters, samples, *fitted_to)
+        measured = [rate for rate, *_ in runs]
         rate = float(row["rate_mbit"]) if row["rate_mbit"] else None
         spread = (max(measured) - min(measured)) / mean
+        fitted = _is_even(row) and names[0] == row["strategy"]
         slowdown = float(row["slowdown"])
-        fitted = row["strategy"] == "ddp" and slowdown == 1 and rate is None
         found.append(Checked(row["strategy"], slowdown, rate, mean, spread, predicted, fitted))
     return found
+
+
+def _is_even(row: dict[str, str]) -> bool:
+    return float(row["slowdown"]) == 1 and not row["rate_mbit"]
+
+
+def _means(runs: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(map(statistics.mean, zip(*runs, strict=True)))
 
 
 def _setting(row: dict[str, str]) -> tuple[str, ...]:
     return tuple(row[name] for name in ("nodes", "per_node", "base_s"))
 
 
-def _read(path: Path) -> dict[tuple[str, ...], list[tuple[float, float]]]:
-    """Samples a second and parameters of the runs that are alike but for their seed."""
-    groups: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+def _read(path: Path) -> dict[tuple[str, ...], list[tuple[float, ...]]]:
+    """The `_FIGURES` of the runs that are alike but for their seed."""
+    groups: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
     with path.open(newline="", encoding="utf-8") as file:
         for number, row in enumerate(csv.DictReader(file), 2):
             try:
                 key = tuple(row[name] for name in COLUMNS)
-                figures = float(row["samples_per_s"]), float(row["parameters"])
+                figures = tuple(float(row[name]) for name in _FIGURES)
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"{path}:{number}: not a row of straggler_study ({error})."
@@ -114,10 +125,12 @@ def _read(path: Path) -> dict[tuple[str, ...], list[tuple[float, float]]]:
     return groups
 
 
-def _predict(row: dict[str, str], parameters: float, without: float) -> float:
-    """Samples a second, where ddp made ``without`` with nothing slow."""
+def _predict(
+    row: dict[str, str], parameters: float, samples: float, fitted_to: str, without: float
+) -> float:
+    """Samples a second, where ``fitted_to`` made ``without`` with nothing slow."""
     nodes, per_node = int(row["nodes"]), int(row["per_node"])
-    gpus, base_s, samples = nodes * per_node, float(row["base_s"]), float(row["micro_batch"])
+    gpus, base_s = nodes * per_node, float(row["base_s"])
     inter = LOOPBACK
     if row["rate_mbit"]:
         inter = Link(LOOPBACK.latency_s, float(row["rate_mbit"]) * 1e6 / 8)
@@ -128,7 +141,7 @@ def _predict(row: dict[str, str], parameters: float, without: float) -> float:
     )
     even, costs = Stragglers(), GossipCosts(staging=Link(0.0, math.inf))
     free = replace(cluster, inter=LOOPBACK)
-    ideal = predict(Strategy.parse("ddp"), free, workload, even, costs)
+    ideal = predict(Strategy.parse(fitted_to), free, workload, even, costs)
     overhead = max(0.0, gpus * samples / without - ideal.step_s)
     workload = replace(workload, overhead_s=overhead)
     stragglers = Stragglers(slow_nodes=(1.0, float(row["slowdown"])))

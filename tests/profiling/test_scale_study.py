@@ -347,6 +347,12 @@ def test_predictions_are_checked_against_measurements(tmp_path, capsys) -> None:
     assert abs(gossip.error) < 2e-2
     scale_study.main(["--check", str(path)])
     assert "| ddp | 10 x |" in capsys.readouterr().out
+    # With a row of its own, what its steps take besides is its own.
+    rows += [("h_adpsgd:2", 1.0, 48 / 0.35), ("h_adpsgd:2", 5.0, 36 / 0.35 + 12 / 1.55)]
+    *_, own, slower = check(measured(path, rows))
+    assert own.fitted
+    assert not slower.fitted
+    assert abs(slower.error) < 2e-2
 
 
 def test_nothing_to_fit_to(tmp_path) -> None:
