@@ -116,7 +116,7 @@ def test_a_small_run(tmp_path, capsys) -> None:
     """Two nodes of one process, one of them four times slower: ddp goes at its pace."""
     made = tmp_path / "straggler.csv", tmp_path / "straggler.svg"
     options = ["--strategies", "ddp", "--slowdowns", "4", "--seeds", "1", "--nodes", "2"]
-    options += ["--per-node", "1", "--base-s", "0.08", "--seconds", "2", "--utterances", "40"]
+    options += ["--per-node", "1", "--base-s", "0.08", "--seconds", "5", "--utterances", "40"]
     assert straggler_study.main([*options, "--csv", str(made[0])]) == 0
     assert "| 4 x | ddp |" in capsys.readouterr().out
     (row,) = table_file.read(made[0])
