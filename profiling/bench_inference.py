@@ -35,6 +35,7 @@ from bench_ops import provenance
 from effasr.data.batch import Batch, Example, collate
 from effasr.data.features import FeatureConfig
 from effasr.inference.engine import Engine, Utterance
+from effasr.inference.packed_weights import PackedWeights
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
@@ -194,6 +195,7 @@ class Ours:
 
     def __init__(self, model: ASRModel, spoken: Utterances, clock: Clock) -> None:
         self._model, self._spoken, self._clock = model, spoken, clock
+        self._packed = PackedWeights(model)
         # The last token ends a transcript, and is never chosen: all reach their limits.
         end = model.vocab_size - 1
         self._engine = Engine(
@@ -208,11 +210,12 @@ class Ours:
     @torch.no_grad()
     def transcribe(self) -> list[list[int]]:
         """The tokens of every utterance."""
-        with self._clock.part("encode"):
-            encoded = self._model.encode(self._spoken.batch)
-        limits = enumerate(self._spoken.limits)
-        self._engine.submit(encoded, [Utterance(name, PROMPT, limit) for name, limit in limits])
-        found = dict(self._engine.results())
+        with self._packed.active():
+            with self._clock.part("encode"):
+                encoded = self._model.encode(self._spoken.batch)
+            limits = enumerate(self._spoken.limits)
+            self._engine.submit(encoded, [Utterance(name, PROMPT, limit) for name, limit in limits])
+            found = dict(self._engine.results())
         return [list(found[name].tokens) for name in range(len(found))]
 
 

@@ -26,6 +26,7 @@ from effasr.inference.continuous import BatchSearch, ContinuousSearch, Search
 from effasr.inference.decoded import Decoded
 from effasr.inference.decoding_config import DecodingConfig
 from effasr.inference.greedy import check_config, is_plain_greedy, load_lm
+from effasr.inference.packed_weights import PackedWeights
 from effasr.inference.prefetch import prefetch
 from effasr.inference.results import Failure, Result, Segment, Transcription
 from effasr.inference.words import Word, words_of
@@ -124,7 +125,7 @@ class Recognizer:
             requests: Read a little ahead of the results.
             on_audio: Called after each batch, with the seconds of audio that it finished.
         """
-        search = self._search()
+        search, self._packed = self._search(), PackedWeights(self.model)
         enough = _WINDOW_BATCHES * self.config.frame_budget
         window: list[_Piece] = []
         frames = 0
@@ -257,7 +258,7 @@ class Recognizer:
         done = 0.0
         kind, half = next(self.model.parameters()).device.type, self.config.precision == "bfloat16"
         try:
-            with torch.autocast(kind, torch.bfloat16, enabled=half):
+            with torch.autocast(kind, torch.bfloat16, enabled=half), self._packed.active():
                 fed = search.feed(*self._collated(pieces), pieces) if pieces else search.finish()
                 for piece, result in fed:
                     piece.text = self.tokenizer.decode(list(result.tokens)).strip()

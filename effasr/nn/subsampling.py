@@ -48,11 +48,15 @@ class Subsampling(nn.Module):
         quarter = (mel.lengths + 3) // 4
         x = strided_depthwise(x, *_taps(self.depthwise2), mel.layout, quarter)
         x = self.pointwise2(x).relu_()
-        return F.linear(x.flatten(1), self._linear_weight(x.shape[2]), self.linear.bias)
+        return self.project(x.flatten(1))
 
-    def _linear_weight(self, channels: int) -> Tensor:
+    def project(self, x: Tensor) -> Tensor:
+        """Apply the last layer: (T, frequencies times channels) to (T, width)."""
+        return F.linear(x, self.project_weight(), self.linear.bias)
+
+    def project_weight(self) -> Tensor:
         """The last layer's weight for channels last; its own order is (channel, frequency)."""
-        weight = self.linear.weight
+        weight, channels = self.linear.weight, self.conv.weight.shape[0]
         return weight.view(weight.shape[0], channels, -1).transpose(1, 2).flatten(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,18 +31,16 @@ def run(
     """See `effasr_kernels.depthwise_conv.depthwise_conv`; statistics not asked for are empty."""
     left = weight.shape[1] - 1 if causal else weight.shape[1] // 2
     total = layout.total
-    # Row t of the spaced buffer is `t` plus one gap for each sequence up to its own.
-    rows = torch.arange(total, device=x.device)
-    rows += layout.sequence_ids()[:total] * (weight.shape[1] - 1)
     # The gradient of a slice is a copy.
     u = widen(x if total == layout.rows else x[:total])
     if gated:
         u = F.glu(u)
-    y = _Convolve.apply(u, widen(weight).T, rows, layout.num_sequences, left)
+    lengths = [length for length in layout.lengths if length]
+    y = _Convolve.apply(u, widen(weight).T, lengths, left)
     if bias is not None:
         y = y + widen(bias)
     y = y.to(x.dtype)
-    mean, variance = _statistics(widen(y) if statistics else widen(y)[:, :0])
+    mean, variance = _statistics(widen(y)) if statistics else (u.new_empty(0), u.new_empty(0))
     if total < layout.rows:
         y = F.pad(y, (0, 0, 0, layout.rows - total))
     return y, mean, variance
@@ -55,22 +54,18 @@ def _statistics(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Convolve(torch.autograd.Function):
-    """Shifted multiply-adds over a buffer with K - 1 zeros between sequences.
-
-    Fused multiply-adds over contiguous channels take less than half the time of `torch.conv1d`
-    on a CPU, forward and backward (T 250, C 128, K 9).
-    """
+    """One convolution over a buffer with K - 1 zeros between sequences."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, taps: Tensor, rows: Tensor, sequences: int, left: int
-    ) -> Tensor:
-        """Convolve x (total, C) with taps (K, C); ``rows`` are the places of x in the result."""
-        ctx.length = x.shape[0] + (sequences + 1) * (taps.shape[0] - 1)
-        ctx.left = left
-        buffer = _spread(x, rows + left, ctx.length)
-        ctx.save_for_backward(buffer, taps, rows)
-        return _correlate(buffer, taps).index_select(0, rows)
+    def forward(ctx: Any, x: Tensor, taps: Tensor, lengths: Sequence[int], left: int) -> Tensor:
+        """Convolve x (total, C) with taps (K, C), in sequences of ``lengths``, none empty."""
+        ctx.lengths, ctx.left = lengths, left
+        if not lengths:
+            ctx.save_for_backward(x, taps)
+            return x.clone()
+        buffer = _spread(x, lengths, left, taps.shape[0] - 1)
+        ctx.save_for_backward(buffer, taps)
+        return _gathered(_correlate(buffer, taps), lengths, taps.shape[0] - 1)
 
     @staticmethod
     @once_differentiable
@@ -79,22 +74,46 @@ class _Convolve(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Correlate with the taps reversed, and with the input."""
         (grad,) = grad_outputs
-        buffer, taps, rows = ctx.saved_tensors
-        width = taps.shape[0]
-        right = width - 1 - ctx.left
-        grad_x = _correlate(_spread(grad, rows + right, ctx.length), taps.flip(0))
-        spread = _spread(grad, rows, ctx.length - width + 1)
-        windows = buffer.unfold(0, spread.shape[0], 1)
-        grad_taps = torch.stack([(window.T * spread).sum(0) for window in windows.unbind(0)])
-        return grad_x.index_select(0, rows), grad_taps, None, None, None
+        buffer, taps = ctx.saved_tensors
+        if not ctx.lengths:
+            return grad, torch.zeros_like(taps), None, None
+        gap = taps.shape[0] - 1
+        right = gap - ctx.left
+        spread = _spread(grad, ctx.lengths, right, gap)
+        grad_x = _gathered(_correlate(spread, taps.flip(0)), ctx.lengths, gap)
+        own = spread[right : len(spread) - ctx.left]
+        windows = buffer.unfold(0, len(own), 1)
+        grad_taps = torch.stack([(window.T * own).sum(0) for window in windows.unbind(0)])
+        return grad_x, grad_taps, None, None
 
 
-def _spread(x: Tensor, rows: Tensor, length: int) -> Tensor:
-    return x.new_zeros(length, x.shape[1]).index_copy_(0, rows, x)
+def _spread(x: Tensor, lengths: Sequence[int], left: int, gap: int) -> Tensor:
+    """Rows with ``gap`` zeros between sequences, and as many around all: ``left`` before them."""
+    zeros = x.new_zeros(gap, x.shape[1])
+    pieces = [zeros[:left]]
+    for piece in x.split(lengths):
+        pieces += piece, zeros
+    pieces[-1] = zeros[left:]
+    return torch.cat(pieces)
+
+
+def _gathered(spread: Tensor, lengths: Sequence[int], gap: int) -> Tensor:
+    """The rows of sequences, without the ``gap`` between them."""
+    sizes = [size for length in lengths for size in (length, gap)]
+    return torch.cat(spread.split(sizes[:-1])[::2])
 
 
 def _correlate(buffer: Tensor, taps: Tensor) -> Tensor:
-    """Row m is the sum over k of ``buffer[m + k] * taps[k]``; K - 1 rows fewer than the buffer."""
+    """Row m is the sum over k of ``buffer[m + k] * taps[k]``; K - 1 rows fewer than the buffer.
+
+    On a CPU, one thread, oneDNN takes 53 us for 1,400 rows, 128 channels and 9 taps, multiply-adds
+    187 us, and `torch.conv1d`, whose channels come first, 1,110 us.
+    """
+    if buffer.device.type == "cpu" and buffer.dtype == torch.float32:
+        # An image of one row, whose channels are last in memory.
+        image = buffer[None, None].permute(0, 3, 1, 2)
+        y = F.conv2d(image, taps.T[:, None, None].contiguous(), groups=taps.shape[1])
+        return y[0, :, 0].T
     length = buffer.shape[0] - taps.shape[0] + 1
     out = buffer[:length] * taps[0]
     for k in range(1, taps.shape[0]):
