@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from effasr.cli_options import RUN_HELP, at_least, folder
 
@@ -25,9 +25,10 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "README.md becomes its model card, with the results of `effasr evaluate --run RUN` for the",
         "weights that are exported. One that is there and was not written here is left alone.",
         "",
-        "With --format onnx: encoder.onnx, decoder_step.onnx, onnx.json, which says what goes in",
-        "and comes out, and the tokenizer. Where onnxruntime is installed, both are compared with",
-        "the model.",
+        "With --format onnx: encoder.onnx; of an attention decoder decoder_step.onnx; of a",
+        "transducer predictor.onnx and joint.onnx; onnx.json, which says what goes in and comes",
+        "out, and how to search; and the tokenizer. Where onnxruntime is installed, the graphs are",
+        "compared with the model.",
     )
     one.add_argument("model", type=Path, metavar="RUN_OR_MODEL", help=RUN_HELP)
     one.add_argument("out", type=folder, metavar="HF_DIR", help="the folder to write")
@@ -107,15 +108,18 @@ def _onnx(options: argparse.Namespace, loaded: LoadedModel) -> int:
     """Write the graphs, what they take, and the tokenizer."""
     import importlib.util
 
+    from effasr.inference.decoding_config import DecodingConfig
     from effasr.model.onnx_files import check_onnx, export_onnx
 
     tokenizer = loaded.tokenizer
-    texts = {
+    texts: dict[str, Any] = {
         "tokens": tokenizer.vocab_size,
         "prompt": tokenizer.prompt(loaded.prompt),
         "eos_id": tokenizer.eos_id,
         "languages": list(tokenizer.languages),
     }
+    if loaded.model.transducer is not None:
+        texts["max_symbols"] = DecodingConfig().max_symbols
     graphs = export_onnx(loaded.model, options.out, texts)
     tokenizer.save(options.out)
     checked = importlib.util.find_spec("onnxruntime") is not None
@@ -124,7 +128,9 @@ def _onnx(options: argparse.Namespace, loaded: LoadedModel) -> int:
     else:
         _note("the graphs are not checked, as onnxruntime is not installed")
     how = ", the same as the model in onnxruntime" if checked else ""
-    sys.stdout.write(f"{options.out}: {' and '.join(graphs)}{how}\n")
+    *first, last = graphs
+    names = f"{', '.join(first)} and {last}" if first else last
+    sys.stdout.write(f"{options.out}: {names}{how}\n")
     return 0
 
 

@@ -1,119 +1,132 @@
-"""A model as ONNX graphs: the encoder, and the decoder's step with its caches."""
+"""A model as ONNX graphs: the encoder, and steps of the decoder and of the transducer."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import logging
-import os
-import tempfile
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from effasr.model.asr import ASRModel
+from effasr.model.onnx_description import DESCRIPTION, describe
+from effasr.model.onnx_graph import Graph, check_packages, write_graph
 from effasr.model.padded import PaddedDecoderStep, PaddedEncoder
+from effasr.model.transducer import Transducer
+from effasr.model.transducer_steps import JointStep, in_model_layout, predictor_step
 
-DESCRIPTION = "onnx.json"
-
-_log = logging.getLogger(__name__)
-_OPSET = 18
-_LARGEST_BYTES = 1_500_000_000
-"""Of weights inside a graph, whose file may have 2 GB; larger ones lie beside it."""
-_STEP_INPUTS = (
-    *(
-        "tokens",
-        "positions",
-        "past_keys",
-        "past_values",
-        "cross_keys",
-        "cross_values",
-        "encoded_lengths",
-    ),
+_GRAPHS = ("encoder.onnx", "decoder_step.onnx", "predictor.onnx", "joint.onnx")
+_STEP_INPUTS: tuple[str, ...] = (
+    "tokens",
+    "positions",
+    "past_keys",
+    "past_values",
+    "cross_keys",
+    "cross_values",
+    "encoded_lengths",
 )
-_STEP_OUTPUTS = ("logits", "keys", "values")
+_STEP_OUTPUTS: tuple[str, ...] = ("logits", "keys", "values")
+_JOINT_INPUTS: tuple[str, ...] = ("encoder_projected", "predictor_projected")
 _CHECKED_STEPS = 5
-_TOLERANCE = 1e-3
-"""Largest difference of a checked output, relative to its largest value."""
+_EXAMPLE = (83, 40, 9)
+"""Mel rows of the utterances that are traced."""
+_OTHER = (57, 100)
+"""Of those that are checked: others in number and length, for no size may be a constant."""
 
 
 def export_onnx(model: ASRModel, directory: Path, texts: Mapping[str, Any]) -> list[str]:
-    """Write ``encoder.onnx``, ``decoder_step.onnx`` if there is a decoder, and a description.
+    """Write the graphs of a model and a description, ``onnx.json``.
 
-    The encoder has the CTC head's log-probabilities as an output, if the model has one. A
-    transducer is left out with a warning.
+    They are ``encoder.onnx``, which gives the CTC head's log-probabilities, too, if the model has
+    one; ``decoder_step.onnx`` if there is a decoder; ``predictor.onnx`` and ``joint.onnx`` if there
+    is a transducer.
 
     Args:
         model: In any mode, on any device; exported in float32.
-        directory: Made if need be; files of the same names are replaced.
+        directory: Made if need be; files of the same names are replaced, and graphs of an earlier
+            export that this model has not are removed.
         texts: What the description says of tokens, such as the prompt and the end.
 
     Returns:
         Names of the graphs.
 
     Raises:
-        ValueError: The packages for it are missing, the model has neither decoder nor CTC head, or
-            positions that this format does not know.
+        ValueError: The packages for it are missing.
     """
-    for package in ("onnx", "onnxscript"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"`format` onnx needs the package {package}, which is not installed: "
-                "pip install 'effasr[onnx]'."
-            )
-    if model.decoder is None and model.ctc_head is None:
-        raise ValueError(
-            "`format` onnx must be given a model with a decoder or a CTC head, but this one has "
-            "a transducer alone: use format huggingface."
-        )
-    if model.transducer is not None:
-        _log.warning("The transducer is not exported: the ONNX graphs have none.")
+    check_packages()
     model = _on_host(model)
     encoder = PaddedEncoder(model).eval()
-    features, lengths = _example_features(model)
+    features, lengths = _features(model, _EXAMPLE)
     with torch.no_grad():
-        encoded = encoder(features, lengths)
-    batch, time = torch.export.Dim.DYNAMIC, torch.export.Dim.DYNAMIC
+        encoded = dict(zip(encoder.outputs, encoder(features, lengths), strict=True))
     graphs = ["encoder.onnx"]
-    _write(
+    write_graph(
         encoder,
         directory / graphs[0],
         {"features": features, "lengths": lengths},
         encoder.outputs,
-        {"features": {0: batch, 1: time}, "lengths": {0: batch}},
+        {"features": {0: "batch", 1: "time"}, "lengths": {0: "batch"}},
     )
     if model.decoder is not None:
         graphs.append("decoder_step.onnx")
-        named = dict(zip(encoder.outputs, encoded, strict=True))
-        past = torch.zeros_like(named["cross_keys"][:, :, :, :2])
-        tokens = torch.zeros(len(lengths), dtype=torch.int64)
-        inputs = (
-            tokens,
-            tokens + 2,
-            past,
-            past.clone(),  # the exporter joins inputs that are one tensor
-            named["cross_keys"],
-            named["cross_values"],
-            encoded[1],
-        )
-        _write(
-            PaddedDecoderStep(model).eval(),
-            directory / graphs[1],
-            dict(zip(_STEP_INPUTS, inputs, strict=True)),
-            _STEP_OUTPUTS,
-            {
-                name: {0: batch} if value.ndim == 1 else {1: batch, 3: time}
-                for name, value in zip(_STEP_INPUTS, inputs, strict=True)
-            },
-        )
-    _describe(model, directory, encoder.outputs, texts)
+        _write_decoder_step(model, directory / graphs[-1], encoded)
+    if model.transducer is not None:
+        graphs += ["predictor.onnx", "joint.onnx"]
+        write_transducer(model.transducer, directory)
+    replaces = (directory / DESCRIPTION).exists()
+    describe(model, directory, encoder.outputs, texts)
+    for name in _GRAPHS if replaces else ():
+        if name not in graphs:
+            for file in (name, f"{name}.data"):
+                (directory / file).unlink(missing_ok=True)
     return graphs
+
+
+def _write_decoder_step(model: ASRModel, path: Path, encoded: Mapping[str, Tensor]) -> None:
+    past = torch.zeros_like(encoded["cross_keys"][:, :, :, :2])
+    tokens = torch.zeros(len(_EXAMPLE), dtype=torch.int64)
+    inputs = {
+        "tokens": tokens,
+        "positions": tokens + 2,
+        "past_keys": past,
+        "past_values": past.clone(),  # the exporter joins inputs that are one tensor
+        **{name: encoded[name] for name in ("cross_keys", "cross_values", "encoded_lengths")},
+    }
+    dynamic = {
+        name: {0: "batch"}
+        if value.ndim == 1
+        else {1: "batch", 3: "past" if name.startswith("past") else "frames"}
+        for name, value in inputs.items()
+    }
+    write_graph(PaddedDecoderStep(model).eval(), path, inputs, _STEP_OUTPUTS, dynamic)
+
+
+def write_transducer(head: Transducer, directory: Path) -> None:
+    """Write ``predictor.onnx`` and ``joint.onnx``.
+
+    Args:
+        head: In evaluation mode, on the host, float32.
+        directory: Made if need be; files of the same names are replaced.
+    """
+    predictor = predictor_step(head).eval()
+    count = len(_EXAMPLE)
+    inputs = {"tokens": torch.full((count,), head.blank_id)}
+    dynamic = {"tokens": {0: "batch"}}
+    outputs = ["predictor_projected"]
+    for number, state in enumerate(predictor.states, 1):
+        inputs[f"input_states_{number}"] = state.begin(count)
+        dynamic[f"input_states_{number}"] = {state.batch_axis: "batch"}
+        outputs.append(f"output_states_{number}")
+    write_graph(predictor, directory / "predictor.onnx", inputs, outputs, dynamic)
+    frames = {name: torch.zeros(count, head.config.joint) for name in _JOINT_INPUTS}
+    write_graph(
+        JointStep(head).eval(),
+        directory / "joint.onnx",
+        frames,
+        _joint_outputs(head),
+        {name: {0: "batch"} for name in frames},
+    )
 
 
 def check_onnx(model: ASRModel, directory: Path) -> None:
@@ -123,35 +136,69 @@ def check_onnx(model: ASRModel, directory: Path) -> None:
         ImportError: onnxruntime is not installed.
         ValueError: An output differs.
     """
-    import onnxruntime
-
-    def session(name: str) -> Any:
-        return onnxruntime.InferenceSession(directory / name, providers=["CPUExecutionProvider"])
-
     model = _on_host(model)
     encoder = PaddedEncoder(model).eval()
-    features, lengths = _example_features(model, seed=1)
+    features, lengths = _features(model, _OTHER)
     with torch.no_grad():
-        expected = encoder(features, lengths)
-    inputs = {"features": features.numpy(), "lengths": lengths.numpy()}
-    found = session("encoder.onnx").run(None, inputs)
-    named = dict(zip(encoder.outputs, found, strict=True))
-    for name, value, other in zip(encoder.outputs, expected, found, strict=True):
-        _compare(f"encoder.onnx: {name}", value, other)
-    if model.decoder is None:
-        return
-    step, graph = PaddedDecoderStep(model).eval(), session("decoder_step.onnx")
-    constant = [named[name] for name in ("cross_keys", "cross_values", "encoded_lengths")]
-    tokens = np.zeros(len(lengths), np.int64)
-    past = named["cross_keys"][:, :, :, :0], named["cross_keys"][:, :, :, :0]
+        expected = dict(zip(encoder.outputs, encoder(features, lengths), strict=True))
+        inputs = {"features": features, "lengths": lengths}
+        encoded = Graph(directory / "encoder.onnx").compared(inputs, expected)
+        if model.decoder is not None:
+            _check_decoder_step(model, directory, encoded)
+        if model.transducer is not None:
+            check_transducer(model.transducer, directory, encoded["encoder_projected"])
+
+
+def _check_decoder_step(model: ASRModel, directory: Path, encoded: Mapping[str, Tensor]) -> None:
+    assert model.decoder is not None
+    step, graph = PaddedDecoderStep(model).eval(), Graph(directory / "decoder_step.onnx")
+    constant = [encoded[name] for name in ("cross_keys", "cross_values", "encoded_lengths")]
+    tokens = torch.zeros(len(_OTHER), dtype=torch.int64)
+    past = [encoded["cross_keys"][:, :, :, :0]] * 2
     for place in range(min(_CHECKED_STEPS, model.decoder.config.max_positions)):
-        values = tokens, np.full_like(tokens, place), *past, *constant
-        with torch.no_grad():
-            expected = step(*(torch.from_numpy(value) for value in values))
-        logits, *past = graph.run(None, dict(zip(_STEP_INPUTS, values, strict=True)))
-        for name, value, other in zip(_STEP_OUTPUTS, expected, (logits, *past), strict=True):
-            _compare(f"decoder_step.onnx: {name}", value, other)
-        tokens = logits.argmax(-1)
+        values = tokens, torch.full_like(tokens, place), *past, *constant
+        expected = dict(zip(_STEP_OUTPUTS, step(*values), strict=True))
+        found = graph.compared(dict(zip(_STEP_INPUTS, values, strict=True)), expected)
+        past = [found["keys"], found["values"]]
+        tokens = found["logits"].argmax(-1)
+
+
+@torch.no_grad()
+def check_transducer(head: Transducer, directory: Path, frames: Tensor) -> None:
+    """See that ``predictor.onnx`` and ``joint.onnx`` are the transducer, label by label.
+
+    Args:
+        head: In evaluation mode, on the host, float32.
+        directory: Of the graphs.
+        frames: (B, T, J), encoder frames as the joint network takes them.
+
+    Raises:
+        ImportError: onnxruntime is not installed.
+        ValueError: An output differs.
+    """
+    predictor, joint = Graph(directory / "predictor.onnx"), Graph(directory / "joint.onnx")
+    count = len(frames)
+    tokens = torch.full((count,), head.blank_id)
+    states = tuple(state.begin(count) for state in predictor_step(head).states)
+    for frame in frames.unbind(1)[:_CHECKED_STEPS]:
+        # The model's own step keeps an empty state where the graph has none.
+        before = in_model_layout(states) or head.predictor.begin(count)
+        predicted, after = head.step(tokens, before)
+        named = {f"input_states_{n}": state for n, state in enumerate(states, 1)}
+        expected = {"predictor_projected": predicted}
+        for number, state in enumerate(in_model_layout(after)[: len(states)], 1):
+            expected[f"output_states_{number}"] = state
+        found = predictor.compared({"tokens": tokens, **named}, expected)
+        states = tuple(found[f"output_states_{n}"] for n in range(1, len(states) + 1))
+        pair = dict(zip(_JOINT_INPUTS, (frame, found["predictor_projected"]), strict=True))
+        scores = head.logits(*pair.values()).tensor_split([head.blank_id + 1], -1)
+        names = _joint_outputs(head)
+        found = joint.compared(pair, dict(zip(names, scores[: len(names)], strict=True)))
+        tokens = found["logits"][:, : head.blank_id].argmax(-1)
+
+
+def _joint_outputs(head: Transducer) -> list[str]:
+    return ["logits"] + ["duration_logits"] * (head.config.durations is not None)
 
 
 def _on_host(model: ASRModel) -> ASRModel:
@@ -160,118 +207,8 @@ def _on_host(model: ASRModel) -> ASRModel:
     return ASRModel.from_state_dict(model.config, model.vocab_size, state).eval()
 
 
-def _example_features(model: ASRModel, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Features of three utterances of different lengths."""
-    draw = torch.Generator().manual_seed(seed)
-    lengths = torch.tensor([83, 40, 9])
+def _features(model: ASRModel, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Random features of utterances of these lengths."""
+    draw = torch.Generator().manual_seed(len(lengths))
     bins = model.config.features.mel_bins
-    return torch.randn(3, int(lengths.max()), bins, generator=draw), lengths
-
-
-def _write(
-    module: nn.Module,
-    path: Path,
-    inputs: Mapping[str, Tensor],
-    outputs: Sequence[str],
-    dynamic: Mapping[str, Mapping[int, Any]],
-) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    size = sum(weight.numel() * weight.element_size() for weight in module.parameters())
-    with tempfile.TemporaryDirectory(prefix=".onnx-", dir=path.parent) as folder:
-        target = Path(folder) / path.name
-        with warnings.catch_warnings(), _quiet():
-            warnings.simplefilter("ignore")
-            torch.onnx.export(
-                module,
-                (),
-                target,
-                kwargs=dict(inputs),
-                input_names=list(inputs),
-                output_names=list(outputs),
-                dynamic_shapes=dict(dynamic),
-                opset_version=_OPSET,
-                external_data=size > _LARGEST_BYTES,
-                dynamo=True,
-                verbose=False,
-            )
-        # The graph last: without it the rest is not looked at.
-        for file in sorted(Path(folder).iterdir(), key=lambda file: file == target):
-            os.replace(file, path.parent / file.name)
-
-
-class _quiet:
-    """The exporter tells what it does, and which functions it registers, as warnings."""
-
-    def __enter__(self) -> None:
-        self._logger = logging.getLogger("torch.onnx")
-        self._level = self._logger.level
-        self._logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.setLevel(self._level)
-
-
-def _describe(
-    model: ASRModel, directory: Path, outputs: Sequence[str], texts: Mapping[str, Any]
-) -> None:
-    decoder = model.config.decoder
-    rows: dict[str, Any] = {
-        "features": asdict(model.config.features),
-        "vocabulary": model.vocab_size,
-        "encoder": {
-            "file": "encoder.onnx",
-            "inputs": {
-                "features": "float32 (batch, time, mel_bins): log-mel rows, normalised",
-                "lengths": "int64 (batch,): real rows of each utterance, at least 1",
-            },
-            "outputs": {name: _OUTPUTS[name] for name in outputs},
-        },
-        **texts,
-    }
-    if model.ctc_head is not None:
-        rows["blank_id"] = model.vocab_size
-    if decoder is not None:
-        rows["max_positions"] = decoder.max_positions
-        rows["decoder_step"] = {
-            "file": "decoder_step.onnx",
-            "inputs": {
-                "tokens": "int64 (batch,): the next token of each utterance",
-                "positions": "int64 (batch,): past, how many tokens it has read",
-                "past_keys": "float32 (layers, batch, heads, past, head_dim): past is 0 at first",
-                "past_values": "as past_keys",
-                "cross_keys": "from the encoder",
-                "cross_values": "from the encoder",
-                "encoded_lengths": "from the encoder",
-            },
-            "outputs": {
-                "logits": "float32 (batch, vocabulary)",
-                "keys": "past_keys of the next step",
-                "values": "past_values of the next step",
-            },
-            "layers": decoder.layers,
-            "heads": decoder.heads,
-            "head_dim": decoder.head_width,
-        }
-    path = directory / DESCRIPTION
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-_OUTPUTS = {
-    "encoded": "float32 (batch, frames, width): frames is time / 8, rounded up",
-    "encoded_lengths": "int64 (batch,): real frames of each utterance",
-    "cross_keys": "float32 (layers, batch, heads, frames, head_dim)",
-    "cross_values": "as cross_keys",
-    "ctc_log_probs": "float32 (batch, frames, vocabulary + 1): the blank is last",
-}
-
-
-def _compare(name: str, expected: Tensor, found: np.ndarray) -> None:
-    difference = np.abs(expected.numpy() - found).max(initial=0)
-    largest = np.abs(expected.numpy()).max(initial=1e-6)
-    if expected.shape != found.shape or not difference <= _TOLERANCE * largest:
-        raise ValueError(
-            f"{name} must be what the model computes, but differs by {difference:.3g} of "
-            f"{largest:.3g}: this version of torch or onnxruntime exports or runs it wrongly."
-        )
+    return torch.randn(len(lengths), max(lengths), bins, generator=draw), torch.tensor(lengths)

@@ -21,34 +21,31 @@ from effasr.nn.convolution import Convolution
 from effasr.nn.norms import BatchNorm
 from effasr.nn.positions import decoder_sinusoids, relative_sinusoids, sinusoids
 from effasr.nn.subsampling import Subsampling
+from effasr_kernels import Rotary
 
 
 class PaddedEncoder(nn.Module):
-    """From features to encoder frames, and to what a decoder and a CTC head make of them once.
+    """From features to encoder frames, and to what the other parts of a model make of them once.
 
     Attributes:
         outputs: Names of what `forward` returns.
     """
 
     def __init__(self, model: ASRModel):
-        """Share the weights of a model.
-
-        Raises:
-            ValueError: Its encoder has rotary positions.
-        """
+        """Share the weights of a model."""
         super().__init__()
-        if model.config.encoder.position == "rotary":
-            raise ValueError(
-                "`model.encoder.position` must be relative or none for this format, but is rotary."
-            )
         self.config = model.config.encoder
         self.encoder, self.projection = model.encoder, model.projection
         self.decoder, self.ctc_head = model.decoder, model.ctc_head
+        head = model.transducer
+        self.transducer_projection = None if head is None else head.encoder_projection
         self.outputs = ["encoded", "encoded_lengths"]
         if model.decoder is not None:
             self.outputs += ["cross_keys", "cross_values"]
         if model.ctc_head is not None:
             self.outputs.append("ctc_log_probs")
+        if model.transducer is not None:
+            self.outputs.append("encoder_projected")
 
     def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
         """Encode.
@@ -61,7 +58,8 @@ class PaddedEncoder(nn.Module):
         Returns:
             Frames, (B, T / 8 rounded up, width); how many are real, int64 (B,); with a decoder the
             keys and values of its layers, (layers, B, heads, frames, head_dim) each; with a CTC
-            head log-probabilities of tokens and blank, (B, frames, V + 1).
+            head log-probabilities of tokens and blank, (B, frames, V + 1); with a transducer the
+            encoder's share of its joint network, (B, frames, J).
         """
         x, lengths = _subsampled(self.encoder.subsampling, features, lengths)
         if self.encoder.subsampling_norm is not None:
@@ -83,6 +81,8 @@ class PaddedEncoder(nn.Module):
             found += [torch.stack([pair[which] for pair in pairs]) for which in (0, 1)]
         if self.ctc_head is not None:
             found.append(self.ctc_head(x).log_softmax(-1))
+        if self.transducer_projection is not None:
+            found.append(self.transducer_projection(x))
         return tuple(found)
 
 
@@ -170,6 +170,8 @@ def _self_attention(module: SelfAttention, x: Tensor, real: Tensor) -> Tensor:
     q, k, v = _heads_qkv(module, x)
     mask = real[:, None, None]
     if not isinstance(module, RelativeSelfAttention):
+        if module.rotary is not None:
+            q, k = _rotated(q, module.rotary), _rotated(k, module.rotary)
         return _joined(module, _attend(q, k, v, mask))
     frames, scale = x.shape[1], module.head_dim**-0.5
     # From the largest distance to the smallest, so that those of a query run with its keys.
@@ -205,6 +207,19 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tens
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     return scores.softmax(-1) @ v
+
+
+def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turn (B, heads, T, D) by place: the same in each utterance, as padding is behind it."""
+    half = rotary.rotated(x.shape[-1]) // 2
+    if not half:
+        return x
+    rates = torch.tensor([rotary.base ** (-c / half) for c in range(half)], device=x.device)
+    angles = torch.arange(x.shape[2], device=x.device)[:, None] * rates
+    cos, sin = angles.cos(), angles.sin()
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*turned, rest] if rest.shape[-1] else turned, -1)
 
 
 def _heads_qkv(module: SelfAttention, x: Tensor) -> tuple[Tensor, ...]:

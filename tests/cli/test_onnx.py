@@ -1,7 +1,7 @@
 """`effasr export --format onnx`: graphs that onnxruntime runs as effasr does."""
 
+import importlib.util
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,6 @@ from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.inference.greedy import attention_greedy
 from effasr.model.asr import ASRModel
 from effasr.model.onnx_files import check_onnx, export_onnx
-from effasr.model.transducer import TransducerConfig
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
@@ -140,23 +139,12 @@ def test_the_graphs_say_what_the_model_says(effasr, model, untrained, recordings
         check_onnx(loaded.model, out)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"position": "rotary"}, "must be relative or none for this format, but is rotary"),
-        ({"transducer": True}, "this one has a transducer alone: use format huggingface"),
-    ],
-)
-def test_what_has_no_graphs(untrained, tmp_path, change, message) -> None:
-    config = untrained.config
-    if "position" in change:
-        config = replace(config, encoder=replace(config.encoder, position="rotary"))
-    else:
-        small = TransducerConfig(width=8, joint=8)
-        config = replace(config, decoder=None, ctc=False, transducer=small)
-    model = ASRModel(config, 20)
-    with pytest.raises(ValueError, match=message):
-        export_onnx(model, tmp_path, {})
+def test_a_package_that_is_not_there(untrained, tmp_path, monkeypatch) -> None:
+    found = importlib.util.find_spec
+    hidden = lambda name: None if name == "onnxscript" else found(name)
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
+    with pytest.raises(ValueError, match=r"needs the package onnxscript, .* 'effasr\[onnx\]'"):
+        export_onnx(untrained, tmp_path, {})
     assert not list(tmp_path.iterdir())
 
 

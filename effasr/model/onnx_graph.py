@@ -1,0 +1,145 @@
+"""One module as an ONNX graph in a file, and what onnxruntime makes of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_OPSET = 18
+_LARGEST_BYTES = 1_500_000_000
+"""Of weights inside a graph, whose file may have 2 GB; larger ones lie beside it."""
+_TOLERANCE = 1e-3
+"""Largest difference of a checked output, relative to its largest value."""
+
+
+def check_packages() -> None:
+    """See that graphs can be written.
+
+    Raises:
+        ValueError: A package for it is missing.
+    """
+    for package in ("onnx", "onnxscript"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"`format` onnx needs the package {package}, which is not installed: "
+                "pip install 'effasr[onnx]'."
+            )
+
+
+def write_graph(
+    module: nn.Module,
+    path: Path,
+    inputs: Mapping[str, Tensor],
+    outputs: Sequence[str],
+    dynamic: Mapping[str, Mapping[int, str]],
+) -> None:
+    """Write a module as a graph; a file of the same name is replaced.
+
+    Args:
+        module: In evaluation mode, on the host.
+        path: Of the graph; its folder is made if need be.
+        inputs: Examples by name, under which ``module.forward`` takes them.
+        outputs: Names of what it returns.
+        dynamic: Of each input, names of the sizes that may be others.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = sum(weight.numel() * weight.element_size() for weight in module.parameters())
+    with tempfile.TemporaryDirectory(prefix=".onnx-", dir=path.parent) as folder:
+        target = Path(folder) / path.name
+        with warnings.catch_warnings(), _quiet():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                module,
+                (),
+                target,
+                kwargs=dict(inputs),
+                input_names=list(inputs),
+                output_names=list(outputs),
+                dynamic_shapes=dict(dynamic),
+                opset_version=_OPSET,
+                external_data=size > _LARGEST_BYTES,
+                dynamo=True,
+                verbose=False,
+            )
+        # The graph last: without it the rest is not looked at.
+        for file in sorted(Path(folder).iterdir(), key=lambda file: file == target):
+            os.replace(file, path.parent / file.name)
+
+
+class Graph:
+    """A graph on the host, run by onnxruntime."""
+
+    def __init__(self, path: Path):
+        """Load it.
+
+        Raises:
+            ImportError: onnxruntime is not installed.
+        """
+        import onnxruntime
+
+        self.name = path.name
+        self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        self._outputs = [output.name for output in self._session.get_outputs()]
+
+    def compared(
+        self, inputs: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Run it.
+
+        Args:
+            inputs: By name.
+            expected: By name, what must come out.
+
+        Returns:
+            What comes out.
+
+        Raises:
+            ValueError: Other outputs, or one that differs.
+        """
+        values = {name: value.contiguous().numpy() for name, value in inputs.items()}
+        found = dict(zip(self._outputs, self._session.run(None, values), strict=True))
+        if list(found) != list(expected):
+            raise ValueError(
+                f"{self.name} must have the outputs {', '.join(expected)}, but has "
+                f"{', '.join(found)}: export it again."
+            )
+        for name, value in expected.items():
+            _compare(f"{self.name}: {name}", value.numpy(), found[name])
+        return {name: torch.from_numpy(value) for name, value in found.items()}
+
+
+def _compare(name: str, expected: np.ndarray, found: Any) -> None:
+    if expected.shape != found.shape:
+        raise ValueError(
+            f"{name} must have the shape {expected.shape}, but has {found.shape}: "
+            "this version of torch or onnxruntime exports or runs it wrongly."
+        )
+    difference = np.abs(expected - found).max(initial=0)
+    largest = np.abs(expected).max(initial=1e-6)
+    if not difference <= _TOLERANCE * largest:
+        raise ValueError(
+            f"{name} must be what the model computes, but differs by {difference:.3g} of "
+            f"{largest:.3g}: this version of torch or onnxruntime exports or runs it wrongly."
+        )
+
+
+class _quiet:
+    """The exporter tells what it does, and which functions it registers, as warnings."""
+
+    def __enter__(self) -> None:
+        self._logger = logging.getLogger("torch.onnx")
+        self._level = self._logger.level
+        self._logger.setLevel(logging.ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.setLevel(self._level)
