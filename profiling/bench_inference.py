@@ -6,11 +6,11 @@
 Models of random weights, encoder layers / decoder layers, transcribe utterances as long as real
 ones, each by as many tokens as English of that length has, whatever they are: so depth alone
 decides. Each pass that is timed is split, without waiting for the device: encoder (features
-included), prefill (keys and values of the encoded speech), decoder steps, and the rest, the host's
-own bookkeeping; the split of the median pass is given. With --peer, transformers' Canary generates
-from the same weights and audio, padded, as many tokens of each utterance; how far transcripts
-agree is checked before anything is timed. With random weights two tokens are now and then equally
-likely up to rounding; from there on an utterance goes its own way.
+included), prefill (keys and values of the encoded speech, and reading the prompts), decoder steps,
+and the rest, the host's own bookkeeping; the split of the median pass is given. With --peer,
+transformers' Canary generates from the same weights and audio, padded, as many tokens of each
+utterance; how far transcripts agree is checked before anything is timed. With random weights two
+tokens are now and then equally likely up to rounding; from there on an utterance goes its own way.
 """
 
 from __future__ import annotations

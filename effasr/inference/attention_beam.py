@@ -86,14 +86,12 @@ def attention_beam(
         eos_id, classes, candidates, length_penalty, coverage_penalty, ctc_weight, lm, lm_weight
     )
     room = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
-    state = model.start_decoding(encoded, room)
-    if encoded.layout.num_sequences > len(prompts):
-        state.keep(range(len(prompts)))
+    # Where a prompt is longer than the shortest, steps read the rest of it.
+    shortest = min(map(len, prompts))
+    state = model.start_decoding(encoded, room, [prompt[: shortest - 1] for prompt in prompts])
     search = _Search.begin(
         model, encoded, prompts, limits, beam, ctc=ctc_weight > 0, coverage=coverage_penalty > 0
     )
-    for position in range(min(map(len, prompts)) - 1):
-        model.decode_step(search.prompts[:, position], state)
     state.widen(beam)
     if search.coverage is not None:
         state.watch()

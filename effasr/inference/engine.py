@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from effasr import ranges
@@ -40,7 +39,6 @@ class Utterance:
     name: Any
     prompt: Sequence[int]
     limit: int
-    _position: int = 0
     _said: list[int] = field(default_factory=list)
     _finished: bool = False
     _truncated: bool = False
@@ -55,8 +53,7 @@ class Utterance:
 
         Steps that were queued when the end was not known yet change nothing.
         """
-        self._position += 1
-        if self._finished or self._position < len(self.prompt):
+        if self._finished:
             return False
         if likeliest == eos_id:
             self._finished = True
@@ -80,11 +77,12 @@ class Engine:
     """Decodes utterances in a fixed number of slots, as they come.
 
     Each slot holds one utterance at its own position. It leaves when it is finished, and the next
-    enters, while the others stay where they are. So steps are full as long as any wait, and a step
-    has the same shapes whatever is in the slots: an utterance's tokens do not depend on the others.
-    On a GPU the keys and values lie in pages, a step is one CUDA graph, and tokens are read some
-    steps later; what a finished utterance says until then is dropped. On a CPU the slots that are
-    left in the end move together.
+    enters, while the others stay where they are. One forward reads the prompts of those that enter
+    together, all but the last token of each: that is what the next step reads. So steps are full as
+    long as any wait, each of them says a token, and it has the same shapes whatever is in the
+    slots: an utterance's tokens do not depend on the others. On a GPU the keys and values lie in
+    pages, a step is one CUDA graph, and tokens are read some steps later; what a finished utterance
+    says until then is dropped. On a CPU the slots that are left in the end move together.
 
     The precision is that of autocast where the engine is made.
     """
@@ -149,8 +147,6 @@ class Engine:
                 capacity, self._max_tokens, max_frames, paged=paged, pages=pages
             )
             self._tokens = torch.zeros(capacity, dtype=torch.int64, device=self._device)
-            self._starts = torch.zeros_like(self._tokens)
-            self._prompts = self._tokens.new_zeros(capacity, self._max_tokens)
             self._seats: list[Utterance | None] = [None] * capacity
             if not self._state.paged:
                 self._resize(0)
@@ -221,13 +217,10 @@ class Engine:
 
     def _step(self) -> Tensor:
         """Read a token of each row; returns what is likeliest next, int64 (rows,)."""
-        state = self._state
-        rows = state.num_rows
-        tokens = self._tokens[:rows]
-        likeliest = self._decoder.likeliest(self._decoder.step(tokens, state), self._classes)
-        read = state.positions
-        prompted = self._prompts[:rows].gather(1, read[:, None])[:, 0]
-        tokens.copy_(torch.where(read < self._starts[:rows], prompted, likeliest))
+        tokens = self._tokens[: self._state.num_rows]
+        hidden = self._decoder.step(tokens, self._state)
+        likeliest = self._decoder.likeliest(hidden, self._classes)
+        tokens.copy_(likeliest)
         return likeliest
 
     def _read(self) -> list[Utterance]:
@@ -278,24 +271,21 @@ class Engine:
         return chosen
 
     def _admit(self, rows: Sequence[int], chosen: Sequence[_Waiting]) -> None:
-        speech = torch.cat([one.speech for one in chosen])
-        # Fewer rows than this are multiplied by other routines, with another order of sums.
-        speech = F.pad(speech, (0, 0, 0, max(0, GROUP - len(speech))))
-        utterances = [one.utterance for one in chosen]
+        """Let these into free slots; all that they need comes from the host, without waiting."""
+        sizes, utterances = self._state.sizes, [one.utterance for one in chosen]
+        layout = sizes.layout([len(one.speech) for one in chosen])
+        tail = chosen[0].speech.new_zeros(layout.rows - layout.total, chosen[0].speech.shape[1])
+        speech = torch.cat([*(one.speech for one in chosen), tail])
         with self._within("decode.admit"):
-            self._state.admit(
+            self._decoder.admit(
+                self._state,
                 rows,
-                [len(one.speech) for one in chosen],
+                PackedSequence(speech, layout),
+                [one.prompt[:-1] for one in utterances],
                 [one.room for one in utterances],
-                self._decoder.keys_values(speech),
             )
-        longest = max(len(one.prompt) for one in utterances)
-        padded = [[*one.prompt, *[0] * (longest - len(one.prompt))] for one in utterances]
-        integers = self._state.sizes.integers
-        index, prompts = integers(rows), integers(padded)
-        self._prompts[:, :longest].index_copy_(0, index, prompts)
-        self._tokens.index_copy_(0, index, prompts[:, 0])
-        self._starts.index_copy_(0, index, integers([len(one.prompt) for one in utterances]))
+        last = sizes.integers([one.prompt[-1] for one in utterances])
+        self._tokens.index_copy_(0, sizes.integers(rows), last)
         for row, one in zip(rows, utterances, strict=True):
             self._seats[row] = one
 
@@ -311,8 +301,7 @@ class Engine:
                 row if self._seats[row] is not None else next(behind, row) for row in range(rows)
             ]
             self._state.keep(order)
-            for part in (self._tokens, self._starts, self._prompts):
-                part[:rows] = part[order]
+            self._tokens[:rows] = self._tokens[order]
             self._seats = [self._seats[row] for row in order]
 
     @contextmanager

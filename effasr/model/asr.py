@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -269,17 +269,25 @@ class ASRModel(nn.Module):
             raise ValueError("`ctc` must be true for CTC scores, but this model has no CTC head.")
         return self.ctc_head(encoded)
 
-    def start_decoding(self, encoded: PackedSequence, max_tokens: int) -> DecoderState:
+    def start_decoding(
+        self,
+        encoded: PackedSequence,
+        max_tokens: int,
+        read: Sequence[Sequence[int]] | None = None,
+    ) -> DecoderState:
         """Prepare to decode token by token; for inference, in evaluation mode.
 
         Args:
             encoded: The encoder's output.
             max_tokens: Most tokens per sequence, the prompt included.
+            read: What the sequences have read before the first step, equally many tokens each;
+                sequences past these are left out. By default all have read nothing.
 
         Raises:
-            ValueError: ``max_tokens`` is not in 1 to the decoder's ``max_positions``.
+            ValueError: ``max_tokens`` is not in 1 to the decoder's ``max_positions``, or ``read``
+                is of more sequences than there are, of unequally many tokens, or of too many.
         """
-        return self._decoder().start(self.projected(encoded), max_tokens)
+        return self._decoder().start(self.projected(encoded), max_tokens, read)
 
     def decode_step(self, tokens: Tensor, state: DecoderState) -> Tensor:
         """Read one more token of each sequence: int64 (N,) to hidden states (N, decoder width).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from effasr import ranges
 from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.attention import CrossAttention, SelfAttention
-from effasr.nn.cache import CacheSizes, DecoderState
+from effasr.nn.cache import CacheSizes, DecoderState, KeysValues
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.positions import decoder_sinusoids
 from effasr.nn.stack import Layer, is_empty, is_sharded, layer_forward, pass_by
@@ -104,6 +104,26 @@ class DecoderLayer(Layer):
         )
         x = x + self._drop(y)
         return x + self._drop(self.mlp(self.final_layernorm(x))), penalty
+
+    def read(
+        self, x: Tensor, layout: PackedLayout, speech: KeysValues, layout_speech: PackedLayout
+    ) -> tuple[Tensor, KeysValues]:
+        """Transform the first rows of sequences, (U, width), as `forward` does for inference.
+
+        Args:
+            x: (U, width).
+            layout: The sequences of ``x``.
+            speech: Keys and values of the speech, from ``encoder_attn.keys_values``.
+            layout_speech: Its sequences.
+
+        Returns:
+            (U, width), and keys and values of the rows, for `step`.
+        """
+        y, own = self.self_attn.read(self.input_layernorm(x), layout)
+        x = x + y
+        normed = self.post_attention_layernorm(x)
+        x = x + self.encoder_attn.read(normed, layout, speech, layout_speech)
+        return x + self.mlp(self.final_layernorm(x)), own
 
     def step(self, x: Tensor, state: DecoderState, number: int) -> Tensor:
         """Transform the next row of each sequence in this layer: (N, width) to (N, width)."""
@@ -208,19 +228,37 @@ class Decoder(nn.Module):
         )
         return indices[:, 0]
 
-    def start(self, encoded: PackedSequence, max_tokens: int) -> DecoderState:
-        """Prepare to decode all sequences token by token, together.
+    def start(
+        self,
+        encoded: PackedSequence,
+        max_tokens: int,
+        read: Sequence[Sequence[int]] | None = None,
+    ) -> DecoderState:
+        """Prepare to decode sequences token by token, together.
 
         Args:
             encoded: (T, width).
             max_tokens: Most tokens per sequence, at most ``config.max_positions``.
+            read: What the sequences have read before the first step, equally many tokens each;
+                sequences past these are left out. By default all have read nothing.
 
         Raises:
-            ValueError: ``max_tokens`` is out of range.
+            ValueError: ``max_tokens`` is out of range, or ``read`` is of more sequences than there
+                are, or of unequally many tokens, or of more than ``max_tokens``.
         """
         layout = encoded.layout
-        state = self.new_state(layout.num_sequences, max_tokens, layout.bound)
-        state.admit_all(layout, self.keys_values(encoded.values))
+        read = [()] * layout.num_sequences if read is None else read
+        count, lengths = len(read), [len(tokens) for tokens in read]
+        rule = f"be of at most {layout.num_sequences} sequences, as `encoded` is"
+        check(count <= layout.num_sequences, "read", rule, count)
+        offsets, host = layout.cu_seqlens[: count + 1], layout.cu_seqlens_host[: count + 1]
+        layout = PackedLayout(offsets, host, layout.rows, layout.longest)
+        encoded = PackedSequence(encoded.values, layout)
+        state = self.new_state(count, max_tokens, layout.bound)
+        longest = max(lengths, default=0)
+        rule = f"have equally many tokens for each sequence, at most max_tokens = {max_tokens}"
+        check(longest <= max_tokens and len(set(lengths)) <= 1, "read", rule, lengths)
+        state.admit_all(layout, self._keys_values(encoded, read, state.sizes), longest)
         return state
 
     def new_state(
@@ -256,10 +294,28 @@ class Decoder(nn.Module):
         paged = kind != "cpu" if paged is None else paged
         return DecoderState(sizes, sequences, max_tokens, max_frames, paged=paged, pages=pages)
 
-    def keys_values(self, encoded: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Project encoder frames for each layer's attention: (T, width) to (T, H, D) twice."""
-        for layer in self._decoder_layers():
-            yield layer.encoder_attn.keys_values(encoded)
+    def admit(
+        self,
+        state: DecoderState,
+        rows: Sequence[int],
+        encoded: PackedSequence,
+        read: Sequence[Sequence[int]],
+        tokens: Sequence[int],
+    ) -> None:
+        """Let sequences begin in a state, in place of what these rows had.
+
+        What they read first is read by one forward, as if it were by steps.
+
+        Args:
+            state: From `new_state`.
+            rows: Where each goes.
+            encoded: (T, width), as many sequences.
+            read: The tokens that each has read before its first step; there may be none.
+            tokens: The most that each will read, these included.
+        """
+        lengths = [len(one) for one in read]
+        keys_values = self._keys_values(encoded, read, state.sizes)
+        state.admit(rows, encoded.layout.lengths, tokens, keys_values, lengths)
 
     def step(self, tokens: Tensor, state: DecoderState) -> Tensor:
         """Decode one more token of each row of a state: int64 (N,) to hidden states (N, width)."""
@@ -289,6 +345,27 @@ class Decoder(nn.Module):
                     state[part] = value.to(dtype)
         other.load_state_dict(state, assign=True)
         return other.eval()
+
+    def _keys_values(
+        self, encoded: PackedSequence, read: Sequence[Sequence[int]], sizes: CacheSizes
+    ) -> Iterator[Sequence[KeysValues]]:
+        """Those of each layer for `DecoderState.admit`: of the speech, and of tokens if any."""
+        if not any(map(len, read)):
+            for layer in self._decoder_layers():
+                yield (layer.encoder_attn.keys_values(encoded.values),)
+            return
+        layout = sizes.layout([len(one) for one in read])
+        tail = [0] * (layout.rows - layout.total)
+        tokens = sizes.integers([*(token for one in read for token in one), *tail])
+        x = self._embed(tokens, layout.positions())
+        *others, last = self._decoder_layers()
+        for layer in others:
+            speech = layer.encoder_attn.keys_values(encoded.values)
+            x, own = layer.read(x, layout, speech, encoded.layout)
+            yield speech, own
+        # No step needs what the last layer makes of these tokens.
+        own = last.self_attn.keys_values(last.input_layernorm(x))
+        yield last.encoder_attn.keys_values(encoded.values), own
 
     def _decoder_layers(self) -> list[DecoderLayer]:
         return cast("list[DecoderLayer]", list(self.layers))

@@ -50,6 +50,12 @@ class SelfAttention(nn.Module):
             layout: The sequences of ``x``.
             embeddings: Of the distances, as `RelativeSelfAttention` needs; unused here.
         """
+        return self.read(x, layout, embeddings)[0]
+
+    def read(
+        self, x: Tensor, layout: PackedLayout, embeddings: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Attend as `forward`; also returns the keys and values, (T, H, D) each, for `step`."""
         q, k, v = self._qkv(x)
         y = attention(
             q,
@@ -60,7 +66,12 @@ class SelfAttention(nn.Module):
             position=self._position(embeddings),
             dropout=self.dropout if self.training else 0.0,
         )
-        return self.o_proj(y.flatten(1))
+        return self.o_proj(y.flatten(1)), (k, v)
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of `read` alone, where nothing attends to them yet."""
+        _, k, v = self._qkv(x)
+        return k, v
 
     def step(self, x: Tensor, cache: ContiguousCache | PagedCache, layer: int) -> Tensor:
         """Attend from one new row per sequence to it and all before it.
@@ -129,9 +140,10 @@ class CrossAttention(nn.Module):
         self.kv_proj = nn.Linear(width, 2 * heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, width, bias=bias)
 
-    def keys_values(self, encoded: Tensor) -> tuple[Tensor, ...]:
+    def keys_values(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
         """Project what is attended to: (T, width) to keys and values, (T, H, D) each."""
-        return self.kv_proj(encoded).view(-1, 2, self.heads, self.head_dim).unbind(1)
+        k, v = self.kv_proj(encoded).view(-1, 2, self.heads, self.head_dim).unbind(1)
+        return k, v
 
     def forward(
         self,
@@ -167,6 +179,17 @@ class CrossAttention(nn.Module):
             )
             penalty = by_head.mean(1)
         return self.o_proj(y.flatten(1)), penalty
+
+    def read(
+        self,
+        x: Tensor,
+        layout: PackedLayout,
+        keys_values: tuple[Tensor, Tensor],
+        layout_encoded: PackedLayout,
+    ) -> Tensor:
+        """Attend as `forward`, to what has been projected by `keys_values`."""
+        y = attention(self._queries(x), *keys_values, layout, layout_encoded)
+        return self.o_proj(y.flatten(1))
 
     def step(self, x: Tensor, cache: ContiguousCache | PagedCache, layer: int) -> Tensor:
         """Attend from new rows of sequences to their speech; see `SelfAttention.step`."""

@@ -11,7 +11,18 @@ from effasr.nn.contiguous_cache import GROUP, CacheSizes, ContiguousCache
 from effasr.nn.paged_cache import PagedCache, pages_of
 from effasr_kernels import PackedLayout
 
-__all__ = ["GROUP", "KEPT_SHARE", "CacheSizes", "ContiguousCache", "DecoderState", "PagedCache"]
+__all__ = [
+    "GROUP",
+    "KEPT_SHARE",
+    "CacheSizes",
+    "ContiguousCache",
+    "DecoderState",
+    "KeysValues",
+    "PagedCache",
+]
+
+KeysValues = tuple[Tensor, Tensor]
+"""Of packed rows: (rows, H, D) each."""
 
 KEPT_SHARE = 7 / 8
 """Finished sequences are worth dropping once no more than this share stays: it is copied."""
@@ -118,7 +129,8 @@ class DecoderState:
         rows: Sequence[int],
         frames: Sequence[int],
         tokens: Sequence[int],
-        keys_values: Iterable[tuple[Tensor, ...]],
+        keys_values: Iterable[Sequence[KeysValues]],
+        read: Sequence[int] | None = None,
     ) -> None:
         """Let sequences begin, in place of what these rows had.
 
@@ -126,23 +138,45 @@ class DecoderState:
             rows: Where each goes.
             frames: Of the speech of each.
             tokens: The most that each will read.
-            keys_values: Of the speech, for each layer, packed: (sum of the frames, H, D) each.
+            keys_values: For each layer, packed: those of the speech, at least (sum of the frames,
+                H, D) each; where any token has been read, those of the tokens behind them.
+            read: How many tokens each has read; none by default.
         """
+        read = [0] * len(rows) if read is None else read
         if isinstance(self.self_cache, PagedCache):
             self.self_cache.take(rows, tokens)
         if isinstance(self.cross_cache, PagedCache):
             self.cross_cache.take(rows, frames)
-        self.cross_cache.load(rows, frames, keys_values)
+        loaders = [self.cross_cache.loader(rows, frames)]
+        if any(read):
+            loaders.append(self.self_cache.loader(rows, read))
+        for layer, parts in zip(range(self.sizes.layers), keys_values, strict=True):
+            for load, (keys, values) in zip(loaders, parts, strict=True):
+                load(layer, keys, values)
         for row, length in zip(rows, frames, strict=True):
             self._frames[row] = length
         self._look_at_speech()
-        self._set(rows, going=1)
+        self._set(rows, read, going=1)
 
-    def admit_all(self, layout: PackedLayout, keys_values: Iterable[tuple[Tensor, ...]]) -> None:
-        """Let all sequences begin together, with the speech of this layout."""
+    def admit_all(
+        self,
+        layout: PackedLayout,
+        keys_values: Iterable[Sequence[KeysValues]],
+        read: int = 0,
+    ) -> None:
+        """Let all sequences begin together, with the speech of this layout; see `admit`.
+
+        Args:
+            layout: Of the speech.
+            keys_values: As there.
+            read: How many tokens each has read.
+        """
         every = range(self.num_sequences)
-        self.admit(every, layout.lengths, [self.max_tokens] * len(every), keys_values)
-        self._together = True
+        count = len(every)
+        self.admit(
+            every, layout.lengths, [self.max_tokens] * count, keys_values, read=[read] * count
+        )
+        self.length, self._together = read, True
 
     def release(self, rows: Sequence[int]) -> None:
         """Let these rows stay where they are, without tokens or speech, and give back pages."""
@@ -152,7 +186,7 @@ class DecoderState:
         for row in rows:
             self._frames[row] = 0
         self._look_at_speech()
-        self._set(rows, going=0)
+        self._set(rows, [0] * len(rows), going=0)
 
     def watch(self) -> None:
         """Let steps tell the `weights` of the last layer from now on, which makes them slower."""
@@ -250,11 +284,11 @@ class DecoderState:
             assert isinstance(cache, ContiguousCache)
             cache.rows = sequences
         self._look_at_speech()
-        self._set(added, going=0)
+        self._set(added, [0] * len(added), going=0)
 
-    def _set(self, rows: Sequence[int], *, going: int) -> None:
+    def _set(self, rows: Sequence[int], read: Sequence[int], *, going: int) -> None:
         index = self.sizes.integers(rows)
-        self._positions.index_fill_(0, index, 0)
+        self._positions.index_copy_(0, index, self.sizes.integers(read))
         self._going.index_fill_(0, index, going)
 
     def _look_at_speech(self) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from effasr_kernels import PackedLayout
 
 _BLOCK = 16
 """Lengths are rounded up to so many, so that a row's sums are taken in the same order whatever is
@@ -48,6 +51,12 @@ class CacheSizes:
         host = torch.tensor(values, dtype=dtype, pin_memory=pinned)
         return host.to(self.device, non_blocking=pinned)
 
+    def layout(self, lengths: Sequence[int]) -> PackedLayout:
+        """Of packed sequences, on the device; a tail fills up the last group of rows."""
+        host = tuple(accumulate(lengths, initial=0))
+        rows = -(-host[-1] // GROUP) * GROUP
+        return PackedLayout(self.integers(host, torch.int32), host, rows)
+
 
 @dataclass(frozen=True, slots=True)
 class _Group:
@@ -85,25 +94,34 @@ class ContiguousCache:
         self._longest = 0
         self._hold(self._empty(rows, 0))
 
-    def load(
-        self, rows: Sequence[int], lengths: Sequence[int], keys_values: Iterable[tuple[Tensor, ...]]
-    ) -> None:
-        """Write the keys and values of whole sequences, from their first place on.
+    def loader(
+        self, rows: Sequence[int], lengths: Sequence[int]
+    ) -> Callable[[int, Tensor, Tensor], None]:
+        """What writes the keys and values of whole sequences, from their first place on.
 
         Args:
             rows: Where each goes.
             lengths: Of each.
-            keys_values: Of each layer, packed: (sum of the lengths, H, D) each.
+
+        Returns:
+            To be called for each layer with its number and with keys and values, packed: at least
+            (sum of the lengths, H, D) each.
         """
-        self._grow(max(lengths, default=1))
-        for held, both in zip(self._held, keys_values, strict=True):
-            for part, packed in zip(held, both, strict=True):
-                pieces = packed[: sum(lengths)].split(list(lengths))
+        longest = max(lengths, default=1)
+        self._grow(longest)
+        self._longest = max(self._longest, longest)
+        total, width = sum(lengths), self.sizes.head_dim
+
+        def write(layer: int, keys: Tensor, values: Tensor) -> None:
+            for part, packed in zip(self._held[layer], (keys, values), strict=True):
+                pieces = packed[:total].split(list(lengths))
                 for row, piece in zip(rows, pieces, strict=True):
-                    part[row, :, : len(piece), : self.sizes.head_dim] = piece.transpose(0, 1)
+                    part[row, :, : len(piece), :width] = piece.transpose(0, 1)
                     if not len(piece):
                         # Attention to nothing is zero, which it then reads.
                         part[row, :, 0] = 0
+
+        return write
 
     def look(self, lengths: Sequence[int], *, grouped: bool = True) -> None:
         """Let `attend` read this many places of each row, and write new rows to the last of them.

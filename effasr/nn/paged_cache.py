@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -87,27 +87,34 @@ class PagedCache:
         self._tell(rows)
         self.lengths.index_fill_(0, self.sizes.integers(rows), 0)
 
-    def load(
-        self, rows: Sequence[int], lengths: Sequence[int], keys_values: Iterable[tuple[Tensor, ...]]
-    ) -> None:
-        """Write the keys and values of whole sequences, from their first place on.
+    def loader(
+        self, rows: Sequence[int], lengths: Sequence[int]
+    ) -> Callable[[int, Tensor, Tensor], None]:
+        """What writes the keys and values of whole sequences, from their first place on.
 
         Args:
             rows: Where each goes; they have the pages.
             lengths: Of each.
-            keys_values: Of each layer, packed: (sum of the lengths, H, D) each.
+
+        Returns:
+            To be called for each layer with its number and with keys and values, packed: at least
+            (sum of the lengths, H, D) each.
         """
         total = sum(lengths)
         owners = [row for row, length in zip(rows, lengths, strict=True) for _ in range(length)]
         places = [place for length in lengths for place in range(length)]
         positions = self.sizes.integers(places, torch.int32)
         tables = self.table[self.sizes.integers(owners)]
-        for (k_pages, v_pages), (k, v) in zip(self.pages, keys_values, strict=True):
-            k, v = (x[:total].to(k_pages.dtype) for x in (k, v))
-            append_to_pages(k, v, k_pages, v_pages, tables, positions)
         self.lengths.index_copy_(
             0, self.sizes.integers(rows), self.sizes.integers(lengths, torch.int32)
         )
+
+        def write(layer: int, keys: Tensor, values: Tensor) -> None:
+            k_pages, v_pages = self.pages[layer]
+            k, v = (x[:total].to(k_pages.dtype) for x in (keys, values))
+            append_to_pages(k, v, k_pages, v_pages, tables, positions)
+
+        return write
 
     def attend(self, layer: int, q: Tensor, new: Tensor | None = None) -> Tensor:
         """Attend from each query to the first ``lengths`` places of its row.

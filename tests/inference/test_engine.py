@@ -13,7 +13,7 @@ from effasr.data.batch import Example, collate
 from effasr.inference.decoded import Decoded
 from effasr.inference.engine import Engine, Utterance
 from effasr.model.asr import ASRModel
-from effasr.model.decoder import Decoder
+from effasr.model.decoder import Decoder, DecoderLayer
 from effasr_kernels import PackedSequence, pack
 
 ROOM = 64
@@ -148,6 +148,35 @@ def test_finished_utterances_leave_and_others_enter(kind, model, tokenizer) -> N
 
 
 @EVERY_KIND
+def test_each_step_says_a_token(kind, model, tokenizer) -> None:
+    engine = Engine(model, tokenizer.eos_id, slots=4, max_frames=50, **KINDS[kind])
+    steps, run = [], engine._run
+    engine._run = lambda: steps.append(1) or run()
+    longest = {}
+    for first, prompts in enumerate([(2, 10, 1, 5), (9, 9, 9, 9)]):
+        said = [Said(n, 30, tuple(range(3, 3 + length)), 3) for n, length in enumerate(prompts)]
+        _submit(engine, said, 4 * first)
+        found = dict(engine.results())
+        longest[first] = max(len(one.tokens) + (not one.truncated) for one in found.values())
+    queued = engine._readback._ahead
+    assert len(steps) <= sum(longest.values()) + 2 * queued
+
+
+@pytest.mark.parametrize("prompts", [(1, 1, 1), (1, 2, 1)])
+def test_prompts_of_one_token_are_not_read_before_the_first_step(
+    prompts, model, tokenizer, monkeypatch
+) -> None:
+    rows, read = [], DecoderLayer.read
+    monkeypatch.setattr(DecoderLayer, "read", lambda *a: rows.append(a[2].lengths) or read(*a))
+    engine = Engine(model, tokenizer.eos_id, slots=4, max_frames=50)
+    every = [Said(n, 30, tuple(range(3, 3 + length)), 9) for n, length in enumerate(prompts)]
+    _submit(engine, every)
+    found = dict(engine.results())
+    assert rows == ([] if max(prompts) == 1 else [(0, 1, 0)])
+    assert found == {n: _uncached(model, one, tokenizer.eos_id) for n, one in enumerate(every)}
+
+
+@EVERY_KIND
 def test_an_engine_can_be_used_again(kind, model, tokenizer) -> None:
     engine = Engine(model, tokenizer.eos_id, slots=3, max_frames=50, **KINDS[kind])
     assert list(engine.results()) == []
@@ -163,7 +192,10 @@ def test_an_engine_can_be_used_again(kind, model, tokenizer) -> None:
 def test_logits_are_the_same_to_the_bit_in_any_company(
     kind, model, tokenizer, noise, monkeypatch
 ) -> None:
-    """From the audio on: of utterances of at least four frames, for MKL treats fewer rows apart."""
+    """From the audio on: of utterances of at least four frames, for MKL treats fewer rows apart.
+
+    Of prompts, it must not matter how few tokens are read at once.
+    """
     hidden, likeliest = [], Decoder.likeliest
 
     def watched(decoder, x, classes=None):
@@ -173,8 +205,8 @@ def test_logits_are_the_same_to_the_bit_in_any_company(
     monkeypatch.setattr(Decoder, "likeliest", watched)
     seconds = (0.5, 2.1, 0.7, 3.3, 1.2, 2.6)
     examples = [
-        Example(str(n), noise(length, seed=n), [2, 7, 3, 7, 5][: 2 + n % 4], [], monotonic=False)
-        for n, length in enumerate(seconds)
+        Example(str(n), noise(length, seed=n), list(range(3, 3 + prompt)), [], monotonic=False)
+        for n, (length, prompt) in enumerate(zip(seconds, (2, 5, 10, 1, 4, 3), strict=True))
     ]
 
     @torch.no_grad()
@@ -199,7 +231,13 @@ def test_logits_are_the_same_to_the_bit_in_any_company(
 
     together = states(range(6), slots=6)
     assert len({len(rows) for rows in together.values()}) > 2
-    for names, slots in [((0,), 1), ((1,), 1), ((4, 0), 1), ((5, 3, 1, 0), 3), ((2, 4, 3), 9)]:
+    for names, slots in [
+        *(((name,), 1) for name in range(6)),
+        ((4, 0), 1),
+        ((5, 3, 1, 0), 3),
+        ((2, 4, 3), 9),
+        ((3, 2, 5, 0, 4, 1), 2),
+    ]:
         for name, rows in states(names, slots).items():
             assert torch.equal(rows, together[name]), name
 

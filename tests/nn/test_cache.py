@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from effasr.nn.cache import CacheSizes, ContiguousCache, DecoderState, PagedCache
+from effasr.nn.cache import CacheSizes, ContiguousCache, DecoderState, KeysValues, PagedCache
 from effasr.nn.paged_cache import PAGE
 from effasr_kernels import PackedLayout
 
@@ -16,11 +16,11 @@ def _draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def _speech(lengths, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _speech(lengths, seed: int = 0) -> Iterator[tuple[KeysValues]]:
     """Keys and values of packed sequences, layer by layer."""
     for layer in range(LAYERS):
         both = _draw(2, sum(lengths), HEADS, WIDTH, seed=100 * seed + layer)
-        yield both[0], both[1]
+        yield ((both[0], both[1]),)
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ def _check_speech(state: DecoderState, of_row, hypotheses: int = 1) -> None:
 
 def _split(lengths, seed: int = 0) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """`_speech` by sequence: keys and values of each layer."""
-    layers = [(k.split(lengths), v.split(lengths)) for k, v in _speech(lengths, seed)]
+    layers = [(k.split(lengths), v.split(lengths)) for ((k, v),) in _speech(lengths, seed)]
     return [[(k[n], v[n]) for k, v in layers] for n in range(len(lengths))]
 
 
@@ -97,6 +97,59 @@ def test_rows_come_and_go_at_their_own_positions(paged: bool) -> None:
     for _ in range(5):
         tokens.step(state)
     assert state.positions.tolist() == [PAGE + 9, 5, 5, PAGE + 9]
+
+
+def _read(lengths, rows: int, seed: int) -> tuple[list, list[list[torch.Tensor]]]:
+    """Keys and values of tokens that sequences have read, layer by layer, and as `_Tokens` does."""
+    layers = [both for (both,) in _speech(lengths, seed)]
+    held: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+    pieces = [(k.split(lengths), v.split(lengths)) for k, v in layers]
+    for row, length in enumerate(lengths):
+        for place in range(length):
+            both = [torch.stack([k[row][place], v[row][place]]) for k, v in pieces]
+            held[row].append(torch.stack(both))
+    return layers, held
+
+
+@KINDS
+def test_sequences_begin_with_tokens_that_they_have_read(paged: bool) -> None:
+    state = DecoderState(SIZES, 4, 100, 90, paged=paged)
+    tokens = _Tokens(4)
+    for rows, read, seed in (([3, 0], [2, PAGE + 5], 2), ([1, 3], [0, 1], 4)):
+        speech = [7, 12]
+        layers, held = _read(read, 2, seed)
+        both = [(*s, t) for s, t in zip(_speech(speech, seed), layers, strict=True)]
+        state.admit(rows, speech, [90, 90], both, read)
+        for row, own in zip(rows, held, strict=True):
+            tokens.rows[row] = own
+        for _ in range(3):
+            tokens.step(state)
+            tokens.rows[2] = []
+            if seed == 2:
+                tokens.rows[1] = []
+    assert state.positions.tolist() == [PAGE + 11, 3, 0, 4]
+    state.release([0])
+    assert state.positions.tolist() == [0, 3, 0, 4]
+
+
+@KINDS
+def test_hypotheses_have_what_their_sequence_has_read_at_once(paged: bool) -> None:
+    """Also before any step has looked at it."""
+    state = DecoderState(SIZES, 2, PAGE + 9, 20, paged=paged)
+    layers, held = _read([PAGE + 2] * 2, 2, seed=2)
+    both = [(*s, t) for s, t in zip(_speech([20, 4]), layers, strict=True)]
+    state.admit_all(PackedLayout.from_lengths([20, 4]), both, PAGE + 2)
+    assert state.length == PAGE + 2
+    state.widen(3)
+    tokens = _Tokens(6)
+    tokens.rows = [list(held[row // 3]) for row in range(6)]
+    for _ in range(7):
+        tokens.step(state)
+        parents = torch.tensor([1, 0, 0, 5, 4, 5])
+        state.reorder(parents)
+        tokens.rows = [list(tokens.rows[parent]) for parent in parents.tolist()]
+    with pytest.raises(ValueError, match=rf"at most {PAGE + 9} tokens can be decoded"):
+        state.look()
 
 
 @KINDS
@@ -200,7 +253,7 @@ def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it(width: int) -> None:
         lengths = [19, *others, *[0] * (-(1 + len(others)) % 4)]
         more = torch.randn(2, sum(lengths) - 19, 2, width)
         both = [torch.cat([one, other]) for one, other in zip((k, v), more, strict=True)]
-        cache.load(range(len(lengths)), lengths, [tuple(both)])
+        cache.loader(range(len(lengths)), lengths)(0, *both)
         cache.look(lengths)
         return cache.attend(0, torch.cat([q, torch.randn(len(lengths) - 1, 2, width)]))[0]
 
