@@ -1,0 +1,103 @@
+"""What a causal model keeps of the texts it has read, of common beginnings once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+Text = tuple[int, ...]
+
+_FIRST = 256
+
+
+class PrefixCache:
+    """Keys and values of tokens, by all the tokens up to them.
+
+    The hypotheses of a beam have most of their tokens in common. Each token of a tree of texts has
+    a row of one tensor here, so what a beam keeps, repeats or gives up is not copied.
+
+    Args:
+        width: Numbers of a token, in all layers.
+        limit: The most tokens.
+        dtype: Of the numbers.
+        device: Where they are.
+    """
+
+    def __init__(self, width: int, limit: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._limit = limit
+        self._rows = torch.empty(min(limit, _FIRST), width, dtype=dtype, device=device)
+        self._free = list(range(len(self._rows)))
+        # Of each text, the rows of its tokens.
+        self._places: dict[Text, tuple[int, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def known(self, text: Text) -> int:
+        """How many tokens at the beginning of a text are here, the last one left out."""
+        for length in range(len(text) - 1, 0, -1):
+            if text[:length] in self._places:
+                return length
+        return 0
+
+    def read(self, beginnings: Iterable[Text]) -> Tensor:
+        """Keys and values of texts that are here, of one length each: (texts, tokens, width)."""
+        places = [self._places[text] for text in beginnings]
+        return self._rows[torch.tensor(places, device=self._rows.device)]
+
+    def write(self, texts: Sequence[Text], values: Tensor) -> bool:
+        """Keep the last tokens of texts whose other tokens are here, as far as there is room.
+
+        Args:
+            texts: Of one length each.
+            values: (texts, tokens, width).
+
+        Returns:
+            Whether there was room.
+        """
+        count, ends = values.shape[1], range(len(texts[0]) - values.shape[1], len(texts[0]))
+        # Two that are new may have a beginning in common.
+        new = {
+            text[: end + 1]: row * count + place
+            for row, text in enumerate(texts)
+            for place, end in enumerate(ends)
+            if text[: end + 1] not in self._places
+        }
+        if not self._make_room(len(new)):
+            return False
+        taken = [self._free.pop() for _ in new]
+        for text, place in zip(new, taken, strict=True):
+            self._places[text] = (*self._places.get(text[:-1], ()), place)
+        device = self._rows.device
+        source = torch.tensor(list(new.values()), dtype=torch.int64, device=device)
+        self._rows[torch.tensor(taken, dtype=torch.int64, device=device)] = values.flatten(0, 1)[
+            source
+        ]
+        return True
+
+    def keep(self, texts: Iterable[Text]) -> None:
+        """Forget the tokens that are in none of these texts."""
+        used = {
+            place for text in texts for place in self._places.get(text[: self._reach(text)], ())
+        }
+        self._places = {text: own for text, own in self._places.items() if own[-1] in used}
+        self._free = [place for place in range(len(self._rows)) if place not in used]
+
+    def _reach(self, text: Text) -> int:
+        return len(text) if text in self._places else self.known(text)
+
+    def _make_room(self, tokens: int) -> bool:
+        """Grow, as far as is allowed, to hold more tokens."""
+        if len(self._free) >= tokens:
+            return True
+        size = len(self._rows)
+        grown = min(self._limit, max(2 * size, size + tokens - len(self._free)))
+        if grown - size + len(self._free) < tokens:
+            return False
+        self._rows = torch.cat(
+            [self._rows, self._rows.new_empty(grown - size, self._rows.shape[1])]
+        )
+        self._free += range(size, grown)
+        return True
