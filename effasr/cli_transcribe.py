@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,8 @@ from effasr.cli_options import RUN_HELP, add_decoding, at_least, decoding, folde
 if TYPE_CHECKING:
     from effasr.checkpoint import LoadedModel
     from effasr.data.prompt import Prompt
+    from effasr.inference.results import Segment
+    from effasr.inference.sink import Style
     from effasr.inference.sources import Source
 
 
@@ -30,6 +32,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "where the shell's would be too long. Put -- before a name that begins with a dash.",
         "With --stream, raw samples on standard input are transcribed while they arrive:",
         "arecord -t raw -f S16_LE -r 16000 | effasr transcribe --run RUN --stream",
+        "Any --format will do: what was written so far is a whole file at any time.",
         "",
         "What cannot be read is reported in a line of its own and the rest goes on; the exit code",
         "is 1 then. Standard output has results alone.",
@@ -123,14 +126,12 @@ def run(options: argparse.Namespace) -> int:
     default = Prompt(source, target, task, loaded.prompt.punctuation)
     if options.stream:
         return _live(options, loaded, _asked(default, options))
-    style = "json" if options.json else options.format
     sources = _sources(options, default)
-    sink = Sink(style, options.output, sources)
+    sink = Sink(_style(options), options.output, sources)
     if options.continued:
         every, sources = len(sources), sink.missing(sources)
         _note(f"{every - len(sources)} of {every} are there already")
-    failed = 0
-    untimed = [0, 0]
+    failed, untimed = 0, _Untimed()
     # Results on the terminal that shows the bar would end up in the middle of it.
     shared = options.output is None and sys.stdout.isatty()
     with TranscriptionProgress(len(sources)) as progress:
@@ -146,18 +147,14 @@ def run(options: argparse.Namespace) -> int:
             with progress.aside() if shared else nullcontext():
                 problem = sink.write(result)
             if isinstance(result, Transcription):
-                for segment in result.segments:
-                    untimed[0] += segment.words is None or bool(segment.text and not segment.words)
-                    untimed[1] += 1
+                untimed.add(result.segments)
             problem = result if isinstance(result, Failure) else problem
             if problem is not None:
                 failed += 1
                 with progress.aside():
                     _note(problem.reason)
             progress.done()
-    if untimed[0] and (options.words or style == "ctm"):
-        what = f"{untimed[0]} of {untimed[1]} segments have no times of words"
-        _note(what + (", and their words share their time evenly" if style == "ctm" else ""))
+    untimed.tell(options)
     sys.stderr.write(
         f"{results.audio_seconds:.1f} s of audio in {results.seconds:.1f} s, RTFx "
         f"{results.rtfx:.1f}" + (f", {failed} failed\n" if failed else "\n")
@@ -166,10 +163,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _live(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) -> int:
-    """Text of standard input, a line for each segment, as it comes."""
-    from effasr.inference.files import json_line, one_line
+    """What is said on standard input, each segment as it comes."""
     from effasr.inference.live import RawFormat, raw_blocks, transcribe_live
     from effasr.inference.recognizer import Recognizer
+    from effasr.inference.sink import LiveSink
 
     form = RawFormat(
         sample_rate=options.sample_rate or 16_000,
@@ -179,12 +176,36 @@ def _live(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) -> i
     recognizer = Recognizer(loaded.model, loaded.tokenizer, decoding(options, words=options.words))
     blocks = raw_blocks(sys.stdin.buffer, form, recognizer.sample_rate)
     latency = 10.0 if options.latency is None else options.latency
-    as_json = options.json or options.format == "json"
-    for segment in transcribe_live(recognizer, blocks, prompt, latency_seconds=latency):
-        line = json_line(segment.as_row()) if as_json else one_line(segment.text) + "\n"
-        sys.stdout.write(line)
-        sys.stdout.flush()
+    segments = transcribe_live(recognizer, blocks, prompt, latency_seconds=latency)
+    untimed, sink = _Untimed(), LiveSink(_style(options), "stream")
+    for segment in segments:
+        sink.write(segment)
+        untimed.add([segment])
+    untimed.tell(options)
     return 0
+
+
+def _style(options: argparse.Namespace) -> Style:
+    return "json" if options.json else options.format
+
+
+class _Untimed:
+    """Counts segments that have no times of words."""
+
+    def __init__(self) -> None:
+        self._count = self._all = 0
+
+    def add(self, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            self._count += segment.words is None or bool(segment.text and not segment.words)
+            self._all += 1
+
+    def tell(self, options: argparse.Namespace) -> None:
+        """Say how many, where times were asked for."""
+        as_ctm = _style(options) == "ctm"
+        if self._count and (options.words or as_ctm):
+            what = f"{self._count} of {self._all} segments have no times of words"
+            _note(what + (", and their words share their time evenly" if as_ctm else ""))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -208,10 +229,6 @@ def _check_stream(options: argparse.Namespace) -> None:
         raise ValueError("`--stream` must have no other input than standard input: leave out FILE.")
     if options.output is not None or options.continued:
         raise ValueError("`--stream` must write to standard output: leave out `--output`.")
-    if options.format not in ("text", "json"):
-        raise ValueError(
-            f"`--format` must be text or json with `--stream`, but is {options.format}."
-        )
 
 
 def _sources(options: argparse.Namespace, default: Prompt) -> list[Source]:

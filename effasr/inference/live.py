@@ -146,7 +146,10 @@ def cut_live(
             f"`pause_seconds` must be from 0.1 to half of `latency_seconds` = {latency_seconds}, "
             f"but is {pause_seconds}."
         )
-    live = _Live(sample_rate, latency_seconds, pause_seconds)
+    return _cut(blocks, _Live(sample_rate, latency_seconds, pause_seconds))
+
+
+def _cut(blocks: Iterable[np.ndarray], live: _Live) -> Iterator[tuple[Chunk, np.ndarray]]:
     for block in blocks:
         live.held = np.concatenate([live.held, block])
         yield from live.cut()
@@ -236,8 +239,15 @@ def transcribe_live(
         ValueError: The stream is damaged, or the prompt is refused.
     """
     recognizer.prompt(prompt)
+    chunks = cut_live(_ahead(blocks), recognizer.sample_rate, latency_seconds=latency_seconds)
+    return _transcribed(recognizer, chunks, prompt)
+
+
+def _transcribed(
+    recognizer: Recognizer, chunks: Iterable[tuple[Chunk, np.ndarray]], prompt: Prompt
+) -> Iterator[Segment]:
     rate = recognizer.sample_rate
-    for chunk, samples in cut_live(_ahead(blocks), rate, latency_seconds=latency_seconds):
+    for chunk, samples in chunks:
         request = Request("stream", lambda samples=samples: samples, prompt)
         for result in recognizer.results([request]):
             if isinstance(result, Failure):

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from effasr.inference.files import write_text
-from effasr.inference.results import Failure, Result, Transcription
+from effasr.inference.files import json_line, one_line, write_text
+from effasr.inference.results import Failure, Result, Segment, Transcription
 from effasr.inference.sources import Source, check_names
-from effasr.inference.subtitles import ctm, srt, vtt
+from effasr.inference.subtitles import GrowingFile, ctm, srt, vtt
 from effasr.inference.transcribe import render
 
 Style = Literal["text", "json", "srt", "vtt", "ctm"]
@@ -81,6 +81,33 @@ class Sink:
         if self._style in _TIMED:
             return _TIMED[self._style](result)
         return render(result, "jsonl" if self._style == "json" else "text")
+
+
+class LiveSink:
+    """Writes the segments of speech that goes on to standard output, each as soon as it is known.
+
+    What was written by then is a whole file of its format at any time.
+
+    Args:
+        style: The format; text and JSON are a line for each segment.
+        name: Of the recording in CTM.
+    """
+
+    def __init__(self, style: Style, name: str) -> None:
+        self._style = style
+        self._file = None
+        if style != "text" and style != "json":
+            self._file = GrowingFile(style, name)
+            _say(self._file.header)
+
+    def write(self, segment: Segment) -> None:
+        """Write a segment, and hold nothing of it back."""
+        if self._file is not None:
+            _say(self._file.add(segment))
+        elif self._style == "json":
+            _say(json_line(segment.as_row()))
+        else:
+            _say(one_line(segment.text) + "\n")
 
 
 def _say(text: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
-from effasr.inference.results import Transcription
+from effasr.inference.results import Segment, Transcription
 from effasr.inference.words import Word
 
 _LONGEST_S = 6.0
@@ -13,40 +15,25 @@ _MOST_CHARACTERS = 84
 """Two lines of 42: what television allows on screen."""
 _PAUSE_S = 1.0
 
+_VTT_HEADER = "WEBVTT\n"
+
 Cue = tuple[float, float, str]
 """Start, end, text."""
 
 
 def cues(transcription: Transcription) -> list[Cue]:
     """What stands on the screen at a time: words up to a pause, or segments without words."""
-    shown: list[Cue] = []
-    for segment in transcription.segments:
-        if segment.words:
-            shown += [
-                (group[0].start, group[-1].end, " ".join(word.text for word in group))
-                for group in _groups(segment.words)
-            ]
-        elif segment.text:
-            shown.append((segment.start, segment.end, segment.text))
-    return shown
+    return [cue for segment in transcription.segments for cue in _cues(segment)]
 
 
 def srt(transcription: Transcription) -> str:
     """SubRip, with every cue numbered from 1."""
-    blocks = [
-        f"{number}\n{_clock(start, ',')} --> {_clock(end, ',')}\n{text}\n"
-        for number, (start, end, text) in enumerate(cues(transcription), 1)
-    ]
-    return "\n".join(blocks)
+    return "\n".join(_srt(number, cue) for number, cue in enumerate(cues(transcription), 1))
 
 
 def vtt(transcription: Transcription) -> str:
     """WebVTT."""
-    blocks = [
-        f"{_clock(start, '.')} --> {_clock(end, '.')}\n{_escaped(text)}\n"
-        for start, end, text in cues(transcription)
-    ]
-    return "\n".join(["WEBVTT\n", *blocks])
+    return "\n".join([_VTT_HEADER, *map(_vtt, cues(transcription))])
 
 
 def ctm(transcription: Transcription) -> str:
@@ -55,24 +42,72 @@ def ctm(transcription: Transcription) -> str:
     Spaces in the name of the recording become underscores, as fields are what spaces separate.
     """
     name = "_".join(Path(transcription.id).stem.split()) or "recording"
+    return "".join(_ctm(name, segment) for segment in transcription.segments)
+
+
+class GrowingFile:
+    """A recording in one of these formats, segment by segment: a whole file at any time.
+
+    A blank line follows each cue at once, by which those who read along know that it is complete.
+
+    Args:
+        style: srt, vtt or ctm.
+        name: Of the recording in CTM; without spaces.
+
+    Attributes:
+        header: What the file begins with.
+    """
+
+    def __init__(self, style: Literal["srt", "vtt", "ctm"], name: str) -> None:
+        self.header = _VTT_HEADER + "\n" if style == "vtt" else ""
+        self._style = style
+        self._name = name
+        self._numbers = itertools.count(1)
+
+    def add(self, segment: Segment) -> str:
+        """What to write for the next segment."""
+        if self._style == "ctm":
+            return _ctm(self._name, segment)
+        if self._style == "vtt":
+            return "".join(f"{_vtt(cue)}\n" for cue in _cues(segment))
+        return "".join(f"{_srt(next(self._numbers), cue)}\n" for cue in _cues(segment))
+
+
+def _cues(segment: Segment) -> Iterator[Cue]:
+    if segment.words:
+        for group in _groups(segment.words):
+            yield group[0].start, group[-1].end, " ".join(word.text for word in group)
+    # A blank line in a text would end the cue.
+    elif text := " ".join(segment.text.split()):
+        yield segment.start, segment.end, text
+
+
+def _srt(number: int, cue: Cue) -> str:
+    start, end, text = cue
+    return f"{number}\n{_clock(start, ',')} --> {_clock(end, ',')}\n{text}\n"
+
+
+def _vtt(cue: Cue) -> str:
+    start, end, text = cue
+    return f"{_clock(start, '.')} --> {_clock(end, '.')}\n{_escaped(text)}\n"
+
+
+def _ctm(name: str, segment: Segment) -> str:
     return "".join(
-        f"{name} 1 {start:.3f} {end - start:.3f} {word}\n"
-        for start, end, text in _timed(transcription)
-        for word in [text]
+        f"{name} 1 {start:.3f} {end - start:.3f} {word}\n" for start, end, word in _timed(segment)
     )
 
 
-def _timed(transcription: Transcription) -> Iterator[Cue]:
-    for segment in transcription.segments:
-        if segment.words:
-            yield from ((word.start, word.end, word.text) for word in segment.words)
-            continue
-        # The words of a segment share its time equally.
-        texts = segment.text.split()
-        each = (segment.end - segment.start) / max(1, len(texts))
-        for index, text in enumerate(texts):
-            start = segment.start + index * each
-            yield start, start + each, text
+def _timed(segment: Segment) -> Iterator[Cue]:
+    if segment.words:
+        yield from ((word.start, word.end, word.text) for word in segment.words)
+        return
+    # The words of a segment share its time equally.
+    texts = segment.text.split()
+    each = (segment.end - segment.start) / max(1, len(texts))
+    for index, text in enumerate(texts):
+        start = segment.start + index * each
+        yield start, start + each, text
 
 
 def _groups(words: Sequence[Word]) -> Iterable[list[Word]]:

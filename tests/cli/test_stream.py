@@ -2,7 +2,9 @@
 
 import io
 import json
+import re
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -68,6 +70,89 @@ def test_a_line_for_each_stretch_of_speech(effasr, workplace, piped, monkeypatch
     assert other.out == "a b\na b\n"
 
 
+class Flushed(io.StringIO):
+    """A standard output that knows what a reader of it has by now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = ""
+
+    def flush(self) -> None:
+        self.seen = self.getvalue()
+
+
+class Listening:
+    """A recorder that goes on only when what was said before can be read.
+
+    Attributes:
+        seen: What could be read before the first word was said, and after each.
+    """
+
+    def __init__(self, output: Flushed) -> None:
+        self._output = output
+        data, middle = pcm(said()), 2 * 6 * RATE
+        self._parts = [data[: 2 * RATE], data[2 * RATE : middle], data[middle:]]
+        self.seen: list[str] = []
+
+    def read1(self, wanted: int) -> bytes:
+        if not self._parts:
+            return b""
+        deadline = time.monotonic() + 20
+        while self._output.seen.count("a b") < len(self.seen) - 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.seen.append(self._output.seen)
+        return self._parts.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("style", "before", "cue"),
+    [
+        ("text", "", "a b\n"),
+        ("srt", "", "{number}\n{time},{ms} --> {time},{ms}\na b\n\n"),
+        ("vtt", "WEBVTT\n\n", "{time}.{ms} --> {time}.{ms}\na b\n\n"),
+    ],
+)
+def test_who_reads_along_has_each_cue_before_the_next_is_said(
+    effasr, workplace, monkeypatch, style, before, cue
+) -> None:
+    heard(monkeypatch)
+    output = Flushed()
+    recorder = Listening(output)
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=recorder))
+    done = effasr("transcribe", "--run", workplace.run, "--stream", "--format", style)
+    assert (done.code, done.err) == (0, "")
+    shown = [
+        cue.format(number=number, time=rf"00:00:0{second}", ms=r"\d{3}").replace(
+            f"--> 00:00:0{second}", r"--> 00:00:0\d"
+        )
+        for number, second in ((1, 2), (2, 6))
+    ]
+    texts = [*recorder.seen, output.seen]
+    assert texts[0] == texts[1] == before
+    assert re.fullmatch(re.escape(before) + shown[0], texts[2]), texts[2]
+    assert re.fullmatch(re.escape(before) + "".join(shown), texts[3]), texts[3]
+
+
+def test_ctm_of_a_stream(effasr, workplace, piped, monkeypatch) -> None:
+    heard(monkeypatch)
+    piped(pcm(said()))
+    done = effasr("transcribe", "--run", workplace.run, "--stream", "--format", "ctm")
+    rows = [line.split() for line in done.out.splitlines()]
+    assert [(row[:2], row[4]) for row in rows] == [(["stream", "1"], word) for word in "abab"]
+    starts = [float(row[2]) for row in rows]
+    assert starts == sorted(starts)
+    note = "2 of 2 segments have no times of words, and their words share their time evenly"
+    assert note in done.err
+
+
+@pytest.mark.parametrize("style", ["text", "json", "srt", "vtt", "ctm"])
+def test_where_nobody_speaks_there_is_an_empty_file(effasr, workplace, piped, style) -> None:
+    piped(bytes(2 * RATE))
+    done = effasr("transcribe", "--run", workplace.run, "--stream", "--format", style)
+    assert (done.code, done.out) == (0, "WEBVTT\n\n" if style == "vtt" else "")
+
+
 def test_the_model_itself_is_asked(effasr, workplace, piped) -> None:
     piped(pcm(said()))
     done = effasr("transcribe", "--run", workplace.run, "--stream", "--words", "--method", "ctc")
@@ -79,9 +164,11 @@ def test_the_model_itself_is_asked(effasr, workplace, piped) -> None:
     [
         (("--stream", "x.wav"), "`--stream` must have no other input than standard input"),
         (("--stream", "--output", "out"), "`--stream` must write to standard output"),
-        (("--stream", "--format", "srt"), "must be text or json with `--stream`, but is srt"),
         (("x.wav", "--latency", "3"), "`--latency` must be left out without `--stream`"),
-        (("--stream", "--latency", "0.1"), "`latency_seconds` must be at least 1, but is 0.1"),
+        (
+            ("--stream", "--format", "vtt", "--latency", "0.1"),
+            "`latency_seconds` must be at least 1, but is 0.1",
+        ),
         (("--stream", "--sample-rate", "10"), "`sample_rate` must be from 1000"),
         (("x.wav", "--gap", "0.01"), "`gap_seconds` must be at least 0.1, but is 0.01"),
     ],
@@ -89,7 +176,7 @@ def test_the_model_itself_is_asked(effasr, workplace, piped) -> None:
 def test_refusals(effasr, workplace, piped, arguments, message) -> None:
     piped(pcm(said()))
     failed = effasr("transcribe", "--run", workplace.run, *arguments)
-    assert failed.code == 2
+    assert (failed.code, failed.out) == (2, "")
     assert message in failed.error
 
 

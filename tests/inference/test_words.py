@@ -9,7 +9,7 @@ from effasr.inference.ctc_alignment import viterbi
 from effasr.inference.results import Failure, Segment, Transcription
 from effasr.inference.sink import Sink
 from effasr.inference.sources import Source, find
-from effasr.inference.subtitles import ctm, cues, srt, vtt
+from effasr.inference.subtitles import GrowingFile, ctm, cues, srt, vtt
 from effasr.inference.words import Word, words_of
 
 
@@ -149,6 +149,42 @@ def test_without_words_segments_are_shown() -> None:
     plain = Transcription("x.wav", 4.0, "a b", (Segment(0.0, 2.0, "a b"), Segment(2.0, 4.0, "")))
     assert cues(plain) == [(0.0, 2.0, "a b")]
     assert ctm(plain) == "x 1 0.000 1.000 a\nx 1 1.000 1.000 b\n"
+
+
+def growing() -> Transcription:
+    """What is said with times, without, not at all, and with more than a line has."""
+    timed = tuple(Word(f"w{i}", i * 0.7, i * 0.7 + 0.5) for i in range(12))
+    segments = (
+        Segment(0.0, 9.0, " ".join(word.text for word in timed), words=timed),
+        Segment(9.0, 10.0, ""),
+        Segment(10.0, 11.0, "two\n\n1 --> 2\nlines"),
+        Segment(12.0, 13.0, "< &", words=None),
+    )
+    return Transcription("stream", 13.0, " ".join(one.text for one in segments), segments)
+
+
+@pytest.mark.parametrize(("style", "whole"), [("srt", srt), ("vtt", vtt), ("ctm", ctm)])
+def test_a_file_that_grows_is_whole_after_each_segment(style, whole) -> None:
+    one = growing()
+    file = GrowingFile(style, "stream")
+    text = file.header
+    for count, segment in enumerate(one.segments, 1):
+        text += file.add(segment)
+        so_far = whole(Transcription(one.id, 0.0, "", one.segments[:count]))
+        # A blank line says at once that the last cue is complete.
+        assert text == so_far + ("" if style == "ctm" else "\n")
+        if style != "ctm":
+            blocks = text.removesuffix("\n\n").split("\n\n")
+            first = ["WEBVTT"] if style == "vtt" else []
+            assert blocks[: len(first)] == first
+            shown = cues(Transcription(one.id, 0.0, "", one.segments[:count]))
+            assert len(blocks) == len(first) + len(shown)
+    if style == "srt":
+        numbers = [int(block.split("\n")[0]) for block in text.removesuffix("\n\n").split("\n\n")]
+        assert numbers == list(range(1, 5))
+    assert GrowingFile(style, "stream").header == whole(Transcription("", 0.0, "", ())) + (
+        "\n" if style == "vtt" else ""
+    )
 
 
 def files(*names: str) -> list[Source]:
