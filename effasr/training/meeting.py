@@ -153,6 +153,7 @@ def _go_on_without_the_lost(trainer: Trainer) -> None:
         )
     if trainer.world.is_main and not was_main:
         logging.getLogger("effasr").setLevel(logging.NOTSET)
+        trainer.directory.lock(trainer.start, succeeds=True)
         trainer.display = trainer.open()
         trainer.display.say(
             f"rank 0 is lost: from step {trainer.step} on, another writes the files of the run"

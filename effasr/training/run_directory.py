@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from effasr.training.run_lock import LOCK, RunLock
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -33,6 +35,7 @@ class RunDirectory:
         tensorboard/       the same curves
         checkpoints/       see `effasr.checkpoint`
         evaluation/        the last validation
+        lock               while somebody trains, who that is
 
     Args:
         path: Of the directory.
@@ -41,24 +44,49 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._tensorboard: SummaryWriter | None = None
+        self._lock: RunLock | None = None
 
     @property
     def checkpoints(self) -> Path:
         """Where the checkpoints are."""
         return self.path / "checkpoints"
 
+    def lock(self, run: str, *, succeeds: bool = False) -> None:
+        """Let no other process train here until `close`: see `effasr.training.run_lock.RunLock`.
+
+        Args:
+            run: Names this start of the run.
+            succeeds: Whether the process that had the lock until now was given up.
+
+        Raises:
+            ValueError: Another process trains here.
+        """
+        self._lock = RunLock(self.path, run, succeeds=succeeds)
+
     def set_aside(self) -> Path | None:
         """Rename what is there to the first free ``NAME.old-1``, ``NAME.old-2``, ...
 
         Returns:
             The new path, or None where there was nothing.
+
+        Raises:
+            ValueError: Another process has begun to train here meanwhile.
         """
-        if not self.path.exists():
+        if not self.path.exists() or all(file.name == LOCK for file in self.path.iterdir()):
             return None
         number = 1
         while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
             number += 1
-        return self.path.rename(aside)
+        self.path.rename(aside)
+        if self._lock is not None:
+            # That of the new folder first, so that at no time nothing is locked.
+            before, self._lock = self._lock, None
+            before.moved(aside)
+            try:
+                self.lock(before.run)
+            finally:
+                before.release()
+        return aside
 
     def open(self, config: str, step: int, *, tensorboard: bool) -> None:
         """Get ready to write from ``step`` on: what a lost stretch wrote after it is removed.
@@ -79,9 +107,13 @@ class RunDirectory:
             self._tensorboard = SummaryWriter(folder, purge_step=step + 1)
 
     def close(self) -> None:
-        """Write what is still held back."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        """Write what is still held back, and let others train here."""
+        try:
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     def metrics(self, line: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""

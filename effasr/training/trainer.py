@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
@@ -74,15 +75,14 @@ def run(config: TrainConfig) -> int:
     ):
         if not world.is_main:
             logging.getLogger("effasr").setLevel(logging.ERROR)
-        trainer = Trainer(config, world)
-        try:
-            with trainer.display, trainer.checkpoints:
-                trainer.train(stop)
-        except TrainingFailed as error:
-            trainer.display.say(f"failed: {error}")
-            return 1
-        finally:
-            trainer.directory.close()
+        with closing(RunDirectory(Path(config.output) / config.name)) as directory:
+            trainer = Trainer(config, world, directory)
+            try:
+                with trainer.display, trainer.checkpoints:
+                    trainer.train(stop)
+            except TrainingFailed as error:
+                trainer.display.say(f"failed: {error}")
+                return 1
     return 0
 
 
@@ -92,14 +92,17 @@ class Trainer:
     Args:
         config: The run.
         world: The ranks.
+        directory: Of the run, which rank 0 locks; whoever made it closes it.
 
     Raises:
         ValueError: As `run`.
     """
 
-    def __init__(self, config: TrainConfig, world: World) -> None:
+    def __init__(self, config: TrainConfig, world: World, directory: RunDirectory) -> None:
         self.world = world
-        self.directory = RunDirectory(Path(config.output) / config.name)
+        self.directory = directory
+        # Whoever takes the place of rank 0 knows by it that the lock is that of this start.
+        self.start = world.broadcast(uuid.uuid4().hex)
         self.checkpoints = RunCheckpoints(
             self.directory.checkpoints, config.training.keep, background=config.training.async_save
         )
@@ -372,6 +375,7 @@ class Trainer:
         """The newest checkpoint that is whole; rank 0 decides which."""
         found = None
         if self.world.is_main:
+            self.directory.lock(self.start)
             if restart and (aside := self.directory.set_aside()):
                 log.warning("what was in %s is now in %s", self.directory.path, aside)
             found = self.checkpoints.newest()

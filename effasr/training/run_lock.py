@@ -1,0 +1,198 @@
+"""One training at a time in a run directory: a lock that the kernel drops with its process."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from contextlib import suppress
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+LOCK = "lock"
+"""The file, there while somebody trains or after he was killed: that it is locked counts."""
+
+_PATIENCE_S = 120.0
+"""For the lock of a process that torchrun has replaced: a file server may keep that of a host which
+is gone for its lease, 90 seconds by default with NFS."""
+_POLL_S = 0.5
+_TRIES = 100
+
+_held: set[int] = set()
+"""Descriptors of this process. The lock belongs to what a descriptor refers to, which a fork has
+as well: data workers would keep the lock of a trainer that was killed."""
+
+
+def _forget_in_child() -> None:
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+class RunLock:
+    """Holds the lock of a run directory from its creation to `release` or the process' end.
+
+    Where the file system has no locks, a warning says so, and nothing is held.
+
+    Args:
+        folder: The run directory; made if it is not there.
+        run: Names this start of the run; all of its processes know it.
+        succeeds: Whether this process takes the place of one of the same run that was given up,
+            and whose lock therefore does not count, even if the process is still there.
+
+    Raises:
+        ValueError: Another process holds it.
+    """
+
+    def __init__(self, folder: Path, run: str, *, succeeds: bool = False) -> None:
+        self.run = run
+        self._file = folder / LOCK
+        self._descriptor: int | None = None
+        self._made = [made for made in (folder, *folder.parents) if not made.exists()]
+        until, has_told = time.monotonic() + _PATIENCE_S, False
+        while (holder := self._try()) is not None:
+            if succeeds and holder.get("run") == run:
+                self._replace()
+                return
+            if not _is_replaced(holder) or time.monotonic() > until:
+                raise ValueError(_refusal(folder, holder))
+            if not has_told:
+                log.warning("waiting for a process that torchrun has replaced: %s", self._file)
+            has_told = True
+            time.sleep(_POLL_S)
+
+    def moved(self, folder: Path) -> None:
+        """The run directory was renamed to ``folder``; the lock has gone with it."""
+        self._file, self._made = folder / LOCK, []
+
+    def release(self) -> None:
+        """Let others train here; of folders that the lock was the first in, nothing is left."""
+        descriptor, self._descriptor = self._descriptor, None
+        # A forked child has none, nor does it end what its parent holds.
+        if descriptor is None or descriptor not in _held:
+            return
+        is_own = _is_at(self._file, descriptor)
+        if is_own:
+            self._file.unlink()
+        _held.discard(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+        if is_own:
+            for folder in self._made:
+                with suppress(OSError):
+                    folder.rmdir()
+
+    def _try(self) -> dict[str, Any] | None:
+        """Take the lock, or tell who has it."""
+        for _ in range(_TRIES):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                descriptor = _open(self._file)
+            except FileNotFoundError:
+                # Whoever held it has just removed the empty folder.
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                with os.fdopen(descriptor, "rb") as file:
+                    return _read(file.read())
+            except OSError as error:
+                os.close(descriptor)
+                _warn(self._file.parent, error.strerror)
+                return None
+            # It may be the file of one that has ended since, and not that which the next will open.
+            if _is_at(self._file, descriptor):
+                self._hold(descriptor)
+                return None
+            os.close(descriptor)
+        raise OSError(f"{self._file} is removed again and again while it is being locked.")
+
+    def _replace(self) -> None:
+        """Put a locked file in the place of one whose lock does not count."""
+        partial = self._file.with_name(f".{LOCK}.partial")
+        partial.unlink(missing_ok=True)
+        descriptor = _open(partial)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._hold(descriptor)
+        partial.replace(self._file)
+
+    def _hold(self, descriptor: int) -> None:
+        _held.add(descriptor)
+        self._descriptor = descriptor
+        holder = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+            "run": self.run,
+            "job": _job(),
+        }
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, (json.dumps(holder) + "\n").encode())
+        # For processes on other hosts.
+        os.fsync(descriptor)
+
+
+def _open(file: Path) -> int:
+    # To be written to, or NFS refuses to lock it for one alone.
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+def _is_at(file: Path, descriptor: int) -> bool:
+    """Whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _read(content: bytes) -> dict[str, Any]:
+    """What the holder has written; nothing where it has not come to that yet."""
+    with suppress(ValueError):
+        holder = json.loads(content)
+        if isinstance(holder, dict):
+            return holder
+    return {}
+
+
+def _job() -> str | None:
+    """What torchrun calls the run, over all of its restarts."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def _is_replaced(holder: dict[str, Any]) -> bool:
+    """Whether this process is one that torchrun has started in the place of the holder."""
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return restarts > 0 and _job() is not None and holder.get("job") == _job()
+
+
+def _refusal(folder: Path, holder: dict[str, Any]) -> str:
+    if "pid" in holder:
+        who = f"process {holder['pid']} on {holder['host']} has trained there since "
+        who += holder["started"]
+        how = f" with a checkpoint by `kill {holder['pid']}` on {holder['host']}"
+    else:
+        who, how = "another process has just begun to train there", ""
+    return (
+        f"`name`: the run directory {folder} must be free to be trained in, but {who}: wait until "
+        f"it has ended, or end it{how}, or choose another `name`."
+    )
+
+
+@cache
+def _warn(folder: Path, reason: str) -> None:
+    log.warning(
+        "%s is on a file system without locks (flock: %s): nothing keeps a second training from "
+        "writing there, too",
+        folder,
+        reason,
+    )
