@@ -247,7 +247,7 @@ def inference_pictures(rows: Sequence[Row]) -> list[Picture]:
         peer = row["system"] == "transformers" or row["agreement"]
         command = f"python profiling/bench_inference.py --size {row['size']}"
         command += f" --shapes {row['shape']} --batch {row['batch']}" + (" --peer" if peer else "")
-        name = f"{row['shape']}, {row['system']}, {row['dtype']}"
+        name = f"{row['shape']}, {row['system']}, {row['dtype']}, batch {row['batch']}"
         lines.append(Line(name, values, row, command))
     seconds = "{:.3f}".format
     panels = [("RTFx", "{:,.0f}".format), ("encoder s", seconds), ("prefill s", seconds)]
