@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -132,7 +133,9 @@ def test_torchrun_waits_for_a_process_that_it_has_replaced_and_for_no_other(
             if len(waited) == 3:
                 process.communicate("")
 
-        monkeypatch.setattr(time, "sleep", end)
+        # The lock's own clock: threads that other tests have left behind sleep, too.
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=end)
+        monkeypatch.setattr(run_lock, "time", clock)
         for job, restarts in (("job", "0"), ("other", "1")):
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
