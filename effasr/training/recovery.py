@@ -36,6 +36,13 @@ _SIGNS = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
 )
 
+_WHOLE = (
+    # oneDNN's, where there is no room for code or buffers. With more words they mean other things.
+    "could not create a primitive",
+    "could not create a memory object",
+    "could not execute a primitive",
+)
+
 
 class OutOfMemory(RuntimeError):
     """There is not enough memory, and no way around it; the message says for what."""
@@ -120,7 +127,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there is not enough memory, of a GPU or of the host."""
     if isinstance(error, torch.OutOfMemoryError | OutOfMemory | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    said = str(error).strip()
+    is_sign = said in _WHOLE or any(sign in said for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and is_sign
 
 
 def attempt(run: Callable[[], T]) -> T | Failure:

@@ -193,6 +193,9 @@ def test_what_counts_as_want_of_memory() -> None:
     assert is_out_of_memory(torch_error())
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(RuntimeError(CPU_ERROR))
+    assert is_out_of_memory(RuntimeError("could not create a primitive"))
+    unsupported = "could not create a primitive descriptor for the convolution forward propagation"
+    assert not is_out_of_memory(RuntimeError(unsupported))
     assert not is_out_of_memory(ValueError("out of memory"))
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
     with pytest.raises(RuntimeError) as real:
