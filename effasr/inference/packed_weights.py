@@ -35,6 +35,7 @@ class PackedWeights:
 
     def __init__(self, model: ASRModel) -> None:
         """Pack the weights as they are now."""
+        self._model, self._packed_of = model, _versions(model)
         self._methods: list[tuple[nn.Module, str, Callable[[Tensor], Tensor]]] = []
         if not torch.backends.mkldnn.is_available():
             return
@@ -52,6 +53,11 @@ class PackedWeights:
             elif isinstance(module, Subsampling) and _can_be_packed(module.linear.weight):
                 linear = _packed(module.project_weight(), module.linear.bias)
                 self._methods.append((module, "project", linear))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model's parameters are those that were packed, by address and version."""
+        return _versions(self._model) == self._packed_of
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -96,7 +102,15 @@ def _linears(model: ASRModel) -> Iterator[tuple[nn.Linear, int]]:
                 yield module, 0 if name.endswith("kv_proj") and "encoder_attn" in name else fewest
 
 
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    return [(p.data_ptr(), p._version) for p in model.parameters() if _is_plain(p)]
+
+
+def _is_plain(weight: Tensor) -> bool:
+    # A sharded parameter is of another type; an inference tensor does not tell its version.
+    return type(weight) in (Tensor, nn.Parameter) and not weight.is_inference()
+
+
 def _can_be_packed(weight: Tensor) -> bool:
-    # A sharded parameter is of another type.
-    plain = type(weight) in (Tensor, nn.Parameter)
+    plain = _is_plain(weight)
     return plain and weight.device.type == "cpu" and weight.dtype == torch.float32

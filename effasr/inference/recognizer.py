@@ -79,6 +79,7 @@ class Recognizer:
         self._features = model.config.features
         self._method = check_config(model, self.config)
         self._lm = load_lm(self.config, model, tokenizer)
+        self._packed: PackedWeights | None = None
 
     @property
     def sample_rate(self) -> int:
@@ -125,7 +126,10 @@ class Recognizer:
             requests: Read a little ahead of the results.
             on_audio: Called after each batch, with the seconds of audio that it finished.
         """
-        search, self._packed = self._search(), PackedWeights(self.model)
+        search = self._search()
+        # Streamed speech comes in many calls, each too short to pay for packing all weights.
+        if self._packed is None or not self._packed.is_current:
+            self._packed = PackedWeights(self.model)
         enough = _WINDOW_BATCHES * self.config.frame_budget
         window: list[_Piece] = []
         frames = 0
@@ -257,6 +261,7 @@ class Recognizer:
         """Give pieces their texts; returns their seconds, and whether the memory was enough."""
         done = 0.0
         kind, half = next(self.model.parameters()).device.type, self.config.precision == "bfloat16"
+        assert self._packed is not None
         try:
             with torch.autocast(kind, torch.bfloat16, enabled=half), self._packed.active():
                 fed = search.feed(*self._collated(pieces), pieces) if pieces else search.finish()

@@ -87,6 +87,10 @@ def test_weights_that_changed_are_packed_again(model, tokenizer, noise) -> None:
     recognizer = Recognizer(model, tokenizer)
     request = Request("a", lambda: noise(2.0), Prompt("en", "en"))
     [first] = recognizer.results([request])
+    packed = recognizer._packed
+    [again] = recognizer.results([request])
+    assert recognizer._packed is packed, "weights that did not change are packed once"
+    assert again.text == first.text
     linear = model.encoder.layers[0].feed_forward1.linear1
     kept = linear.weight.detach().clone()
     with torch.no_grad():
@@ -95,6 +99,7 @@ def test_weights_that_changed_are_packed_again(model, tokenizer, noise) -> None:
     with torch.no_grad():
         linear.weight.copy_(kept)
     [third] = recognizer.results([request])
+    assert recognizer._packed is not packed
     assert first.text != second.text
     assert first.text == third.text
 
