@@ -55,6 +55,8 @@ test: $(VENV)/.test
 	$(BIN)/pytest -n 2 -m "not gpu"
 	@echo; echo "The kernels, in Triton's interpreter:"; echo
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/gpu
+	@echo; echo "The kernels as compiled for a GPU, instruction by instruction:"; echo
+	EFFASR_EMULATE=90 $(BIN)/pytest -n 2 tests/gpu -k bfloat16
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ compiles exactly what would have been launched, for a GPU that need not be there
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +44,7 @@ class Launch:
 
 
 class _Recorder:
-    launches: list[Launch] | None = None
+    take: Callable[[Launch], object] | None = None
     capability: tuple[int, int] = _WITHOUT_GPU
 
 
@@ -55,12 +55,27 @@ def recording(capability: tuple[int, int] = _WITHOUT_GPU) -> Iterator[list[Launc
     Args:
         capability: Of the GPU for which configurations are chosen.
     """
-    before = _Recorder.launches, _Recorder.capability
-    _Recorder.launches, _Recorder.capability = [], capability
+    launches: list[Launch] = []
+    with diverted(launches.append, capability):
+        yield launches
+
+
+@contextmanager
+def diverted(
+    take: Callable[[Launch], object], capability: tuple[int, int] = _WITHOUT_GPU
+) -> Iterator[None]:
+    """Give launches to a function instead of running them.
+
+    Args:
+        take: Called with every launch that has a program.
+        capability: Of the GPU for which configurations are chosen.
+    """
+    before = _Recorder.take, _Recorder.capability
+    _Recorder.take, _Recorder.capability = take, capability
     try:
-        yield _Recorder.launches
+        yield
     finally:
-        _Recorder.launches, _Recorder.capability = before
+        _Recorder.take, _Recorder.capability = before
 
 
 def launch(
@@ -87,9 +102,9 @@ def launch(
     """
     # Products and sums fuse where the compiler may; later versions of Triton turn that off.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-    if _Recorder.launches is not None:
+    if _Recorder.take is not None:
         named = dict(zip(kernel.arg_names, args, strict=False))
-        _Recorder.launches.append(Launch(kernel, tuple(grid), named, constants, options))
+        _Recorder.take(Launch(kernel, tuple(grid), named, constants, options))
         return
     if 0 in grid:
         return
@@ -109,7 +124,7 @@ def launch(
 
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability for which to choose a configuration: (9, 0) for an H100 or H200."""
-    if _Recorder.launches is not None:
+    if _Recorder.take is not None:
         return _Recorder.capability
     if device.type != "cuda":
         return _WITHOUT_GPU
@@ -118,7 +133,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def multiprocessors(device: torch.device) -> int:
     """How many there are, to divide work among; those of an H200 where there is no GPU."""
-    if _Recorder.launches is not None or device.type != "cuda":
+    if _Recorder.take is not None or device.type != "cuda":
         return _MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -133,7 +148,7 @@ def refusal(*tensors: Tensor | None) -> str | None:
     x = next(tensor for tensor in tensors if tensor is not None)
     if x.dtype == torch.float64:
         return "float64 is for the reference"
-    if _Recorder.launches is not None:
+    if _Recorder.take is not None:
         return None
     if INTERPRETED:
         # The interpreter copies from a GPU and back; there a test would prove nothing.

@@ -1,11 +1,14 @@
-"""Kernels against the references: in Triton's interpreter on a CPU, or on a GPU.
+"""Kernels against the references: on a GPU, or as a CPU can run them.
 
-One suite, two places. Under ``TRITON_INTERPRET=1`` tests run on the CPU, in float32 and float16;
-else they need a GPU, and add bfloat16.
+One suite, three places. Under ``TRITON_INTERPRET=1`` tests run in Triton's interpreter, in float32.
+With ``EFFASR_EMULATE=90`` (or 80) what Triton compiles for sm_90 runs instruction by instruction
+(`profiling/emulator`), in every dtype. Else they need a GPU.
 """
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ import torch
 from effasr_kernels.testing import AWKWARD_LENGTHS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EMULATED = int(os.environ.get("EFFASR_EMULATE", "0"))
+"""Of which architecture instructions are emulated; 0 for none."""
 
 
 # What NumPy says of the interpreter: that of 3.6 converts arrays to numbers as NumPy 1 did, and the
@@ -30,6 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not str(item.path).startswith(here):
             continue
+        if EMULATED:
+            continue
         if not INTERPRETED:
             item.add_marker(pytest.mark.gpu)
             continue
@@ -40,9 +47,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``dtype``: those that the place can compute in; ``lengths``: those that kernels fail on."""
     if "dtype" in metafunc.fixturenames:
-        dtypes = [torch.float32, torch.float16]
-        if not INTERPRETED:
-            dtypes.append(torch.bfloat16)
+        # The interpreter computes bfloat16 wrongly; the emulator is the place for narrow numbers.
+        narrow = [] if INTERPRETED else [torch.float16, torch.bfloat16]
+        dtypes = [torch.float32, *narrow]
         metafunc.parametrize("dtype", dtypes, ids=[str(d).removeprefix("torch.") for d in dtypes])
     if "lengths" in metafunc.fixturenames:
         metafunc.parametrize("lengths", AWKWARD_LENGTHS.values(), ids=AWKWARD_LENGTHS)
@@ -51,7 +58,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where the kernels run."""
-    return torch.device("cpu" if INTERPRETED else "cuda")
+    return torch.device("cpu" if INTERPRETED or EMULATED else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def _emulated() -> Iterator[None]:
+    if not EMULATED:
+        yield
+        return
+    folder = str(Path(__file__).parents[2] / "profiling")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    from emulator.emulate import emulated
+
+    with emulated(EMULATED):
+        yield
 
 
 @pytest.fixture(autouse=True)

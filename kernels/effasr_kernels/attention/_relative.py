@@ -157,7 +157,8 @@ def _grad_table(
     heads, width = q.shape[1:]
     block_m, block_w, warps, stages = _blocks_of_grad_table(q.dtype, padded_width(width))
     reach = (table.shape[0] + 1) // 2
-    blocks = 2 * -(-reach // block_w)
+    # Blocks begin up to a step lower than multiples of their width.
+    blocks = 2 * -(-(reach + _STEP - 2) // block_w)
     tiles = _tiles(layout_q, block_m) // _STEP
     # One share for each of the rests of a query's place by the step, and more while there is room.
     splits = _STEP * max(1, min(_PROGRAMS // (_STEP * blocks * heads), tiles))
@@ -217,17 +218,21 @@ def _blocks_of_scores(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, 
 
 
 def _blocks_of_grad_queries(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, int]:
-    """Queries of a tile, distances of a step, warps, stages."""
+    """Queries of a tile, distances of a step, warps, stages.
+
+    In one stage: the copies of a pipeline are of pairs, twice the instructions, and meet in banks.
+    """
     if dtype == torch.float32:
         return 32, 32, 8, 1
-    return (64, 64, 4, 3) if block_d <= 64 else (64, 64, 8, 2)
+    return 32, 32, 2 if block_d <= 64 else 4, 1
 
 
 def _blocks_of_grad_table(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, int]:
     """Queries of a step, distances of a block, warps, stages.
 
-    Most sequences have few steps of such a block: steps are short, so that less of them is empty.
+    Most sequences have few steps of such a block: steps are short, so that less of them is empty,
+    and not pipelined. Few warps repeat less of what is the same for all.
     """
     if dtype == torch.float32:
         return 32 if block_d <= 128 else 16, 32, 8, 1
-    return 32, 64, 4 if block_d <= 64 else 8, 3
+    return 16, 64, 2 if block_d <= 64 else 4 if block_d <= 128 else 8, 1

@@ -72,10 +72,13 @@ def grad_queries(
     in_width = channel < WIDTH
     diagonal = tl.arange(0, BLOCK_W)
     grad_scores += ((begin + start) * heads + head) * (eighths * 8)
-    # Pairs are loaded whole: what follows the last key of an odd number must be zero.
-    after = grad_scores + row * (heads * STEP * eighths * 8) + keys
-    zero = tl.zeros((BLOCK_M,), dtype=grad_scores.dtype.element_ty)
-    tl.store(after, zero, mask=in_range & (keys % STEP != 0))
+    # Keys are loaded in whole groups: what follows the last one must be zero.
+    key = keys // STEP * STEP + tl.arange(0, STEP)
+    tl.store(
+        grad_scores + (row * (heads * STEP * eighths * 8))[:, None] + key[None, :],
+        tl.zeros((BLOCK_M, STEP), dtype=grad_scores.dtype.element_ty),
+        mask=in_range[:, None] & (key >= keys)[None, :] & (keys % STEP != 0),
+    )
     tl.debug_barrier()
     keys = tl.cdiv(keys, STEP) * STEP
     grad_scores -= last * STEP
@@ -195,8 +198,9 @@ def grad_table(
 
     row = tl.arange(0, BLOCK_M)
     diagonal = tl.arange(0, BLOCK_W)
-    # In descending order, so that the keys of a query ascend; the first key of a row is even.
-    largest = nearest + BLOCK_W - phase
+    # In descending order, so that the keys of a query ascend; STEP divides the first key of a row.
+    back = (STEP - phase) % STEP
+    largest = nearest + BLOCK_W - back
     offset = (row * (STEP * (heads * eighths * 8 + 1)))[:, None] + diagonal[None, :]
     first_key = diagonal[None, :] + (row * STEP)[:, None] - BLOCK_W
     channel = tl.arange(0, BLOCK_D)
@@ -214,28 +218,30 @@ def grad_table(
         keys = tl.cdiv(keys, STEP) * STEP
         number = begin // (BLOCK_M * STEP) + sequence
         # The queries that have a key at one of these distances.
-        low = tl.maximum(nearest, 0) // (BLOCK_M * STEP)
+        low = tl.maximum(nearest - back, 0) // (BLOCK_M * STEP)
         high = tl.cdiv(tl.minimum(length, tl.maximum(keys + largest, 0)), BLOCK_M * STEP)
         low = tl.maximum(low, first_tile - number)
         high = tl.minimum(high, end_tile - number)
-        for tile in range(low, high):
-            start = tile * (BLOCK_M * STEP)
-            in_range = start + phase + row * STEP < length
-            here = begin.to(tl.int64) + start + phase
-            # The key of the first query at the largest distance.
-            skip = start - nearest + 2 * phase
-            ds = tl.load(
-                grad_scores + here * (heads * eighths * 8) + skip + offset,
-                mask=is_below(skip + first_key, keys) & in_range[:, None],
-                other=0.0,
-            )
-            query = tl.load(
-                q + here * stride_row + query_offset,
-                mask=in_range[:, None] & in_width[None, :],
-                other=0.0,
-            )
-            query = (query.to(tl.float32) + bias).to(query.dtype)
-            total = tl.dot(tl.trans(ds), query, total, input_precision="ieee")
+        # A pipeline loads ahead even where there is nothing.
+        if low < high:
+            for tile in range(low, high):
+                start = tile * (BLOCK_M * STEP)
+                in_range = start + phase + row * STEP < length
+                here = begin.to(tl.int64) + start + phase
+                # The key of the first query at the largest distance.
+                skip = start - nearest + (phase + back) // STEP * STEP
+                ds = tl.load(
+                    grad_scores + here * (heads * eighths * 8) + skip + offset,
+                    mask=is_below(skip + first_key, keys) & in_range[:, None],
+                    other=0.0,
+                )
+                query = tl.load(
+                    q + here * stride_row + query_offset,
+                    mask=in_range[:, None] & in_width[None, :],
+                    other=0.0,
+                )
+                query = (query.to(tl.float32) + bias).to(query.dtype)
+                total = tl.dot(tl.trans(ds), query, total, input_precision="ieee")
     entry = reach - 1 + largest - diagonal
     grad += (split.to(tl.int64) * (2 * reach - 1) * heads + head) * WIDTH
     tl.store(

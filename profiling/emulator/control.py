@@ -1,0 +1,60 @@
+"""Where the lanes of a warp that a branch has parted go together again."""
+
+from __future__ import annotations
+
+
+def meetings(after: list[list[int]]) -> list[int]:
+    """The immediate post-dominator of each instruction: the first that it comes to on every way.
+
+    Args:
+        after: What may follow each instruction; ``len(after)`` is the end.
+
+    Returns:
+        As many numbers; the end for an instruction from which the end is never reached.
+
+    References:
+        Cooper, Harvey and Kennedy 2001, A Simple, Fast Dominance Algorithm, on the reversed graph.
+    """
+    end = len(after)
+    before: list[list[int]] = [[] for _ in range(end + 1)]
+    for number, others in enumerate(after):
+        for other in others:
+            before[other].append(number)
+    order = _postorder(before, end)
+    rank = {node: number for number, node in enumerate(order)}
+    meeting = {end: end}
+    changed = True
+    while changed:
+        changed = False
+        for node in reversed(order[:-1]):
+            known = [other for other in after[node] if other in meeting]
+            found = known[0]
+            for other in known[1:]:
+                found = _common(found, other, rank, meeting)
+            changed |= meeting.get(node) != found
+            meeting[node] = found
+    return [meeting.get(number, end) for number in range(end)]
+
+
+def _common(a: int, b: int, rank: dict[int, int], meeting: dict[int, int]) -> int:
+    while a != b:
+        while rank[a] < rank[b]:
+            a = meeting[a]
+        while rank[b] < rank[a]:
+            b = meeting[b]
+    return a
+
+
+def _postorder(before: list[list[int]], end: int) -> list[int]:
+    """All instructions from which the end is reached; the end is last."""
+    order, stack, seen = [], [(end, iter(before[end]))], {end}
+    while stack:
+        node, rest = stack[-1]
+        other = next((x for x in rest if x not in seen), None)
+        if other is None:
+            order.append(node)
+            stack.pop()
+        else:
+            seen.add(other)
+            stack.append((other, iter(before[other])))
+    return order

@@ -1,0 +1,80 @@
+"""Kernels of `effasr_kernels` on the CPU, as they are compiled for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor
+
+from effasr_kernels import aot
+from effasr_kernels.launch import Launch, diverted
+from emulator.machine import Binary, load, run
+from emulator.parse import encode
+
+_BINARIES: dict[tuple, tuple[Binary, int]] = {}
+
+
+@contextmanager
+def emulated(architecture: int, seed: int = 0, *, counted: bool = False) -> Iterator[None]:
+    """Run launches in PTX, on tensors of the CPU.
+
+    Args:
+        architecture: 80 or 90.
+        seed: Of the order of blocks and warps.
+        counted: Whether accesses are counted, see `binaries`.
+
+    Raises:
+        Fault: By a launch: see ``native/memory.h``.
+    """
+    run_one = partial(execute, architecture=architecture, seed=seed, counted=counted)
+    with diverted(run_one, divmod(architecture, 10)):
+        yield
+
+
+def binaries() -> list[Binary]:
+    """The kernels that have run."""
+    return [binary for binary, _ in _BINARIES.values()]
+
+
+def execute(launch: Launch, architecture: int, seed: int = 0, *, counted: bool = False) -> int:
+    """Run one launch; returns how many instructions its warps have run.
+
+    Raises:
+        Fault: See ``native/memory.h``.
+    """
+    if 0 in launch.grid:
+        return 0
+    key = (architecture, *aot.key(launch))
+    if key not in _BINARIES:
+        resources = aot.compile_launch(launch, architecture)
+        _BINARIES[key] = load(resources.ptx), resources.shared
+    binary, shared_bytes = _BINARIES[key]
+    parameters, tensors = _arguments(launch, binary)
+    return run(
+        binary,
+        launch.grid,
+        parameters,
+        tensors,
+        shared_bytes=shared_bytes,
+        seed=seed,
+        counted=counted,
+    )
+
+
+def _arguments(launch: Launch, binary: Binary) -> tuple[bytes, list[tuple[str, int, int]]]:
+    """The parameters' bytes, and the memory that tensors among them own."""
+    types, _, _ = aot.signature(launch)
+    # Behind the arguments come two pointers to memory that no kernel here asks for.
+    names = [name for name, kind in types.items() if kind != "constexpr"]
+    parameters = bytearray(binary.program.parameter_bytes)
+    storages: dict[int, tuple[str, int, int]] = {}
+    for name, (offset, size) in zip(names, binary.program.parameters, strict=False):
+        value = launch.args[name]
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = name, storage.data_ptr(), storage.nbytes()
+            value = value.data_ptr()
+        parameters[offset : offset + size] = encode(value, size, isinstance(value, float))
+    return bytes(parameters), list(storages.values())

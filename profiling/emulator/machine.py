@@ -1,0 +1,203 @@
+"""The machine, built with the compiler that is there, and launches on it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from emulator.parse import Operations, Program, parse
+
+_SOURCES = Path(__file__).parent / "native"
+_MOST_STEPS = 20_000_000
+_OPTIONS = ("-std=c++20", "-O2", "-fno-strict-aliasing", "-fPIC", "-shared")
+COUNTS = ("issued", "sectors", "needed", "turns", "fewest", "products")
+"""What is counted of an instruction; see ``native/counts.h``."""
+
+
+class Fault(RuntimeError):
+    """What a GPU would do wrong, at times or always."""
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_uint64), ("bytes", ctypes.c_uint64), ("name", ctypes.c_char_p))
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("code", ctypes.c_void_p),
+        ("length", ctypes.c_int32),
+        ("operands", ctypes.c_void_p),
+        ("words", ctypes.c_int32),
+        ("constants", ctypes.c_void_p),
+        ("num_constants", ctypes.c_int32),
+        ("specials", ctypes.c_void_p),
+        ("num_specials", ctypes.c_int32),
+        ("parameters", ctypes.c_char_p),
+        ("parameter_bytes", ctypes.c_int32),
+        ("threads", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+        ("grid", ctypes.c_uint32 * 3),
+        ("tensors", ctypes.c_void_p),
+        ("num_tensors", ctypes.c_int32),
+        ("seed", ctypes.c_uint64),
+        ("most_steps", ctypes.c_uint64),
+        ("counts", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """A kernel in the form that the machine takes.
+
+    Attributes:
+        program: What was read.
+        code: Its ``code``, flat; int32, as are all.
+        operands: Its ``operands``.
+        constants: Its ``constants``, of values the low and the high half.
+        specials: Its ``specials``.
+        counts: uint64, `COUNTS` of each instruction, over all launches that were counted.
+    """
+
+    program: Program
+    code: array
+    operands: array
+    constants: array
+    specials: array
+    counts: array
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Build the machine, once for each version of its sources.
+
+    Raises:
+        FileNotFoundError: There is no C++ compiler.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler")
+    digest = hashlib.sha256()
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    folder = Path(tempfile.gettempdir()) / f"effasr_ptx_{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    built = folder / f"machine_{digest.hexdigest()[:16]}.so"
+    if not built.exists():
+        partial = built.with_suffix(f".{os.getpid()}")
+        command = [compiler, *_OPTIONS, str(_SOURCES / "machine.cpp"), "-o", str(partial)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
+        partial.replace(built)
+    loaded = ctypes.CDLL(str(built))
+    loaded.ptx_special.restype = ctypes.c_char_p
+    return loaded
+
+
+@functools.cache
+def operations() -> Operations:
+    """What the machine can do."""
+    name, kinds = ctypes.c_char_p(), ctypes.c_char_p()
+    ask = library().ptx_operation
+    lanes = {}
+    for number in range(ask(1 << 30, None, None)):
+        ask(number, ctypes.byref(name), ctypes.byref(kinds))
+        lanes[_text(name)] = number, _text(kinds)
+    specials = {}
+    while (special := library().ptx_special(len(specials))) is not None:
+        specials[special.decode()] = 10000 + len(specials)
+    return Operations(lanes, specials)
+
+
+def load(ptx: str) -> Binary:
+    """Read a kernel.
+
+    Raises:
+        Unknown: It has something that is not understood.
+    """
+    program = parse(ptx, operations())
+    flat = lambda rows: array("i", [_signed(x) for row in rows for x in row])
+    constants = (
+        (place, wide, value & 0xFFFFFFFF, value >> 32) for place, wide, value in program.constants
+    )
+    return Binary(
+        program,
+        flat(program.code),
+        array("i", program.operands),
+        flat(constants),
+        flat(program.specials),
+        array("Q", bytes(8 * len(COUNTS) * len(program.code))),
+    )
+
+
+def run(
+    binary: Binary,
+    grid: Sequence[int],
+    parameters: bytes,
+    tensors: Sequence[tuple[str, int, int]],
+    *,
+    shared_bytes: int,
+    seed: int = 0,
+    counted: bool = False,
+) -> int:
+    """Launch a kernel; returns how many instructions its warps have run.
+
+    Args:
+        binary: The kernel.
+        grid: Blocks along each axis.
+        parameters: As `Program.parameters` lays them out.
+        tensors: Name, address and bytes of all memory that it may touch.
+        shared_bytes: Of a block.
+        seed: Of the order of blocks and warps.
+        counted: Whether ``binary.counts`` is added to.
+
+    Raises:
+        Fault: See `native/memory.h`.
+    """
+    program = binary.program
+    pointer = lambda values: values.buffer_info()[0]
+    places = (_Tensor * len(tensors))(*((at, size, name.encode()) for name, at, size in tensors))
+    launch = _Launch(
+        code=pointer(binary.code),
+        length=len(program.code),
+        operands=pointer(binary.operands),
+        words=program.words,
+        constants=pointer(binary.constants),
+        num_constants=len(program.constants),
+        specials=pointer(binary.specials),
+        num_specials=len(program.specials),
+        parameters=parameters,
+        parameter_bytes=len(parameters),
+        threads=program.threads,
+        shared_bytes=shared_bytes,
+        grid=(ctypes.c_uint32 * 3)(*grid, *[1] * (3 - len(grid))),
+        tensors=ctypes.addressof(places),
+        num_tensors=len(tensors),
+        seed=seed,
+        most_steps=_MOST_STEPS,
+        counts=pointer(binary.counts) if counted else None,
+    )
+    error = ctypes.create_string_buffer(1000)
+    line, steps = ctypes.c_int(), ctypes.c_uint64()
+    arguments = ctypes.byref(launch), error, len(error), ctypes.byref(line), ctypes.byref(steps)
+    if library().ptx_run(*arguments):
+        where = program.lines[line.value]
+        raise Fault(f"{program.name}, {where}: {error.value.decode()}")
+    return steps.value
+
+
+def _text(value: ctypes.c_char_p) -> str:
+    return (value.value or b"").decode()
+
+
+def _signed(value: int) -> int:
+    return value - 2**32 if value >= 2**31 else value

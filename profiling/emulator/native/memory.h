@@ -1,0 +1,172 @@
+// What a block can address, and who touched it: accesses out of bounds and races are errors.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+// The stretch of a block between two barriers. Warps of a block are ordered by these alone, and blocks
+// of a launch by nothing.
+struct Phase {
+  uint32_t number = 0;  // unique in the launch; 0 is none
+  uint32_t block = 0;
+};
+
+struct Trace {
+  uint32_t written = 0, read = 0;  // the phases in which it was, last
+  uint16_t writer = 0, reader = 0;
+  bool several = false;   // warps read it in that phase
+  bool elsewhere = false; // another block read it
+  bool pending = false;   // a copy to it is under way
+  uint16_t products = 0;  // so many products of it are under way
+  uint32_t unfenced = 0;  // how many fences its writer must have passed; 0 for a copy
+};
+
+struct Region {
+  uint64_t begin = 0, end = 0;
+  const char* name = "";
+  std::vector<Trace> traces;
+};
+
+// Those of a warp: how many, and in which phase the last was.
+struct Fences {
+  uint32_t count = 0, phase = 0;
+};
+
+class Memory {
+ public:
+  explicit Memory(const char* what) : what_(what) {}
+
+  void add(uint64_t begin, uint64_t bytes, const char* name) {
+    regions_.push_back({begin, begin + bytes, name, std::vector<Trace>(bytes)});
+  }
+
+  // Blocks by the number of their phases.
+  std::vector<uint32_t>* blocks = nullptr;
+
+  void read(uint64_t at, uint32_t bytes, Phase phase, uint16_t warp) {
+    for (Trace& x : traces(at, bytes, "reads")) {
+      if (x.pending) fail(at, bytes, "reads what a copy that was not waited for is to write");
+      if (unordered(x.written, x.writer, phase, warp)) fail(at, bytes, race("reads", x, phase));
+      if (x.read == phase.number) {
+        x.several |= x.reader != warp;
+      } else {
+        x.elsewhere |= x.read && block(x.read) != phase.block;
+        x.read = phase.number, x.reader = warp, x.several = false;
+      }
+    }
+  }
+
+  // To write what is there already disturbs nobody: threads that hold the same value all store it.
+  void write(uint64_t at, const void* value, const void* place, uint32_t bytes, Phase phase,
+             uint16_t warp, uint32_t unfenced) {
+    auto&& touched = traces(at, bytes, "writes");
+    const char *next = static_cast<const char*>(value), *now = static_cast<const char*>(place);
+    for (uint32_t i = 0; i < bytes; ++i) {
+      Trace& x = touched.begin_[i];
+      if (x.pending) fail(at, bytes, "writes where an asynchronous copy is under way");
+      if (next[i] != now[i]) {
+        if (unordered(x.written, x.writer, phase, warp)) fail(at, bytes, race("writes", x, phase));
+        if (x.products) fail(at, bytes, "writes what an asynchronous product is reading");
+        const bool others = x.read == phase.number && (x.several || x.reader != warp);
+        if (others || x.elsewhere || (x.read && block(x.read) != phase.block))
+          fail(at, bytes, "writes what others read, with no barrier between");
+      }
+      x.written = phase.number, x.writer = warp, x.unfenced = unfenced;
+    }
+  }
+
+  void begin_copy(uint64_t at, uint32_t bytes, Phase phase, uint16_t warp) {
+    for (Trace& x : traces(at, bytes, "copies to")) {
+      if (x.pending || x.products) fail(at, bytes, "copies to where a copy or product is under way");
+      if (unordered(x.written, x.writer, phase, warp)) fail(at, bytes, race("writes", x, phase));
+      if (x.read == phase.number && (x.several || x.reader != warp))
+        fail(at, bytes, "copies to what others read, with no barrier between");
+      x.pending = true;
+    }
+  }
+
+  void end_copy(uint64_t at, uint32_t bytes, Phase phase, uint16_t warp) {
+    for (Trace& x : traces(at, bytes, "copies to"))
+      x.pending = false, x.written = phase.number, x.writer = warp, x.unfenced = 0;
+  }
+
+  // The matrix unit's asynchronous reads see ordinary writes only behind a fence between proxies: of
+  // the writer after it wrote, or of the reader after the barrier (PTX ISA, "Causality order").
+  void begin_product(uint64_t at, uint32_t bytes, Phase phase, uint16_t warp,
+                     const std::vector<Fences>& fences) {
+    read(at, bytes, phase, warp);
+    for (Trace& x : traces(at, bytes, "multiplies")) {
+      if (fences[x.writer].count < x.unfenced && fences[warp].phase <= x.written)
+        fail(at, bytes, "multiplies what was written without fence.proxy.async");
+      ++x.products;
+    }
+  }
+
+  void end_product(uint64_t at, uint32_t bytes, Phase phase, uint16_t warp) {
+    read(at, bytes, phase, warp);
+    for (Trace& x : traces(at, bytes, "multiplies")) --x.products;
+  }
+
+  bool holds(uint64_t at, uint32_t bytes) { return find(at, bytes) != nullptr; }
+
+ private:
+  struct Span {
+    Trace *begin_, *end_;
+    Trace* begin() { return begin_; }
+    Trace* end() { return end_; }
+  };
+
+  Region* find(uint64_t at, uint32_t bytes) {
+    if (last_ < regions_.size() && regions_[last_].begin <= at && at + bytes <= regions_[last_].end)
+      return &regions_[last_];
+    for (last_ = 0; last_ < regions_.size(); ++last_)
+      if (regions_[last_].begin <= at && at + bytes <= regions_[last_].end) return &regions_[last_];
+    return nullptr;
+  }
+
+  Span traces(uint64_t at, uint32_t bytes, const char* verb) {
+    if (at % bytes) fail(at, bytes, std::string(verb) + " a misaligned address");
+    Region* region = find(at, bytes);
+    if (!region) fail(at, bytes, std::string(verb) + " outside of every tensor");
+    Trace* first = region->traces.data() + (at - region->begin);
+    return {first, first + bytes};
+  }
+
+  uint32_t block(uint32_t phase) const { return (*blocks)[phase]; }
+
+  bool unordered(uint32_t then, uint16_t writer, Phase now, uint16_t warp) const {
+    return then && (block(then) != now.block || (then == now.number && writer != warp));
+  }
+
+  std::string race(const char* verb, const Trace& x, Phase now) const {
+    std::ostringstream text;
+    text << verb << " what " << (block(x.written) != now.block ? "another block" : "another warp")
+         << " wrote, with no barrier between";
+    return text.str();
+  }
+
+  [[noreturn]] void fail(uint64_t at, uint32_t bytes, const std::string& why) {
+    std::ostringstream text;
+    text << why << " (" << bytes << " bytes of " << what_;
+    uint64_t nearest = ~uint64_t{0};
+    const Region* near = nullptr;
+    for (const Region& x : regions_) {
+      const uint64_t distance = at < x.begin ? x.begin - at : at >= x.end ? at - x.end : 0;
+      if (distance < nearest) nearest = distance, near = &x;
+    }
+    if (near)
+      text << " at " << static_cast<int64_t>(at - near->begin) << " of " << near->name << ", which has "
+           << near->end - near->begin;
+    text << ")";
+    throw std::runtime_error(text.str());
+  }
+
+  const char* what_;
+  std::vector<Region> regions_;
+  size_t last_ = 0;
+};

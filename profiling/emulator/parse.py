@@ -1,0 +1,354 @@
+"""PTX to the numbers that `native/machine.cpp` runs.
+
+Only what Triton writes is understood; anything else is an error that names the instruction.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass, field
+
+from emulator.control import meetings
+
+LANES = 32
+_SPECIALS = (
+    *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
+    "%laneid",
+)
+_SPACES = {"global": 0, "shared": 1, "shared::cta": 1, "param": 2}
+_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
+_SHUFFLES = {"bfly": 0, "idx": 1, "up": 2, "down": 3}
+_REDUCTIONS = {"add": 0, "max": 1, "min": 2}
+_STATEMENT = re.compile(r"(?:@(!?)(%?[\w$]+)\s+)?([\w.:]+)\s*(.*)", re.DOTALL)
+_SYMBOL = re.compile(r"[$\w]+")
+
+
+class Unknown(ValueError):
+    """PTX that is not understood."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What the machine can do: by name, the number; and the operands of what lanes do."""
+
+    lanes: dict[str, tuple[int, str]]
+    specials: dict[str, int]
+
+
+@dataclass(slots=True)
+class Program:
+    """A kernel, ready to run.
+
+    Attributes:
+        name: Of the kernel.
+        parameters: Of each parameter, where it begins and how many bytes it has.
+        parameter_bytes: Of all of them.
+        threads: Of a block.
+        words: Registers of a lane, in 32-bit words.
+        constants: (place, whether 64 bits wide, value) of registers that are never written.
+        specials: (place, number of `_SPECIALS`).
+        code: (operation, guard or -1, negated, where its operands begin, line) each.
+        operands: Of all instructions.
+        lines: Places in the kernel's source, to which ``line`` is an index.
+    """
+
+    name: str = ""
+    parameters: list[tuple[int, int]] = field(default_factory=list)
+    parameter_bytes: int = 0
+    threads: int = 0
+    words: int = 0
+    constants: list[tuple[int, int, int]] = field(default_factory=list)
+    specials: list[tuple[int, int]] = field(default_factory=list)
+    code: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    operands: list[int] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+def parse(text: str, operations: Operations) -> Program:
+    """Read the one kernel of a module.
+
+    Raises:
+        Unknown: It has something that is not understood.
+    """
+    return _Parser(operations).parse(text)
+
+
+class _Parser:
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self._program = Program()
+        self._places: dict[tuple[str, bool], int] = {}
+        self._wide: dict[str, bool] = {}
+        self._symbols: dict[str, int] = {}
+        self._labels: dict[str, int] = {}
+        self._jumps: dict[int, str] = {}
+
+    def parse(self, text: str) -> Program:
+        program = self._program
+        head, body = self._split(text)
+        self._head(head)
+        program.lines.append("?")
+        line = 0
+        for raw in body.split("\n"):
+            code, _, comment = raw.partition("//")
+            code = code.strip()
+            if code.startswith(".loc"):
+                program.lines.append(comment.split("[")[0].strip() or code)
+                line = len(program.lines) - 1
+                continue
+            for statement in code.split(";"):
+                self._statement(statement.strip(), line)
+        for at, label in self._jumps.items():
+            if label not in self._labels:
+                raise Unknown(f"{program.name}: the label {label} is nowhere")
+            program.operands[at] = self._labels[label]
+        branch, leave = (self._operations.specials[name] for name in ("bra", "ret"))
+        after = self._after(branch, leave)
+        for number, meeting in enumerate(meetings(after)):
+            if program.code[number][0] == branch:
+                program.operands[program.code[number][3] + 1] = meeting
+        return program
+
+    def _after(self, branch: int, leave: int) -> list[list[int]]:
+        """What may follow each instruction; the end has the number behind the last."""
+        program = self._program
+        found = []
+        for number, (operation, guard, _, operands, _) in enumerate(program.code):
+            target = [program.operands[operands]] if operation == branch else []
+            ends = [len(program.code)] if operation == leave else []
+            falls = [number + 1] if guard >= 0 or operation not in (branch, leave) else []
+            found.append([*target, *ends, *falls])
+        return found
+
+    def _split(self, text: str) -> tuple[str, str]:
+        begin = text.index(".entry")
+        opening = text.index("{", begin)
+        # Nothing but debug information follows the kernel's last brace.
+        closing = text.index("\n}", opening)
+        return text[:opening], text[opening + 1 : closing]
+
+    def _head(self, head: str) -> None:
+        program = self._program
+        program.name = re.findall(r"\.entry (\w+)", head)[0]
+        threads = re.search(r"\.reqntid (\d+)", head)
+        program.threads = int(threads[1]) if threads else 0
+        offset = 0
+        for bits, name in re.findall(r"\.param \.\w(\d+)[^,\n]*?(\w+_param_\d+)", head):
+            size = _BYTES[bits]
+            offset = -(-offset // size) * size
+            program.parameters.append((offset, size))
+            self._symbols[name] = offset
+            offset += size
+        program.parameter_bytes = offset
+        for name in re.findall(r"\.shared \.align \d+ \.b8 (\w+)\[\]", head):
+            self._symbols[name] = 0
+
+    def _statement(self, statement: str, line: int) -> None:
+        while label := re.match(r"([$\w]+):\s*", statement):
+            self._labels[label[1]] = len(self._program.code)
+            statement = statement[label.end() :]
+        if not statement or statement in "{}":
+            return
+        if statement.startswith("."):
+            declared = re.fullmatch(r"\.reg \.(\w+)\s+(.+)", statement)
+            if declared:
+                for name in declared[2].split(","):
+                    self._wide[name.strip().split("<")[0]] = declared[1].endswith("64")
+            elif not statement.startswith((".loc", ".file", ".section", ".pragma")):
+                raise Unknown(f"{self._program.name}: {statement}")
+            return
+        if (matched := _STATEMENT.fullmatch(statement)) is None:
+            raise Unknown(f"{self._program.name}: {statement}")
+        negated, guard, name, rest = matched.groups()
+        place = self._register(guard, "p") if guard else -1
+        operation, operands = self._instruction(name, _operands(rest), statement)
+        begin = len(self._program.operands)
+        if operation == self._operations.specials["bra"]:
+            self._jumps[begin] = operands[0]
+            operands = [0, 0]
+        self._program.operands += operands
+        self._program.code.append((operation, place, int(bool(negated)), begin, line))
+
+    def _instruction(self, name: str, given: list, statement: str) -> tuple[int, list]:
+        special = self._operations.specials
+        parts = name.split(".")
+        match parts:
+            case ["bra", *_]:
+                return special["bra"], given
+            case ["ret"]:
+                return special["ret"], []
+            case ["ld" | "st", *_]:
+                return special[parts[0]], self._access(parts, given)
+            case ["cp", "async", "commit_group"]:
+                return special["cp.async.commit_group"], []
+            case ["cp", "async", "wait_group"]:
+                return special["cp.async.wait_group"], [int(given[0])]
+            case ["cp", "async", "wait_all"]:
+                raise Unknown(f"{self._program.name}: {statement}")
+            case ["cp", "async", *_]:
+                source = self._value(given[3], "r") if len(given) > 3 else -1
+                to, origin = self._address(given[0]), self._address(given[1])
+                return special["cp.async"], [*to, *origin, int(given[2], 0), source]
+            case ["ldmatrix" | "stmatrix", *_]:
+                words, address = given if parts[0] == "ldmatrix" else reversed(given)
+                words = words if isinstance(words, list) else [words]
+                places = [self._value(word, "r") for word in words]
+                transposed = int("trans" in parts)
+                return special[parts[0]], [
+                    len(places),
+                    transposed,
+                    *self._address(address),
+                    *places,
+                ]
+            case ["mma", "sync", "aligned", "m16n8k16", "row", "col", "f32", x, y, "f32"] if x == y:
+                places = [self._value(word, "r") for words in given for word in words]
+                return special["mma"], [int(x == "bf16"), *places]
+            case ["wgmma", "mma_async", "sync", "aligned", shape, "f32", x, y] if x == y:
+                return special["wgmma"], self._async_product(shape, x, given)
+            case ["wgmma", "fence" | "commit_group" as what, "sync", "aligned"]:
+                return special[f"wgmma.{what}"], []
+            case ["wgmma", "wait_group", "sync", "aligned"]:
+                return special["wgmma.wait_group"], [int(given[0])]
+            case ["fence", "proxy", "async", *_]:
+                return special["fence.proxy.async"], []
+            case ["shfl", "sync", how, "b32"]:
+                to, origin, by, limit, _ = given
+                numbers = [self._value(x, "r") for x in (to, origin, by, limit)]
+                return special["shfl"], [*numbers[:2], _SHUFFLES[how], *numbers[2:]]
+            case ["redux", "sync", how, "s32" | "b32"]:
+                to, origin = (self._value(x, "r") for x in given[:2])
+                return special["redux"], [to, origin, _REDUCTIONS[how]]
+            case ["bar", "sync"] if given == ["0"]:
+                return special["bar.sync"], []
+            case ["bar", "warp", "sync"]:
+                return special["bar.warp.sync"], []
+        return self._of_lanes(name, given, statement)
+
+    def _of_lanes(self, name: str, given: list, statement: str) -> tuple[int, list[int]]:
+        for operand, suffix in zip(given, ("unpacked", "packed"), strict=False):
+            if isinstance(operand, list):
+                name += f".{suffix}{len(operand)}"
+        flat = [
+            x for operand in given for x in (operand if isinstance(operand, list) else [operand])
+        ]
+        known = self._operations.lanes.get(name, (0, ""))[1]
+        if known.endswith("r") and name.startswith("cvt") and self._is_wide(flat[-1], False):
+            # The source of a conversion may be wider than its type.
+            name += ".wide"
+        if name not in self._operations.lanes:
+            raise Unknown(f"{self._program.name}: unknown instruction {name}: {statement}")
+        number, kinds = self._operations.lanes[name]
+        if len(kinds) != len(flat):
+            raise Unknown(f"{self._program.name}: {statement}")
+        return number, [self._value(x, kind) for x, kind in zip(flat, kinds, strict=True)]
+
+    def _access(self, parts: list[str], given: list) -> list[int]:
+        if unknown := set(parts[1:-1]) - {*_SPACES, "v2", "v4", "relaxed", "gpu"}:
+            raise Unknown(f"{self._program.name}: {'.'.join(parts)}: {', '.join(unknown)}")
+        space = next(_SPACES[part] for part in parts if part in _SPACES)
+        address, values = given if parts[0] == "st" else reversed(given)
+        values = values if isinstance(values, list) else [values]
+        kind, size = parts[-1][0], _BYTES[parts[-1][1:]]
+        registers = []
+        for value in values:
+            wide = self._is_wide(value, size == 8)
+            registers += [self._value(value, "R" if wide else "r"), int(wide)]
+        return [space, size, len(values), int(kind == "s"), *self._address(address), *registers]
+
+    def _async_product(self, shape: str, dtype: str, given: list) -> list[int]:
+        columns = int(shape.removeprefix("m64n").removesuffix("k16"))
+        to, left, right, adds, *flags = given
+        in_registers = isinstance(left, list)
+        scales, across = flags[:2], [int(x) for x in flags[2:]]
+        if scales != ["1", "1"]:
+            raise Unknown(f"{self._program.name}: a negated product")
+        across_a, across_b = (0, across[0]) if in_registers else across
+        held = [self._value(x, "r") for x in left] if in_registers else [-1] * 4
+        descriptor = -1 if in_registers else self._value(left, "R")
+        return [
+            *(columns, int(dtype == "bf16"), int(in_registers), across_a, across_b),
+            *(descriptor, self._value(right, "R"), self._value(adds, "p"), *held),
+            *(self._value(x, "r") for x in to),
+        ]
+
+    def _address(self, operand: str) -> list[int]:
+        inside = operand.strip("[] ")
+        base, _, offset = (x.strip() for x in inside.partition("+"))
+        wide = self._is_wide(base, False)
+        return [self._value(base, "R" if wide else "r"), int(wide), int(offset or "0", 0)]
+
+    def _is_wide(self, operand: str, otherwise: bool) -> bool:
+        if not operand.startswith("%"):
+            return otherwise
+        return self._wide.get(operand.rstrip("0123456789"), otherwise)
+
+    def _value(self, operand: str, kind: str) -> int:
+        """The place of an operand: a register, a special one, or a constant put into one."""
+        wide = kind == "R"
+        if operand == "_":
+            return self._place(f"_{wide}", wide)
+        if operand in _SPECIALS:
+            key = (operand, False)
+            if key not in self._places:
+                self._program.specials.append(
+                    (self._place(operand, False), _SPECIALS.index(operand))
+                )
+            return self._places[key]
+        if operand.startswith("%") or self._is_declared(operand):
+            return self._register(operand, kind)
+        return self._constant(operand, wide)
+
+    def _is_declared(self, operand: str) -> bool:
+        return operand in self._wide and operand not in self._symbols
+
+    def _register(self, name: str, kind: str) -> int:
+        wide = self._wide.get(name, self._wide.get(name.rstrip("0123456789")))
+        if wide is None or wide != (kind == "R"):
+            raise Unknown(f"{self._program.name}: {name} is not a register of kind {kind}")
+        return self._place(name, wide)
+
+    def _place(self, name: str, wide: bool) -> int:
+        key = (name, wide)
+        if key not in self._places:
+            words = self._program.words + (wide and self._program.words % 2)
+            self._places[key] = words * LANES
+            self._program.words = words + 1 + wide
+        return self._places[key]
+
+    def _constant(self, operand: str, wide: bool) -> int:
+        key = (f"constant {operand}", wide)
+        if key not in self._places:
+            value = self._number(operand) & (2**64 - 1)
+            self._program.constants.append((self._place(key[0], wide), int(wide), value))
+        return self._places[key]
+
+    def _number(self, operand: str) -> int:
+        if operand in self._symbols:
+            return self._symbols[operand]
+        if operand.startswith("0f"):
+            return int(operand[2:], 16)
+        if operand.startswith("0d"):
+            return int(operand[2:], 16)
+        try:
+            return int(operand.rstrip("U"), 0)
+        except ValueError:
+            raise Unknown(f"{self._program.name}: {operand} is no number") from None
+
+
+def _operands(text: str) -> list:
+    """Split at commas; braces become lists."""
+    found: list = []
+    for group, single in re.findall(r"\{([^}]*)\}|([^,{}]+)", text):
+        if group:
+            found.append([x.strip() for x in group.split(",")])
+        elif single.strip():
+            found.append(single.strip())
+    return found
+
+
+def encode(value: float | int, size: int, floating: bool) -> bytes:
+    """A parameter's bytes."""
+    if floating:
+        return struct.pack("<d" if size == 8 else "<f", value)
+    return (int(value) & (2 ** (8 * size) - 1)).to_bytes(size, "little")

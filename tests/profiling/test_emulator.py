@@ -1,0 +1,226 @@
+"""The machine computes as a GPU does, and shows what a GPU would get wrong."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from emulator import machine
+from emulator.emulate import emulated, execute
+from emulator.machine import Fault
+from emulator.parse import Unknown, encode
+from torch import Tensor
+
+from effasr_kernels import aot
+from effasr_kernels.launch import Launch, launch, recording
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="runs what is compiled"),
+    pytest.mark.skipif(
+        not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"
+    ),
+]
+
+
+@triton.jit
+def multiply(
+    a,
+    b,
+    c,
+    depth,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACROSS_A: tl.constexpr,
+    ACROSS_B: tl.constexpr,
+):
+    """C = A B, with operands stored along either side."""
+    row, column = tl.arange(0, M), tl.arange(0, N)
+    total = tl.zeros((M, N), tl.float32)
+    for begin in range(0, depth, BLOCK):
+        k = begin + tl.arange(0, BLOCK)
+        if ACROSS_A:
+            left = tl.load(a + k[None, :] * M + row[:, None])
+        else:
+            left = tl.load(a + row[:, None] * K + k[None, :])
+        if ACROSS_B:
+            right = tl.load(b + column[None, :] * K + k[:, None])
+        else:
+            right = tl.load(b + k[:, None] * N + column[None, :])
+        total = tl.dot(left, right, total)
+    tl.store(c + row[:, None] * N + column[None, :], total)
+
+
+@triton.jit
+def reverse(values, copy, size, WAITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write, and read what other threads wrote."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    tl.store(copy + place, tl.load(values + place, mask=inside) * 2, mask=inside)
+    if WAITS:
+        tl.debug_barrier()
+    other = tl.program_id(0) * BLOCK + BLOCK - 1 - tl.arange(0, BLOCK)
+    tl.store(values + place, tl.load(copy + other, mask=other < size), mask=inside)
+
+
+def _product(
+    m: int, n: int, dtype: torch.dtype, across: tuple[bool, bool] = (False, False)
+) -> tuple[Launch, Tensor]:
+    torch.manual_seed(0)
+    a, b = torch.randn(m, 64).to(dtype), torch.randn(64, n).to(dtype)
+    c = torch.full((m, n), torch.nan)
+    given = [x.T.contiguous() if swap else x for x, swap in zip((a, b), across, strict=True)]
+    with recording() as launches:
+        sides = {"ACROSS_A": across[0], "ACROSS_B": across[1]}
+        launch(multiply, (1,), *given, c, 64, M=m, N=n, K=64, BLOCK=32, num_stages=3, **sides)
+    return launches[0], a.double() @ b.double()
+
+
+@pytest.mark.parametrize("across", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(("m", "n"), [(64, 64), (64, 8), (128, 32), (16, 16)])
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_products_are_right(
+    architecture: int, m: int, n: int, dtype: torch.dtype, across: tuple[bool, bool]
+) -> None:
+    """Products of tensor cores, from registers and from swizzled shared memory."""
+    call, expected = _product(m, n, dtype, across)
+    assert execute(call, architecture) > 0
+    torch.testing.assert_close(call.args["c"].double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def _edited(call: Launch, architecture: int, edit: Callable[[str], str]) -> None:
+    """Run a launch whose PTX was changed."""
+    resources = aot.compile_launch(call, architecture)
+    changed = edit(resources.ptx)
+    assert changed != resources.ptx
+    binary = machine.load(changed)
+    parameters = bytearray(binary.program.parameter_bytes)
+    tensors = []
+    for name, (offset, size) in zip(("a", "b", "c"), binary.program.parameters, strict=False):
+        x = call.args[name]
+        tensors.append((name, x.data_ptr(), x.nbytes))
+        parameters[offset : offset + size] = encode(x.data_ptr(), size, False)
+    offset, size = binary.program.parameters[3]
+    parameters[offset : offset + size] = encode(64, size, False)
+    machine.run(binary, (1,), bytes(parameters), tensors, shared_bytes=resources.shared)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "architecture", "problem"),
+    [
+        (r"bar\.sync \t0;", 80, "no barrier between"),
+        (r"cp\.async\.wait_group\s+\w+;", 80, "a copy that was not waited for"),
+        (r"wgmma\.wait_group\.sync\.aligned \d;", 90, "nobody waits for|product is"),
+    ],
+    ids=["barriers", "waits_for_copies", "waits_for_products"],
+)
+def test_what_must_be_waited_for(instruction: str, architecture: int, problem: str) -> None:
+    call, _ = _product(64, 64, torch.bfloat16)
+    with pytest.raises(Fault, match=problem):
+        _edited(call, architecture, lambda ptx: re.sub(instruction, "", ptx))
+
+
+def test_a_missing_fence_between_proxies() -> None:
+    call, _ = _product(64, 64, torch.bfloat16, (True, True))
+    copies = (
+        r"cp\.async\.c[ag]\.shared\.global \[ (%r\d+) \+ 0 \], \[ (%rd\d+) \+ 0 \], 0x10, %r\d+;"
+    )
+    plain = r"ld.global.v4.b32 {%r90001,%r90002,%r90003,%r90004}, [\2];"
+    plain += r"st.shared.v4.b32 [\1], {%r90001,%r90002,%r90003,%r90004};"
+
+    def edit(ptx: str) -> str:
+        return re.sub(copies, plain, ptx).replace("fence.proxy.async.shared::cta;", "")
+
+    with pytest.raises(Fault, match=r"without fence\.proxy\.async"):
+        _edited(call, 90, edit)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_memory_is_shared_behind_barriers_alone(seed: int) -> None:
+    values, copy = torch.arange(512.0), torch.zeros(512)
+    with emulated(80, seed):
+        launch(reverse, (2,), values, copy, 512, WAITS=True, BLOCK=256)
+        assert torch.equal(values.view(2, 256), 2 * torch.arange(512.0).view(2, 256).flip(1))
+        with pytest.raises(Fault, match=r"test_emulator\.py:\d+.* no barrier between .* of copy"):
+            launch(reverse, (2,), values, copy, 512, WAITS=False, BLOCK=256)
+
+
+def test_blocks_share_nothing() -> None:
+    with emulated(80), pytest.raises(Fault, match="reads what another block wrote"):
+        launch(count_up, (2,), torch.arange(512.0), 256, BLOCK=256)
+
+
+@triton.jit
+def count_up(values, size, BLOCK: tl.constexpr):
+    """Each block adds one to the same numbers."""
+    place = tl.arange(0, BLOCK)
+    tl.store(values + place, tl.load(values + place, mask=place < size) + 1, mask=place < size)
+
+
+@pytest.mark.parametrize("size", [511, 513])
+def test_nothing_outside_a_tensor(size: int) -> None:
+    values, copy = torch.arange(512.0), torch.zeros(512)
+    with emulated(80):
+        if size == 511:
+            launch(reverse, (2,), values, copy, size, WAITS=True, BLOCK=256)
+            return
+        with pytest.raises(Fault, match=r"reads outside of every tensor .* of values, which has "):
+            launch(reverse, (3,), values, copy, size, WAITS=True, BLOCK=256)
+
+
+LOOPS = """
+.version 8.7
+.target sm_80
+.address_size 64
+.visible .entry loops(
+	.param .u64 .ptr .global .align 1 loops_param_0
+)
+.reqntid 64
+{
+	.reg .pred 	%p<4>;
+	.reg .b32 	%r<8>;
+	.reg .b64 	%rd<4>;
+	ld.param.b64 	%rd1, [loops_param_0];
+	mov.u32 	%r1, %tid.x;
+	mul.wide.u32 	%rd2, %r1, 4;
+	add.s64 	%rd3, %rd1, %rd2;
+	mov.b32 	%r2, 0;
+	mov.b32 	%r3, 0;
+$L__BB0_1:
+	setp.ge.u32 	%p1, %r3, %r1;
+	@%p1 bra 	$L__BB0_3;
+	add.s32 	%r3, %r3, 1;
+	and.b32 	%r4, %r3, 1;
+	setp.eq.b32 	%p2, %r4, 1;
+	@!%p2 bra 	$L__BB0_2;
+	add.s32 	%r2, %r2, %r3;
+$L__BB0_2:
+	bra.uni 	$L__BB0_1;
+$L__BB0_3:
+	shfl.sync.bfly.b32 	%r5, %r2, 1, 31, -1;
+	st.global.b32 	[%rd3], %r5;
+	ret;
+}
+"""
+
+
+def test_lanes_part_and_meet_again() -> None:
+    """Each thread adds the odd numbers up to its own, then takes its neighbour's sum."""
+    binary = machine.load(LOOPS)
+    found = torch.zeros(64, dtype=torch.int32)
+    parameters = encode(found.data_ptr(), 8, False)
+    machine.run(binary, (1,), parameters, [("found", found.data_ptr(), 256)], shared_bytes=0)
+    assert found.tolist() == [sum(range(1, (n ^ 1) + 1, 2)) for n in range(64)]
+
+
+def test_what_is_not_understood_is_an_error() -> None:
+    with pytest.raises(Unknown, match=r"loops: unknown instruction sad\.u32"):
+        machine.load(LOOPS.replace("add.s32 	%r2, %r2, %r3;", "sad.u32 	%r2, %r2, %r3, %r3;"))
+    with pytest.raises(Unknown, match="label"):
+        machine.load(LOOPS.replace("bra.uni 	$L__BB0_1", "bra.uni 	$L__BB0_9"))
