@@ -95,7 +95,8 @@ def _compare(
         spread = y.var(0, correction=0)
         torch.testing.assert_close(actual["variance"].double(), spread, rtol=rtol, atol=0)
         error = (actual["mean"].double() - y.mean(0)).abs()
-        assert bool((error <= 2**-22 * y.abs().amax(0)).all())
+        # A quotient of a GPU may err by 2^-22.
+        assert bool((error <= 2**-21 * y.abs().amax(0)).all())
     assert not actual["y"][sum(lengths) :].any()
     assert not actual["dx"][sum(lengths) :].any()
     return actual

@@ -42,11 +42,12 @@ inline float flushed(float x) {
 }
 
 // What a GPU's approximation may return: the number with some relative error, always the same, of up to
-// 2^-22, which is what the PTX ISA promises of ex2, lg2 and division.
+// 2^-22, which is what the PTX ISA promises of ex2, lg2 and division. Plain numbers are right: ex2(0) is 1.
 inline float approximate(float x) {
-  const uint32_t mixed = bits<uint32_t>(x) * 2654435761u;
-  const float share = static_cast<float>(mixed >> 8) / (1 << 23) - 1.0f;
-  return std::isfinite(x) ? std::fma(x, std::ldexp(share, -22), x) : x;
+  const uint32_t word = bits<uint32_t>(x);
+  if (!std::isfinite(x) || (word & 0xfff) == 0) return x;
+  const float share = static_cast<float>(word * 2654435761u >> 8) / (1 << 23) - 1.0f;
+  return std::fma(x, std::ldexp(share, -22), x);
 }
 
 // float to integer, towards zero, saturating; NaN is 0.
