@@ -62,12 +62,12 @@ def recording(capability: tuple[int, int] = _WITHOUT_GPU) -> Iterator[list[Launc
 
 @contextmanager
 def diverted(
-    take: Callable[[Launch], object], capability: tuple[int, int] = _WITHOUT_GPU
+    take: Callable[[Launch], object] | None, capability: tuple[int, int] = _WITHOUT_GPU
 ) -> Iterator[None]:
     """Give launches to a function instead of running them.
 
     Args:
-        take: Called with every launch that has a program.
+        take: Called with every launch; None to run them, also where others are diverted.
         capability: Of the GPU for which configurations are chosen.
     """
     before = _Recorder.take, _Recorder.capability

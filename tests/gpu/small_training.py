@@ -1,6 +1,7 @@
 """A small model with its optimizer, and batches for it, with torch and numpy alone."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import cost_model
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
+from effasr.model.transducer import TransducerConfig
 from effasr.training.objective import LossConfig, Objective
 from effasr.training.step import Trainee
 
@@ -34,27 +36,50 @@ def make_batch(seed: int, shape: StaticShape = SHAPE) -> Batch:
     return collate(examples, shape, eos_id=1, pad_id=0)
 
 
-def make_trainee(device: torch.device, position: str, dropout: float = 0.0) -> Trainee:
-    """Every part that has a kernel, at its smallest."""
+def make_trainee(
+    device: torch.device,
+    position: str,
+    dropout: float = 0.0,
+    *,
+    transducer: TransducerConfig | None = None,
+    half: bool = False,
+) -> Trainee:
+    """Every part that has a kernel, at its smallest.
+
+    Args:
+        device: Of the model.
+        position: Of the encoder.
+        dropout: Of encoder and decoder.
+        transducer: In place of the decoder.
+        half: Whether products are in bfloat16.
+    """
     torch.manual_seed(0)
     encoder = EncoderConfig(
         width=32, layers=1, heads=2, feed_forward=32, subsampling_channels=8,
         residual_dropout=dropout, attention_dropout=dropout, position=position,
     )  # fmt: skip
     decoder = DecoderConfig(width=32, layers=1, heads=2, feed_forward=32, residual_dropout=dropout)
-    config = ModelConfig(encoder=encoder, decoder=decoder, ctc=True, augment=AugmentConfig())
+    config = ModelConfig(
+        encoder=encoder,
+        decoder=decoder if transducer is None else None,
+        transducer=transducer,
+        ctc=True,
+        augment=AugmentConfig(),
+    )
+    by_transducer = float(transducer is not None)
     model = ASRModel(config, VOCABULARY).to(device).train()
     return Trainee(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device.type == "cuda"),
         learning_rate=lambda step: 1e-3,
         objective=Objective(
-            LossConfig(ctc_weight=0.3, transducer_weight=0.0, guided_weight=1.0), device
+            LossConfig(ctc_weight=0.3, transducer_weight=weights[0], guided_weight=weights[1]),
+            device,
         ),
         average=None,
         statistics=[],
         world=World(0, 1, device),
-        autocast=nullcontext,
+        autocast=partial(torch.autocast, device.type, torch.bfloat16) if half else nullcontext,
         seed=0,
         clip=1.0,
         label_smoothing=0.1,
