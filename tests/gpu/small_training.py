@@ -73,7 +73,9 @@ def make_trainee(
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device.type == "cuda"),
         learning_rate=lambda step: 1e-3,
         objective=Objective(
-            LossConfig(ctc_weight=0.3, transducer_weight=weights[0], guided_weight=weights[1]),
+            LossConfig(
+                ctc_weight=0.3, transducer_weight=by_transducer, guided_weight=1 - by_transducer
+            ),
             device,
         ),
         average=None,
