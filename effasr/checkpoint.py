@@ -4,7 +4,8 @@ A model directory is what import, export, evaluation and training exchange:
 
     model.yaml          the configuration of the model, the size of its vocabulary, and the prompt
                         it was trained with most, which transcription uses unless told otherwise
-    model.safetensors   its weights
+    model.safetensors   its weights; of a run with LoRA those that it began with, and the adapters,
+                        which are merged when they are read
     tokenizer/          its tokenizer
 
 A checkpoint of a run is a model directory, too: see `effasr.training.run_checkpoints`. Folders are
@@ -31,6 +32,7 @@ from effasr import config as configuration
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
+from effasr.nn.lora import adapters, without_adapters
 
 WEIGHTS = "model.safetensors"
 _DESCRIPTION, _TOKENIZER = "model.yaml", "tokenizer"
@@ -100,7 +102,7 @@ def load_model(directory: str | Path, device: torch.device | str = "cpu") -> Loa
     directory = Path(directory)
     description = read_description(directory)
     with _explaining(directory / WEIGHTS) as path:
-        weights = safetensors.torch.load_file(path, device=str(device))
+        weights = without_adapters(safetensors.torch.load_file(path, device=str(device)))
         model = ASRModel.from_state_dict(description.model, description.vocab_size, weights)
     return LoadedModel(model.to(device).eval(), read_tokenizer(directory), description.prompt)
 
@@ -132,7 +134,7 @@ def load_weights(model: ASRModel, directory: Path, *, may_lack: tuple[str, ...] 
     """Give a model the weights of a model directory, which must fit exactly.
 
     Args:
-        model: Any.
+        model: Any; where it has adapters, the directory has the same.
         directory: The model directory.
         may_lack: What names begin with that it need not have; the model keeps its own then.
 
@@ -142,7 +144,8 @@ def load_weights(model: ASRModel, directory: Path, *, may_lack: tuple[str, ...] 
     remedy = " Leave `model` out of the recipe to take the architecture with the weights."
     with _explaining(directory / WEIGHTS, remedy) as path:
         own = {k: v for k, v in model.state_dict().items() if k.startswith(may_lack)}
-        model.load_state_dict(own | safetensors.torch.load_file(path))
+        weights = safetensors.torch.load_file(path)
+        model.load_state_dict(own | (weights if adapters(model) else without_adapters(weights)))
 
 
 @contextmanager

@@ -214,7 +214,7 @@ def _convert(annotation: Any, value: Any, where: str) -> Any:
         matched, converted = _match(option, value, where)
         if matched:
             return converted
-    is_list = any(typing.get_origin(option) is tuple for option in options)
+    is_list = any(Ellipsis in typing.get_args(option) for option in options)
     hint = f": write [{value}] for a list of one." if is_list and _is_scalar(value) else "."
     raise ConfigError(f"`{where}` must be {_describe(annotation)}, but is {value!r}{hint}")
 

@@ -1,6 +1,7 @@
 """How fast audio is read: utterances, seconds of audio and megabytes a second, by kind of storage.
 
     python profiling/bench_loading.py [--hours 0.5] [--storage wav flac shar] [--workers 0 1 2]
+        [--augment none speeds noise reverberation telephone all] [--repeats 3]
         [--manifest M] [--consume RATE] [--output ROWS.csv]
 
 Synthetic audio at the durations of a list of real ones is written to a temporary folder and loaded
@@ -8,6 +9,11 @@ as training loads it, packed to static shapes, by different numbers of worker pr
 --manifest, your own data instead. ``wait`` is the share of the time that a training would wait for
 data which takes RATE seconds of audio a second (by default, 80 % of what the same workers reached).
 Files were just written, so disks and networks are not measured: decoding and packing are.
+
+With --augment, every utterance is changed in each of the named ways by itself: at the speeds 0.9, 1
+and 1.1; by noise of 5 to 15 s, of which there are 200 files; by a simulated room; by a telephone.
+``audio_s_per_cpu_s`` is by the processor's time, for no workers: others that use the machine count
+less in it.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,14 +37,23 @@ from bench.workload import LISTED, read_durations
 from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 
 from effasr.data.audio import TarMember
+from effasr.data.audio_augment.config import (
+    AudioAugmentConfig,
+    NoiseConfig,
+    ReverberationConfig,
+    TelephoneConfig,
+)
 from effasr.data.config import DataConfig
 from effasr.data.corpus import Corpus
 from effasr.data.loader import Loader
 from effasr.data.tokenizer.training import train_tokenizer
 
 STORAGES = ("wav", "flac", "shar")
+AUGMENTS = ("none", "speeds", "noise", "reverberation", "telephone", "all")
+_NOISES = 200
 COLUMNS = (
     "storage",
+    "augment",
     "workers",
     "utterances",
     "audio_s",
@@ -45,6 +61,7 @@ COLUMNS = (
     "audio_s_per_s",
     "mb_per_s",
     "audio_s_per_core_s",
+    "audio_s_per_cpu_s",
     "wait",
     "workers_rss_mb",
     "date",
@@ -116,7 +133,7 @@ def _cut(name: str, path: Path, rng: np.random.Generator) -> MonoCut:
 
 
 def stored_bytes(corpus: Corpus) -> int:
-    """Size of the audio files, as they are stored."""
+    """Size of the audio files, as they are stored; of utterances at several speeds, of each."""
     total = 0
     for index in range(len(corpus)):
         cut = corpus.cut(index)
@@ -128,42 +145,70 @@ def stored_bytes(corpus: Corpus) -> int:
     return total
 
 
-def measure(corpus: Corpus, config: DataConfig, consume: float | None) -> dict[str, float]:
+def write_noise(folder: Path) -> Path:
+    """Write recordings of noise; return their folder."""
+    rng = np.random.default_rng(1)
+    folder.mkdir()
+    for number in range(_NOISES):
+        audio = _noise(rng, int(rng.integers(5 * _RATE, 15 * _RATE)))
+        soundfile.write(folder / f"{number}.wav", audio, _RATE, subtype="PCM_16")
+    return folder
+
+
+def augmented(name: str, noises: Path) -> dict[str, Any]:
+    """The fields of `DataConfig` for a way to change audio, of every utterance."""
+    sections = {
+        "noise": NoiseConfig(manifests=str(noises), probability=1.0),
+        "reverberation": ReverberationConfig(simulated=True, probability=1.0),
+        "telephone": TelephoneConfig(probability=1.0),
+    }
+    used = sections if name == "all" else {k: v for k, v in sections.items() if k == name}
+    speeds = (0.9, 1.0, 1.1) if name in ("speeds", "all") else (1.0,)
+    return {"speeds": speeds, "augment": AudioAugmentConfig(**used)}
+
+
+def measure(
+    corpus: Corpus, config: DataConfig, consume: float | None, repeats: int = 1
+) -> dict[str, float]:
     """Load an epoch as fast as it goes, then another at the rate of a training.
 
     Args:
         corpus: What to load.
         config: With the number of workers.
         consume: Seconds of audio a second that the training takes; None for 80 % of the fastest.
+        repeats: How often to load the first; the fastest counts.
 
     Returns:
-        Utterances, seconds of audio, seconds that loading took, and the share of waiting.
+        Utterances, seconds of audio, seconds that loading took, those of the processor in this
+        process, and the share of waiting.
     """
     loader = Loader(corpus, config, pin_memory=False)
-    utterances, audio, seconds, _ = _epoch(loader, None)
+    epochs = [_epoch(loader, None) for _ in range(repeats)]
+    utterances, audio, seconds = min(epochs, key=lambda epoch: epoch[2])[:3]
     rate = consume or 0.8 * audio / seconds
-    _, _, elapsed, waited = _epoch(loader, rate)
+    _, _, elapsed, waited, _ = _epoch(loader, rate)
     return {
         "utterances": utterances,
         "audio_s": audio,
         "seconds": seconds,
+        "cpu_seconds": min(epoch[4] for epoch in epochs),
         "wait": waited / elapsed,
     }
 
 
-def _epoch(loader: Loader, rate: float | None) -> tuple[int, float, float, float]:
-    """Utterances, seconds of audio, seconds it took and seconds waited, after the first step.
+def _epoch(loader: Loader, rate: float | None) -> tuple[int, float, float, float, float]:
+    """Utterances and seconds of audio; seconds that they took, waited, and used the processor.
 
-    The first step waits for the processes to start, which a training does once.
+    The first step is left out: it waits for the processes to start, which a training does once.
     """
-    utterances, audio, waited, began = 0, 0.0, 0.0, 0.0
+    utterances, audio, waited, began, used = 0, 0.0, 0.0, 0.0, 0.0
     with closing(loader.steps()) as steps:
         for count in range(max(2, loader.plan(0).num_steps)):
             asked = time.perf_counter()
             step = next(steps)
             got = time.perf_counter()
             if count == 0:
-                began = got
+                began, used = got, time.process_time()
                 continue
             waited += got - asked
             seconds = sum(batch.audio_seconds for batch in step.batches)
@@ -171,11 +216,17 @@ def _epoch(loader: Loader, rate: float | None) -> tuple[int, float, float, float
             utterances += sum(len(batch.ids) for batch in step.batches)
             if rate is not None:
                 time.sleep(seconds / rate)
-    return utterances, audio, time.perf_counter() - began, waited
+    return utterances, audio, time.perf_counter() - began, waited, time.process_time() - used
 
 
 def rows_of(
-    storage: str, manifest: Path, config: DataConfig, workers: Sequence[int], consume: float | None
+    storage: str,
+    manifest: Path,
+    config: DataConfig,
+    workers: Sequence[int],
+    consume: float | None,
+    augment: str = "none",
+    repeats: int = 1,
 ) -> list[dict[str, Any]]:
     """A row for each number of workers."""
     rows = []
@@ -189,14 +240,14 @@ def rows_of(
         corpus = Corpus.load([manifest], tokenizer, config, ctc=False)
     size = stored_bytes(corpus)
     for count in workers:
-        options = {name: getattr(config, name) for name in ("frame_budget", "language")}
-        seen = measure(corpus, DataConfig(workers=count, **options), consume)
+        seen = measure(corpus, replace(config, workers=count), consume, repeats)
         share = seen["audio_s"] / corpus.seconds
         speed = seen["audio_s"] / seen["seconds"]
         children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
         rows.append(
             {
                 "storage": storage,
+                "augment": augment,
                 "workers": count,
                 "utterances": seen["utterances"],
                 "audio_s": round(seen["audio_s"], 1),
@@ -204,6 +255,7 @@ def rows_of(
                 "audio_s_per_s": round(speed, 1),
                 "mb_per_s": round(size * share / seen["seconds"] / 1e6, 2),
                 "audio_s_per_core_s": round(speed / max(1, count), 1),
+                "audio_s_per_cpu_s": "" if count else round(seen["audio_s"] / seen["cpu_seconds"]),
                 "wait": round(seen["wait"], 4),
                 "workers_rss_mb": round(children, 1) if count else 0,
                 "date": datetime.now(UTC).date().isoformat(),
@@ -216,10 +268,12 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as a table."""
     titles = {
         "storage": "storage",
+        "augment": "augment",
         "workers": "workers",
         "utterances_per_s": "utterances/s",
         "audio_s_per_s": "audio s/s",
         "audio_s_per_core_s": "audio s/s a worker",
+        "audio_s_per_cpu_s": "audio s/CPU s",
         "mb_per_s": "MB/s",
         "wait": "wait",
         "workers_rss_mb": "largest worker, MB",
@@ -243,6 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hours", type=float, default=0.5, help="of synthetic audio")
     parser.add_argument("--storage", nargs="+", choices=STORAGES, default=list(STORAGES))
     parser.add_argument("--workers", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--augment", nargs="+", choices=AUGMENTS, default=["none"])
+    parser.add_argument("--repeats", type=int, default=1, help="the fastest epoch counts")
     parser.add_argument("--manifest", type=Path, help="load this instead of synthetic audio")
     parser.add_argument("--frame-budget", type=int, default=1000)
     parser.add_argument("--language", default="en")
@@ -255,7 +311,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for storage in storages:
         with tempfile.TemporaryDirectory() as folder:
             manifest = options.manifest or write_corpus(Path(folder), options.hours, storage)
-            rows += rows_of(storage, manifest, config, options.workers, options.consume)
+            noises = write_noise(Path(folder) / "noise") if options.augment != ["none"] else None
+            for name in options.augment:
+                changed = replace(config, **augmented(name, noises)) if noises else config
+                rows += rows_of(
+                    storage, manifest, changed, options.workers, options.consume, name,
+                    options.repeats,
+                )  # fmt: skip
     sys.stdout.write(show(rows) + "\n")
     if options.output is not None:
         _append(options.output, rows)

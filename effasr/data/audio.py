@@ -68,7 +68,7 @@ class AudioHeader:
         return self.num_samples / self.sample_rate
 
 
-def samples_in(seconds: float, sample_rate: int = SAMPLE_RATE) -> int:
+def samples_in(seconds: float, sample_rate: float = SAMPLE_RATE) -> int:
     """The nearest number of samples to a duration; the planner and the loader both use it."""
     return math.floor(seconds * sample_rate + 0.5)
 
@@ -86,7 +86,7 @@ def read_header(path: str | Path) -> AudioHeader:
 
 def read_audio(
     path: str | Path | TarMember,
-    sample_rate: int = SAMPLE_RATE,
+    sample_rate: float = SAMPLE_RATE,
     *,
     offset: float = 0.0,
     duration: float | None = None,
@@ -120,7 +120,7 @@ def read_audio(
     return mono if duration is None else _fit(mono, samples_in(duration, sample_rate))
 
 
-def load_audio(cut: Cut, sample_rate: int = SAMPLE_RATE) -> np.ndarray:
+def load_audio(cut: Cut, sample_rate: float = SAMPLE_RATE) -> np.ndarray:
     """The waveform of a lhotse cut, one channel.
 
     Files are read with soundfile and soxr. What only lhotse can read (in-memory and remote
@@ -267,7 +267,7 @@ def _choose_channels(
     return samples[:, list(channels)]
 
 
-def _check_complete(name: str | Path | TarMember, got: int, wanted: int, rate: int) -> None:
+def _check_complete(name: str | Path | TarMember, got: int, wanted: int, rate: float) -> None:
     if got < wanted - DURATION_TOLERANCE * rate:
         raise AudioError(
             AudioProblem.DURATION,

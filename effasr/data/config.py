@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from effasr.data.audio_augment.config import AudioAugmentConfig
 from effasr.data.filter_config import FilterConfig
 from effasr.data.limits import Limits
 from effasr.data.mixing import MixConfig, leaves
@@ -22,6 +23,10 @@ class DataConfig:
         mix: Sources with shares, in place of ``train``.
         validation: Manifests to evaluate on during training.
         tokenizer: Folder of the tokenizer.
+        speeds: Of training utterances: each of them is trained on at every speed in every epoch,
+            as an utterance of its own, whose length is what limits and shares look at. With 0.9,
+            1.0 and 1.1, an epoch has three times the steps.
+        augment: What is done to their audio besides: noise, rooms, the telephone.
         language: The language of utterances that name none.
         strategy: How utterances become micro-batches. ``packed`` fills the budgets of one static
             shape. The others are the batches of other toolkits, for comparison: ``random``,
@@ -55,6 +60,9 @@ class DataConfig:
         min_duration: Shorter utterances are dropped; seconds.
         max_duration: Longer utterances are dropped; seconds.
         filters: What else is left out, and how much may be.
+        cache: Folder that keeps what was read from large manifests, about 1 kB for each utterance,
+            for the other ranks and for later starts. ``auto``: the folder ``.corpus`` beside the
+            runs; null: every process reads for itself.
         workers: Processes that load audio for each rank; 0 loads in the training process.
         prefetch: Micro-batches that each worker prepares ahead.
         on_bad_audio: ``raise`` stops at audio that cannot be read; ``skip`` leaves it out,
@@ -65,6 +73,8 @@ class DataConfig:
     mix: MixConfig | None = None
     validation: str | tuple[str, ...] = ()
     tokenizer: str = ""
+    speeds: tuple[float, ...] = (1.0,)
+    augment: AudioAugmentConfig = field(default_factory=AudioAugmentConfig)
     language: str = "en"
     strategy: Strategy = "packed"
     epoch_end: EpochEnd | None = None
@@ -82,6 +92,7 @@ class DataConfig:
     min_duration: float = 0.1
     max_duration: float = 40.0
     filters: FilterConfig = field(default_factory=FilterConfig)
+    cache: str | None = "auto"
     workers: int = 4
     prefetch: int = 2
     on_bad_audio: Literal["raise", "skip"] = "raise"
@@ -224,4 +235,5 @@ class DataConfig:
             languages=self.filters.languages,
             characters=self.filters.characters,
             ctc=ctc,
+            speeds=self.speeds,
         )

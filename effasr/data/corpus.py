@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,30 +15,24 @@ import numpy as np
 from lhotse.cut import Cut
 from lhotse.cut.set import deserialize_cut
 
-from effasr.data.audio import AudioError, load_audio
+from effasr.data.audio import AudioError
 from effasr.data.batch import Example, StaticShape
-from effasr.data.blend import SOURCE_DTYPE, Blend, Mixture, planned
+from effasr.data.blend import Blend, Mixture, planned
 from effasr.data.config import DataConfig
 from effasr.data.features import SAMPLE_RATE
 from effasr.data.filter_config import TooManyDropped, check_share
-from effasr.data.filters import (
-    Dropped,
-    Limits,
-    Reason,
-    TokenizedText,
-    Unfit,
-    check,
-    frames_of,
-    rate_outliers,
-)
-from effasr.data.manifests import named, request
+from effasr.data.filters import Dropped, Reason, rate_outliers
+from effasr.data.gather import Reader, gather
+from effasr.data.manifests import request
 from effasr.data.prompt import Prompt
-from effasr.data.ragged import Ragged, ragged
+from effasr.data.ragged import Ragged
 from effasr.data.sampling.packing import suggest_token_budget
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.population import Population
-from effasr.data.sources.utterance import CutUtterance, Utterance
+from effasr.data.sources.cuts import audio_of
+from effasr.data.speeds import load_at, name_at
 from effasr.data.tokenizer import Tokenizer
+from effasr.data.utterance_table import UtteranceTable
 
 if TYPE_CHECKING:
     from effasr.data.text_corpus import TextCorpus
@@ -81,6 +75,10 @@ class Corpus:
     text: TextCorpus | None
     _lines: Ragged
     _tokens: Ragged
+    _rows: np.ndarray
+    _speeds: np.ndarray
+    """Number of each utterance's speed in ``_all_speeds``."""
+    _all_speeds: tuple[float, ...]
     _prompt_lengths: np.ndarray
     _monotonic: np.ndarray
 
@@ -95,6 +93,7 @@ class Corpus:
         max_frames: int | None = None,
         max_positions: int | None = None,
         sources: Sequence[int] | None = None,
+        read: Reader = gather,
     ) -> Corpus:
         """Read manifests, tokenize their texts and leave out what cannot be trained on.
 
@@ -107,17 +106,17 @@ class Corpus:
             max_positions: Most decoder tokens that it can write; None for no limit.
             sources: The number of each manifest's source among the leaves of ``config.mix``; by
                 default all are of one.
+            read: What reads the manifests; see `effasr.data.corpus_cache.CorpusCache`.
 
         Raises:
             ValueError: A manifest is malformed, or no utterance is left, be it of one source.
         """
-        gathered = _Gathered()
         sources = [0] * len(paths) if sources is None else sources
         limits = config.limits(ctc=ctc, max_frames=max_frames, max_positions=max_positions)
-        for path, source in zip(paths, sources, strict=True):
-            for name, utterance in named(path, language=config.language):
-                gathered.add(name, utterance, limits, tokenizer, source)
-        corpus = gathered.corpus(paths, config, tokenizer)
+        # Of the budgets, what is left out is known when all lengths are: another one then needs no
+        # other reading.
+        table = read(paths, tokenizer, replace(limits, token_budget=None), config.language, sources)
+        corpus = _Derivation(table, config).corpus(paths, tokenizer)
         if corpus.mixture is not None:
             corpus.mixture.check(sources)
         return corpus
@@ -163,8 +162,20 @@ class Corpus:
         return blends
 
     def cut(self, index: int) -> Cut:
-        """The utterance as a lhotse cut."""
-        return deserialize_cut(json.loads(self._lines[index].tobytes()))
+        """The utterance as a lhotse cut; of one at another speed, that which it is made from."""
+        return deserialize_cut(json.loads(self._lines[self._rows[index]].tobytes()))
+
+    def speed(self, index: int) -> float:
+        """The speed at which an utterance is trained on."""
+        return self._all_speeds[self._speeds[index]]
+
+    def name(self, index: int) -> str:
+        """The id of an utterance; of one at another speed, with that."""
+        return name_at(self.cut(index).id, self.speed(index))
+
+    def duration(self, index: int) -> float:
+        """Seconds that an utterance lasts at its speed."""
+        return int(self.samples[index]) / SAMPLE_RATE
 
     def example(self, index: int) -> Example:
         """The utterance with its audio, ready to be packed.
@@ -172,183 +183,173 @@ class Corpus:
         Raises:
             AudioError: The audio cannot be read; the message names file and utterance.
         """
-        cut = self.cut(index)
+        cut, speed = self.cut(index), self.speed(index)
+        name = name_at(cut.id, speed)
         try:
-            audio = load_audio(cut)
+            audio = load_at(cut, speed)
         except AudioError as error:
-            raise AudioError(error.problem, f"utterance {cut.id!r}: {error}") from error
-        tokens = self._tokens[index].tolist()
+            raise AudioError(error.problem, f"utterance {name!r}: {error}") from error
+        tokens = self._tokens[self._rows[index]].tolist()
         split = int(self._prompt_lengths[index])
-        return Example(cut.id, audio, tokens[:split], tokens[split:], bool(self._monotonic[index]))
+        return Example(name, audio, tokens[:split], tokens[split:], bool(self._monotonic[index]))
 
 
-class _Gathered:
-    """A corpus while it is read."""
+class _Derivation:
+    """From what manifests hold to what is trained on.
 
-    def __init__(self) -> None:
-        self.dropped: list[Dropped] = []
-        self.lines = bytearray()
-        self.tokens = array("i")
-        self.line_lengths = array("q")
-        self.token_lengths = array("i")
-        self.prompt_lengths = array("i")
-        self.frames = array("i")
-        self.durations = array("d")
-        self.sources = array("H")
-        self.monotonic = array("b")
-        self.prompts: Counter[Prompt] = Counter()
+    Args:
+        table: The utterances.
+        config: Budgets, filters and shares.
+    """
 
-    def add(
-        self, name: str, utterance: Utterance, limits: Limits, tokenizer: Tokenizer, source: int
-    ) -> None:
-        """Keep an utterance, or note why not."""
-        try:
-            cut = utterance.cut(name)
-        except AudioError as error:
-            self.dropped.append(Dropped(name, error.problem, str(error), utterance.audio))
-            return
-        try:
-            tokens = check(cut, limits, tokenizer)
-        except Unfit as error:
-            drop = Dropped(name, error.reason, str(error), utterance.audio, cut.duration)
-            self.dropped.append(drop)
-            return
-        assert isinstance(tokens, TokenizedText)
-        line = utterance.line if isinstance(utterance, CutUtterance) else None
-        data = (line or json.dumps(cut.to_dict(), ensure_ascii=False)).encode()
-        self.lines += data
-        self.line_lengths.append(len(data))
-        self.tokens.extend(tokens.prompt)
-        self.tokens.extend(tokens.text)
-        self.token_lengths.append(len(tokens.prompt) + len(tokens.text))
-        self.prompt_lengths.append(len(tokens.prompt))
-        self.frames.append(frames_of(cut))
-        self.durations.append(cut.duration)
-        self.sources.append(source)
-        self.monotonic.append(tokens.monotonic)
-        self.prompts[request(cut)] += 1
+    def __init__(self, table: UtteranceTable, config: DataConfig) -> None:
+        self._table = table
+        self._config = config
+        self._lengths = UtteranceLengths(table.frames, table.token_lengths)
 
-    def corpus(
-        self, paths: Sequence[str | Path], config: DataConfig, tokenizer: Tokenizer
-    ) -> Corpus:
+    def corpus(self, paths: Sequence[str | Path], tokenizer: Tokenizer) -> Corpus:
         """The corpus, with the shape that the configuration leaves to be derived.
 
         Raises:
             ValueError: There is no utterance.
             TooManyDropped: None is left.
         """
+        table, config = self._table, self._config
+        fit, dropped = self._within(config.token_budget)
         shown = ", ".join(map(str, paths)) or "no manifest"
-        if not self.frames:
-            first = f"; the first: {self.dropped[0].details}" if self.dropped else ""
-            message = (
-                f"{shown}: no utterance can be trained on ({len(self.dropped)} dropped{first})."
-            )
-            raise TooManyDropped(message, self.dropped) if self.dropped else ValueError(message)
-        lines = ragged(np.frombuffer(self.lines, dtype=np.uint8), self.line_lengths)
-        outliers = self._outliers(config.filters.rate_deviations)
-        dropped = [*self.dropped, *self._rate_drops(lines, outliers)]
-        lengths = UtteranceLengths(_int32(self.frames), _int32(self.token_lengths))
-        usual = self._usual(config, lengths, np.flatnonzero(~outliers))
+        if not fit.any():
+            first = f"; the first: {dropped[0].details}" if dropped else ""
+            message = f"{shown}: no utterance can be trained on ({len(dropped)} dropped{first})."
+            raise TooManyDropped(message, dropped) if dropped else ValueError(message)
+        outliers = self._outliers(fit)
+        dropped += self._rate_drops(outliers)
         frame_budget = config.known_frame_budget
-        token_budget = config.token_budget or suggest_token_budget(usual, frame_budget)
+        token_budget = config.token_budget
+        if token_budget is None:
+            usual = self._usual(np.flatnonzero(fit & ~outliers))
+            token_budget = suggest_token_budget(usual, frame_budget)
+        over = fit & ~outliers & (self._lengths.tokens > token_budget)
+        dropped += self._over_budget(np.flatnonzero(over), token_budget)
+        check_share(dropped, len(table.dropped) + len(table), config.filters.max_dropped)
+        kept = _where(fit & ~outliers & ~over)
+        lengths = UtteranceLengths(self._lengths.frames[kept], self._lengths.tokens[kept])
         shape = StaticShape(
             frame_budget,
             token_budget,
             config.max_sequences or max(8, -(-frame_budget // 8)),
-        )
-        over = ~outliers & (lengths.tokens > token_budget)
-        dropped += self._over_budget(lines, lengths, np.flatnonzero(over), token_budget)
-        check_share(dropped, len(self.dropped) + len(lengths), config.filters.max_dropped)
-        kept = np.flatnonzero(~outliers & ~over)
-        lengths = UtteranceLengths(lengths.frames[kept], lengths.tokens[kept])
-        shape = replace(
-            shape,
             longest_frames=max(1, int(lengths.frames.max(initial=0))),
             longest_tokens=max(1, int(lengths.tokens.max(initial=0))),
         )
-        lines = lines.select(kept)
-        tokens = ragged(_int32(self.tokens), self.token_lengths).select(kept)
-        sources, samples = self._sources(kept), self._samples(kept)
+        rows, sources, samples = table.rows[kept], table.sources[kept], self._samples(kept)
         mixture = None if config.mix is None else Mixture.of(config.mix, sources, samples)
+        texts = table.tokens.blocks(rows)
+        others = [] if mixture is None else [sources]
+        if config.speeds != (1.0,):
+            others += [np.array(config.speeds), table.speeds[kept]]
         return Corpus(
             lengths=lengths,
             shape=shape,
             dropped=tuple(dropped),
-            seconds=float(np.array(self.durations)[kept].sum()),
+            seconds=float(table.durations[kept].sum()),
             samples=samples,
             sources=sources,
             mixture=mixture,
-            fingerprint=_fingerprint(lengths, tokens, *([] if mixture is None else [sources])),
-            prompt=self.prompts.most_common(1)[0][0],
+            fingerprint=_fingerprint([lengths.frames, lengths.tokens], texts, others),
+            prompt=self._prompt(fit),
             eos_id=tokenizer.eos_id,
             pad_id=tokenizer.pad_id,
             text=None,
-            _lines=lines,
-            _tokens=tokens,
-            _prompt_lengths=_int32(self.prompt_lengths)[kept],
-            _monotonic=np.array(self.monotonic, dtype=bool)[kept],
+            _lines=table.lines,
+            _tokens=table.tokens,
+            _rows=rows,
+            _speeds=table.speeds[kept],
+            _all_speeds=config.speeds,
+            _prompt_lengths=table.prompt_lengths[kept],
+            _monotonic=table.monotonic[kept],
         )
 
-    def _usual(
-        self, config: DataConfig, lengths: UtteranceLengths, kept: np.ndarray
-    ) -> UtteranceLengths:
+    def _within(self, token_budget: int | None) -> tuple[np.ndarray, list[Dropped]]:
+        """What is within a budget that is given, and all that was dropped until here, in order."""
+        table, tokens = self._table, self._lengths.tokens
+        if token_budget is None:
+            return np.ones(len(table), dtype=bool), list(table.dropped)
+        fit = tokens <= token_budget
+        drops = list(zip(table.dropped_before.tolist(), table.dropped, strict=True))
+        for index in np.flatnonzero(~fit).tolist():
+            details = f"{tokens[index]} tokens, over {token_budget}"
+            # That which was dropped before the next utterance came before this one.
+            drops.append((index + 0.5, self._dropped(index, Reason.TOKEN_BUDGET, details)))
+        return fit, [drop for _, drop in sorted(drops, key=itemgetter(0))]
+
+    def _usual(self, kept: np.ndarray) -> UtteranceLengths:
         """The lengths that an epoch has: with shares, not those of the corpus."""
-        if config.mix is not None:
-            sources, samples = self._sources(kept), self._samples(kept)
-            mixture = Mixture.of(config.mix, sources, samples)
+        if self._config.mix is not None:
+            sources, samples = self._table.sources[kept], self._samples(kept)
+            mixture = Mixture.of(self._config.mix, sources, samples)
             draw = mixture.populations(sources, samples, seed=0)
             kept = kept if draw is None else kept[draw(0)]
-        return UtteranceLengths(lengths.frames[kept], lengths.tokens[kept])
+        return UtteranceLengths(self._lengths.frames[kept], self._lengths.tokens[kept])
 
-    def _sources(self, kept: np.ndarray) -> np.ndarray:
-        return np.array(self.sources, dtype=SOURCE_DTYPE)[kept]
-
-    def _samples(self, kept: np.ndarray) -> np.ndarray:
+    def _samples(self, kept: np.ndarray | slice) -> np.ndarray:
         """As `samples_in` computes them."""
-        return np.floor(np.array(self.durations)[kept] * SAMPLE_RATE + 0.5).astype(np.int32)
+        return np.floor(self._table.durations[kept] * SAMPLE_RATE + 0.5).astype(np.int32)
+
+    def _prompt(self, fit: np.ndarray) -> Prompt:
+        """The most usual one of those that fit."""
+        prompts = self._table.prompts.copy()
+        for index in np.flatnonzero(~fit).tolist():
+            prompts[request(self._cut(index))] -= 1
+        return prompts.most_common(1)[0][0]
 
     def _rates(self) -> np.ndarray:
         """Tokens of text per second."""
-        texts = _int32(self.token_lengths) - _int32(self.prompt_lengths)
-        return texts / np.array(self.durations)
+        return (self._lengths.tokens - self._table.prompt_lengths) / self._table.durations
 
-    def _outliers(self, deviations: float | None) -> np.ndarray:
-        if deviations is None:
-            return np.zeros(len(self.durations), dtype=bool)
-        return rate_outliers(self._rates(), np.array(self.durations), deviations)
+    def _outliers(self, fit: np.ndarray) -> np.ndarray:
+        found = np.zeros(len(fit), dtype=bool)
+        deviations = self._config.filters.rate_deviations
+        if deviations is not None:
+            found[fit] = rate_outliers(self._rates()[fit], self._table.durations[fit], deviations)
+        return found
 
-    def _rate_drops(self, lines: Ragged, outliers: np.ndarray) -> Iterable[Dropped]:
+    def _rate_drops(self, outliers: np.ndarray) -> Iterable[Dropped]:
         """Texts with far more tokens a second than others as long."""
-        rates = self._rates()
-        for index in np.flatnonzero(outliers).tolist():
-            seconds = self.durations[index]
+        indices = np.flatnonzero(outliers).tolist()
+        rates = self._rates() if indices else []
+        for index in indices:
+            seconds = self._table.durations[index]
             details = f"{rates[index]:.1f} per second, far more than others of {seconds:.1f} s"
-            yield self._dropped(lines, index, Reason.TOKEN_RATE, details)
+            yield self._dropped(index, Reason.TOKEN_RATE, details)
 
-    def _over_budget(
-        self, lines: Ragged, lengths: UtteranceLengths, over: np.ndarray, token_budget: int
-    ) -> Iterable[Dropped]:
+    def _over_budget(self, over: np.ndarray, token_budget: int) -> Iterable[Dropped]:
         """What does not fit in a token budget that was derived when all lengths were known."""
         for index in over.tolist():
             details = (
-                f"{lengths.tokens[index]} tokens, over {token_budget}, which was derived from "
-                "`frame_budget`: set `token_budget` to keep it"
+                f"{self._lengths.tokens[index]} tokens, over {token_budget}, which was derived "
+                "from `frame_budget`: set `token_budget` to keep it"
             )
-            yield self._dropped(lines, index, Reason.TOKEN_BUDGET, details)
+            yield self._dropped(index, Reason.TOKEN_BUDGET, details)
 
-    def _dropped(self, lines: Ragged, index: int, reason: Reason, details: str) -> Dropped:
-        cut = json.loads(lines[index].tobytes())
-        audio = str(cut["recording"]["sources"][0]["source"])
-        return Dropped(cut["id"], reason, details, audio, self.durations[index])
+    def _dropped(self, index: int, reason: Reason, details: str) -> Dropped:
+        cut, seconds = self._cut(index), float(self._table.durations[index])
+        name = name_at(cut.id, self._config.speeds[self._table.speeds[index]])
+        return Dropped(name, reason, details, audio_of(cut), seconds)
+
+    def _cut(self, index: int) -> Cut:
+        line = self._table.lines[self._table.rows[index]]
+        return deserialize_cut(json.loads(line.tobytes()))
 
 
-def _int32(values: array[int]) -> np.ndarray:
-    return np.array(values, dtype=np.int32)
+def _where(kept: np.ndarray) -> np.ndarray | slice:
+    """What selects: where it is everything, arrays are shared and not copied."""
+    return slice(None) if kept.all() else np.flatnonzero(kept)
 
 
-def _fingerprint(lengths: UtteranceLengths, tokens: Ragged, *others: np.ndarray) -> str:
+def _fingerprint(
+    lengths: Iterable[np.ndarray], texts: Iterable[np.ndarray], others: Iterable[np.ndarray]
+) -> str:
     """Of what decides plans and targets; not of paths, so that data may move."""
     digest = hashlib.sha256()
-    for values in (lengths.frames, lengths.tokens, tokens.values, *others):
+    for values in chain(lengths, texts, others):
         digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()

@@ -14,6 +14,7 @@ from effasr.data.audio import samples_in
 from effasr.data.batch import encoder_frames
 from effasr.data.limits import Limits
 from effasr.data.manifests import request
+from effasr.data.speeds import duration_at, name_at
 from effasr.data.tokenizer import Tokenizer, UnknownLanguageError
 
 
@@ -100,18 +101,27 @@ def text_of(cut: Cut) -> str:
     return cut.supervisions[0].text or ""
 
 
-def frames_of(cut: Cut) -> int:
+def frames_of(cut: Cut, speed: float = 1.0) -> int:
     """Encoder frames of a cut."""
-    return encoder_frames(samples_in(cut.duration))
+    return encoder_frames(samples_in(duration_at(cut.duration, speed)))
 
 
-def check(cut: Cut, limits: Limits, tokenizer: Tokenizer | None = None) -> TokenizedText | None:
+def check(
+    cut: Cut,
+    limits: Limits,
+    tokenizer: Tokenizer | None = None,
+    *,
+    speed: float = 1.0,
+    tokens: TokenizedText | None = None,
+) -> TokenizedText | None:
     """Check a cut by its manifest alone.
 
     Args:
         cut: With one supervision.
         limits: What it may be.
         tokenizer: For the checks of language and tokens; they are left out without one.
+        speed: At which it is trained on.
+        tokens: What `tokenize` gives of it, where that is known.
 
     Returns:
         The tokens; None without a tokenizer.
@@ -119,29 +129,57 @@ def check(cut: Cut, limits: Limits, tokenizer: Tokenizer | None = None) -> Token
     Raises:
         Unfit: The cut cannot be trained on; the first reason found.
     """
-    text = text_of(cut)
-    _check_duration(cut.duration, limits)
+    text, duration = text_of(cut), duration_at(cut.duration, speed)
+    _check_duration(duration, limits)
     if not text:
         raise Unfit(Reason.EMPTY_TEXT, "the text is empty")
     _check_wanted(cut, text, limits)
-    frames = frames_of(cut)
+    frames = frames_of(cut, speed)
     if limits.frame_budget is not None and frames > limits.frame_budget:
         raise Unfit(Reason.FRAME_BUDGET, f"{frames} encoder frames, over {limits.frame_budget}")
     if limits.max_frames is not None and frames > limits.max_frames:
         raise Unfit(Reason.MODEL, f"{frames} encoder frames, over `max_frames` {limits.max_frames}")
-    rate = len(text) / cut.duration
+    rate = len(text) / duration
     _check_rate(Reason.CHARACTER_RATE, rate, limits.max_characters_per_second)
     if tokenizer is None:
         return None
     try:
-        tokens = tokenize(cut, tokenizer)
+        tokens = tokens or tokenize(cut, tokenizer)
     except UnknownLanguageError as error:
         raise Unfit(Reason.UNKNOWN_LANGUAGE, str(error)) from error
     if not spells_something(tokens, tokenizer):
         raise Unfit(Reason.UNKNOWN_TEXT, f"the vocabulary spells nothing of {text[:60]!r}")
     _check_tokens(tokens, frames, limits)
-    _check_rate(Reason.TOKEN_RATE, len(tokens.text) / cut.duration, limits.max_tokens_per_second)
+    _check_rate(Reason.TOKEN_RATE, len(tokens.text) / duration, limits.max_tokens_per_second)
     return tokens
+
+
+def check_copies(
+    cut: Cut, audio: str, limits: Limits, tokenizer: Tokenizer | None = None
+) -> tuple[TokenizedText | None, list[int], list[Dropped]]:
+    """Check an utterance at each of the speeds of ``limits``.
+
+    Args:
+        cut: With one supervision.
+        audio: Its audio file, for messages.
+        limits: What each copy may be.
+        tokenizer: As of `check`.
+
+    Returns:
+        The tokens, which all copies share, if there are any; the numbers of the speeds at which
+        it can be trained on; and the other copies.
+    """
+    tokens: TokenizedText | None = None
+    fitting: list[int] = []
+    dropped: list[Dropped] = []
+    for number, speed in enumerate(limits.speeds):
+        try:
+            tokens = check(cut, limits, tokenizer, speed=speed, tokens=tokens)
+            fitting.append(number)
+        except Unfit as error:
+            name, seconds = name_at(cut.id, speed), duration_at(cut.duration, speed)
+            dropped.append(Dropped(name, error.reason, str(error), audio, seconds))
+    return tokens, fitting, dropped
 
 
 def frames_for_ctc(text: list[int]) -> int:

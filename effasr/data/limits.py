@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_SLOWEST, _FASTEST = 0.5, 2.0
+_MOST_SPEEDS = 8
+"""Of which nobody needs more."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
@@ -23,6 +27,7 @@ class Limits:
         characters: The only ones of texts, as between the brackets of a regular expression; None
             for any.
         ctc: Whether a transcription must leave CTC a path through its frames.
+        speeds: Those at which it is trained on, each as an utterance of its own.
     """
 
     min_duration: float = 0.1
@@ -36,6 +41,7 @@ class Limits:
     languages: tuple[str, ...] = ()
     characters: str | None = None
     ctc: bool = True
+    speeds: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
         if not 0 < self.min_duration <= self.max_duration:
@@ -54,3 +60,23 @@ class Limits:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"`{name}` must be greater than 0, but is {value}.")
+        _check_speeds(self.speeds)
+
+
+def _check_speeds(speeds: tuple[float, ...]) -> None:
+    if not 0 < len(speeds) <= _MOST_SPEEDS:
+        raise ValueError(
+            f"`speeds` must be one to {_MOST_SPEEDS} numbers, but are {len(speeds)}: "
+            "[0.9, 1.0, 1.1] is usual."
+        )
+    for speed in speeds:
+        if not _SLOWEST <= speed <= _FASTEST:
+            raise ValueError(
+                f"`speeds` must lie from {_SLOWEST:g} to {_FASTEST:g}, but one is {speed:g}: "
+                "[0.9, 1.0, 1.1] is usual."
+            )
+    if len(set(speeds)) < len(speeds):
+        raise ValueError(
+            f"`speeds` must differ from each other, but are {list(speeds)}: leave out what is "
+            "there twice."
+        )

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from effasr.data import worker_processes
 from effasr.data.audio import audio_path
+from effasr.data.audio_augment.augmenter import Augmenter
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.config import DataConfig
 from effasr.data.corpus import Corpus
@@ -98,15 +99,15 @@ class Loader:
         Args:
             corpus: The utterances.
             config: Strategy, micro-batches per step, workers, and what to do with bad audio.
-            seed: Seed of the plans.
+            seed: Seed of the plans and of augmentation.
             rank: Of this process.
             world_size: Number of processes that share a step.
             pin_memory: Whether batches are put into pinned memory; by default if there is a GPU.
             cost: Of an utterance to the model, by which the ranks' work is balanced.
 
         Raises:
-            ValueError: ``rank`` is out of range, there are more ranks than micro-batches, or see
-                `effasr.data.sampling.strategies.planner`.
+            ValueError: ``rank`` is out of range, there are more ranks than micro-batches, noise
+                cannot be read, or see `effasr.data.sampling.strategies.planner`.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"`rank` must be in 0 .. {world_size - 1}, but is {rank}.")
@@ -134,6 +135,8 @@ class Loader:
             cost=cost,
             epoch_end=config.epoch_end,
         )
+        skip = config.on_bad_audio == "skip"
+        self._augmenter = Augmenter(config.augment, seed=seed, skip_unreadable=skip)
         self._rounds = -(-config.micro_batches // world_size)
         # What each worker is at, in memory that all see: for the message where one never returns.
         self._reading = RawArray("q", [-1] * max(1, config.workers))
@@ -169,8 +172,13 @@ class Loader:
             for old in list(self._plans)[: 1 - _PLANS]:
                 del self._plans[old]
             self._plans[epoch] = (plan, text)
-            self._fingerprints[epoch] = _fingerprint(plan)
+            self._fingerprints[epoch] = _fingerprint(plan, self._augmenter.fingerprint)
         return self._plans[epoch]
+
+    @property
+    def augmentation(self) -> str:
+        """What is done to audio, for people; empty where nothing is."""
+        return str(self._augmenter)
 
     @property
     def shape(self) -> StaticShape | None:
@@ -178,7 +186,10 @@ class Loader:
         return self._planner.shape
 
     def fingerprint(self, epoch: int) -> str:
-        """Changes if the plan of an epoch does; a resumed run compares it."""
+        """Changes if the plan of an epoch, or what it is augmented with, does.
+
+        A resumed run compares it.
+        """
         if epoch not in self._fingerprints:
             self.plan(epoch)
         return self._fingerprints[epoch]
@@ -226,8 +237,9 @@ class Loader:
 
     def reading(self) -> list[str]:
         """The utterances that are being read at this moment, each with its file."""
-        cuts = [self._corpus.cut(index) for index in self._reading[:] if index >= 0]
-        return [f"{cut.id} ({audio_path(cut) or 'no file'})" for cut in cuts]
+        corpus = self._corpus
+        reading = [index for index in self._reading[:] if index >= 0]
+        return [f"{corpus.name(i)} ({audio_path(corpus.cut(i)) or 'no file'})" for i in reading]
 
     def load(self, turn: Turn) -> Step:
         """One part of a global step, at once and in this process.
@@ -235,7 +247,7 @@ class Loader:
         Raises:
             AudioError: As `steps`.
         """
-        data = MicroBatches(self._corpus, self._config, self._planner.shape, self._reading)
+        data = self._micro_batches()
         step = self._step([data[place] for place in self._places([turn])])
         if self._pin_memory:
             return replace(step, batches=[batch.pin_memory() for batch in step.batches])
@@ -279,10 +291,14 @@ class Loader:
             for indices, is_text in own:
                 yield Place(turn, plan.num_steps, indices, is_text)
 
+    def _micro_batches(self) -> MicroBatches:
+        shape = self._planner.shape
+        return MicroBatches(self._corpus, self._config, shape, self._reading, self._augmenter)
+
     def _data_loader(self, turns: Iterable[Turn]) -> DataLoader[Any]:
         workers = self._config.workers
         return DataLoader(
-            MicroBatches(self._corpus, self._config, self._planner.shape, self._reading),
+            self._micro_batches(),
             batch_size=None,
             sampler=_Iterable(self._places(turns)),
             collate_fn=_as_it_is,
@@ -324,8 +340,8 @@ def _uneven(micro_batches: int, world_size: int) -> str:
     )
 
 
-def _fingerprint(plan: EpochPlan) -> str:
-    digest = hashlib.sha256()
+def _fingerprint(plan: EpochPlan, augmentation: str) -> str:
+    digest = hashlib.sha256(augmentation.encode())
     for values in (plan.offsets, plan.indices):
         digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()

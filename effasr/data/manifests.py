@@ -6,8 +6,9 @@ Kinds: NeMo's JSON lines, lhotse cuts (``.jsonl``, ``.jsonl.gz``) and Shar folde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 
 from lhotse import CutSet
@@ -20,7 +21,22 @@ from effasr.data.sources.lines import numbered_lines, parse_object
 from effasr.data.sources.pairs import SOURCE_TEXT
 from effasr.data.sources.utterance import Utterance
 
-__all__ = ["AudioError", "iterate", "load_audio", "named", "read", "read_audio", "request"]
+__all__ = [
+    "AudioError",
+    "Names",
+    "Part",
+    "deciding_files",
+    "iterate",
+    "load_audio",
+    "named",
+    "parts",
+    "read",
+    "read_audio",
+    "request",
+]
+
+_Read = Callable[[Iterable[tuple[int, str]], Path, str], Iterator[Utterance]]
+"""What makes utterances of the numbered lines of a manifest, given also their default language."""
 
 
 def read(path: str | Path, *, language: str = "en") -> CutSet:
@@ -83,49 +99,151 @@ def named(path: str | Path, *, language: str = "en") -> Iterator[tuple[str, Utte
     Raises:
         ValueError: As `read`, but for audio and an empty manifest.
     """
-    taken: set[str] = set()
+    names = Names()
     for utterance in _utterances(Path(path), language):
+        yield names.take(utterance), utterance
+
+
+class Names:
+    """The names of a manifest's utterances: see `named`."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+        self._counts: dict[str, int] = {}
+        """Up to which number the names made of a file's name are taken."""
+
+    def take(self, utterance: Utterance) -> str:
+        """The name of the next utterance.
+
+        Raises:
+            ValueError: It has one that is taken.
+        """
         name = utterance.id
-        if name in taken:
+        if name in self._taken:
             if utterance.named:
                 raise ValueError(
                     f"{utterance.origin}: the id {name!r} is taken by an earlier line: "
                     "give every utterance its own id."
                 )
-            count = 2
-            while (name := f"{utterance.id}-{count}") in taken:
+            count = self._counts.get(utterance.id, 1) + 1
+            while (name := f"{utterance.id}-{count}") in self._taken:
                 count += 1
-        taken.add(name)
-        yield name, utterance
+            self._counts[utterance.id] = count
+        self._taken.add(name)
+        return name
+
+    def take_all(self, utterances: Iterable[Utterance]) -> list[str]:
+        """The names of the next utterances.
+
+        Raises:
+            ValueError: One has one that is taken.
+        """
+        return [self.take(utterance) for utterance in utterances]
+
+    def take_as_they_are(self, names: Sequence[str]) -> bool:
+        """Take these, if none is taken and none is there twice; whether that was so."""
+        if len(set(names)) < len(names) or not self._taken.isdisjoint(names):
+            return False
+        self._taken.update(names)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some utterances of a manifest, in a form that goes to other processes.
+
+    Attributes:
+        path: The manifest.
+        lines: Their lines, with numbers.
+        read: What reads the lines.
+        others: The utterances themselves, where they are no lines.
+    """
+
+    path: Path
+    lines: list[tuple[int, str]] = field(default_factory=list)
+    read: _Read | None = None
+    others: list[Utterance] = field(default_factory=list)
+
+    def utterances(self, language: str) -> Iterator[Utterance]:
+        """The utterances; see `named`, but for their names."""
+        if self.read is None:
+            return iter(self.others)
+        return self.read(self.lines, self.path, language)
+
+
+def parts(path: str | Path, language: str, size: int) -> Iterator[Part]:
+    """The parts of a manifest, each of ``size`` utterances at most; see `named`.
+
+    Raises:
+        ValueError: As `named`.
+    """
+    path = Path(path)
+    file = _file_of_lines(path)
+    if file is None:
+        utterances = _utterances(path, language)
+        while others := list(islice(utterances, size)):
+            yield Part(path, others=others)
+        return
+    lines, read = _reader(file)
+    while some := list(islice(lines, size)):
+        yield Part(file, some, read)
+
+
+def deciding_files(path: str | Path) -> tuple[list[Path], list[Path]] | None:
+    """The files that decide what is read from a manifest.
+
+    Returns:
+        Those whose content does, and archives of audio; None for a folder of audio files, whose
+        very listing does.
+
+    Raises:
+        ValueError: There is no such manifest.
+    """
+    path = Path(path)
+    if (file := _file_of_lines(path)) is not None:
+        return [file], []
+    if shar.is_shar(path):
+        return shar.files(path)
+    if kaldi.is_kaldi(path):
+        return [file for name in kaldi.FILES if (file := path / name).is_file()], []
+    return None
 
 
 def _utterances(path: Path, language: str) -> Iterator[Utterance]:
+    file = _file_of_lines(path)
+    if file is not None:
+        lines, read = _reader(file)
+        return read(lines, file, language)
+    if shar.is_shar(path):
+        return shar.utterances(path, language)
+    if kaldi.is_kaldi(path):
+        return kaldi.utterances(path, language)
+    return folder.utterances(path, language)
+
+
+def _file_of_lines(path: Path) -> Path | None:
+    """The file, if the manifest is one or a prepared folder."""
     if path.is_dir():
-        if (path / cuts.CUTS_FILE).is_file():
-            return _from_lines(path / cuts.CUTS_FILE, language)
-        if shar.is_shar(path):
-            return shar.utterances(path, language)
-        if kaldi.is_kaldi(path):
-            return kaldi.utterances(path, language)
-        return folder.utterances(path, language)
+        file = path / cuts.CUTS_FILE
+        return file if file.is_file() else None
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file or folder.")
-    return _from_lines(path, language)
+    return path
 
 
-def _from_lines(path: Path, language: str) -> Iterator[Utterance]:
-    """NeMo's or lhotse's JSON lines: the first line tells which."""
+def _reader(path: Path) -> tuple[Iterator[tuple[int, str]], _Read]:
+    """The lines, and what reads them, NeMo's or lhotse's JSON: the first line tells which."""
     lines = numbered_lines(path)
     first = next(lines, None)
     if first is None:
-        return iter(())
+        return iter(()), cuts.utterances
     number, line = first
     row = parse_object(line, f"{path}:{number}")
     every = chain([first], lines)
     if "audio_filepath" in row:
-        return nemo.utterances(every, path, language)
+        return every, nemo.utterances
     if row.keys() & {"supervisions", "recording", "tracks"}:
-        return cuts.utterances(every, path, language)
+        return every, cuts.utterances
     if SOURCE_TEXT in row:
         raise ValueError(
             f"{path}:{number}: a text-only line, with `{SOURCE_TEXT}` but without "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import MutableSequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
 from effasr.data.audio import AudioError, AudioProblem, audio_path
-from effasr.data.batch import Batch, StaticShape, collate
+from effasr.data.audio_augment.augmenter import Augmenter, Moment, UnreadableRecording
+from effasr.data.batch import Batch, Example, StaticShape, collate
 from effasr.data.config import DataConfig
 from effasr.data.corpus import Corpus
 from effasr.data.filters import Dropped
@@ -61,6 +62,7 @@ class Failure:
 
     problem: AudioProblem
     message: str
+    remedy: str
 
 
 class MicroBatches(Dataset[Loaded | Failure]):
@@ -72,6 +74,7 @@ class MicroBatches(Dataset[Loaded | Failure]):
         config: DataConfig,
         shape: StaticShape | None,
         reading: MutableSequence[int],
+        augmenter: Augmenter,
     ) -> None:
         """Nothing is loaded yet.
 
@@ -80,7 +83,9 @@ class MicroBatches(Dataset[Loaded | Failure]):
             config: What to do with bad audio, and whether to pad.
             shape: Of batches; None where each has its own.
             reading: Shared with all workers: the utterance that each is reading, or -1.
+            augmenter: What changes their audio.
         """
+        self._augmenter = augmenter
         self._reading = reading
         self._corpus = corpus
         self._shape = shape
@@ -98,14 +103,15 @@ class MicroBatches(Dataset[Loaded | Failure]):
         for index in place.indices.tolist():
             self._reading[slot] = index
             try:
-                examples.append(corpus.example(index))
+                examples.append(self._example(index, place.turn, skipped))
             except AudioError as error:
                 if not self._skip:
                     self._reading[slot] = -1
-                    return Failure(error.problem, str(error))
+                    return Failure(error.problem, str(error), _remedy(error))
                 cut = corpus.cut(index)
-                path = audio_path(cut) or ""
-                skipped.append(Dropped(cut.id, error.problem, str(error), path, cut.duration))
+                path, seconds = audio_path(cut) or "", corpus.duration(index)
+                name = corpus.name(index)
+                skipped.append(Dropped(name, error.problem, str(error), path, seconds))
         self._reading[slot] = -1
         batch = collate(
             examples,
@@ -115,6 +121,21 @@ class MicroBatches(Dataset[Loaded | Failure]):
             padded=self._padded,
         )
         return Loaded(place, batch, skipped)
+
+    def _example(self, index: int, turn: Turn, skipped: list[Dropped]) -> Example:
+        """An utterance; recordings that it would have been changed by are added to ``skipped``."""
+        example = self._corpus.example(index)
+        if not self._augmenter:
+            return example
+        audio, unreadable = self._augmenter(example.audio, Moment(turn.epoch, turn.step, index))
+        skipped += unreadable
+        return replace(example, audio=audio)
+
+
+def _remedy(error: AudioError) -> str:
+    if isinstance(error, UnreadableRecording):
+        return "Mend it or remove it"
+    return "Run `effasr prepare` to leave it out"
 
 
 def checked(item: Loaded | Failure) -> Loaded:
@@ -126,6 +147,6 @@ def checked(item: Loaded | Failure) -> Loaded:
     if isinstance(item, Failure):
         raise AudioError(
             item.problem,
-            f"{item.message} Run `effasr prepare` to leave it out, or set data.on_bad_audio=skip.",
+            f"{item.message} {item.remedy}, or set data.on_bad_audio=skip.",
         )
     return item

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Task = Literal["transcribe", "translate"]
+_TASKS = get_args(Task)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,8 @@ class Prompt:
     punctuation: bool = True
 
     def __post_init__(self) -> None:
-        if self.task not in get_args(Task):
-            raise ValueError(
-                f"`task` must be one of {', '.join(get_args(Task))}, but is {self.task!r}."
-            )
+        if self.task not in _TASKS:
+            raise ValueError(f"`task` must be one of {', '.join(_TASKS)}, but is {self.task!r}.")
         if self.task == "transcribe" and self.source != self.target:
             raise ValueError(
                 f"`target` must be {self.source!r}, the language spoken, for the task "

@@ -64,19 +64,25 @@ def settle(
         others: More to average.
         world: The ranks.
     """
+    trained = _trained(model)
     moments = [
         value
-        for parameter in model.parameters()
+        for parameter in trained
         for value in optimizer.state.get(parameter, {}).values()
         if isinstance(value, Tensor) and value.is_floating_point()
     ]
-    for tensor in [*model.parameters(), *moments, *others]:
+    for tensor in [*trained, *moments, *others]:
         world.sum(tensor.detach()).div_(world.size)
 
 
 def mixed_tensors(model: nn.Module, statistics: Sequence[Tensor]) -> list[Tensor]:
     """What learners average as they train: the weights, and the statistics of batch norms."""
-    return [parameter.detach() for parameter in model.parameters()] + list(statistics)
+    return [*(parameter.detach() for parameter in _trained(model)), *statistics]
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    """Those that learn; the others are alike on all ranks, and a mean would round them."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def check_warmup(steps: int) -> None:

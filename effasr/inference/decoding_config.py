@@ -25,8 +25,7 @@ class DecodingConfig:
     Attributes:
         method: ``attention``, ``transducer``, ``ctc``, or ``auto``: the first of them that the
             model has.
-        beam: Hypotheses that are kept of each utterance; 1 for greedy search. A transducer with
-            durations cannot be searched with more.
+        beam: Hypotheses that are kept of each utterance; 1 for greedy search.
         length_penalty: With the attention decoder and a beam, the exponent a by which a transcript
             of score s and n tokens, its end included, ranks: ``s / ((5 + n) / 6) ** a``. 0 takes
             the likeliest, which tends to be too short; 1 is nearly the mean over the tokens. None

@@ -16,6 +16,7 @@ from effasr.inference.ctc_alignment import align_tokens
 from effasr.inference.ctc_beam import ctc_beam
 from effasr.inference.decoded import Decoded
 from effasr.inference.decoding_config import LENGTH_PENALTY, LM_WEIGHT, DecodingConfig
+from effasr.inference.durations_beam import durations_beam
 from effasr.inference.engine import Engine, Utterance
 from effasr.inference.language_model import TokenLM, load_ngrams
 from effasr.inference.neural_lm import load_neural_lm
@@ -27,11 +28,11 @@ _PARTS = {"attention": "decoder", "transducer": "transducer", "ctc": "CTC head"}
 """What of a model each method needs."""
 
 
-def choose_method(model: ASRModel, method: str, beam: int = 1) -> str:
+def choose_method(model: ASRModel, method: str) -> str:
     """Resolve ``auto``, and check that the model can be decoded in this way.
 
     Raises:
-        ValueError: The model lacks what the method needs, or its kind knows no beam.
+        ValueError: The model lacks what the method needs.
     """
     has = {
         "attention": model.config.decoder is not None,
@@ -43,13 +44,6 @@ def choose_method(model: ASRModel, method: str, beam: int = 1) -> str:
     if not has[method]:
         part = _PARTS[method]
         raise ValueError(f"`method` must not be {method}, because this model has no {part}.")
-    transducer = model.config.transducer
-    durations = None if transducer is None else transducer.durations
-    if beam > 1 and method == "transducer" and durations is not None:
-        raise ValueError(
-            f"`beam` must be 1 for a transducer with durations, but is {beam}: only greedy search "
-            "knows how to skip frames."
-        )
     return method
 
 
@@ -60,7 +54,7 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
         ValueError: The model lacks what the method, joint scores or the times of words need, or an
             option would change nothing with this method.
     """
-    method = choose_method(model, config.method, config.beam)
+    method = choose_method(model, config.method)
     if config.length_penalty is not None and (method != "attention" or config.beam == 1):
         raise ValueError(
             f"`length_penalty` must be left out for the method {method} with a beam of "
@@ -201,7 +195,8 @@ def _aligned(
     if config.beam == 1:
         return transducer_greedy(model.transducer, encoded, config.max_symbols)
     limits = [config.max_tokens(frames) for frames in encoded.layout.lengths]
-    return transducer_beam(model.transducer, encoded, config.beam, limits)
+    search = transducer_beam if model.transducer.config.durations is None else durations_beam
+    return search(model.transducer, encoded, config.beam, limits)
 
 
 def _attention(

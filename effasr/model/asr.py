@@ -25,6 +25,7 @@ from effasr.nn.convolution import DepthwiseConv
 from effasr.nn.norms import BatchNorm
 from effasr.nn.participation import with_participants
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
+from effasr.nn.selection import evaluate_frozen
 from effasr.nn.stack import is_empty, pass_by
 from effasr_kernels import PackedSequence, ctc_loss, linear_cross_entropy
 
@@ -145,6 +146,13 @@ class ASRModel(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, _RESETTABLE):
                 module.reset_parameters()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; parts of which nothing is trained stay in evaluation mode."""
+        super().train(mode)
+        if mode:
+            evaluate_frozen(self)
+        return self
 
     def forward(
         self, batch: Batch, *, label_smoothing: float = 0.0, guided_sigma: float | None = None

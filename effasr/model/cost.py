@@ -39,7 +39,7 @@ def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
         frame += per_frame
     if config.transducer is not None:
         frame += 2 * width * config.transducer.joint
-        token += _predictor(config.transducer)
+        token += predictor_cost(config.transducer)
         classes = vocab_size + 1 + len(config.transducer.durations or ())
         token_frame += 2 * config.transducer.joint * classes
     return CostModel(
@@ -73,7 +73,7 @@ def text_cost_model(config: ModelConfig, vocab_size: int) -> CostModel | None:
 
 
 def recomputed_costs(
-    config: ModelConfig, vocab_size: int, every: int
+    config: ModelConfig, vocab_size: int, every: int, below: int = 0
 ) -> tuple[CostModel, CostModel | None]:
     """The FLOPs that the backward computes again of an utterance, and of a text pair.
 
@@ -83,10 +83,13 @@ def recomputed_costs(
         config: The architecture.
         vocab_size: V, the tokenizer's.
         every: Which layers, as in `effasr.nn.stack.recompute_layers`.
+        below: The first encoder layers, to which the backward does not come: nothing before or in
+            them is trained.
     """
     encoder, decoder, text = config.encoder, config.decoder, config.text_encoder
     # Costs grow by as much with each layer more.
-    more = replace(config, encoder=replace(encoder, layers=_more(encoder.layers, every)))
+    layers = _more(encoder.layers, every) - -(-below // every)
+    more = replace(config, encoder=replace(encoder, layers=layers))
     unneeded = unneeded_text = 0
     if decoder is not None:
         more = replace(more, decoder=replace(decoder, layers=_more(decoder.layers, every)))
@@ -117,22 +120,28 @@ def _more(layers: int, every: int) -> int:
     return layers + -(-layers // every)
 
 
-def _encoder(config: ModelConfig) -> tuple[int, int]:
-    """FLOPs of features and encoder: of each frame, and of each pair of frames."""
-    encoder, bins = config.encoder, config.features.mel_bins
-    width, channels = encoder.width, encoder.subsampling_channels
+def subsampling_cost(config: ModelConfig) -> int:
+    """FLOPs of each frame before the first layer of the encoder: of features and convolutions."""
+    width, channels = config.encoder.width, config.encoder.subsampling_channels
+    bins = config.features.mel_bins
     features = 2 * SUBSAMPLING * (config.features.n_fft // 2 + 1) * bins
     # Places of a frame after each convolution: 4 x F/2, 2 x F/4, 1 x F/8; 3 x 3 taps each.
     taps = 2 * 9 * channels * (4 * (bins // 2) + 2 * (bins // 4) + bins // 8)
     pointwise = 2 * channels**2 * (2 * (bins // 4) + bins // 8)
-    subsampling = taps + pointwise + 2 * channels * (bins // 8) * width
+    return features + taps + pointwise + 2 * channels * (bins // 8) * width
+
+
+def _encoder(config: ModelConfig) -> tuple[int, int]:
+    """FLOPs of features and encoder: of each frame, and of each pair of frames."""
+    encoder = config.encoder
+    width = encoder.width
     feed_forward = 2 * 2 * 2 * width * encoder.feed_forward
     attention = 2 * 4 * width**2
     convolution = 2 * 3 * width**2 + 2 * encoder.conv_kernel * width
     layers = encoder.layers * (feed_forward + attention + convolution)
     # Content and values; relative positions are a third product.
     products = 3 if encoder.position == "relative" else 2
-    return features + subsampling + layers, encoder.layers * products * 2 * width
+    return subsampling_cost(config) + layers, encoder.layers * products * 2 * width
 
 
 def _decoder(config: DecoderConfig, vocab_size: int) -> tuple[int, int, int, int]:
@@ -147,7 +156,7 @@ def _decoder(config: DecoderConfig, vocab_size: int) -> tuple[int, int, int, int
     return layers * 2 * 2 * width * inner, token, layers * pair, layers * 2 * 2 * inner
 
 
-def _predictor(config: TransducerConfig) -> int:
+def predictor_cost(config: TransducerConfig) -> int:
     """FLOPs of each label, and of the row before the first."""
     width = config.width
     projection = 2 * width * config.joint

@@ -87,7 +87,7 @@ class Convolution(nn.Module):
         x = self.pointwise1(x)
         if not isinstance(self.norm, BatchNorm):
             x = self.norm(self.depthwise(x, layout))
-        elif self.training:
+        elif self.norm.training:
             x, *statistics = self.depthwise(x, layout, statistics=True)
             x = self.norm(x, layout, mask, statistics)
         else:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from effasr import ranges
 from effasr.nn.participation import with_participants
-from effasr_kernels import PackedLayout
+from effasr_kernels import PackedLayout, PackedSequence
 
 # Of the thread, for autograd computes again in its own.
 _here = threading.local()
@@ -45,7 +45,7 @@ def layer_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def compute(self: Layer, *args: Any) -> Any:
-        if not (self.is_recomputed and torch.is_grad_enabled()):
+        if not (self.is_recomputed and torch.is_grad_enabled() and _is_reached(self, args)):
             return forward(self, *args)
         # The compiler takes no contexts, and needs none: of what it computes again, it leaves out
         # all that changes a buffer.
@@ -110,6 +110,13 @@ def pass_by(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
 def is_empty(*layouts: PackedLayout) -> bool:
     """Whether it is known on the host that a batch has no row in one of its layouts."""
     return all(layout.known_on_host for layout in layouts) and 0 in [x.total for x in layouts]
+
+
+def _is_reached(layer: nn.Module, inputs: Iterable[Any]) -> bool:
+    """Whether the backward comes to a layer: not where neither it nor what is before it learns."""
+    values = [x.values if isinstance(x, PackedSequence) else x for x in inputs]
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    return any(x.requires_grad for x in (*tensors, *layer.parameters()))
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class WeightAverage:
-    """Exponential moving average of a model's parameters, in their own precision.
+    """Exponential moving average of the parameters that are trained, in their own precision.
 
     An update on k times the reference batch stands for k reference updates, and keeps
     ``decay ** k`` of the old average (Busbridge et al. 2023), so that the average reaches back as
@@ -19,7 +19,8 @@ class WeightAverage:
     soon forgotten.
 
     Args:
-        model: Its parameters at this moment are the first average.
+        model: Its parameters at this moment are the first average; one that requires no gradient
+            has none.
         decay: Part of the old average that a reference update keeps, in (0, 1).
         scale: k.
     """
@@ -31,7 +32,9 @@ class WeightAverage:
             raise ValueError(f"`scale` must be positive, but is {scale}.")
         self.decay = decay
         self.scale = scale
-        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self._parameters: dict[str, Tensor] = {
+            name: p for name, p in model.named_parameters() if p.requires_grad
+        }
         self.average = {name: p.detach().clone() for name, p in self._parameters.items()}
 
     @torch.no_grad()

@@ -14,13 +14,14 @@ from lhotse import MonoCut, SupervisionSegment
 from lhotse.cut import Cut
 
 from effasr.data.audio import AudioError
-from effasr.data.filters import Dropped, Limits, Unfit, check, text_of
+from effasr.data.filters import Dropped, Limits, check_copies, text_of
 from effasr.data.manifests import named
 from effasr.data.sources import nemo
 from effasr.data.sources.cuts import CUTS_FILE
 from effasr.data.sources.fields import optional_text, prompt_fields, seconds_field, text_field
 from effasr.data.sources.lines import numbered_lines, parse_object
 from effasr.data.sources.utterance import FileUtterance, Utterance, custom_fields
+from effasr.data.speeds import duration_at, name_at
 from effasr.data.tokenizer import Tokenizer
 from effasr.planning.tables import MOST_TOKENS, Row, is_number, read_durations, read_table
 
@@ -37,7 +38,7 @@ _Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listing:
-    """Utterances as lists give them, before any is dropped for its length.
+    """Utterances as lists give them, at every speed, before any is dropped for its length.
 
     Attributes:
         paths: The lists.
@@ -49,6 +50,7 @@ class Listing:
         by_text: How many of ``texts`` are estimated from characters.
         by_duration: How many are estimated from durations.
         dropped: What was left out for its text or its audio.
+        speeds: At which every utterance is listed.
     """
 
     paths: tuple[str, ...]
@@ -60,6 +62,7 @@ class Listing:
     by_text: int
     by_duration: int
     dropped: tuple[Dropped, ...]
+    speeds: tuple[float, ...] = (1.0,)
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -92,7 +95,8 @@ def read_listing(
 
     Args:
         paths: Manifests and lists.
-        limits: What texts are checked against; see `effasr.data.filters.check`.
+        limits: What texts are checked against; see `effasr.data.filters.check`. Their speeds are
+            those at which every utterance is listed.
         tokenizer: For texts and prompts.
         prompt_tokens: Tokens of a prompt, where no tokenizer says.
         language: The language of utterances that name none.
@@ -167,12 +171,26 @@ class _Reader:
             by_text=self._by_text,
             by_duration=self._by_duration,
             dropped=tuple(self._dropped),
+            speeds=self._limits.speeds,
         )
 
     def _add(self, name: str | None, place: _Place, seconds: float, text: int, prompt: int) -> None:
-        self._names.append(name)
+        """Add an utterance at every speed."""
+        for speed in self._limits.speeds:
+            self._add_copy(name, place, seconds, text, prompt, speed)
+
+    def _add_copy(
+        self,
+        name: str | None,
+        place: _Place,
+        seconds: float,
+        text: int,
+        prompt: int,
+        speed: float,
+    ) -> None:
+        self._names.append(name and name_at(name, speed))
         self._places.extend(place)
-        self._seconds.append(seconds)
+        self._seconds.append(duration_at(seconds, speed))
         self._texts.append(text)
         self._prompts.append(prompt)
 
@@ -180,7 +198,7 @@ class _Reader:
         for row in rows:
             tokens = row.tokens
             if tokens is None:
-                self._by_duration += 1
+                self._by_duration += len(self._limits.speeds)
                 tokens = max(1, round(min(TOKENS_PER_SECOND * row.seconds, MOST_TOKENS)))
             self._add(row.name, (source, row.line), row.seconds, tokens, self._prompt_tokens)
 
@@ -228,7 +246,9 @@ class _Reader:
         try:
             cut = utterance.cut(name)
         except AudioError as error:
-            self._dropped.append(Dropped(name, error.problem, str(error), utterance.audio))
+            for speed in self._limits.speeds:
+                copy = name_at(name, speed)
+                self._dropped.append(Dropped(copy, error.problem, str(error), utterance.audio))
             return
         self._add_cut(name, place, cut)
 
@@ -242,7 +262,8 @@ class _Reader:
         origin: str,
     ) -> None:
         if not self._looks_at_texts:
-            self._add_estimated(name, place, seconds, text)
+            self._by_text += len(self._limits.speeds)
+            self._add(name, place, seconds, _estimate(text), self._prompt_tokens)
             return
         prompt = prompt_fields(row, origin, self._language)
         spoken = SupervisionSegment("", "", 0.0, seconds, text=text, language=prompt.source)
@@ -253,21 +274,20 @@ class _Reader:
 
     def _add_cut(self, name: str | None, place: _Place, cut: Cut) -> None:
         """Check a text as training does, and count its tokens."""
-        try:
-            tokens = check(cut, self._limits, self._tokenizer)
-        except Unfit as error:
-            drop = Dropped(cut.id, error.reason, str(error), "", cut.duration)
-            self._dropped.append(drop)
-            return
+        tokens, fitting, dropped = check_copies(cut, "", self._limits, self._tokenizer)
+        self._dropped += dropped
         if tokens is None:
-            self._add_estimated(name, place, cut.duration, text_of(cut))
+            self._by_text += len(fitting)
+            lengths = _estimate(text_of(cut)), self._prompt_tokens
         else:
-            self._add(name, place, cut.duration, len(tokens.text), len(tokens.prompt))
+            lengths = len(tokens.text), len(tokens.prompt)
+        for number in fitting:
+            self._add_copy(name, place, cut.duration, *lengths, self._limits.speeds[number])
 
-    def _add_estimated(self, name: str | None, place: _Place, seconds: float, text: str) -> None:
-        self._by_text += 1
-        tokens = -(-len(text.encode()) // BYTES_PER_TOKEN)
-        self._add(name, place, seconds, tokens, self._prompt_tokens)
+
+def _estimate(text: str) -> int:
+    """Tokens of a text, by its bytes."""
+    return -(-len(text.encode()) // BYTES_PER_TOKEN)
 
 
 def _num_tokens(row: Mapping[str, Any], origin: str) -> int | None:

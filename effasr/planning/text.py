@@ -23,7 +23,7 @@ _MANY_DEFERRED = 0.1
 
 def summary(listing: Listing, selection: Selection, options: StudyOptions, model: str) -> str:
     """What is planned: the lines above the table."""
-    return "\n".join([f"{setting(selection, options)}; FLOPs of {model}", *_estimates(listing)])
+    return "\n".join([f"{setting(selection, options)}; FLOPs of {model}", *_remarks(listing)])
 
 
 def setting(selection: Selection, options: StudyOptions) -> str:
@@ -38,8 +38,11 @@ def setting(selection: Selection, options: StudyOptions) -> str:
     )
 
 
-def _estimates(listing: Listing) -> Iterator[str]:
-    """How many token counts were estimated, and how."""
+def _remarks(listing: Listing) -> Iterator[str]:
+    """What the counts mean: speeds, and how many token counts were estimated, and how."""
+    if listing.speeds != (1.0,):
+        speeds = ", ".join(map(str, listing.speeds))
+        yield f"every utterance is there once at each of the speeds {speeds} (data.speeds)"
     for count, how in (
         (listing.by_text, f"texts, {BYTES_PER_TOKEN} bytes each: --tokenizer DIR counts them"),
         (listing.by_duration, f"durations, {TOKENS_PER_SECOND} a second"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +22,8 @@ from effasr.distributed.batch_norm import running_statistics
 from effasr.distributed.exchange import GradientExchange
 from effasr.distributed.process_group import World
 from effasr.model.asr import ASRModel, ModelConfig
-from effasr.model.cost import cost_model, recomputed_costs, text_cost_model
+from effasr.model.cost import recomputed_costs
+from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
 from effasr.nn.stack import compile_layers, recompute_layers
 from effasr.optim.adamw import build_adamw
 from effasr.optim.adascale import AdaScale
@@ -37,10 +39,13 @@ from effasr.training.graph import MicroBatchGraph
 from effasr.training.objective import Objective
 from effasr.training.parallel import averager, check_strategy, distribute, is_bfloat16
 from effasr.training.step import Trainee, run_micro_batch
+from effasr.training.trained import check_trained, prepare_weights
 
 if TYPE_CHECKING:
     from effasr.data.corpus import Corpus
     from effasr.training.learners import Learners
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ def resolve(config: TrainConfig, saved: Saved | None) -> TrainConfig:
     _check_features(config.model.features)
     _check_static_shapes(config)
     check_strategy(config)
+    check_trained(config)
     if config.optimizer.adascale is not None:
         _adascale_scale(config)
     loss = resolve_losses(config.loss, config.model)
@@ -150,7 +156,7 @@ def build_model(
     """The model, with weights drawn by the seed, or read.
 
     Raises:
-        ValueError: Weights to read do not fit.
+        ValueError: Weights to read do not fit, or nothing is there to freeze or to adapt.
     """
     source = _source_of_model(config, saved)
     if source is not None:
@@ -158,10 +164,7 @@ def build_model(
         vocab_size = checkpoint.read_description(source).vocab_size
     torch.manual_seed(config.seed)
     model = ASRModel(config.model, vocab_size)
-    if source is not None:
-        # A model to begin with may never have read text; a checkpoint of this run lacks nothing.
-        new = ("text_encoder.",) if saved is None else ()
-        checkpoint.load_weights(model, source, may_lack=new)
+    prepare_weights(model, config, source, is_resumed=saved is not None)
     return model.to(device).train()
 
 
@@ -182,13 +185,14 @@ def build_trainee(
     every, again = int(config.training.activation_checkpointing), None
     if every:
         recompute_layers(model, every)
-        again = recomputed_costs(config.model, model.vocab_size, every)
+        again = recomputed_costs(config.model, model.vocab_size, every, unreached_layers(model))
     if config.training.compile and config.training.strategy == "fsdp2":
         # Between two of which ranks gather parameters, which is not compiled.
         compile_layers(model)
     elif config.training.compile:
         # In place: the state dict keeps its names.
         model.compile(fullgraph=True, dynamic=False)
+    cost, text_cost = learning_cost(model), learning_text_cost(model)
     trained = distribute(config, model, world)
     is_replicated = isinstance(trained, DistributedDataParallel)
     exchange = GradientExchange(trained) if is_replicated else None
@@ -210,9 +214,9 @@ def build_trainee(
         seed=config.seed,
         clip=config.training.clip,
         label_smoothing=config.loss.label_smoothing,
-        cost=cost_model(config.model, model.vocab_size),
+        cost=cost,
         exchange=exchange,
-        text_cost=text_cost_model(config.model, model.vocab_size),
+        text_cost=text_cost,
         again=again,
         adascale=_adascale(config, model, world),
         activity=Activity(on_gpu=world.device.type == "cuda"),
@@ -305,6 +309,7 @@ def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) 
     """
     # Here, so that a model can be trained without the packages that read data.
     from effasr.data.corpus import Corpus
+    from effasr.data.corpus_cache import CorpusCache
     from effasr.data.sources.pairs import is_text_only
     from effasr.data.text_corpus import TextCorpus
 
@@ -331,6 +336,7 @@ def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) 
         max_frames=config.model.encoder.max_frames,
         max_positions=max_positions,
         sources=[source for _, source in spoken],
+        read=CorpusCache(_cache_folder(config), lambda text: log.warning("%s", text)),
     )
     if text_only:
         text = TextCorpus.load(
@@ -349,6 +355,12 @@ def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) 
             "with training.restart=true."
         )
     return corpus
+
+
+def _cache_folder(config: TrainConfig) -> Path | None:
+    if config.data.cache == "auto":
+        return Path(config.output) / ".corpus"
+    return None if config.data.cache is None else Path(config.data.cache)
 
 
 def _check_text(config: TrainConfig, paths: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from effasr.distributed.gossip.config import GossipConfig
 from effasr.distributed.local_sgd import HierarchicalConfig, LocalSGDConfig
 from effasr.inference.decoding_config import DecodingConfig
 from effasr.model.asr import ModelConfig
+from effasr.nn.lora import LoRAConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training.calibration.settings import CalibrationConfig
@@ -42,6 +43,11 @@ class LoopConfig:
         precision: Of matrix products, in the sense of autocast; weights and sums are float32.
             ``auto``: bfloat16 on a GPU, float32 on a CPU.
         clip: Largest norm of the gradient of all weights.
+        freeze: Patterns of parameters, or of modules, that are not trained, such as ``encoder`` or
+            ``encoder.layers.[0-9].*``: they have neither gradient nor moments, and nothing is
+            computed backwards below the first that is trained. Modules without any that is trained
+            are in evaluation mode: their batch norms keep their statistics, and use them, and they
+            drop nothing. SpecAugment stays.
         ema_decay: Of a running average of the weights, which is what is then validated and
             published; null for none.
         ema_reference_micro_batches: The micro-batches of a step, over all ranks, that ``ema_decay``
@@ -91,6 +97,7 @@ class LoopConfig:
     async_save: bool = True
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     clip: float = 1.0
+    freeze: tuple[str, ...] = ()
     ema_decay: float | None = None
     ema_reference_micro_batches: int | None = None
     on_nan: Literal["stop", "skip"] = "stop"
@@ -165,6 +172,7 @@ class TrainConfig:
         seed: Of the weights, the order of the data, dropout and augmentation.
         init_from: A model directory, or a run, to begin with: its weights, its tokenizer and,
             where ``model`` is left at its defaults, its architecture.
+        lora: Adapters that are trained in place of the weights of ``init_from``; null for none.
         model: The architecture.
         data: The utterances, the tokenizer and the batches.
         loss: Weights of the losses.
@@ -179,6 +187,7 @@ class TrainConfig:
     output: str = "runs"
     seed: int = 0
     init_from: str | None = None
+    lora: LoRAConfig | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-_DECISIVE = ("seed", "model", "data")
+_DECISIVE = ("seed", "model", "data", "lora")
 """Parts of a configuration that decide what the weights are and which data comes when."""
 
-_DECISIVE_BESIDE = frozenset({"optimizer.exempt", "optimizer.name"})
+_DECISIVE_BESIDE = frozenset({"optimizer.exempt", "optimizer.name", "training.freeze"})
 """Fields of other parts that do: by them the optimizer groups, and so numbers, the parameters, and
 keeps what it keeps of each."""
 
@@ -18,9 +18,12 @@ _HARMLESS = frozenset(
         "data.tokenizer",
         "data.train",
         "data.filters.max_dropped",
+        "data.cache",
         "data.workers",
         "data.prefetch",
         "data.on_bad_audio",
+        "data.augment.noise.manifests",
+        "data.augment.reverberation.manifests",
     }
 )
 """Fields of decisive parts that may change. Of the manifests and the tokenizer the content counts,
@@ -89,8 +92,9 @@ def check_same_plan(saved: Mapping[str, Any], fingerprint: Callable[[int], str])
         raise ValueError(
             f"the plan of epoch {epoch} must stay as it was in the checkpoint, of which {step} "
             "steps have been made, but it has changed, and utterances would be lost or repeated: "
-            "restore the file of `data.bucket_batch_sizes`, or the versions of effasr and lhotse "
-            "that the run began with, or begin anew with training.restart=true."
+            "restore the file of `data.bucket_batch_sizes`, the recordings of `data.augment`, or "
+            "the versions of effasr and lhotse that the run began with, or begin anew with "
+            "training.restart=true."
         )
 
 

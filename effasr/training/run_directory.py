@@ -29,7 +29,7 @@ class RunDirectory:
         metrics.jsonl      one object per logged step
         validation.jsonl   one object per validation
         skipped.jsonl      one object per update left out, with its utterances
-        unreadable.jsonl   one object per utterance whose audio could not be read when it was due
+        unreadable.jsonl   one object per utterance or noise that could not be read when it was due
         dropped.jsonl      one object per utterance that training cannot use
         blend.json         what was drawn of every source, and what share it was to get
         tensorboard/       the same curves

@@ -108,4 +108,5 @@ def _restore_tensors(trainer: Trainer, saved: Saved) -> None:
 def _parameters(trainer: Trainer) -> dict[str, Tensor]:
     """Those that are trained, whole or sharded, by the names of the checkpoints."""
     trainee = trainer.trainee
-    return dict((trainee.model if is_sharded(trainee) else trainer.model).named_parameters())
+    model = trainee.model if is_sharded(trainee) else trainer.model
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -57,7 +57,8 @@ class Trainee:
         seed: Of the run.
         clip: Largest norm of the gradient.
         label_smoothing: Of the cross-entropy.
-        cost: What an utterance is to compute.
+        cost: What an utterance is to compute, as of a model that is trained throughout; see
+            `effasr.model.learning_cost`.
         graph: Replays the micro-batches; None to run each.
         exchange: Of the gradients, where there are several ranks.
         text_cost: What a text pair is to compute; None without a text encoder.

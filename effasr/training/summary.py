@@ -49,9 +49,12 @@ def summarise(trainer: Trainer) -> Iterator[str]:
     """What is trained on what: the first lines that a run shows."""
     plan = trainer.loader.plan(trainer.position[0])
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    of_these = f" ({trained / 1e6:.2f} M trained)" if trained < parameters else ""
     yield (
         f"{len(trainer.corpus)} utterances, {trainer.corpus.seconds / 3600:.2f} h, "
-        f"{parameters / 1e6:.2f} M parameters, {trainer.world.size} x {trainer.world.device}"
+        f"{parameters / 1e6:.2f} M parameters{of_these}, "
+        f"{trainer.world.size} x {trainer.world.device}"
     )
     if (learners := trainer.learners) is not None:
         yield (
@@ -59,6 +62,11 @@ def summarise(trainer: Trainer) -> Iterator[str]:
             "weights in the background"
         )
     yield describe_batches(plan, trainer.loader.shape, trainer.corpus.lengths, trainer.config.data)
+    speeds = trainer.config.data.speeds
+    if speeds != (1.0,):
+        yield f"each utterance at the speeds {', '.join(map(str, speeds))}, as one of its own"
+    if augmentation := trainer.loader.augmentation:
+        yield f"of the utterances, {augmentation}"
     if (text := trainer.corpus.text) is not None:
         yield (
             f"and {trainer.config.data.text_micro_batches} of text alone, each "

@@ -24,6 +24,7 @@ from effasr.distributed.process_group import World, joined
 from effasr.inference.evaluation import Evaluation, merge
 from effasr.inference.evaluation import save as save_evaluation
 from effasr.model.cost import cost_model
+from effasr.nn.lora import merged
 from effasr.training import assembly
 from effasr.training.activity import LOADING, WAITING
 from effasr.training.assembly import Saved
@@ -312,7 +313,7 @@ class Trainer:
         self.trainee.activity.begin("validating")
         settle(self.trainee)
         average(self.trainee.statistics, self.world)
-        with ranges.range("validation"), self._weights_to_evaluate():
+        with ranges.range("validation"), self._weights_to_evaluate(), merged(self.model):
             evaluations = self.validator()
         for name, evaluation in evaluations.items():
             self._record(name, evaluation)

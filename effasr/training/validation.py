@@ -7,7 +7,7 @@ from itertools import islice
 
 from lhotse.cut import Cut
 
-from effasr.data.manifests import read
+from effasr.data.manifests import iterate
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import World
 from effasr.inference.evaluate import evaluate, shard
@@ -44,8 +44,11 @@ class Validator:
         Recognizer(model, tokenizer, self._config.decoding)
         self._sets: dict[str, list[Cut]] = {}
         for path in config.data.validation:
-            cuts = read(path, language=config.data.language)
-            part = shard(islice(cuts, self._config.max_utterances), world.rank, world.size)
+            every = iterate(path, language=config.data.language)
+            cuts = list(islice(every, self._config.max_utterances))
+            if not cuts:
+                raise ValueError(f"{path}: holds no utterances.")
+            part = shard(cuts, world.rank, world.size)
             self._sets[_free_name(path, self._sets)] = part
 
     def __call__(self, average: WeightAverage | None = None) -> dict[str, Evaluation]:

@@ -78,17 +78,18 @@ def make_parakeet(folder: Path, name: str, **options) -> Path:
     return folder
 
 
-def test_in_tuned_and_out(effasr, workplace, canary, tmp_path) -> None:
+@pytest.mark.parametrize("recipe", ["finetune", "finetune_lora"])
+def test_in_tuned_and_out(effasr, workplace, canary, tmp_path, recipe) -> None:
     done = effasr("import", canary, tmp_path / "canary")
     assert done.code == 0
     assert done.err == ""
     tuned = effasr(
-        "train", "finetune", f"output={tmp_path}/runs", f"init_from={tmp_path}/canary",
+        "train", recipe, f"output={tmp_path}/runs", f"init_from={tmp_path}/canary",
         f"data.train={workplace.folder}/train", f"data.validation={workplace.folder}/dev",
         "data.frame_budget=60", "data.workers=0", "training.max_steps=1", "training.device=cpu",
     )  # fmt: skip
     assert tuned.code == 0, tuned.err
-    run = tmp_path / "runs" / "finetune"
+    run = tmp_path / "runs" / recipe
     before, after = load_model(tmp_path / "canary"), load_model(resolve(run))
     assert after.model.vocab_size == CLASSES > after.tokenizer.vocab_size
     assert after.model.config == before.model.config

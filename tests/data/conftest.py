@@ -1,5 +1,6 @@
 """Small recordings and manifests for the tests of the data folder."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from effasr.data.ragged import Ragged
 from effasr.data.tokenizer import SentencePieceTokenizer, train_tokenizer
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -29,6 +31,27 @@ def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return path
+
+
+def _check_same(first: Any, second: Any) -> None:
+    """Compare two objects of a dataclass field by field, arrays and those in fields as well."""
+    for field in dataclasses.fields(first):
+        a, b = getattr(first, field.name), getattr(second, field.name)
+        if isinstance(a, np.ndarray):
+            np.testing.assert_array_equal(a, b, err_msg=field.name)
+            assert a.dtype == b.dtype, field.name
+        elif isinstance(a, Ragged):
+            np.testing.assert_array_equal(a.values, b.values, err_msg=field.name)
+            np.testing.assert_array_equal(a.offsets, b.offsets, err_msg=field.name)
+        elif dataclasses.is_dataclass(a):
+            _check_same(a, b)
+        else:
+            assert a == b, field.name
+
+
+@pytest.fixture(scope="session")
+def check_same() -> Callable[[Any, Any], None]:
+    return _check_same
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from lhotse import CutSet
 
 from effasr.data.manifests import load_audio, read, request
 from effasr.data.prompt import Prompt
+from effasr.data.sources.utterance import absolute
 
 
 @pytest.fixture
@@ -175,6 +176,25 @@ def test_made_up_ids_are_made_unique_in_order(
         {"audio_filepath": "x/a.wav", "text": "x"},
     ]
     assert list(read(write_lines(tmp_path / "m.jsonl", rows)).ids) == ["a", "a-2", "a-3"]
+
+
+def test_made_up_ids_pass_over_given_ones(
+    write_tone: Callable[..., Path], write_lines: Callable[..., Path], tmp_path: Path
+) -> None:
+    write_tone(tmp_path / "a.wav", 0.3)
+    given: list[str | None] = [None, "a-3", None, None, "a-5", None, None]
+    rows = [{"audio_filepath": "a.wav", "text": "t", "id": name} for name in given]
+    wanted = ["a", "a-3", "a-2", "a-4", "a-5", "a-6", "a-7"]
+    assert list(read(write_lines(tmp_path / "m.jsonl", rows)).ids) == wanted
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["a", "../a", "./a", "/x/a", "/", "//a", "/x//a", "/x/./a", "/x/.", "/x/../a", "/x/", "/x/.a"],
+)
+def test_paths_become_absolute_as_pathlib_makes_them(path: str) -> None:
+    folder = Path("/corpus/of mine")
+    assert absolute(path, folder) == str((folder / path).absolute())
 
 
 def test_given_ids_must_be_unique(

@@ -193,7 +193,5 @@ def test_an_utterance_gives_the_same_tokens_in_any_company(model, tokenizer, noi
     assert tokens(examples, shape) == together
 
 
-def test_there_is_no_beam(model: ASRModel) -> None:
+def test_it_is_what_such_a_model_is_decoded_with(model: ASRModel) -> None:
     assert choose_method(model, "auto") == "transducer"
-    with pytest.raises(ValueError, match="`beam` must be 1 for a transducer with durations, but"):
-        choose_method(model, "transducer", 2)

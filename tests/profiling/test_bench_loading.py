@@ -40,3 +40,19 @@ def test_a_slow_training_waits_for_nothing(tmp_path: Path) -> None:
 def test_an_unknown_storage_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`storage` must be one of wav, flac, shar, but is 'mp3'"):
         bench_loading.write_corpus(tmp_path, 0.01, "mp3")
+
+
+def test_every_way_to_change_audio_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_loading, "_NOISES", 2)
+    out = tmp_path / "rows.csv"
+    options = ["--hours", "0.01", "--frame-budget", "450", "--workers", "0", "--storage", "wav"]
+    changes = ["--augment", *bench_loading.AUGMENTS, "--repeats", "2", "--consume", "1e6"]
+    assert bench_loading.main([*options, *changes, "--output", str(out)]) == 0
+    with out.open(newline="") as file:
+        rows = {row["augment"]: row for row in csv.DictReader(file)}
+    assert tuple(rows) == bench_loading.AUGMENTS
+    # Every utterance is there three times, but for what the first step took.
+    assert int(rows["speeds"]["utterances"]) > 2 * int(rows["none"]["utterances"])
+    assert int(rows["noise"]["utterances"]) <= int(rows["speeds"]["utterances"])

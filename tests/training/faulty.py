@@ -10,11 +10,11 @@ from effasr.training import step
 
 
 def slow_rank() -> None:
-    """Rank 1 needs 100 ms more for every micro-batch."""
+    """Rank 1 needs 200 ms more for every micro-batch."""
     run_micro_batch = step.run_micro_batch
 
     def slow(*arguments):
-        time.sleep(0.1)
+        time.sleep(0.2)
         return run_micro_batch(*arguments)
 
     if os.environ["RANK"] == "1":
@@ -23,14 +23,14 @@ def slow_rank() -> None:
 
 def stuck_read() -> None:
     """An utterance lies on a file system that does not answer: a pipe into which nobody writes."""
-    load_audio = corpus.load_audio
+    load_at = corpus.load_at
 
-    def load(cut):
+    def load(cut, speed):
         if cut.id == "train-7":
             os.open(os.environ["EFFASR_TEST_PIPE"], os.O_RDONLY)
-        return load_audio(cut)
+        return load_at(cut, speed)
 
-    corpus.load_audio = load
+    corpus.load_at = load
 
 
 if __name__ == "__main__":

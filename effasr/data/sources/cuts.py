@@ -42,7 +42,7 @@ def utterances(
                 f"{origin}: not a cut that lhotse can read ({type(error).__name__}: {error})."
             ) from error
         changed = _complete(cut, origin, path.parent, language)
-        yield CutUtterance(origin, cut, _audio(cut), None if changed else line.strip())
+        yield CutUtterance(origin, cut, audio_of(cut), None if changed else line.strip())
 
 
 def cut_prompt(cut: Cut, origin: str, language: str) -> Prompt:
@@ -92,7 +92,8 @@ def _complete(cut: Cut, origin: str, folder: Path, language: str) -> bool:
     return changed
 
 
-def _audio(cut: Cut) -> str:
+def audio_of(cut: Cut) -> str:
+    """Where the audio of a cut with a recording is, for messages."""
     assert isinstance(cut, DataCut)
     assert cut.recording is not None
     sources = cut.recording.sources

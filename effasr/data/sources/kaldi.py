@@ -10,6 +10,9 @@ from effasr.data.prompt import Prompt
 from effasr.data.sources.lines import numbered_lines
 from effasr.data.sources.utterance import FileUtterance, absolute
 
+FILES = ("wav.scp", "text", "segments", "utt2spk", "utt2lang")
+"""What is read, beside audio."""
+
 
 def is_kaldi(folder: Path) -> bool:
     """Whether the folder is a Kaldi data folder."""

@@ -26,6 +26,15 @@ def is_shar(folder: Path) -> bool:
     return any(_CUTS.fullmatch(path.name) for path in folder.glob("cuts.*"))
 
 
+def files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The shards of cuts, in the order of their numbers, and those of audio."""
+    shards = sorted(
+        (match[1], path) for path in folder.iterdir() if (match := _CUTS.fullmatch(path.name))
+    )
+    tars = [(folder / f"recording.{number}.tar").absolute() for number, _ in shards]
+    return [path for _, path in shards], tars
+
+
 def utterances(folder: Path, language: str) -> Iterator[CutUtterance]:
     """Read the shards in the order of their numbers.
 
@@ -37,11 +46,7 @@ def utterances(folder: Path, language: str) -> Iterator[CutUtterance]:
         ValueError: A shard of audio is missing or damaged or lacks a recording, or a line is
             malformed.
     """
-    shards = [
-        (match[1], path) for path in folder.iterdir() if (match := _CUTS.fullmatch(path.name))
-    ]
-    for number, path in sorted(shards):
-        tar = (folder / f"recording.{number}.tar").absolute()
+    for path, tar in zip(*files(folder), strict=True):
         located = _located(path, tar, _members(tar, path))
         for utterance in cut_utterances(located, path, language):
             yield replace(utterance, audio=str(tar))

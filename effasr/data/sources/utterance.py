@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -166,6 +167,13 @@ def custom_fields(prompt: Prompt) -> dict[str, str | bool]:
     return {"target_lang": prompt.target, "task": prompt.task, "pnc": prompt.punctuation}
 
 
+_NOT_PLAIN = re.compile(r"//|/\.?(/|$)")
+"""In what a `Path` would change."""
+
+
 def absolute(path: str, folder: Path) -> str:
     """A path of a manifest in ``folder`` as an absolute path, links left as they are."""
+    # A Path costs as much as the rest of a line.
+    if path.startswith("/") and not _NOT_PLAIN.search(path):
+        return path
     return str((folder / path).absolute())

@@ -148,6 +148,7 @@ def describe(
         "vocab_size": vocab_size,
         "loss": configuration.to_mapping(config.loss),
         "optimizer": [config.optimizer.name, config.optimizer.implementation],
+        "trained": [list(training.freeze), config.lora and configuration.to_mapping(config.lora)],
         "training": {
             "precision": training.precision,
             "compile": training.compile,

@@ -1,0 +1,1 @@
+"""Noise, reverberation and telephone bandwidth for training audio, before it is packed."""

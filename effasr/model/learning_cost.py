@@ -1,0 +1,162 @@
+"""How much computing a training step is where not all of a model is trained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import fields
+
+from torch import nn
+
+from effasr.data.sampling.cost import CostModel
+from effasr.model.asr import ASRModel
+from effasr.model.cost import cost_model, predictor_cost, subsampling_cost, text_cost_model
+from effasr.model.decoder import Decoder
+from effasr.nn.lora import LoRALinear
+
+_FORWARD_AND_BACKWARD = 3
+
+
+def learning_cost(model: ASRModel) -> CostModel:
+    """A third of the FLOPs of a training step, of an utterance by its lengths.
+
+    Of a model that is trained throughout, it is `effasr.model.cost.cost_model`, since the backward
+    is twice the forward. Otherwise products are left out that give the gradients of weights that
+    are not trained, and all that comes before what is; those of adapters are added.
+
+    Args:
+        model: Whose parameters require gradients or not.
+    """
+    forward = cost_model(model.config, model.vocab_size)
+    if _learns(model, throughout=True):
+        return forward
+    count = _Count()
+    reached = count.encoder(model)
+    if model.ctc_head is not None:
+        count.product("frame", model.ctc_head, reached)
+    if model.transducer is not None:
+        count.transducer(model, reached)
+    count.decoder(model, reached)
+    return count.shared(forward)
+
+
+def learning_text_cost(model: ASRModel) -> CostModel | None:
+    """Likewise of a text pair; None for a model without a text encoder."""
+    forward = text_cost_model(model.config, model.vocab_size)
+    if forward is None or model.text_encoder is None or _learns(model, throughout=True):
+        return forward
+    count, text, width = _Count(), model.text_encoder, model.config.encoder.width
+    reached = _learns(text.embed_tokens, text.embedding_layernorm)
+    for layer in text.layers:
+        reached = count.layer(layer, reached, "frame", frame_pair=2 * 2 * width)
+    count.decoder(model, reached or _learns(text.norm))
+    return count.shared(forward)
+
+
+def unreached_layers(model: ASRModel) -> int:
+    """How many of the first encoder layers the backward does not come to."""
+    encoder = model.encoder
+    before = [x for x in (encoder.subsampling, encoder.subsampling_norm) if x is not None]
+    count = 0
+    while count < len(encoder.layers) and not _learns(*before, *encoder.layers[: count + 1]):
+        count += 1
+    return count
+
+
+class _Count:
+    """FLOPs that a backward leaves out, by what they grow with; those of adapters are negative."""
+
+    def __init__(self) -> None:
+        self.left: Counter[str] = Counter()
+
+    def shared(self, forward: CostModel) -> CostModel:
+        """A third of what remains of a step whose forward is this."""
+        names = [field.name for field in fields(CostModel)]
+        whole = {name: _FORWARD_AND_BACKWARD * getattr(forward, name) for name in names}
+        return CostModel(
+            **{name: (whole[name] - self.left[name]) / _FORWARD_AND_BACKWARD for name in names}
+        )
+
+    def product(self, kind: str, module: nn.Linear, reached: bool) -> None:
+        """One linear layer, whose inputs need gradients or not."""
+        flops = 2 * module.weight.numel()
+        self.left[kind] += flops * (not module.weight.requires_grad) + flops * (not reached)
+        if isinstance(module, LoRALinear) and module.lora_a is not None:
+            inputs, outputs = module.in_features, module.out_features
+            adapter = 2 * len(module.lora_a) * (inputs + outputs)
+            self.left[kind] -= _FORWARD_AND_BACKWARD * adapter
+
+    def layer(self, layer: nn.Module, reached: bool, kind: str, **others: int) -> bool:
+        """A layer of a stack, and whether what comes after it is reached.
+
+        Args:
+            layer: Whose products count, but for those that `_apart` names.
+            reached: Whether something before it is trained.
+            kind: What its linear layers grow with.
+            others: Products without weights, by what they grow with.
+        """
+        reached = reached or _learns(layer)
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.Linear) and not name.endswith(_APART):
+                self.product(kind, module, reached)
+        for name, flops in others.items():
+            self.left[name] += 2 * flops * (not reached)
+        return reached
+
+    def encoder(self, model: ASRModel) -> bool:
+        """Of speech, and whether anything in it is trained."""
+        config, encoder = model.config.encoder, model.encoder
+        reached = _learns(encoder.subsampling)
+        self.left["frame"] += 2 * subsampling_cost(model.config) * (not reached)
+        if encoder.subsampling_norm is not None:
+            reached = reached or _learns(encoder.subsampling_norm)
+        products = 3 if config.position == "relative" else 2
+        for layer in encoder.layers:
+            learns = layer.conv.depthwise.weight.requires_grad  # type: ignore[union-attr]
+            reached = self.layer(layer, reached, "frame", frame_pair=products * 2 * config.width)
+            taps = 2 * config.conv_kernel * config.width
+            self.left["frame"] += taps * (not learns) + taps * (not reached)
+        return reached
+
+    def decoder(self, model: ASRModel, reached: bool) -> None:
+        """What reads tokens, and either encoder, which learns or not."""
+        decoder = model.decoder
+        if decoder is None:
+            return
+        if model.projection is not None:
+            self.product("frame", model.projection, reached)
+            reached = reached or _learns(model.projection)
+        inner = decoder.config.heads * decoder.config.head_width
+        after = reached or _learns(decoder.embed_tokens, decoder.embedding_layernorm)
+        for layer in decoder.layers:
+            self.product("frame", layer.encoder_attn.kv_proj, reached)  # type: ignore[union-attr]
+            # A token sees u (u + 1) / 2 of the pairs.
+            pairs = {"token": 2 * inner, "token_pair": 2 * inner, "token_frame": 4 * inner}
+            after = self.layer(layer, after, "token", **pairs)
+        self._output(decoder, after or _learns(decoder.norm))
+
+    def _output(self, decoder: Decoder, reached: bool) -> None:
+        weight = decoder.output_weight
+        flops = 2 * weight.numel()
+        self.left["token"] += flops * (not weight.requires_grad) + flops * (not reached)
+
+    def transducer(self, model: ASRModel, reached: bool) -> None:
+        """The predictor counts as a whole."""
+        head = model.transducer
+        assert head is not None
+        predicts = _learns(head.predictor)
+        self.product("frame", head.encoder_projection, reached)
+        self.product("token", head.predictor_projection, predicts)
+        projection = 2 * head.predictor_projection.weight.numel()
+        self.left["token"] += 2 * (predictor_cost(head.config) - projection) * (not predicts)
+        before = reached or predicts or _learns(head.encoder_projection, head.predictor_projection)
+        self.product("token_frame", head.output, before)
+
+
+_APART = ("relative_k_proj", "encoder_attn.kv_proj")
+"""Of a table that does not grow with the utterance, and of another sequence."""
+
+
+def _learns(*modules: nn.Module, throughout: bool = False) -> bool:
+    parameters: Iterable[nn.Parameter] = (p for module in modules for p in module.parameters())
+    return (all if throughout else any)(p.requires_grad for p in parameters)

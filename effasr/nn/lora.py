@@ -1,0 +1,183 @@
+r"""LoRA: instead of a matrix, train a product of two narrow ones that is added to it.
+
+.. math:: y = W x + b + s \, B A x
+
+A has r rows and B r columns, so that weights which do not learn need neither gradient nor moments.
+B starts as zeros: training begins with the function of the model that is adapted.
+
+References:
+    Hu et al., 2022, https://arxiv.org/abs/2106.09685; Kalajdzievski, 2023,
+    https://arxiv.org/abs/2312.03732 (rank stabilization).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effasr.nn.selection import matching
+
+_PROJECTIONS = ("qkv_proj", "q_proj", "kv_proj", "o_proj", "linear1", "linear2")
+"""Of attention and feed-forward networks; the first and third are several in one matrix."""
+
+_READ_ELSEWHERE = ("ctc_head", "encoder.subsampling.linear", "transducer.output")
+"""Layers whose weights an operation reads by itself, past the layer's forward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoRAConfig:
+    """Which layers get adapters, and of which size.
+
+    Attributes:
+        rank: r, of each adapter; queries, keys and values, which are one matrix here, share one.
+        alpha: The adapter's output is multiplied by ``alpha / rank``.
+        rslora: By ``alpha / sqrt(rank)`` instead, with which higher ranks learn as fast.
+        dropout: On the adapter's input.
+        targets: Patterns of linear layers to adapt, such as ``decoder.*``; null for all
+            projections of attention and feed-forward networks.
+        also_train: Patterns of other parameters to train as they are, such as ``*norm*`` or
+            ``ctc_head``.
+    """
+
+    rank: int = 32
+    alpha: float = 32.0
+    rslora: bool = False
+    dropout: float = 0.0
+    targets: tuple[str, ...] | None = None
+    also_train: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"`rank` must be at least 1, but is {self.rank}.")
+        if self.alpha <= 0:
+            raise ValueError(f"`alpha` must be positive, but is {self.alpha}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"`dropout` must be in [0, 1), but is {self.dropout}.")
+        if self.targets is not None and not self.targets:
+            raise ValueError(
+                "`targets` must have at least one pattern, but is empty: leave it out for all "
+                "projections, or train without `lora`."
+            )
+
+    @property
+    def scale(self) -> float:
+        """What an adapter's output is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class LoRALinear(nn.Linear):
+    """A linear layer with an adapter; ``weight`` and ``bias`` are those of the layer adapted.
+
+    A state dict of one says all that is needed to merge it: ``lora_a`` (r, in), ``lora_b``
+    (out, r) and ``lora_scale`` () stand beside ``weight``. All three are None while it is `merged`.
+    """
+
+    lora_a: nn.Parameter | None
+    lora_b: nn.Parameter | None
+    lora_scale: Tensor | None
+
+    def __init__(self, base: nn.Linear, config: LoRAConfig):
+        """Share the parameters of a layer, and draw an adapter on its device."""
+        has_bias = base.bias is not None
+        super().__init__(base.in_features, base.out_features, bias=has_bias, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+        self.dropout = config.dropout
+        self.lora_a = nn.Parameter(base.weight.new_empty(config.rank, base.in_features))
+        self.lora_b = nn.Parameter(base.weight.new_zeros(base.out_features, config.rank))
+        # A tensor, so that a file of weights has it; float32 holds any such number well enough.
+        self.register_buffer("lora_scale", base.weight.new_tensor(config.scale))
+        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (..., in) to (..., out)."""
+        y = F.linear(input, self.weight, self.bias)
+        if self.lora_a is None or self.lora_b is None or self.lora_scale is None:
+            return y
+        dropped = F.dropout(input, self.dropout, self.training)
+        # The scale goes where there are fewest numbers.
+        return y + F.linear(F.linear(dropped, self.lora_a) * self.lora_scale, self.lora_b)
+
+
+def adapt(model: nn.Module, config: LoRAConfig) -> None:
+    """Give linear layers adapters, in place, and train these and ``also_train`` alone.
+
+    Args:
+        model: With the weights to begin with.
+        config: Which layers.
+
+    Raises:
+        ValueError: A pattern matches nothing, or a layer that cannot have an adapter.
+    """
+    linears = {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear)}
+    if config.targets is None:
+        targets = {name for name in linears if name.rpartition(".")[2] in _PROJECTIONS}
+    else:
+        targets = matching(linears, config.targets, "lora.targets")
+    for name in _READ_ELSEWHERE:
+        if name in targets:
+            raise ValueError(
+                f"`lora.targets` must not match {name}, whose weights are read without its "
+                "forward: narrow the pattern, such as encoder.layers.*, or name it in "
+                "lora.also_train."
+            )
+    parameters = dict(model.named_parameters())
+    also = matching(parameters, config.also_train, "lora.also_train")
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in also)
+    for name in sorted(targets):
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, LoRALinear(linears[name], config))
+
+
+def adapters(model: nn.Module) -> list[LoRALinear]:
+    """The layers with adapters."""
+    return [module for module in model.modules() if isinstance(module, LoRALinear)]
+
+
+@contextmanager
+def merged(model: nn.Module) -> Iterator[None]:
+    """While in it, the adapters of a model are in its weights, and it is as if it had none.
+
+    The weights are put back as they were, bit by bit, from a copy.
+    """
+    kept = []
+    try:
+        for module in adapters(model):
+            a, b, scale = module.lora_a, module.lora_b, module.lora_scale
+            if a is None or b is None or scale is None:
+                continue
+            with torch.no_grad():
+                kept.append((module, a, b, scale, module.weight.clone()))
+                # In place, for what is derived from weights asks for their version.
+                module.weight.copy_(_sum(module.weight, a, b, scale))
+            module.lora_a = module.lora_b = module.lora_scale = None
+        yield
+    finally:
+        for module, a, b, scale, weight in kept:
+            module.lora_a, module.lora_b, module.lora_scale = a, b, scale
+            with torch.no_grad():
+                module.weight.copy_(weight)
+
+
+@torch.no_grad()
+def without_adapters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict in which adapters are in the weights: as of a model that has none."""
+    plain = dict(state)
+    for name in state:
+        layer, _, part = name.rpartition(".")
+        parts = [f"{layer}.{own}" for own in ("weight", "lora_a", "lora_b", "lora_scale")]
+        if part == "lora_a" and all(own in plain for own in parts):
+            weight, a, b, scale = (plain.pop(own) for own in parts)
+            plain[parts[0]] = _sum(weight, a, b, scale)
+    return plain
+
+
+def _sum(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    """W + s B A, in float64, so that it is rounded once, and not as a GPU's products may be."""
+    return (weight.double() + scale.double() * (b.double() @ a.double())).to(weight.dtype)

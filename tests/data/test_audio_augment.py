@@ -1,0 +1,365 @@
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from lhotse import CutSet, Recording, RecordingSet
+
+from effasr.config import ConfigError, from_mapping, to_mapping
+from effasr.data.audio import AudioError
+from effasr.data.audio_augment import clips
+from effasr.data.audio_augment.augmenter import Augmenter, Moment
+from effasr.data.audio_augment.clips import Clips
+from effasr.data.audio_augment.config import (
+    AudioAugmentConfig,
+    NoiseConfig,
+    ReverberationConfig,
+    TelephoneConfig,
+)
+from effasr.data.audio_augment.noise import mean_power
+from effasr.data.config import DataConfig
+from effasr.data.corpus import Corpus
+from effasr.data.loader import Loader, Step
+from effasr.data.tokenizer import Tokenizer
+
+RATE = 16_000
+
+
+def white(samples: int, seed: int = 0) -> np.ndarray:
+    return (0.1 * np.random.default_rng(seed).standard_normal(samples)).astype(np.float32)
+
+
+@pytest.fixture
+def noises(tmp_path: Path) -> Path:
+    """A folder of three recordings, one of them in a folder in it."""
+    for number, name in enumerate(("a.wav", "b.flac", "deeper/c.wav")):
+        path = tmp_path / "noises" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        soundfile.write(path, white(4000 + 3000 * number, number), RATE)
+    return tmp_path / "noises"
+
+
+@pytest.fixture
+def rooms(tmp_path: Path) -> Path:
+    folder = tmp_path / "rooms"
+    folder.mkdir()
+    for number in range(2):
+        response = white(2000, number) * np.exp(-np.arange(2000) / 300).astype(np.float32)
+        response[20] = 0.9
+        soundfile.write(folder / f"{number}.wav", response, RATE)
+    return folder
+
+
+def everything(noises: Path, rooms: Path) -> AudioAugmentConfig:
+    return AudioAugmentConfig(
+        reverberation=ReverberationConfig(manifests=str(rooms)),
+        noise=NoiseConfig(manifests=(str(noises),), snr=(0, 10)),
+        telephone=TelephoneConfig(probability=0.3),
+    )
+
+
+@pytest.fixture
+def make(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, noises: Path, rooms: Path
+) -> Callable[..., Loader]:
+    """Makes a loader of 24 tones at two speeds, with everything that audio can be changed by."""
+    manifest = nemo(24)
+
+    def build(*, rank: int = 0, world_size: int = 1, seed: int = 3, **options: object) -> Loader:
+        defaults = {
+            "frame_budget": 60,
+            "micro_batches": 4,
+            "workers": 0,
+            "speeds": (1.0, 1.1),
+            "augment": everything(noises, rooms),
+        }
+        config = DataConfig(train=str(manifest), **(defaults | options))  # type: ignore[arg-type]
+        corpus = Corpus.load(config.train, tokenizer, config, ctc=False)
+        return Loader(corpus, config, seed=seed, rank=rank, world_size=world_size)
+
+    return build
+
+
+def take(loader: Loader, count: int, epoch: int = 0, step: int = 0) -> list[Step]:
+    with closing(loader.steps(epoch, step)) as steps:
+        return list(islice(steps, count))
+
+
+def audio(steps: list[Step]) -> Iterator[tuple[str, np.ndarray]]:
+    """Every utterance with its samples, in order."""
+    for batch in (batch for step in steps for batch in step.batches):
+        values, places = batch.audio.values.numpy(), batch.audio.layout.cu_seqlens.tolist()
+        for number, name in enumerate(batch.ids):
+            yield name, values[places[number] : places[number + 1]]
+
+
+def assert_same(one: list[Step], other: list[Step]) -> None:
+    pairs = list(zip(audio(one), audio(other), strict=True))
+    assert pairs
+    for (name, left), (same, right) in pairs:
+        assert name == same
+        assert np.array_equal(left, right)
+
+
+def test_resumed_runs_and_workers_change_audio_alike(make: Callable[..., Loader]) -> None:
+    whole = take(make(), 6)
+    assert whole[-1].epoch >= 1
+    for workers in (1, 2):
+        assert_same(whole, take(make(workers=workers), 6))
+    for start in (1, 4):
+        at = whole[start - 1].next_position
+        assert_same(whole[start:], take(make(workers=1), 6 - start, *at))
+
+
+def test_ranks_change_audio_alike(make: Callable[..., Loader]) -> None:
+    alone = take(make(), 3)
+    ranks = [take(make(rank=rank, world_size=4), 3) for rank in range(4)]
+    for number, step in enumerate(alone):
+        expected, found = dict(audio([step])), dict(audio([own[number] for own in ranks]))
+        assert found.keys() == expected.keys()
+        for name, samples in found.items():
+            assert np.array_equal(samples, expected[name])
+
+
+def test_epochs_seeds_and_steps_differ_and_lengths_stay(make: Callable[..., Loader]) -> None:
+    loader = make()
+    steps = take(loader, 2 * loader.plan(0).num_steps)
+    epochs = [dict(audio([s for s in steps if s.epoch == epoch])) for epoch in (0, 1)]
+    both = epochs[0].keys() & epochs[1].keys()
+    clean = dict(audio(take(make(augment=AudioAugmentConfig()), len(steps))))
+    same = sum(np.array_equal(epochs[0][name], epochs[1][name]) for name in both)
+    # Half of the utterances have noise and half a room: a tenth has nothing, twice in a row.
+    assert same < 0.2 * len(both)
+    for name in both:
+        assert len(epochs[0][name]) == len(epochs[1][name]) == len(clean[name])
+    changed = sum(not np.array_equal(epochs[0][name], clean[name]) for name in both)
+    assert 0.6 * len(both) < changed < len(both)
+    other = dict(audio(take(make(seed=4), 4)))
+    assert not all(np.array_equal(other[n], epochs[0][n]) for n in other.keys() & both)
+
+
+def test_without_a_section_nothing_is_changed(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, make: Callable[..., Loader]
+) -> None:
+    assert not Augmenter(AudioAugmentConfig(), seed=0, skip_unreadable=False)
+    plain = DataConfig(train=str(nemo(24)), frame_budget=60)
+    corpus = Corpus.load(plain.train, tokenizer, plain, ctc=False)
+    own = {corpus.name(i): corpus.example(i).audio for i in range(24)}
+    for name, samples in audio(take(make(augment=AudioAugmentConfig(), speeds=(1.0,)), 2)):
+        assert np.array_equal(samples, own[name])
+
+
+def test_one_kind_does_the_same_without_the_others(noises: Path, rooms: Path) -> None:
+    alone = AudioAugmentConfig(noise=everything(noises, rooms).noise)
+    together = AudioAugmentConfig(noise=alone.noise, telephone=TelephoneConfig(probability=1e-9))
+    one, other = (Augmenter(c, seed=1, skip_unreadable=False) for c in (alone, together))
+    for index in range(20):
+        moment = Moment(0, 2, index)
+        assert np.array_equal(one(white(3000), moment)[0], other(white(3000), moment)[0])
+
+
+def test_the_share_and_the_ratio_are_those_asked_for(noises: Path) -> None:
+    config = AudioAugmentConfig(
+        noise=NoiseConfig(manifests=str(noises), probability=0.3, snr=(3.0, 9.0))
+    )
+    augment = Augmenter(config, seed=1, skip_unreadable=False)
+    speech = white(12_000, 9)
+    ratios = []
+    for index in range(400):
+        noisy, _ = augment(speech, Moment(0, 0, index))
+        if noisy is not speech:
+            ratios.append(10 * np.log10(mean_power(speech) / mean_power(noisy - speech)))
+    assert 90 < len(ratios) < 150
+    assert 2.9 < min(ratios) < 3.5
+    assert 8.5 < max(ratios) < 9.1
+
+
+def test_recordings_are_read_from_anything(noises: Path, tmp_path: Path) -> None:
+    files = sorted(noises.rglob("*.*"))
+    recordings = [Recording.from_file(file) for file in files]
+    lines = tmp_path / "noise.jsonl"
+    lines.write_text("".join(json.dumps({"audio_filepath": str(f)}) + "\n" for f in files))
+    RecordingSet.from_recordings(recordings).to_file(tmp_path / "recordings.jsonl.gz")
+    CutSet.from_cuts(r.to_cut() for r in recordings).to_file(tmp_path / "cuts.jsonl.gz")
+    expected = Clips.load([noises], "noise")
+    assert len(expected) == 3
+    for name in ("noise.jsonl", "recordings.jsonl.gz", "cuts.jsonl.gz"):
+        found = Clips.load([tmp_path / name], "noise")
+        assert found.fingerprint == expected.fingerprint
+        for index in range(3):
+            assert np.array_equal(found.read(index), expected.read(index))
+    part = {"audio_filepath": str(files[0]), "offset": 0.05, "duration": 0.08, "text": "-"}
+    lines.write_text(json.dumps(part))
+    found = Clips.load([lines], "noise")
+    assert np.array_equal(found.read(0), expected.read(0)[800:2080])
+    assert found.fingerprint != expected.fingerprint
+
+
+def test_parts_are_those_of_the_whole_and_little_is_kept(
+    noises: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Clips.load([noises], "noise")
+    monkeypatch.setattr(clips, "_WHOLE", 5000)
+    long = Clips.load([noises], "noise")
+    for index in range(3):
+        assert np.array_equal(long.read(index, 100, 2000), whole.read(index)[100:2100])
+    monkeypatch.setattr(clips, "_WHOLE", 20 * RATE)
+    monkeypatch.setattr(clips, "_CACHE_BYTES", 50_000)
+    few = Clips.load([noises], "noise")
+    for index in (0, 1, 2, 0, 2, 1):
+        assert np.array_equal(few.read(index), whole.read(index))
+        assert sum(array.nbytes for array in few._cache.values()) <= 50_000
+    assert 0 < len(few._cache) < 3
+
+
+@pytest.mark.parametrize("rate", [8000, 44_100])
+def test_the_last_part_of_a_clip_of_any_rate_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: int
+) -> None:
+    monkeypatch.setattr(clips, "_WHOLE", 100)
+    for extra in range(24):
+        soundfile.write(tmp_path / f"{extra:02}.wav", white(rate // 4 + extra), rate)
+    found = Clips.load([tmp_path], "noise")
+    for index, length in enumerate(found.samples.tolist()):
+        for start in (0, 1, 7, length - 500, length - 50):
+            assert len(found.read(index, start, length - start)) == length - start
+
+
+@pytest.mark.parametrize("strategy", ["random", "bucketed", "sync_bucketed_2d"])
+def test_other_strategies_load_copies_at_their_lengths(
+    make: Callable[..., Loader], strategy: str
+) -> None:
+    loader = make(strategy=strategy, buckets=2)
+    corpus = loader._corpus
+    lengths = {corpus.name(i): int(corpus.samples[i]) for i in range(len(corpus))}
+    assert len(lengths) == 48
+    loaded = list(audio(take(loader, 3)))
+    assert any(name.endswith("_sp1.1") for name, _ in loaded)
+    assert {name: len(samples) for name, samples in loaded}.items() <= lengths.items()
+
+
+def test_another_process_does_the_same(noises: Path, rooms: Path) -> None:
+    augment = Augmenter(everything(noises, rooms), seed=2, skip_unreadable=False)
+    sent = pickle.loads(pickle.dumps(augment))
+    for index in range(10):
+        one, other = (each(white(2000), Moment(1, 2, index))[0] for each in (augment, sent))
+        assert np.array_equal(one, other)
+
+
+def test_a_run_tells_what_is_done(make: Callable[..., Loader]) -> None:
+    assert make().augmentation == (
+        "50 % in 2 recorded rooms, 50 % with noise at 0 to 10 dB from 3 recordings, "
+        "30 % over the telephone"
+    )
+    assert make(augment=AudioAugmentConfig()).augmentation == ""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_unreadable_noise_follows_on_bad_audio(
+    make: Callable[..., Loader], noises: Path, workers: int
+) -> None:
+    loader, skipping = make(workers=workers), make(workers=workers, on_bad_audio="skip")
+    clean = make(augment=AudioAugmentConfig())
+    for file in noises.rglob("*.*"):
+        file.write_bytes(b"no audio")
+    with pytest.raises(
+        AudioError, match=r"`data\.augment`: .*noises/.* Mend it or remove it, or set"
+    ):
+        take(loader, 3)
+    steps = take(skipping, 3)
+    drops = [drop for step in steps for drop in step.skipped]
+    assert {drop.id for drop in drops} <= {"a", "b", "c"}
+    assert len(drops) > 3
+    # The utterances themselves are all there.
+    names = [name for name, _ in audio(steps)]
+    assert names == [name for name, _ in audio(take(clean, 3))]
+
+
+def test_recordings_are_checked_at_the_start(tmp_path: Path, noises: Path) -> None:
+    def load(path: Path) -> Augmenter:
+        config = AudioAugmentConfig(noise=NoiseConfig(manifests=str(path)))
+        return Augmenter(config, seed=0, skip_unreadable=True)
+
+    with pytest.raises(ValueError, match=r"noise\.manifests`: .*nowhere: there is no such file"):
+        load(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        ValueError, match=r"`data\.augment\.noise\.manifests`: .*empty holds no audio"
+    ):
+        load(tmp_path / "empty")
+    (noises / "b.flac").write_bytes(b"no audio")
+    with pytest.raises(ValueError, match=r"`data\.augment\.noise\.manifests`: .*b\.flac"):
+        load(noises)
+    lines = tmp_path / "m.jsonl"
+    lines.write_text('{"audio_filepath": "gone.wav"}\n')
+    with pytest.raises(ValueError, match=r"gone\.wav: there is no such file"):
+        load(lines)
+    a = noises / "a.wav"
+    lines.write_text(f'{{"audio_filepath": "{a}", "offset": 3, "duration": 1}}\n')
+    with pytest.raises(ValueError, match=r"`offset` is 3 s, but the file ends at 0\.25 s"):
+        load(lines)
+    lines.write_text(f'{{"audio_filepath": "{a}", "offset": "x"}}\n')
+    with pytest.raises(ValueError, match=r"m\.jsonl:1: `offset`"):
+        load(lines)
+    lines.write_text('{"id": "a", "start": 0, "duration": 1, "channel": 0, "type": "MonoCut"}\n')
+    with pytest.raises(ValueError, match=r"m\.jsonl:1: cut 'a' has no recording"):
+        load(lines)
+    lines.write_text('{"something": 1}\n')
+    with pytest.raises(ValueError, match=r"m\.jsonl:1: neither a line with `audio_filepath`"):
+        load(lines)
+    recording = Recording.from_file(noises / "a.wav")
+    RecordingSet.from_recordings([recording]).to_file(tmp_path / "r.jsonl")
+    (noises / "a.wav").unlink()
+    with pytest.raises(ValueError, match=r"a\.wav: there is no such file"):
+        load(tmp_path / "r.jsonl")
+
+
+def test_the_plan_is_known_again_by_the_recordings(
+    make: Callable[..., Loader], noises: Path
+) -> None:
+    before = make().fingerprint(0)
+    assert make().fingerprint(0) == before
+    assert make(augment=AudioAugmentConfig()).fingerprint(0) != before
+    (noises / "a.wav").unlink()
+    assert make().fingerprint(0) != before
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"noise": {}}, r"a\.noise: `manifests` must name at least one folder"),
+        ({"noise": {"manifests": "x", "probability": 0}}, "`probability` must be greater than 0"),
+        ({"noise": {"manifests": "x", "probability": 1.5}}, "at most 1, but is 1.5: leave `noise`"),
+        ({"noise": {"manifests": "x", "snr": [9, 3]}}, r"`snr` must be .*, but is \[9, 3\]"),
+        ({"noise": {"manifests": "x", "snr": 5}}, r"snr` must be a list of 2, but is 5\.$"),
+        ({"reverberation": {}}, "either `manifests` or `simulated: true` .* neither is"),
+        ({"reverberation": {"manifests": "x", "simulated": True}}, "but both are"),
+        (
+            {"reverberation": {"simulated": True, "decay_time": [0.05, 1]}},
+            r"`decay_time` must be .* but is \[0\.05, 1\]",
+        ),
+        ({"telephone": {"probability": 0}}, "leave `telephone` null"),
+        ({"gain": {}}, r"`a\.gain` is no field"),
+    ],
+)
+def test_the_configuration_is_checked(mapping: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_mapping(AudioAugmentConfig, mapping, "a")
+
+
+def test_the_configuration_can_be_shown_and_read_again() -> None:
+    assert to_mapping(DataConfig())["augment"] == {
+        "reverberation": None, "noise": None, "telephone": None,
+    }  # fmt: skip
+    config = DataConfig(
+        augment=AudioAugmentConfig(
+            noise=NoiseConfig(manifests="a"), reverberation=ReverberationConfig(simulated=True)
+        ),
+        speeds=(0.9, 1.0),
+    )
+    assert from_mapping(DataConfig, to_mapping(config)) == config

@@ -1,0 +1,459 @@
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from effasr.data import corpus_cache
+from effasr.data.config import DataConfig
+from effasr.data.corpus import Corpus
+from effasr.data.corpus_cache import CorpusCache
+from effasr.data.files import atomic_file
+from effasr.data.filter_config import FilterConfig, TooManyDropped
+from effasr.data.gather import gather
+from effasr.data.loader import Loader
+from effasr.data.prepare import prepare
+from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer, train_tokenizer
+
+Options = dict[str, Any]
+Check = Callable[[Any, Any], None]
+
+
+def load(
+    manifest: Path, tokenizer: Tokenizer, folder: Path | None, notes: list[str], **options: Any
+) -> Corpus:
+    config = DataConfig(**({"frame_budget": 60} | options))
+    cache = CorpusCache(folder, notes.append, jobs=1, least_bytes=0)
+    return Corpus.load([manifest], tokenizer, config, read=cache)
+
+
+def was_read(notes: list[str]) -> bool:
+    """Whether the last corpus was read, and not found."""
+    assert notes
+    return notes[-1].startswith("read ")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def test_what_was_kept_is_what_is_read(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, check_same: Check
+) -> None:
+    manifest = nemo(12)
+    (manifest.parent / "audio/u2.wav").unlink()
+    (manifest.parent / "audio/u3.wav").write_bytes(b"no audio")
+    options: Options = {"min_duration": 0.6, "max_duration": 1.0, "token_budget": 60}
+    notes: list[str] = []
+    plain = load(manifest, tokenizer, None, notes, **options)
+    assert {drop.reason for drop in plain.dropped} > {"missing_audio", "too_short", "too_long"}
+    for expected in (True, False, False):
+        kept = load(manifest, tokenizer, folder, notes, **options)
+        assert was_read(notes) is expected
+        check_same(plain, kept)
+        for index in range(len(plain)):
+            assert kept.cut(index) == plain.cut(index)
+            check_same(kept.example(index), plain.example(index))
+    assert [path.suffix for path in sorted(folder.iterdir())] == [".corpus", ".lock"]
+
+
+def test_budgets_and_filters_of_the_whole_share_what_was_read(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, check_same: Check
+) -> None:
+    """All that is decided when everything is known needs no other reading."""
+    manifest, notes = nemo(12), []
+    load(manifest, tokenizer, folder, notes, frame_budget=8000)
+    anything = FilterConfig(max_dropped=1.0, rate_deviations=0.5)
+    options: list[Options] = [
+        {"frame_budget": 600},
+        {"frame_budget": 9000, "max_sequences": 7},
+        {"frame_budget": 9000, "token_budget": 11, "filters": anything},
+        {"frame_budget": 9000, "filters": anything},
+    ]
+    for one in options:
+        kept = load(manifest, tokenizer, folder, notes, **one)
+        assert not was_read(notes), one
+        check_same(load(manifest, tokenizer, None, [], **one), kept)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"frame_budget": 7},
+        {"language": "de"},
+        {"min_duration": 0.6},
+        {"max_duration": 0.8},
+        {"speeds": (0.9, 1.0)},
+        {"filters": FilterConfig(max_tokens_per_second=6.0, max_dropped=1.0)},
+        {"filters": FilterConfig(max_characters_per_second=9.0, max_dropped=1.0)},
+        {"filters": FilterConfig(languages=("en", "de"))},
+        {"filters": FilterConfig(characters="a-rt-z ", max_dropped=1.0)},
+    ],
+    ids=str,
+)
+def test_every_limit_counts(
+    nemo: Callable[..., Path],
+    tokenizer: Tokenizer,
+    folder: Path,
+    options: Options,
+    check_same: Check,
+) -> None:
+    manifest, notes = nemo(7), []
+    load(manifest, tokenizer, folder, notes)
+    options = {"filters": FilterConfig(max_dropped=1.0)} | options
+    kept = load(manifest, tokenizer, folder, notes, **options)
+    assert was_read(notes)
+    check_same(load(manifest, tokenizer, None, [], **options), kept)
+
+
+@pytest.mark.parametrize("limits", [{"max_frames": 12}, {"max_positions": 9}, {"ctc": False}])
+def test_the_model_counts(
+    nemo: Callable[..., Path],
+    tokenizer: Tokenizer,
+    folder: Path,
+    limits: Options,
+    check_same: Check,
+) -> None:
+    manifest, notes = nemo(7), []
+    cache = CorpusCache(folder, notes.append, jobs=1, least_bytes=0)
+    config = DataConfig(frame_budget=60, filters=FilterConfig(max_dropped=1.0))
+    Corpus.load([manifest], tokenizer, config, read=cache)
+    kept = Corpus.load([manifest], tokenizer, config, read=cache, **limits)
+    assert was_read(notes)
+    check_same(Corpus.load([manifest], tokenizer, config, **limits), kept)
+
+
+def test_the_manifest_counts_by_its_content(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
+) -> None:
+    manifest, notes = nemo(7), []
+    first = load(manifest, tokenizer, folder, notes)
+    state, content = manifest.stat(), manifest.read_text()
+    changed = content.replace('"one two"', '"two one"')
+    assert changed != content
+    assert len(changed) == len(content)
+    manifest.write_text(changed)
+    # Neither size nor age tell that.
+    os.utime(manifest, ns=(state.st_atime_ns, state.st_mtime_ns))
+    second = load(manifest, tokenizer, folder, notes)
+    assert was_read(notes)
+    assert second.fingerprint != first.fingerprint
+    manifest.write_text(content)
+    assert load(manifest, tokenizer, folder, notes).fingerprint == first.fingerprint
+    assert not was_read(notes)
+    # Its relative paths now lead elsewhere.
+    shutil.copytree(manifest.parent, moved := manifest.parent.with_name("moved"))
+    assert load(moved / manifest.name, tokenizer, folder, notes).cut(0) != first.cut(0)
+    assert was_read(notes)
+
+
+def test_the_tokenizer_counts_by_its_content(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, tmp_path: Path
+) -> None:
+    manifest, notes = nemo(7), []
+    load(manifest, tokenizer, folder, notes)
+    texts = ["zero one two three four five six seven eight nine"] * 20
+    other = train_tokenizer({"en": texts}, tmp_path / "other", vocab_size=30, model_type="bpe")
+    load(manifest, other, folder, notes)
+    assert was_read(notes)
+    tokenizer.save(tmp_path / "copy")
+    load(manifest, SentencePieceTokenizer.load(tmp_path / "copy"), folder, notes)
+    assert not was_read(notes)
+
+
+@pytest.mark.parametrize("name", ["_versions", "_code"])
+def test_the_program_counts(
+    nemo: Callable[..., Path],
+    tokenizer: Tokenizer,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    manifest, notes = nemo(3), []
+    load(manifest, tokenizer, folder, notes)
+    monkeypatch.setattr(corpus_cache, name, lambda: "another")
+    load(manifest, tokenizer, folder, notes)
+    assert was_read(notes)
+
+
+def test_the_order_of_manifests_and_their_sources_count(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, tmp_path: Path, check_same: Check
+) -> None:
+    first = nemo(3)
+    shutil.copytree(first.parent, tmp_path / "second")
+    second, limits = tmp_path / "second" / first.name, DataConfig(frame_budget=60).limits()
+    notes: list[str] = []
+    cache = CorpusCache(folder, notes.append, jobs=1, least_bytes=0)
+    for paths, sources in (
+        ([first, second], [0, 0]),
+        ([second, first], [0, 0]),
+        ([first, second], [0, 1]),
+        ([first], [0]),
+    ):
+        table = cache(paths, tokenizer, limits, "en", sources)
+        assert was_read(notes)
+        check_same(gather(paths, tokenizer, limits, "en", sources), table)
+
+
+def test_audio_that_has_changed_is_looked_at_again(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
+) -> None:
+    manifest, notes = nemo(7), []
+    audio = manifest.parent / "audio"
+    (audio / "u2.wav").rename(audio / "away")
+    assert len(load(manifest, tokenizer, folder, notes)) == 6
+    (audio / "away").rename(audio / "u2.wav")
+    assert len(load(manifest, tokenizer, folder, notes)) == 7
+    assert was_read(notes)
+    shutil.copyfile(audio / "u1.wav", audio / "u6.wav")
+    assert len(load(manifest, tokenizer, folder, notes)) == 6
+    assert was_read(notes)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[: len(data) // 2],
+        lambda data: data + b"\0",
+        lambda data: b"",
+        lambda data: b"{}" + data[2:],
+        lambda data: data.replace(b'"key": "', b'"key": "x', 1),
+        lambda data: data[:-40] + bytes([data[-40] ^ 1]) + data[-39:],
+        lambda data: data[:16_400] + bytes([data[16_400] ^ 1]) + data[16_401:],
+    ],
+    ids=["half", "longer", "empty", "header", "key", "last column", "first column"],
+)
+def test_a_damaged_file_is_made_anew(
+    nemo: Callable[..., Path],
+    tokenizer: Tokenizer,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[bytes], bytes],
+    check_same: Check,
+) -> None:
+    manifest, notes = nemo(7), []
+    plain = load(manifest, tokenizer, folder, notes)
+    (file,) = folder.glob("*.corpus")
+    whole = file.read_bytes()
+    # Not in place: those who have mapped it keep what they have.
+    file.unlink()
+    file.write_bytes(damage(whole))
+    with caplog.at_level(logging.WARNING):
+        check_same(plain, load(manifest, tokenizer, folder, notes))
+    assert was_read(notes)
+    assert f"{file}" in caplog.text
+    assert "it is made anew" in caplog.text
+    assert file.read_bytes() == whole
+
+
+def test_small_and_unknown_sources_are_read_every_time(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
+) -> None:
+    manifest, notes = nemo(3), []
+    config = DataConfig(frame_budget=60)
+    Corpus.load([manifest], tokenizer, config, read=CorpusCache(folder, notes.append))
+    for index in range(3):
+        (manifest.parent / f"audio/u{index}.txt").write_text("one")
+    load(manifest.parent / "audio", tokenizer, folder, notes)
+    assert notes == []
+    assert not folder.exists()
+
+
+def test_a_prepared_folder(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, tmp_path: Path, check_same: Check
+) -> None:
+    prepare(nemo(7), out := tmp_path / "out")
+    plain = load(out, tokenizer, None, notes := [])
+    for _ in range(2):
+        check_same(plain, load(out, tokenizer, folder, notes))
+    assert not was_read(notes)
+
+
+def _load_all(manifest: Path, folder: Path, start: Any, results: Any) -> None:
+    tokenizer = SentencePieceTokenizer.load(manifest.parent / "tokenizer")
+    start.wait()
+    notes: list[str] = []
+    corpus = load(manifest, tokenizer, folder, notes)
+    results.put((was_read(notes), corpus.fingerprint))
+
+
+def test_of_several_processes_one_reads(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
+) -> None:
+    manifest = nemo(12)
+    tokenizer.save(manifest.parent / "tokenizer")
+    context = multiprocessing.get_context("fork")
+    start, results = context.Barrier(4), context.Queue()
+    arguments = (manifest, folder, start, results)
+    processes = [context.Process(target=_load_all, args=arguments) for _ in range(4)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert sorted(read for read, _ in found) == [False, False, False, True]
+    assert {fingerprint for _, fingerprint in found} == {
+        load(manifest, tokenizer, None, []).fingerprint
+    }
+
+
+def test_a_killed_builder_leaves_nothing_behind(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
+) -> None:
+    manifest = nemo(5)
+
+    def write_half(path: Path, *others: Any) -> int:
+        with atomic_file(path) as file:
+            file.write(b"half")
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    def build() -> None:
+        corpus_cache.write_columns = write_half
+        load(manifest, tokenizer, folder, [])
+
+    process = multiprocessing.get_context("fork").Process(target=build)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert len(list(folder.glob("*.partial"))) == 1
+    notes: list[str] = []
+    load(manifest, tokenizer, folder, notes)
+    assert was_read(notes)
+    assert not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_want_of_room_is_said(
+    nemo: Callable[..., Path],
+    tokenizer: Tokenizer,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+) -> None:
+    def full(*arguments: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(corpus_cache, "write_columns", full)
+    with pytest.raises(
+        ValueError, match=r"`cache`: .*/cache must have room for .* set data\.cache"
+    ):
+        load(nemo(3), tokenizer, folder, [])
+    assert not list(folder.glob("*.corpus*"))
+
+
+def test_where_nothing_may_be_written_nothing_is_kept(
+    nemo: Callable[..., Path],
+    tokenizer: Tokenizer,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    manifest = nemo(3)
+    monkeypatch.setattr(corpus_cache, "building", refuse)
+    assert len(load(manifest, tokenizer, folder, [])) == 3
+    assert "cannot be written to" in caplog.text
+
+
+def test_a_manifest_that_changes_while_it_is_read(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = nemo(3)
+
+    def change(*arguments: Any, **options: Any) -> Any:
+        table = gather(*arguments, **options)
+        row = json.loads(manifest.read_text().splitlines()[0])
+        with manifest.open("a") as file:
+            file.write(json.dumps(row | {"id": "more"}) + "\n")
+        return table
+
+    monkeypatch.setattr(corpus_cache, "gather", change)
+    with pytest.raises(ValueError, match="must not change while it is read, but did"):
+        load(manifest, tokenizer, folder, [])
+    assert not list(folder.glob("*.corpus"))
+
+
+def test_a_long_reading_says_how_far_it_is(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_cache, "_NOTE_EVERY_S", 0.0)
+    notes: list[str] = []
+    load(nemo(3), tokenizer, None, notes)
+    assert len(notes) == 1
+    assert notes[0].startswith("reading manifests: 3 utterances, ")
+
+
+def test_a_file_is_no_folder(nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path) -> None:
+    folder.write_text("")
+    with pytest.raises(ValueError, match=r"`cache` must be a folder, but .*/cache is none"):
+        load(nemo(3), tokenizer, folder, [])
+
+
+def test_old_files_of_the_same_manifests_are_removed_unless_they_are_used(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
+) -> None:
+    manifest, notes = nemo(3), []
+    used = load(manifest, tokenizer, folder, notes)
+    (first,) = folder.glob("*.corpus")
+
+    def names() -> set[str]:
+        return {file.name for file in folder.glob("*.corpus")}
+
+    for step in range(1, 6):
+        load(manifest, tokenizer, folder, notes, max_duration=10.0 + step)
+    assert len(names()) == 4
+    assert first.name in names()
+    assert used.cut(0).id == "u0"
+    del used
+    load(manifest, tokenizer, folder, notes, max_duration=20.0)
+    assert len(names()) == 3
+    assert first.name not in names()
+    # Those of another manifest are another's.
+    load(Path(shutil.copy(manifest, manifest.with_name("b.jsonl"))), tokenizer, folder, notes)
+    assert len(names()) == 4
+
+
+def test_batches_are_the_same_from_any_worker(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
+) -> None:
+    manifest, notes = nemo(12), []
+    plain = load(manifest, tokenizer, None, notes)
+    load(manifest, tokenizer, folder, notes)
+    kept = load(manifest, tokenizer, folder, notes)
+    assert not was_read(notes)
+    loaders = [
+        Loader(corpus, DataConfig(frame_budget=60, workers=workers), seed=3, pin_memory=False)
+        for corpus, workers in ((plain, 0), (kept, 0), (kept, 2))
+    ]
+    assert len({loader.fingerprint(1) for loader in loaders}) == 1
+    for steps in islice(zip(*(loader.steps(1, 1) for loader in loaders), strict=True), 4):
+        for other in steps[1:]:
+            (expected,), (batch,) = steps[0].batches, other.batches
+            assert batch.ids == expected.ids
+            assert torch.equal(batch.audio.values, expected.audio.values)
+            assert torch.equal(batch.tokens.values, expected.tokens.values)
+
+
+def test_that_nothing_is_left_is_kept_as_well(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
+) -> None:
+    manifest, notes = nemo(3), []
+    for expected in (True, False):
+        with pytest.raises(TooManyDropped, match=r"\(3 dropped; the first: ") as caught:
+            load(manifest, tokenizer, folder, notes, min_duration=5.0)
+        assert [drop.id for drop in caught.value.dropped] == ["u0", "u1", "u2"]
+        assert was_read(notes) is expected

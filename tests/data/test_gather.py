@@ -1,0 +1,126 @@
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from effasr.data import gather as gathering
+from effasr.data.gather import gather
+from effasr.data.limits import Limits
+from effasr.data.prepare import prepare
+from effasr.data.tokenizer import Tokenizer
+from effasr.data.utterance_table import LinesInFile
+
+LIMITS = Limits(min_duration=0.6, max_duration=1.0, speeds=(0.9, 1.0))
+Check = Callable[[Any, Any], None]
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "PART", 3)
+
+
+def rows_of(manifest: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in manifest.read_text().splitlines()]
+
+
+@pytest.fixture(params=["nemo", "cuts", "kaldi", "parts of files", "late"])
+def source(
+    request: pytest.FixtureRequest,
+    nemo: Callable[..., Path],
+    write_lines: Callable[..., Path],
+    tmp_path: Path,
+) -> Path:
+    """A manifest with good lines and bad ones."""
+    manifest = nemo(14)
+    (manifest.parent / "audio/u4.wav").unlink()
+    match request.param:
+        case "cuts":
+            prepare(manifest, tmp_path / "cuts")
+            return tmp_path / "cuts"
+        case "kaldi":
+            rows = rows_of(manifest)
+            texts = "".join(f"k{index} {row['text']}\n" for index, row in enumerate(rows))
+            audio = "".join(f"k{index} {row['audio_filepath']}\n" for index, row in enumerate(rows))
+            (manifest.parent / "text").write_text(texts)
+            (manifest.parent / "wav.scp").write_text(audio)
+            return manifest.parent
+        case "parts of files":
+            # Names that must be told apart, from the first lines on.
+            rows = [
+                row | {"offset": 0.1 * part, "duration": 0.3}
+                for row in rows_of(manifest)
+                for part in range(2)
+            ]
+            return write_lines(manifest.parent / "parts.jsonl", rows)
+        case "late":
+            rows = rows_of(manifest)
+            return write_lines(manifest.parent / "late.jsonl", rows + rows[5:9])
+    return manifest
+
+
+def test_the_table_does_not_depend_on_the_processes(
+    source: Path, tokenizer: Tokenizer, tmp_path: Path, check_same: Check
+) -> None:
+    paths, limits = [source, source], Limits(min_duration=0.2, ctc=False, speeds=(0.9, 1.0))
+    alone = gather(paths, tokenizer, limits, "en", [0, 1])
+    counts: list[int] = []
+    with (tmp_path / "lines").open("w+b") as file:
+        together = gather(
+            paths, tokenizer, limits, "en", [0, 1],
+            jobs=2, lines=LinesInFile(file), progress=counts.append,
+        )  # fmt: skip
+        check_same(alone, together)
+    assert len(alone) > 20
+    assert alone.sources.max() == 1
+    assert counts == sorted(counts)
+    assert counts[-1] == len(alone) + len(alone.dropped)
+    assert "missing_audio" in {drop.reason for drop in alone.dropped} or source.name == "cuts"
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("line", [1, 8])
+def test_a_malformed_line_is_told(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, jobs: int, line: int
+) -> None:
+    manifest = nemo(12)
+    lines = manifest.read_text().splitlines()
+    lines[line] = lines[line].replace('"text"', '"words"')
+    manifest.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=rf"train\.jsonl:{line + 1}: `text` is missing"):
+        gather([manifest], tokenizer, LIMITS, "en", [0], jobs=jobs)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("line", [1, 8])
+def test_an_id_that_is_taken_is_told(
+    nemo: Callable[..., Path],
+    write_lines: Callable[..., Path],
+    tokenizer: Tokenizer,
+    jobs: int,
+    line: int,
+) -> None:
+    manifest = nemo(12)
+    rows = [row | {"id": f"n{index}"} for index, row in enumerate(rows_of(manifest))]
+    rows[line]["id"] = "n0"
+    write_lines(manifest, rows)
+    with pytest.raises(ValueError, match=rf"train\.jsonl:{line + 1}: the id 'n0' is taken by"):
+        gather([manifest], tokenizer, LIMITS, "en", [0], jobs=jobs)
+
+
+def test_a_killed_process_is_told(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = os.getpid()
+
+    def die(self: Any, *arguments: Any) -> None:
+        if os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    manifest = nemo(12)
+    monkeypatch.setattr(gathering.Gathering, "add", die)
+    with pytest.raises(RuntimeError, match="a process that read it was killed: if memory ran out"):
+        gather([manifest], tokenizer, LIMITS, "en", [0], jobs=2)

@@ -1,0 +1,221 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lhotse import MonoCut, Recording
+
+from effasr.data.audio import load_audio, read_audio, samples_in
+from effasr.data.batch import encoder_frames
+from effasr.data.config import DataConfig
+from effasr.data.corpus import Corpus
+from effasr.data.corpus_cache import CorpusCache
+from effasr.data.filter_config import FilterConfig
+from effasr.data.manifests import read
+from effasr.data.mixing import MixConfig
+from effasr.data.speeds import duration_at, load_at, name_at
+from effasr.data.tokenizer import Tokenizer
+from effasr.planning.listing import read_listing
+from effasr.planning.selection import select
+
+SPEEDS = (0.9, 1.0, 1.1)
+
+
+def load(path: Path, tokenizer: Tokenizer, **options: object) -> Corpus:
+    defaults = {"train": str(path), "frame_budget": 60, "speeds": SPEEDS}
+    config = DataConfig(**(defaults | options))  # type: ignore[arg-type]
+    return Corpus.load(config.train, tokenizer, config)
+
+
+@given(
+    samples=st.integers(100, 9000),
+    rate=st.sampled_from([8000, 16_000, 22_050, 44_100]),
+    speed=st.sampled_from([0.5, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 2.0]),
+    start=st.integers(0, 50),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_copy_has_exactly_the_samples_that_are_planned(
+    tmp_path_factory: pytest.TempPathFactory, samples: int, rate: int, speed: float, start: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / f"{samples}-{rate}.wav"
+    soundfile.write(path, np.sin(np.arange(samples) / 7).astype(np.float32), rate)
+    recording = Recording.from_file(path)
+    seconds = recording.duration - start / rate
+    cut = MonoCut("u", start / rate, seconds, 0, recording=recording)
+    audio = load_at(cut, speed)
+    assert len(audio) == samples_in(duration_at(seconds, speed))
+    assert abs(len(audio) - seconds * 16_000 / speed) <= 1
+    if speed == 1:
+        assert (audio == load_audio(cut)).all()
+    path.unlink()
+
+
+def test_speech_is_slower_and_lower_as_by_lhotse(
+    tmp_path: Path, write_tone: Callable[..., Path]
+) -> None:
+    path = write_tone(tmp_path / "a.wav", 1.0, hertz=450.0)
+    cut = Recording.from_file(path, recording_id="a").to_cut()
+    slow = load_at(cut, 0.9)
+    assert np.abs(np.fft.rfft(slow)).argmax() * 16_000 / len(slow) == pytest.approx(405, abs=1)
+    other = cut.perturb_speed(0.9)
+    assert name_at("a", 0.9) == other.id == "a_sp0.9"
+    theirs = other.load_audio()[0]
+    assert len(theirs) == len(slow)
+    # Their resampler is another one; at the ends both see silence.
+    assert np.abs(theirs - slow)[100:-100].max() < 0.01
+
+
+def test_every_utterance_is_there_at_every_speed(
+    nemo: Callable[..., Path], tokenizer: Tokenizer
+) -> None:
+    manifest = nemo(7)
+    plain, corpus = load(manifest, tokenizer, speeds=(1.0,)), load(manifest, tokenizer)
+    assert len(corpus) == 21
+    names = [f"u{n}{suffix}" for n in range(7) for suffix in ("_sp0.9", "", "_sp1.1")]
+    examples = [corpus.example(index) for index in range(21)]
+    assert [example.id for example in examples] == names
+    for index, example in enumerate(examples):
+        assert corpus.name(index) == example.id
+        assert corpus.cut(index).id == f"u{index // 3}"
+        assert len(example.audio) == corpus.samples[index]
+        assert corpus.duration(index) == len(example.audio) / 16_000
+        assert corpus.lengths.frames[index] == encoder_frames(len(example.audio))
+        assert corpus.lengths.tokens[index] == len(example.prompt) + len(example.text)
+        own = plain.example(index // 3)
+        assert (example.prompt, example.text) == (own.prompt, own.text)
+        if index % 3 == 1:
+            assert (example.audio == own.audio).all()
+    shares = sum(1 / speed for speed in SPEEDS)
+    assert corpus.seconds == pytest.approx(plain.seconds * shares, abs=0.01)
+    # Texts and lines are in memory once.
+    assert len(corpus._lines.values) == len(plain._lines.values)
+    assert len(corpus._tokens.values) == len(plain._tokens.values)
+
+
+def test_what_is_dropped_is_dropped_at_its_speed(
+    nemo: Callable[..., Path], tokenizer: Tokenizer
+) -> None:
+    manifest = nemo(7)
+    (manifest.parent / "audio/u2.wav").unlink()
+    anything = FilterConfig(max_dropped=1)
+    corpus = load(manifest, tokenizer, min_duration=0.5, max_duration=1.1, filters=anything)
+    assert [(drop.id, drop.reason, drop.duration) for drop in corpus.dropped] == [
+        ("u0_sp1.1", "too_short", 7273 / 16_000),
+        ("u2_sp0.9", "missing_audio", None),
+        ("u2", "missing_audio", None),
+        ("u2_sp1.1", "missing_audio", None),
+        ("u5_sp0.9", "too_long", 17_778 / 16_000),
+        ("u6_sp0.9", "too_long", 19_556 / 16_000),
+    ]
+    assert len(corpus) == 15
+    assert corpus.example(0).id == "u0_sp0.9"
+    assert [corpus.name(index) for index in range(10, 15)] == [
+        "u4_sp1.1", "u5", "u5_sp1.1", "u6", "u6_sp1.1",
+    ]  # fmt: skip
+    assert [len(corpus.example(i).audio) for i in range(15)] == corpus.samples.tolist()
+
+
+def test_rates_and_ctc_are_those_of_the_copy(
+    nemo: Callable[..., Path], tokenizer: Tokenizer
+) -> None:
+    manifest = nemo(3, text="one")
+    plain = load(manifest, tokenizer, speeds=(1.0,), filters=FilterConfig(max_dropped=1))
+    rates = (plain.lengths.tokens - 5) / (plain.samples / 16_000)
+    limit = FilterConfig(max_tokens_per_second=float(rates[0]) * 1.05, max_dropped=1)
+    corpus = load(manifest, tokenizer, filters=limit)
+    # One copy of the shortest is too fast; the second, slower, is as far below as it was.
+    assert [(d.id, d.reason) for d in corpus.dropped] == [("u0_sp1.1", "token_rate_outlier")]
+    dense = nemo(3, text="one two three four")
+    frames = encoder_frames(8000)
+    everything = FilterConfig(max_dropped=1)
+    slow = load(dense, tokenizer, speeds=(0.5, 1.0, 2.0), filters=everything, token_budget=60)
+    infeasible = {d.id for d in slow.dropped if d.reason == "ctc_infeasible"}
+    assert "u0_sp2.0" in infeasible
+    assert "u0_sp0.5" not in infeasible
+    assert frames == 7
+
+
+def test_the_fingerprint_follows_the_speeds(
+    nemo: Callable[..., Path], tokenizer: Tokenizer
+) -> None:
+    manifest = nemo(4)
+    every = [(1.0,), SPEEDS, (1.1, 1.0, 0.9), (0.9, 1.0), (1.0, 1.00001)]
+    prints = [load(manifest, tokenizer, speeds=speeds).fingerprint for speeds in every]
+    assert len(set(prints)) == len(prints)
+    assert load(manifest, tokenizer).fingerprint == prints[1]
+
+
+def test_what_is_kept_for_later_starts_has_the_copies(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    manifest = nemo(7)
+    cache = CorpusCache(tmp_path / "cache", least_bytes=0, jobs=1)
+    kept: dict[tuple[float, ...], Corpus] = {}
+    for speeds in (SPEEDS, (1.0,), SPEEDS):
+        config = DataConfig(train=str(manifest), frame_budget=60, speeds=speeds)
+        kept[speeds] = Corpus.load(config.train, tokenizer, config, read=cache)
+        direct = load(manifest, tokenizer, speeds=speeds)
+        assert kept[speeds].fingerprint == direct.fingerprint
+        for index in range(len(direct)):
+            one, other = kept[speeds].example(index), direct.example(index)
+            assert (one.id, one.text) == (other.id, other.text)
+            assert np.array_equal(one.audio, other.audio)
+    assert len(list((tmp_path / "cache").glob("*.corpus"))) == 2
+
+
+def test_shares_of_sources_count_the_hours_of_the_copies(
+    nemo: Callable[..., Path], tokenizer: Tokenizer
+) -> None:
+    manifest = str(nemo(7))
+    config = DataConfig(mix=MixConfig(sources={"a": manifest}), frame_budget=60, speeds=SPEEDS)
+    corpus = Corpus.load([manifest], tokenizer, config, sources=[0])
+    assert corpus.mixture is not None
+    assert corpus.mixture.utterances.tolist() == [21]
+    assert corpus.mixture.amounts.tolist() == [corpus.samples.sum()]
+    draw = corpus.populations(seed=0)
+    assert draw is not None
+    assert sorted(draw(0).tolist()) == list(range(21))
+
+
+def test_a_plan_lists_what_training_reads(nemo: Callable[..., Path], tokenizer: Tokenizer) -> None:
+    manifest = nemo(7)
+    corpus = load(manifest, tokenizer, max_duration=1.1, filters=FilterConfig(max_dropped=1))
+    config = DataConfig(frame_budget=60, speeds=SPEEDS, max_duration=1.1)
+    for reader in (tokenizer, None):
+        listing = read_listing([manifest], limits=config.limits(), tokenizer=reader)
+        chosen = select(listing, config.limits(), frame_budget=60)
+        assert (chosen.lengths.frames == corpus.lengths.frames).all()
+        assert chosen.seconds.sum() == pytest.approx(corpus.seconds)
+        assert [d.details for d in chosen.dropped] == [d.details for d in corpus.dropped]
+    assert listing.by_text == 21
+
+
+@pytest.mark.parametrize(
+    ("speeds", "message"),
+    [
+        ((), "`speeds` must be one to 8 numbers, but are 0"),
+        ((0.4,), r"`speeds` must lie from 0\.5 to 2, but one is 0\.4"),
+        ((float("nan"),), "`speeds` must lie from"),
+        ((1.0, 1.0), r"`speeds` must differ from each other, but are \[1\.0, 1\.0\]"),
+    ],
+)
+def test_speeds_are_checked(speeds: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig(speeds=speeds)
+
+
+def test_reading_at_a_speed_resamples_once(tmp_path: Path, write_tone: Callable[..., Path]) -> None:
+    """From 44.1 kHz, the result is that of one resampling by the product of both ratios."""
+    path = write_tone(tmp_path / "a.wav", 0.5, rate=44_100)
+    direct = read_audio(path, 16_000 / 1.1)
+    cut = read(_manifest(tmp_path, path))[0]
+    assert np.array_equal(load_at(cut, 1.1), direct[: samples_in(0.5, 16_000 / 1.1)])
+
+
+def _manifest(folder: Path, audio: Path) -> Path:
+    path = folder / "m.jsonl"
+    path.write_text(f'{{"audio_filepath": "{audio}", "text": "one"}}\n')
+    return path

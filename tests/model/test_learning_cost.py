@@ -1,0 +1,130 @@
+"""FLOPs of a step where not all is trained, against those that torch counts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from effasr.data.batch import Batch, Example
+from effasr.data.features import SUBSAMPLING
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.cost import cost_model, recomputed_costs, text_cost_model
+from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
+from effasr.model.text_encoder import TextEncoderConfig
+from effasr.model.transducer import TransducerConfig
+from effasr.nn.lora import LoRAConfig, adapt
+from effasr.nn.selection import freeze
+from effasr.nn.stack import recompute_layers
+
+VOCABULARY = 40
+
+
+@pytest.fixture
+def config(tiny_config: ModelConfig) -> ModelConfig:
+    """Of rotary positions, without a table; wide enough for the first layers to weigh little."""
+    encoder = replace(tiny_config.encoder, position="rotary", layers=3, width=32, feed_forward=64)
+    transducer = TransducerConfig(predictor="stateless", width=12, joint=10)
+    return replace(tiny_config, encoder=encoder, transducer=transducer)
+
+
+def counted(model: ASRModel, batch: Batch) -> int:
+    with FlopCounterMode(display=False) as counter:
+        losses = model(batch)
+        (losses.cross_entropy + losses.ctc + losses.transducer).backward()
+    return counter.get_total_flops()
+
+
+def predicted(model: ASRModel, batch: Batch) -> float:
+    cost, whole = learning_cost(model), 0
+    for frames, tokens in zip(batch.frames.lengths, batch.tokens.layout.lengths, strict=True):
+        whole += 3 * int(cost.of(np.array([frames]), np.array([tokens]))[0])
+    features = model.config.features
+    mel = 2 * SUBSAMPLING * (features.n_fft // 2 + 1) * features.mel_bins
+    # Where the backward comes to the convolutions, features count as if they learnt.
+    learns = any(p.requires_grad for p in model.encoder.subsampling.parameters())
+    return whole - 2 * mel * sum(batch.frames.lengths) * learns
+
+
+@pytest.fixture
+def batch(examples: Sequence[Example], make_batch: Callable[..., Batch]) -> Batch:
+    # More prompt would count as text; a translation has none for CTC and transducer.
+    return make_batch([replace(example, prompt=[7], monotonic=True) for example in examples])
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ["encoder"],
+        ["encoder.subsampling", "encoder.layers.[01]"],
+        ["decoder", "encoder"],
+        ["encoder", "decoder.layers.0", "decoder.embed*", "projection"],
+        ["encoder.layers.1", "decoder.layers.*.mlp"],
+        ["ctc_head", "transducer"],
+        ["*norm*", "decoder.embed_tokens"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_frozen_saves_what_torch_counts(
+    config: ModelConfig, batch: Batch, frozen: list[str]
+) -> None:
+    model = ASRModel(config, VOCABULARY).eval()
+    full = counted(model, batch)
+    model.zero_grad()
+    freeze(model, frozen)
+    part = counted(model, batch)
+    assert part < full
+    # Operations with a loss compute all of their gradients, needed or not.
+    assert predicted(model, batch) == pytest.approx(part, rel=0.02)
+
+
+@pytest.mark.parametrize("rank", [1, 16])
+def test_adapters_cost_what_torch_counts(config: ModelConfig, batch: Batch, rank: int) -> None:
+    model = ASRModel(config, VOCABULARY).eval()
+    adapt(model, LoRAConfig(rank=rank))
+    assert predicted(model, batch) == pytest.approx(counted(model, batch), rel=0.02)
+
+
+def test_a_model_that_is_trained_throughout_costs_as_ever(config: ModelConfig) -> None:
+    text = replace(config, text_encoder=TextEncoderConfig(layers=1, heads=2, feed_forward=16))
+    model = ASRModel(text, VOCABULARY)
+    assert learning_cost(model) == cost_model(text, VOCABULARY)
+    assert learning_text_cost(model) == text_cost_model(text, VOCABULARY)
+    assert learning_text_cost(ASRModel(config, VOCABULARY)) is None
+
+
+def test_a_frozen_text_encoder_is_read_but_not_taught(config: ModelConfig) -> None:
+    text = replace(config, text_encoder=TextEncoderConfig(layers=2, heads=2, feed_forward=16))
+    model = ASRModel(text, VOCABULARY)
+    freeze(model, ["text_encoder", "projection"])
+    full, part = text_cost_model(text, VOCABULARY), learning_text_cost(model)
+    assert full is not None
+    assert part is not None
+    # Forward alone, of three parts.
+    assert part.frame_pair == pytest.approx(full.frame_pair / 3)
+    # Of what frames cost, the keys and values of the decoder are taught.
+    parameters = dict(model.named_parameters())
+    keys_values = sum(2 * p.numel() for x, p in parameters.items() if x.endswith(".kv_proj.weight"))
+    assert 3 * part.frame == pytest.approx(full.frame + keys_values)
+    assert (part.token, part.token_frame) == (full.token, full.token_frame)
+
+
+def test_layers_that_the_backward_does_not_reach_are_not_computed_again(
+    config: ModelConfig, batch: Batch
+) -> None:
+    model = ASRModel(config, VOCABULARY).eval()
+    assert unreached_layers(model) == 0
+    freeze(model, ["encoder.layers.0"])
+    assert unreached_layers(model) == 0
+    freeze(model, ["encoder.subsampling"])
+    assert unreached_layers(model) == 1
+    plain = counted(model, batch)
+    model.zero_grad()
+    recompute_layers(model, 1)
+    more = counted(model, batch) - plain
+    cost, _ = recomputed_costs(config, VOCABULARY, 1, unreached_layers(model))
+    sizes = np.array(batch.frames.lengths), np.array(batch.tokens.layout.lengths)
+    assert cost.of(*sizes).sum() == more
+    freeze(model, ["encoder"])
+    assert unreached_layers(model) == 3

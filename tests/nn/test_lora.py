@@ -1,0 +1,152 @@
+"""Adapters beside linear layers, by their definition."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from effasr.nn.lora import LoRAConfig, LoRALinear, adapt, adapters, merged, without_adapters
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(6, 4)
+        self.linear1 = nn.Linear(4, 5, bias=False)
+        self.other = nn.Linear(5, 3)
+        self.norm = nn.LayerNorm(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.other(self.linear1(self.q_proj(x)).relu()))
+
+
+def make_adapted(config: LoRAConfig, seed: int = 0, *, trained: bool = True) -> Block:
+    torch.manual_seed(seed)
+    model = Block().double()
+    adapt(model, config)
+    if trained:
+        with torch.no_grad():
+            for module in adapters(model):
+                assert module.lora_b is not None
+                module.lora_b.normal_()
+    return model
+
+
+X = torch.randn(7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def test_an_adapter_starts_without_effect() -> None:
+    torch.manual_seed(0)
+    plain = Block().double()
+    assert torch.equal(make_adapted(LoRAConfig(rank=2), trained=False)(X), plain(X))
+
+
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 6 / 4), (True, 6 / 2)])
+def test_the_adapter_is_the_definition(rslora: bool, scale: float) -> None:
+    model = make_adapted(LoRAConfig(rank=4, alpha=6.0, rslora=rslora))
+    layer = model.q_proj
+    assert isinstance(layer, LoRALinear)
+    assert layer.lora_a is not None
+    assert layer.lora_b is not None
+    weight = layer.weight + scale * layer.lora_b @ layer.lora_a
+    torch.testing.assert_close(layer(X), X @ weight.T + layer.bias)
+
+
+def test_gradients_are_those_of_the_definition_and_of_nothing_else() -> None:
+    model = make_adapted(LoRAConfig(rank=3, alpha=3.0, also_train=("norm",)))
+    model(X).square().sum().backward()
+    weights = {}
+    for name, parameter in model.named_parameters():
+        weights[name] = parameter.detach().clone().requires_grad_(parameter.requires_grad)
+        assert (parameter.grad is not None) == ("lora" in name or "norm" in name), name
+    x = X
+    for layer in ("q_proj", "linear1"):
+        w, a, b = (weights[f"{layer}.{part}"] for part in ("weight", "lora_a", "lora_b"))
+        x = nn.functional.linear(x, w + b @ a, weights.get(f"{layer}.bias"))
+    x = nn.functional.linear(x.relu(), weights["other.weight"], weights["other.bias"])
+    x = nn.functional.layer_norm(x, (3,), weights["norm.weight"], weights["norm.bias"])
+    x.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, weights[name].grad, msg=name)
+
+
+def test_dropout_is_on_the_adapter_alone_and_only_in_training() -> None:
+    model = make_adapted(LoRAConfig(rank=2, dropout=0.5))
+    (layer, *_) = adapters(model)
+    assert layer.lora_a is not None
+    assert layer.lora_b is not None
+    torch.manual_seed(0)
+    dropped = layer(X) - nn.functional.linear(X, layer.weight, layer.bias)
+    torch.manual_seed(0)
+    kept = nn.functional.dropout(X, 0.5)
+    expected = 16 * kept @ layer.lora_a.T @ layer.lora_b.T
+    torch.testing.assert_close(dropped, expected)
+    model.eval()
+    assert torch.equal(layer(X), layer(X))
+
+
+def test_merged_is_the_same_function_without_adapters() -> None:
+    model = make_adapted(LoRAConfig(rank=2)).eval()
+    before, expected = copy.deepcopy(model.state_dict()), model(X)
+    parameters = dict(model.named_parameters())
+    with merged(model):
+        assert model.state_dict().keys() == Block().state_dict().keys()
+        torch.testing.assert_close(model(X), expected)
+        plain = Block().double().eval()
+        plain.load_state_dict(model.state_dict())
+        torch.testing.assert_close(plain(X), expected)
+        with merged(model):
+            torch.testing.assert_close(model(X), expected)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameters[name] is value for name, value in model.named_parameters())
+    assert list(model.state_dict()) == list(before)
+
+
+def test_what_fails_while_merged_leaves_the_adapters() -> None:
+    model = make_adapted(LoRAConfig(rank=2))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(KeyError), merged(model):
+        raise KeyError
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_state_dict_is_merged_as_a_model_is(dtype: torch.dtype) -> None:
+    model = make_adapted(LoRAConfig(rank=2, rslora=True)).to(dtype)
+    plain = without_adapters(model.state_dict())
+    with merged(model):
+        assert plain.keys() == model.state_dict().keys()
+        assert all(torch.equal(plain[name], x) for name, x in model.state_dict().items())
+    assert without_adapters(plain).keys() == plain.keys()
+
+
+def test_targets_are_chosen_by_patterns() -> None:
+    model = make_adapted(LoRAConfig())
+    assert adapters(model) == [model.q_proj, model.linear1]
+    model = make_adapted(LoRAConfig(targets=("o*",)))
+    assert adapters(model) == [model.other]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "`rank` must be at least 1, but is 0"),
+        ({"alpha": 0.0}, "`alpha` must be positive"),
+        ({"dropout": 1.0}, r"`dropout` must be in \[0, 1\)"),
+        ({"targets": ()}, "`targets` must have at least one pattern"),
+    ],
+)
+def test_settings_are_checked(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoRAConfig(**settings)
+
+
+def test_patterns_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"`lora.targets` .* 'linear' matches none.*'linear1'"):
+        adapt(Block(), LoRAConfig(targets=("linear",)))
+    with pytest.raises(ValueError, match=r"`lora.targets` .* 'norm' matches none"):
+        adapt(Block(), LoRAConfig(targets=("norm",)))
+    with pytest.raises(ValueError, match=r"`lora.also_train` .* 'nrom' matches none"):
+        adapt(Block(), LoRAConfig(also_train=("nrom",)))

@@ -1,0 +1,123 @@
+"""Runs in which parts of the model are not trained."""
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from effasr.checkpoint import load_model, resolve
+from effasr.distributed.saved_tensors import read_whole
+from effasr.training.config import LoopConfig
+from effasr.training.step import train_step
+from effasr.training.trainer import run
+
+ENCODER = ("encoder",)
+
+
+def loop(*frozen: str, **settings) -> LoopConfig:
+    return LoopConfig(max_steps=20, freeze=frozen, **settings)
+
+
+def weights(folder, step: int) -> dict[str, torch.Tensor]:
+    return load_model(folder / "checkpoints" / f"step_{step:08d}").model.state_dict()
+
+
+def test_what_is_frozen_stays_to_the_bit_and_has_no_moments(make_config, tmp_path) -> None:
+    training = {"freeze": ENCODER, "checkpoint_every": 1, "keep": 20}
+    assert run(make_config(training=training)) == 0
+    first, last = (weights(tmp_path / "run", step) for step in (1, 12))
+    for name, value in last.items():
+        # Running statistics of batch norms, too.
+        assert torch.equal(first[name], value) == name.startswith(("encoder.", "features.")), name
+    state = read_whole(tmp_path / "run" / "checkpoints" / "step_00000012" / "training")
+    trained = [name for name in last if not name.startswith(("encoder.", "features."))]
+    moments = [name for name in state if name.endswith("exp_avg")]
+    assert len(moments) == len(trained)
+    assert {name for name in state if name.startswith("trained/")} == {
+        f"trained/{name}" for name in trained
+    }
+
+
+def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_config, tmp_path) -> None:
+    settings = {"freeze": ("encoder.layers.*.conv", "decoder.embed_tokens")}
+    assert run(make_config(name="straight", training=settings)) == 0
+    assert run(make_config(training={**settings, "stop_at": 5})) == 0
+    with pytest.raises(ValueError, match=r"`training\.freeze` must stay"):
+        run(make_config())
+    assert run(make_config(training=settings)) == 0
+    ours, theirs = (load_model(resolve(tmp_path / name)).model for name in ("run", "straight"))
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name
+
+
+def test_frozen_modules_stay_in_evaluation_mode(make_trainee) -> None:
+    model, _ = make_trainee(training=loop("encoder.layers"))
+    for _ in range(2):
+        assert model.training
+        assert model.encoder.training
+        assert model.features.training
+        assert model.decoder.layers[0].training
+        assert not any(module.training for module in model.encoder.layers.modules())
+        model.eval().train()
+    assert not any(module.training for module in model.eval().modules())
+
+
+def test_frozen_batch_norms_use_their_running_statistics(make_trainee, batches) -> None:
+    """So that the loss of an utterance depends on no other, though the rest is in training."""
+    model, trainee = make_trainee(training=loop("encoder", "decoder"))
+    before = [statistic.clone() for statistic in trainee.statistics]
+    model.config = replace(model.config, augment=replace(model.config.augment, freq_masks=0))
+    with torch.no_grad():
+        trained = model.encode(batches[0]).values
+        frozen = model.eval().encode(batches[0]).values
+    assert torch.equal(trained, frozen)
+    model.train()
+    train_step(trainee, batches[:2], 0)
+    for statistic, value in zip(trainee.statistics, before, strict=True):
+        assert torch.equal(statistic, value)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_nothing_is_kept_of_a_frozen_encoder(make_trainee, batches, recomputed) -> None:
+    """What autograd saves is counted, with the hooks by which it says so."""
+    kept = {}
+    for frozen in ((), ENCODER):
+        model, _ = make_trainee(training=loop(*frozen, activation_checkpointing=recomputed))
+        seen: dict[int, int] = {}
+        own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+
+        def pack(x, seen=seen, own=own):
+            if x.untyped_storage().data_ptr() not in own:
+                seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            encoded = model.encode(batches[0])
+        kept[frozen] = sum(seen.values())
+        assert encoded.values.requires_grad == (not frozen)
+    assert kept[()] > 0
+    assert kept[ENCODER] == 0
+
+
+def test_activations_below_what_is_trained_are_freed_in_the_forward(make_trainee, batches) -> None:
+    model, _ = make_trainee(training=loop("encoder.subsampling"))
+    outputs = []
+    hook = model.encoder.subsampling.pointwise2.register_forward_hook(
+        lambda module, inputs, output: outputs.append(weakref.ref(output))
+    )
+    encoded = model.encode(batches[0])
+    hook.remove()
+    gc.collect()
+    assert encoded.values.requires_grad
+    assert outputs[0]() is None
+
+
+def test_bad_patterns_are_refused_with_the_nearest_name(make_config) -> None:
+    with pytest.raises(
+        ValueError, match=r"`training\.freeze` .*'encodr' .* did you mean 'encoder'"
+    ):
+        run(make_config(training={"freeze": ("encodr",)}))
+    with pytest.raises(ValueError, match=r"`training\.freeze` must leave something to train"):
+        run(make_config(training={"freeze": ("*",)}))

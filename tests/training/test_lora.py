@@ -1,0 +1,278 @@
+"""Runs that train adapters beside the weights of another model."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from effasr import config as configuration
+from effasr.averaging import average
+from effasr.checkpoint import CheckpointError, load_model, read_description, resolve
+from effasr.distributed.gossip.config import GossipConfig
+from effasr.distributed.saved_tensors import read_whole
+from effasr.inference.evaluate import evaluate
+from effasr.model.text_encoder import TextEncoderConfig
+from effasr.nn.lora import LoRAConfig, adapters, merged
+from effasr.optim.adamw import OptimizerConfig
+from effasr.optim.adascale import AdaScaleConfig
+from effasr.training import assembly, trainer
+from effasr.training.config import LoopConfig
+from effasr.training.run_directory import read_lines
+from effasr.training.step import train_step
+from effasr.training.trainer import run
+from tests.training.ranks import run_ranks
+from tests.training.shortage import shortage
+
+LORA = LoRAConfig(rank=3, alpha=6.0, dropout=0.1, also_train=("*norm*", "ctc_head"))
+FAST = OptimizerConfig(lr=0.02)
+
+
+@pytest.fixture(scope="module")
+def base(tones, tmp_path_factory):
+    """A run of two steps, whose model is then adapted."""
+    return tmp_path_factory.mktemp("base")
+
+
+@pytest.fixture
+def make_lora_config(make_config, base):
+    if not (base / "base").exists():
+        config = make_config(name="base", output=str(base), training={"max_steps": 2})
+        assert run(replace(config, training=replace(config.training, ema_decay=None))) == 0
+
+    def make(lora: LoRAConfig = LORA, **settings):
+        data = {"tokenizer": ""} | settings.pop("data", {})
+        defaults = {"init_from": str(base / "base"), "lora": lora, "optimizer": FAST}
+        return make_config(data=data, **defaults | settings)
+
+    return make
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return load_model(resolve(folder)).model.state_dict()
+
+
+def is_adapted(name: str) -> bool:
+    return name.rpartition(".")[0].endswith(("_proj", "linear1", "linear2"))
+
+
+def test_a_run_changes_what_it_is_to_and_publishes_merged_weights(
+    make_lora_config, base, tmp_path, capsys
+) -> None:
+    assert run(make_lora_config()) == 0
+    before, after = weights(base / "base"), weights(tmp_path / "run")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        trained = (is_adapted(name) and name.endswith("weight")) or "norm" in name or "ctc" in name
+        if "relative_k" in name or "running" in name or "tracked" in name:
+            trained = "conv.norm" in name  # A batch norm that is trained counts.
+        assert torch.equal(after[name], value) != trained, name
+    assert "M trained), 1 x cpu" in capsys.readouterr().err
+    state = read_whole(resolve(tmp_path / "run") / "training")
+    own = [name for name in state if name.startswith("trained/")]
+    assert own
+    assert not any(name.endswith("_proj.weight") for name in own)
+    moments = [name for name in state if name.endswith("exp_avg")]
+    assert len(moments) == len(own)
+
+
+def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_lora_config, tmp_path) -> None:
+    assert run(make_lora_config(name="straight")) == 0
+    assert run(make_lora_config(training={"stop_at": 5})) == 0
+    assert run(make_lora_config()) == 0
+    ours, theirs = (load_file(tmp_path / name) for name in ("run", "straight"))
+    assert any(name.endswith("lora_a") for name in ours)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    lines = [read_lines(tmp_path / name / "metrics.jsonl") for name in ("run", "straight")]
+    assert [line["loss"] for line in lines[0]] == [line["loss"] for line in lines[1]]
+
+
+def load_file(folder) -> dict[str, torch.Tensor]:
+    import safetensors.torch
+
+    newest = resolve(folder)
+    return safetensors.torch.load_file(newest / "model.safetensors") | read_whole(
+        newest / "training"
+    )
+
+
+def test_validation_sees_what_the_checkpoint_gives(
+    make_lora_config, tones, tmp_path, monkeypatch
+) -> None:
+    """Recognition while training is with merged weights, and leaves the adapters as they were."""
+    seen = []
+
+    class Watched(trainer.Validator):
+        def __call__(self, *args, **kwargs):
+            seen.append({name: x.clone() for name, x in self._model.state_dict().items()})
+            return super().__call__(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "Validator", Watched)
+    data = {"validation": [str(tones / "test.jsonl")]}
+    assert run(make_lora_config(data=data, training={"validate_every": 6})) == 0
+    loaded = load_model(tmp_path / "run" / "checkpoints" / "step_00000012")
+    assert len(seen) == 2
+    assert seen[1].keys() == loaded.model.state_dict().keys()
+    for name, value in loaded.model.state_dict().items():
+        assert torch.equal(seen[1][name], value), name
+    from effasr.data.manifests import read
+
+    found = evaluate(loaded.model, loaded.tokenizer, list(read(data["validation"][0])))
+    (_, line) = read_lines(tmp_path / "run" / "validation.jsonl")
+    assert found.errors.wer == line["wer"]
+
+
+def test_the_next_run_begins_with_merged_weights(make_lora_config, tmp_path) -> None:
+    assert run(make_lora_config()) == 0
+    config = make_lora_config(name="next", init_from=str(tmp_path / "run"))
+    config = assembly.resolve(config, None)
+    size = read_description(resolve(tmp_path / "run")).vocab_size
+    model = assembly.build_model(config, size, None, torch.device("cpu"))
+    with merged(model):
+        state = model.state_dict()
+        for name, value in weights(tmp_path / "run").items():
+            assert torch.equal(state[name], value), name
+        # As it is decoded on a GPU.
+        assert model.decoder is not None
+        assert model.decoder.cast(torch.bfloat16).embed_tokens is not None
+    plain = assembly.build_model(replace(config, lora=None), size, None, torch.device("cpu"))
+    assert not adapters(plain)
+
+
+def test_checkpoints_can_be_averaged(make_lora_config, tmp_path) -> None:
+    assert run(make_lora_config()) == 0
+    folder = tmp_path / "run" / "checkpoints"
+    paths = [folder / f"step_{step:08d}" for step in (8, 12)]
+    mean = average(paths).model.state_dict()
+    first, second = (load_model(path).model.state_dict() for path in paths)
+    name = "encoder.layers.0.self_attn.qkv_proj.weight"
+    assert not torch.equal(first[name], second[name])
+    torch.testing.assert_close(mean[name], (first[name] + second[name]) / 2)
+
+
+def test_a_file_that_lacks_half_an_adapter_is_refused(make_lora_config, tmp_path) -> None:
+    import safetensors.torch
+
+    assert run(make_lora_config(training={"max_steps": 1})) == 0
+    path = resolve(tmp_path / "run")
+    state = safetensors.torch.load_file(path / "model.safetensors")
+    del state["encoder.layers.0.self_attn.o_proj.lora_b"]
+    safetensors.torch.save_file(state, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"o_proj\.lora_a"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"training": LoopConfig(max_steps=20, activation_checkpointing=True, ema_decay=0.9)},
+        {"optimizer": OptimizerConfig(lr=0.02, adascale=AdaScaleConfig(scale=4.0))},
+        {"optimizer": OptimizerConfig(name="lamb", lr=0.02)},
+    ],
+    ids=["checkpointing", "adascale", "lamb"],
+)
+def test_it_trains_with_everything_else(
+    make_lora_config, make_trainee, batches, base, settings
+) -> None:
+    if settings.get("optimizer", FAST).name == "lamb":
+        pytest.importorskip("pytorch_optimizer")
+    data = make_lora_config().data
+    model, trainee = make_trainee(
+        **{"optimizer": FAST} | settings, lora=LORA, init_from=str(base / "base"), data=data
+    )
+    begun = {name: x.clone() for name, x in model.state_dict().items()}
+    for step in range(3):
+        report = train_step(trainee, batches[2 * step : 2 * step + 2], step)
+        assert report.values.read()[6]
+    for name, value in model.state_dict().items():
+        if "lora_" in name:
+            assert torch.equal(begun[name], value) == name.endswith("scale"), name
+        elif is_adapted(name):
+            assert torch.equal(begun[name], value), name
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_want_of_memory_is_made_good(make_lora_config, make_trainee, batches, base, where) -> None:
+    config = make_lora_config(replace(LORA, dropout=0.0), optimizer=OptimizerConfig(lr=1e-3))
+    settings = {"lora": config.lora, "init_from": config.init_from, "data": config.data}
+    model, trainee = make_trainee(**settings)
+    with shortage(model, 1, where=where):
+        report = train_step(trainee, batches[:2], 0)
+    assert report.values.read()[6::2] == [1, 1]
+
+
+# Torch's tracer of autograd functions does so itself.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_the_compiled_model_trains_alike(
+    make_lora_config, make_trainee, batches, base, monkeypatch
+) -> None:
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda self, **options: compile_module(self, **options, backend="aot_eager"),
+    )
+    data, states = make_lora_config().data, []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model, trainee = make_trainee(
+            training=LoopConfig(max_steps=20, compile=compiled),
+            lora=LORA,
+            init_from=str(base / "base"),
+            data=data,
+        )
+        train_step(trainee, batches[:2], 0)
+        states.append({name: x.clone() for name, x in model.state_dict().items()})
+    torch._dynamo.reset()
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, msg=name)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one() -> None:
+    """With each strategy, adapters and frozen parts."""
+    for done in run_ranks("tests.training.partial_workers", "everything", 120):
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout == "alike\nuntouched\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "adpsgd"])
+def test_runs_of_two_processes_publish_merged_weights(
+    make_lora_config, base, tones, tmp_path, strategy
+) -> None:
+    data = {"validation": [str(tones / "test.jsonl")]}
+    gossip = GossipConfig(learner_size=1)
+    loop = {"strategy": strategy, "gossip": gossip, "threads": 1, "max_steps": 6, "stop_at": 4}
+    whole = loop | {"stop_at": None}
+    for training in (loop, whole) if strategy == "fsdp2" else (whole,):
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(configuration.dump(make_lora_config(data=data, training=training)))
+        for done in run_ranks("effasr.train", str(recipe), 90):
+            assert done.returncode == 0, done.stderr[-3000:]
+    before, after = weights(base / "base"), weights(tmp_path / "run")
+    assert before.keys() == after.keys()
+    changed = {name for name, value in before.items() if not torch.equal(after[name], value)}
+    assert "encoder.layers.0.self_attn.qkv_proj.weight" in changed
+    assert not any(name.endswith(("_proj.bias", "embed_tokens.weight")) for name in changed)
+    lines = read_lines(tmp_path / "run" / "validation.jsonl")
+    assert [line["step"] for line in lines] == [6]
+
+
+def test_what_cannot_be_is_refused(make_lora_config, make_config, tones) -> None:
+    with pytest.raises(ValueError, match=r"`training\.freeze` must be empty with `lora`"):
+        run(make_lora_config(training={"freeze": ("encoder",)}))
+    with pytest.raises(ValueError, match=r"`init_from` must be given with `lora`"):
+        run(make_config(lora=LORA))
+    with pytest.raises(ValueError, match=r"`lora\.targets` must not match ctc_head"):
+        run(make_lora_config(LoRAConfig(targets=("*",))))
+    text = TextEncoderConfig(layers=1, heads=2, feed_forward=16)
+    model = replace(make_config().model, text_encoder=text)
+    with pytest.raises(ValueError, match=r"`model\.text_encoder` must be in `lora\.also_train`"):
+        run(make_lora_config(model=model))
+    settings = {"data": {"text_share": 0.5}, "training": {"strategy": "fsdp2"}}
+    with pytest.raises(ValueError, match=r"`training\.strategy` must not be fsdp2 where"):
+        run(make_lora_config(model=model, **settings))
+    assert run(make_lora_config(training={"max_steps": 1})) == 0
+    with pytest.raises(ValueError, match=r"`lora\.rank` must stay 3"):
+        run(make_lora_config(replace(LORA, rank=4), training={"max_steps": 2}))
