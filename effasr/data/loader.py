@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import warnings
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -227,7 +228,10 @@ class Loader:
             AudioError: As `steps`.
             RuntimeError: As `steps`.
         """
-        loaded = iter(self._data_loader(turns))
+        with warnings.catch_warnings():
+            # Of more workers than processors: they wait for files, and are as many as configured.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            loaded = iter(self._data_loader(turns))
         try:
             while True:
                 yield self._step([worker_processes.next_item(loaded) for _ in range(self._rounds)])
