@@ -84,6 +84,7 @@ def launch(
     *args: Any,
     num_warps: int = 4,
     num_stages: int = 2,
+    maxnreg: int | None = None,
     **constants: Any,
 ) -> None:
     """Launch a kernel; a grid without programs is no launch.
@@ -94,6 +95,7 @@ def launch(
         args: Tensors, numbers or None.
         num_warps: Warps of a program.
         num_stages: Depth of the pipeline of loads.
+        maxnreg: The most registers of a thread; None leaves it to the compiler.
         constants: The arguments annotated ``tl.constexpr``, by name. None may be a length: every
             new value is a new compilation.
 
@@ -102,6 +104,8 @@ def launch(
     """
     # Products and sums fuse where the compiler may; later versions of Triton turn that off.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    if maxnreg is not None:
+        options["maxnreg"] = maxnreg
     if _Recorder.take is not None:
         named = dict(zip(kernel.arg_names, args, strict=False))
         _Recorder.take(Launch(kernel, tuple(grid), named, constants, options))

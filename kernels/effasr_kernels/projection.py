@@ -70,7 +70,7 @@ def row_statistics(
             count.
         with_mean: Whether the mean is wanted; it needs no classes.
         logits: (R, V), the dtype of ``hidden``, its rows any multiple of 16 apart: takes the
-            logits of rows that count, rounded. The statistics are of what is not rounded.
+            logits of rows that count, rounded (statistics are of what is not), and any between.
     """
     config = product_tiles(hidden.dtype, capability(hidden.device))
     rows, count = hidden.shape[0], weight.shape[0]
@@ -139,8 +139,8 @@ def project_backward(
             rows ``first:first + n``, without the bias. It writes the gradient of these logits to
             all of ``d_logits``, (n, V), of the dtype of ``hidden``, and zeros in rows that do not
             count, where ``logits`` is that of a row of zeros. The rows of both lie
-            ``logits.stride(0)`` elements apart. For float32, ``d_logits`` is ``logits``: an element
-            may then depend on its own logit alone.
+            ``logits.stride(0)`` elements apart; it may write between them. For float32,
+            ``d_logits`` is ``logits``: an element may then depend on its own logit alone.
         padded: Whether the rows of ``logits`` may lie further than V elements apart: by a multiple
             of 16, without which the products of a V that is none (1,024 classes and a blank) load
             single elements.
@@ -317,7 +317,7 @@ def _partial_normalizers(
         if logits is not None:
             z_tile = logits + first_row.to(tl.int64) * logits_stride + first_class
             z_tile += in_rows[:, None] * logits_stride + in_classes[None, :]
-            stored = counted[:, None] & (v < count)[None, :]
+            stored = counted[:, None] & (v < logits_stride)[None, :]  # Up to V: single elements.
             tl.store(z_tile, z.to(logits.dtype.element_ty), mask=stored)
         larger = tl.maximum(largest, tl.max(z, axis=1))
         # Where all logits are -inf so far, the difference to their maximum would be NaN.

@@ -34,14 +34,17 @@ def find_tile(cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr):
         The sequence, N for the tail; its first row, int64; its length; the tile's first row within
         the sequence. There is no tile of this number where that is not less than the length.
     """
-    # How many sequences begin their numbers at or before this one; the last of them has it.
+    # How many sequences begin their numbers at or before this one; the last of them has it. Those
+    # before ``early`` do, as none begins past the last row: of thousands few are looked at.
+    total = tl.load(cu_seqlens + sequences)
+    early = tl.minimum(tl.maximum(tile - total // BLOCK, 0), sequences)
     index = tl.arange(0, 128)
     before = tl.zeros((128,), dtype=tl.int32)
-    for first in range(0, sequences + 1, 128):
+    for first in range(early, tl.minimum(tile, sequences) + 1, 128):
         n = first + index
         begin = tl.load(cu_seqlens + n, mask=n <= sequences, other=0)
         before += ((begin // BLOCK + n <= tile) & (n <= sequences)).to(tl.int32)
-    sequence = tl.sum(before) - 1
+    sequence = early + tl.sum(before) - 1
     begin = tl.load(cu_seqlens + sequence)
     end = tl.load(cu_seqlens + sequence + 1, mask=sequence < sequences, other=rows)
     start = (tile - (begin // BLOCK + sequence)) * BLOCK

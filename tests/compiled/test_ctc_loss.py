@@ -63,6 +63,14 @@ def test_compiles_for_every_architecture(
     assert set(found) == OWN
 
 
+def test_gradients_of_any_number_of_classes_are_stored_in_wide_pieces(
+    compiled_ok: Callable[..., dict[str, aot.Resources]],
+) -> None:
+    found = compiled_ok(_launches(classes=1025), 90)
+    assert "ld.global.v4" in found["softmax_gradient"].ptx
+    assert "st.global.v4" in found["softmax_gradient"].ptx
+
+
 @pytest.mark.parametrize("bound", [0, 100, 500, 1000, 2047])
 def test_compiles_for_every_width_of_the_lattice(
     compiled_ok: Callable[..., dict[str, aot.Resources]], bound: int

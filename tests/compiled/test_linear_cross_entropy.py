@@ -68,6 +68,14 @@ def test_other_shapes(options: dict, compiled_ok: Callable) -> None:
     compiled_ok(_launches(90, **options), 90, products=products)
 
 
+def test_gradients_of_any_number_of_classes_are_stored_in_wide_pieces(
+    compiled_ok: Callable,
+) -> None:
+    found = compiled_ok(_launches(90, classes=1025), 90)
+    assert "ld.global.v4" in found["_differentiate"].ptx
+    assert "st.global.v4" in found["_differentiate"].ptx
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_rows_up_to_a_total(architecture: int, dtype: torch.dtype, compiled_ok: Callable) -> None:

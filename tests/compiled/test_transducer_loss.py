@@ -110,6 +110,26 @@ def test_compiles_for_other_inputs(
     compiled_ok(_own(_launches(**options)), 90, products=() if wide else {"differentiate"})
 
 
+@pytest.mark.parametrize("classes", [1024, 1025])
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_two_programs_share_a_multiprocessor(
+    compiled_ok: Callable[..., dict[str, aot.Resources]], architecture: int, classes: int
+) -> None:
+    launches = _launches(capability=(architecture // 10, 0), classes=classes)
+    launches = [x for x in launches if x.kernel.fn.__name__ == "differentiate"]
+    assert compiled_ok(launches, architecture)["differentiate"].registers <= 128
+
+
+@pytest.mark.parametrize("longest", [200, None])
+def test_gradients_of_any_number_of_classes_are_stored_in_wide_pieces(
+    compiled_ok: Callable[..., dict[str, aot.Resources]], longest: int | None
+) -> None:
+    launches = _launches(classes=1025, longest=longest)
+    launches = [x for x in launches if x.kernel.fn.__name__.startswith("differentiate")]
+    for resources in compiled_ok(launches, 90).values():
+        assert "st.global.v4" in resources.ptx
+
+
 def test_a_new_batch_compiles_nothing() -> None:
     """Neither other lengths, nor another division of the nodes."""
     generator = random.Random(0)

@@ -171,7 +171,6 @@ def _grad_table(
         q,
         position_bias.contiguous(),
         *_sizes(layout_q, layout_k, table, ds),
-        tiles,
         splits,
         scale,
         heads,

@@ -60,16 +60,20 @@ def grad_queries(
         cu_seqlens_q, sequences, rows, tile // STEP, BLOCK_M * STEP
     )
     start += tile % STEP
-    is_real = (sequence < sequences) & (start < length)
+    channel = tl.arange(0, BLOCK_D)
+    in_width = channel < WIDTH
+    grad_bias += (tile.to(tl.int64) * heads + head) * WIDTH
+    if start >= length:
+        tl.store(grad_bias + channel, tl.zeros((BLOCK_D,), dtype=tl.float32), mask=in_width)
+        return
+    is_real = sequence < sequences
     end_k = tl.load(cu_seqlens_k + sequence + 1, mask=is_real, other=0)
     keys = end_k - tl.load(cu_seqlens_k + sequence, mask=is_real, other=0)
 
     row = tl.arange(0, BLOCK_M)
-    # The last query of the tile that there is; none if it is negative.
-    last = tl.minimum((length - start + STEP - 1) // STEP, BLOCK_M) - 1
+    # The last query of the tile that there is.
+    last = tl.minimum((length - 1 - start) // STEP, BLOCK_M - 1)
     in_range = row <= last
-    channel = tl.arange(0, BLOCK_D)
-    in_width = channel < WIDTH
     diagonal = tl.arange(0, BLOCK_W)
     grad_scores += ((begin + start) * heads + head) * (eighths * 8)
     # Keys are loaded in whole groups: what follows the last one must be zero.
@@ -88,7 +92,7 @@ def grad_queries(
     largest = reach - 1 + start + last * STEP
     table += head * stride_table_head
     total = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    # No step where there is no key, as for the tail and for a number without a tile.
+    # No step where there is no key, as in the tail.
     for first in range(0, tl.where(keys > 0, keys + last * STEP, 0), BLOCK_W):
         ds = tl.load(
             grad_scores + first + offset,
@@ -103,7 +107,6 @@ def grad_queries(
         )
         total = tl.dot(ds, window, total, input_precision="ieee")
     total *= scale
-    grad_bias += (tile.to(tl.int64) * heads + head) * WIDTH
     tl.store(grad_bias + channel, tl.sum(total, axis=0), mask=in_width)
     grad_q += ((begin + start) * heads + head) * WIDTH
     tl.store(
@@ -114,28 +117,30 @@ def grad_queries(
 
 
 @triton.jit
-def sequence_of(cu_seqlens, sequences, tile, BLOCK: tl.constexpr):
-    """The sequence of a tile number, N for the tail, as `effasr_kernels.tiles.find_tile` counts.
+def sequences_of(cu_seqlens, sequences, first_row, end_row):
+    """The sequences with rows of a range: the first, and the end.
 
-    The count is a scalar from the start: with a sum after the loop, as there, the compiler (Triton
-    3.7) loses all alignments inside nested loops that begin at it.
+    Counts are scalars from the start: with sums after the loop the compiler (Triton 3.7) loses all
+    alignments inside nested loops that begin at them.
 
     Args:
         cu_seqlens: int32 (N + 1,), a pointer.
         sequences: N.
-        tile: The number.
-        BLOCK: Rows of a tile.
+        first_row: Of the range.
+        end_row: Of the range.
     """
-    index = tl.arange(0, 128)
-    count = 0
-    for first in range(0, sequences + 1, 128):
-        n = first + index
-        begin = tl.load(cu_seqlens + n, mask=n <= sequences, other=0)
-        count += tl.sum(((begin // BLOCK + n <= tile) & (n <= sequences)).to(tl.int32))
-    return count - 1
+    index = tl.arange(0, 512)
+    first, end = 0, 0
+    for several in range(0, sequences, 512):
+        n = several + index
+        begin = tl.load(cu_seqlens + n, mask=n < sequences, other=2**31 - 1)
+        # The first begins at row 0, and is not counted, for there may be none.
+        first += tl.sum(((begin <= first_row) & (n > 0)).to(tl.int32))
+        end += tl.sum((begin < end_row).to(tl.int32))
+    return first, end
 
 
-@triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths", "tiles", "splits"])
+@triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths", "splits"])
 def grad_table(
     grad,
     grad_scores,
@@ -147,7 +152,6 @@ def grad_table(
     rows,
     reach,
     eighths,
-    tiles,
     splits,
     scale,
     heads,
@@ -158,10 +162,10 @@ def grad_table(
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Sum the gradient of a block of distances, one head, over a share of the tiles of queries.
+    """Sum the gradient of a block of distances, one head, over a share of the queries.
 
-    A share is a range of tile numbers (see `effasr_kernels.tiles`), thus about as many queries as
-    any other, and few sequences. Blocks of small distances have the most pairs, and come first.
+    A share is a range of rows, and has the tiles of sequences that begin there. Blocks of small
+    distances have the most pairs, and come first.
 
     Args:
         grad: float32 (splits, 2 reach - 1, H, D), a pointer.
@@ -174,7 +178,6 @@ def grad_table(
         rows: T_q.
         reach: L.
         eighths: An eighth of the width of ``grad_scores``.
-        tiles: How many tile numbers of BLOCK_M queries there are.
         splits: How many shares.
         scale: Factor of the scores.
         heads: H.
@@ -190,11 +193,13 @@ def grad_table(
     # Blocks 0, -1, 1, -2, 2, ...
     block = tl.program_id(1)
     nearest = tl.where(block % 2 == 0, block // 2, -(block + 1) // 2) * BLOCK_W
-    share = tl.cdiv(tiles, splits // STEP)
-    first_tile = split // STEP * share
-    end_tile = tl.minimum(first_tile + share, tiles)
-    first_sequence = sequence_of(cu_seqlens_q, sequences, first_tile, BLOCK_M * STEP)
-    last_sequence = sequence_of(cu_seqlens_q, sequences, end_tile - 1, BLOCK_M * STEP)
+    total_rows = tl.load(cu_seqlens_q + sequences)
+    share = tl.cdiv(total_rows, splits // STEP)
+    first_row = split // STEP * share
+    end_row = tl.minimum(first_row + share, total_rows)
+    first_sequence, end_sequence = sequences_of(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_seqlens_q, sequences, first_row, end_row
+    )
 
     row = tl.arange(0, BLOCK_M)
     diagonal = tl.arange(0, BLOCK_W)
@@ -211,17 +216,16 @@ def grad_table(
     total = tl.zeros((BLOCK_W, BLOCK_D), dtype=tl.float32)
     q += head * stride_head
     grad_scores += head * (eighths * 8) - BLOCK_W
-    for sequence in range(first_sequence, tl.minimum(last_sequence + 1, sequences)):
+    for sequence in range(first_sequence, end_sequence):
         begin = tl.load(cu_seqlens_q + sequence)
         length = tl.load(cu_seqlens_q + sequence + 1) - begin
         keys = tl.load(cu_seqlens_k + sequence + 1) - tl.load(cu_seqlens_k + sequence)
         keys = tl.cdiv(keys, STEP) * STEP
-        number = begin // (BLOCK_M * STEP) + sequence
         # The queries that have a key at one of these distances.
         low = tl.maximum(nearest - back, 0) // (BLOCK_M * STEP)
         high = tl.cdiv(tl.minimum(length, tl.maximum(keys + largest, 0)), BLOCK_M * STEP)
-        low = tl.maximum(low, first_tile - number)
-        high = tl.minimum(high, end_tile - number)
+        low = tl.maximum(low, tl.cdiv(first_row - begin, BLOCK_M * STEP))
+        high = tl.minimum(high, tl.cdiv(end_row - begin, BLOCK_M * STEP))
         # A pipeline loads ahead even where there is nothing.
         if low < high:
             for tile in range(low, high):

@@ -180,6 +180,9 @@ def softmax_gradient(
     taken in another order. So softmax is divided by its sum, which then is 1 like that of the
     occupancies. That is below the rounding of narrower gradients.
 
+    What lies between rows is read and written too: masks that end at any class would load and store
+    single elements.
+
     Args:
         logits: float32 (n, V), of the frames from ``first`` on, without the bias.
         d_logits: (n, V), written; it may be ``logits``.
@@ -204,21 +207,24 @@ def softmax_gradient(
         # All of a row is read for its sum before any of it is overwritten.
         mass = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for v in range(0, count, BLOCK_N):
-            mass += _softmax(logits, bias, place, normalizer, is_row, v, count, BLOCK_N)
+            mass += _softmax(logits, bias, place, normalizer, is_row, v, count, pitch, BLOCK_N)
         factor /= tl.sum(mass, axis=1)[:, None]
     for v in range(0, count, BLOCK_N):
-        softmax = _softmax(logits, bias, place, normalizer, is_row, v, count, BLOCK_N)
+        softmax = _softmax(logits, bias, place, normalizer, is_row, v, count, pitch, BLOCK_N)
         column = v + tl.arange(0, BLOCK_N)[None, :]
         gradient = tl.where(counts, factor * softmax, 0.0)
-        tl.store(d_logits + place + column, gradient, mask=is_row[:, None] & (column < count))
+        tl.store(d_logits + place + column, gradient, mask=is_row[:, None] & (column < pitch))
 
 
 @triton.jit
-def _softmax(logits, bias, place, normalizer, is_row, first_class, count, BLOCK_N: tl.constexpr):
+def _softmax(
+    logits, bias, place, normalizer, is_row, first_class, count, pitch, BLOCK_N: tl.constexpr
+):
     """The exponentials of a tile of logits, less the normalizers; 0 outside."""
     v = first_class + tl.arange(0, BLOCK_N)
-    is_inside = is_row[:, None] & (v < count)[None, :]
+    is_inside = is_row[:, None] & (v < pitch)[None, :]
     z = tl.load(logits + place + v[None, :], mask=is_inside, other=float("-inf"))
+    z = tl.where((v < count)[None, :], z, float("-inf"))
     if bias is not None:
         z += tl.load(bias + v, mask=v < count, other=0.0).to(tl.float32)[None, :]
     return tl.exp(z - normalizer)
@@ -278,6 +284,10 @@ def label_gradient(
     n = tl.load(sequence_ids + frame, mask=counts, other=0)
     first_label = tl.load(cu_targets + n, mask=counts, other=0)
     labels = tl.load(cu_targets + n + 1, mask=counts, other=0) - first_label
+    # Most transcripts are shorter than the longest. In place, this would spill.
+    if not IN_PLACE:  # noqa: SIM102 -- a constant
+        if tl.max(labels, axis=0) < tl.program_id(1) * BLOCK_N:
+            return
     is_label = counts[:, None] & (column > 0) & (column <= labels[:, None])
     own = tl.load(classes + first_label[:, None] + column - 1, mask=is_label, other=-1)
     own = tl.where(column == 0, blank_id, own)

@@ -30,6 +30,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from effasr_kernels.logarithm import log2_of_more
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _NOTHING = tl.constexpr(-1e30)
@@ -40,8 +42,8 @@ _NOTHING = tl.constexpr(-1e30)
 def _merge(x, y):
     """The logarithm of 2**x + 2**y, float64, and the first term's share, float32."""
     small = tl.exp2((-tl.abs(x - y)).to(tl.float32))
-    whole = 1.0 + small
-    return tl.maximum(x, y) + tl.log2(whole).to(tl.float64), tl.where(x >= y, 1.0, small) / whole
+    share = tl.where(x >= y, 1.0, small) / (1.0 + small)
+    return tl.maximum(x, y) + log2_of_more(small).to(tl.float64), share
 
 
 @triton.jit
@@ -196,7 +198,7 @@ def sweep_backward(
         row = (first_frame + steps - 1 - t) * columns
         moved_share = tl.load(moved + row + j, mask=j <= labels, other=0.0).to(tl.float64)
         stayed_share = tl.load(stayed + row + 1 + j, mask=is_label, other=0.0).to(tl.float64)
-        tl.store(occupancies + row, tl.sum(blank, axis=0).to(tl.float32))
+        tl.store(occupancies + row, tl.sum(blank.to(tl.float32), axis=0))
         tl.store(occupancies + row + 1 + j, label.to(tl.float32), mask=is_label)
         stays = label * stayed_share
         comes = label - stays

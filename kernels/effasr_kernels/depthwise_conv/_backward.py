@@ -57,9 +57,14 @@ def convolve_backward(
     """
     tile = tl.program_id(0)
     sequence, first, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
-    real = tl.where(sequence < sequences, length, 0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     inside = c < channels
+    partials += tile.to(tl.int64) * (TAPS + 1) * channels + c
+    if start >= length:
+        for k in tl.static_range(TAPS + 1):
+            tl.store(partials + k * channels, tl.zeros((1, BLOCK_C), tl.float32), mask=inside)
+        return
+    real = tl.where(sequence < sequences, length, 0)
     size, each, group = span(length, start, BLOCK, GROUPS, STEP)
 
     # Without taps the rows of the tail become zeros.
@@ -109,7 +114,6 @@ def convolve_backward(
                 summed = summed + (dw[k] + u * window[TAPS - 1 - k],)
             dw = summed + (dw[TAPS] + window[TAPS - 1 - LEFT],)
             window = window[1:]
-    partials += tile.to(tl.int64) * (TAPS + 1) * channels + c
     for k in tl.static_range(TAPS + 1):
         total = tl.sum(dw[k], axis=0, keep_dims=True)
         tl.store(partials + k * channels, total, mask=inside)

@@ -63,9 +63,17 @@ def convolve(
     """
     tile = tl.program_id(0)
     sequence, first, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
-    real = tl.where(sequence < sequences, length, 0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     inside = c < channels
+    partial = tile.to(tl.int64) * channels + c
+    if start >= length:
+        if STATISTICS:
+            nothing = tl.zeros((1, BLOCK_C), tl.float32)
+            tl.store(means + partial, nothing, mask=inside)
+            tl.store(squares + partial, nothing, mask=inside)
+            tl.store(counts + tile, 0.0, mask=tl.program_id(1) == 0)
+        return
+    real = tl.where(sequence < sequences, length, 0)
     size, each, group = span(length, start, BLOCK, GROUPS, STEP)
 
     # Without taps and bias the rows of the tail become zeros.
@@ -111,7 +119,6 @@ def convolve(
         count = tl.sum(number)
         whole = tl.sum(number * mean, axis=0, keep_dims=True) / tl.maximum(count, 1.0)
         square += number * (mean - whole) * (mean - whole)
-        partial = tile.to(tl.int64) * channels + c
         tl.store(means + partial, whole, mask=inside)
         tl.store(squares + partial, tl.sum(square, axis=0, keep_dims=True), mask=inside)
         tl.store(counts + tile, count, mask=tl.program_id(1) == 0)

@@ -134,7 +134,8 @@ def _differentiate(
     """Program (u, j) writes the gradient of the logits of row u in block j of the vocabulary.
 
     An element depends on its own logit alone, so ``d_logits`` may be ``logits``. The smoothed
-    target is ``peak`` higher in its class than ``uniform``.
+    target is ``peak`` higher in its class than ``uniform``. What lies between rows is written too:
+    a mask that ends at any class would load and store single elements.
     """
     row = tl.program_id(0)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -145,10 +146,10 @@ def _differentiate(
     scale = tl.load(upstream + row)
     exists = (target >= 0) & (target < count)
     scale = tl.where(exists, scale, float("nan"))
-    z = tl.load(logits + place, mask=(v < count) & counted, other=0.0)
+    z = tl.load(logits + place, mask=(v < stride) & counted, other=0.0)
     if bias is not None:
         z += tl.load(bias + v, mask=v < count, other=0.0).to(tl.float32)
     d = tl.exp(z - log_sum) * (1.0 + 2.0 * z_loss * log_sum) - uniform
     d -= tl.where(v == target, peak, 0.0)
     d = tl.where(counted, scale * d, 0.0)
-    tl.store(d_logits + place, d.to(d_logits.dtype.element_ty), mask=v < count)
+    tl.store(d_logits + place, d.to(d_logits.dtype.element_ty), mask=v < stride)

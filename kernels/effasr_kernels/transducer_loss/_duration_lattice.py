@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.launch import launch
+from effasr_kernels.logarithm import log2_of_more
 from effasr_kernels.transducer_loss._lattice import _LN2, _NOTHING, _extent, _log2
 from effasr_kernels.transducer_loss._plan import Group
 from effasr_kernels.transducer_loss._sweeps import Scores, Trace
@@ -99,7 +100,7 @@ class DurationSweeps:
 def _add(x, y):
     """The logarithm of 2**x + 2**y, float64."""
     small = tl.exp2((-tl.abs(x - y)).to(tl.float32))
-    return tl.maximum(x, y) + tl.log2(1.0 + small).to(tl.float64)
+    return tl.maximum(x, y) + log2_of_more(small).to(tl.float64)
 
 
 @triton.jit

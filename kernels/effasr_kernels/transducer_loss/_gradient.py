@@ -7,30 +7,26 @@ import triton.language as tl
 
 
 @triton.jit
-def _difference(
-    z,
-    v,
-    row,
-    node,
-    normalizer_node,
-    is_node,
-    log_normalizer,
-    occ_blank,
-    occ_label,
-    labels,
-    blank_id,
-):
-    """The gradient of logits ``z`` of some rows and classes: softmax minus what is taken."""
+def _passing(row, node, normalizer_node, is_node, log_normalizer, occ_blank, occ_label, labels):
+    """Of some rows: the normalizer, what passes blank and label, and which label that is.
+
+    A row of no occupancy has no gradient, whatever its normalizer, as its sequence may hold NaN:
+    there it is infinite, so that exponentials are zero.
+    """
     normalizer = tl.load(log_normalizer + normalizer_node, mask=is_node, other=0.0)
     blank = tl.load(occ_blank + node, mask=is_node, other=0.0)
     label = tl.load(occ_label + node, mask=is_node, other=0.0)
     own = tl.load(labels + row, mask=is_node, other=-1)
-    # A row of no occupancy has no gradient, whatever its normalizer: its sequence may hold NaN.
     alive = (blank != 0.0) | (label != 0.0)
+    return tl.where(alive, normalizer, float("inf")), blank, label, own
+
+
+@triton.jit
+def _difference(z, v, normalizer, blank, label, own, blank_id):
+    """The gradient of logits ``z`` of some rows and classes: softmax minus what is taken."""
     d = tl.exp(z - normalizer[:, None]) * (blank + label)[:, None]
     d -= tl.where(v[None, :] == blank_id, blank[:, None], 0.0)
-    d -= tl.where(v[None, :] == own[:, None], label[:, None], 0.0)
-    return tl.where(alive[:, None], d, 0.0)
+    return d - tl.where(v[None, :] == own[:, None], label[:, None], 0.0)
 
 
 @triton.jit(do_not_specialize=["first_node", "first_normalizer", "nodes", "blank_id"])
@@ -70,7 +66,7 @@ def differentiate(
         occ_blank: float32, of the group's nodes: what passes the blank.
         occ_label: float32, of the group's nodes: what passes the label.
         labels: int32 (R,).
-        d_logits: (R, V), written.
+        d_logits: (R, V), written, and what lies between rows.
         d_bias: float32 (ceil(nodes / BLOCK_R), V), written: sums over each tile's rows.
         first_node: The chunk's first, counted from the group's first.
         first_normalizer: Where the chunk's begin in ``log_normalizer``.
@@ -106,9 +102,7 @@ def differentiate(
     row = first_row + in_rows
     is_node = row < nodes
     node = first_node.to(tl.int64) + row
-    d = _difference(
-        z,
-        v,
+    normalizer, blank, label, own = _passing(  # pyright: ignore[reportGeneralTypeIssues]
         row,
         node,
         first_normalizer.to(tl.int64) + row,
@@ -117,11 +111,11 @@ def differentiate(
         occ_blank,
         occ_label,
         labels,
-        blank_id,
     )
-    out = d_logits + first_row.to(tl.int64) * d_stride + first_class
-    out += in_rows[:, None] * d_stride + in_classes[None, :]
-    stored = is_node[:, None] & (v < count)[None, :]
+    d = _difference(z, v, normalizer, blank, label, own, blank_id)
+    out = d_logits + (first_row.to(tl.int64) + in_rows[:, None]) * d_stride + v[None, :]
+    # Up to the next row: a mask that ends at any class would store single elements.
+    stored = is_node[:, None] & (v < d_stride)[None, :]
     tl.store(out, d.to(d_logits.dtype.element_ty), mask=stored)
     sums = d_bias + row_tile.to(tl.int64) * count + v
     tl.store(sums, tl.sum(d, axis=0), mask=v < count)
@@ -169,16 +163,12 @@ def differentiate_kept(
     in_rows = tl.arange(0, ROWS)
     tile = logits + (first_node.to(tl.int64) + first_row) * stride
     tile += in_rows[:, None] * stride + v[None, :]
-    sums = tl.zeros((BLOCK_V,), tl.float32)
+    sums = tl.zeros((ROWS, BLOCK_V), tl.float32)
     for first in range(first_row, first_row + BLOCK_R, ROWS):
         row = first + in_rows
         is_node = row < nodes
         node = first_node.to(tl.int64) + row
-        stored = is_node[:, None] & (v < count)[None, :]
-        z = tl.load(tile, mask=stored, other=0.0).to(tl.float32)
-        d = _difference(
-            z,
-            v,
+        normalizer, blank, label, own = _passing(  # pyright: ignore[reportGeneralTypeIssues]
             row,
             node,
             first_normalizer.to(tl.int64) + row,
@@ -187,9 +177,13 @@ def differentiate_kept(
             occ_blank,
             occ_label,
             labels,
-            blank_id,
         )
-        tl.store(tile, d.to(logits.dtype.element_ty), mask=stored)
-        sums += tl.sum(d, axis=0)
+        inside = (v < stride)[None, :]
+        is_passed = (normalizer < float("inf"))[:, None] & inside
+        z = tl.load(tile, mask=is_passed, other=0.0).to(tl.float32)
+        d = _difference(z, v, normalizer, blank, label, own, blank_id)
+        tl.store(tile, d.to(logits.dtype.element_ty), mask=is_node[:, None] & inside)
+        sums += d
         tile += ROWS * stride
+    sums = tl.sum(sums, axis=0)
     tl.store(d_bias + tl.program_id(0).to(tl.int64) * count + v, sums, mask=v < count)

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.launch import launch
+from effasr_kernels.logarithm import log2_of_more
 from effasr_kernels.transducer_loss._plan import Group
 
 _NARROWEST, _WIDEST = 64, 1024
@@ -114,10 +115,9 @@ def _strip(bound: int) -> dict[str, int]:
 def _merge(x, y):
     """The logarithm of 2**x + 2**y, float64, and the smaller share, float32, negative if of y."""
     small = tl.exp2((-tl.abs(x - y)).to(tl.float32))
-    whole = 1.0 + small
-    share = small / whole
+    share = small / (1.0 + small)
     share = tl.where(share < _NO_SHARE, _NO_SHARE, share)
-    return tl.maximum(x, y) + tl.log2(whole).to(tl.float64), tl.where(x >= y, -share, share)
+    return tl.maximum(x, y) + log2_of_more(small).to(tl.float64), tl.where(x >= y, -share, share)
 
 
 @triton.jit

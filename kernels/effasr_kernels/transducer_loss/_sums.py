@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from effasr_kernels.launch import launch
+from effasr_kernels.launch import capability, launch
 from effasr_kernels.projection import multiply, multiply_add
 from effasr_kernels.transducer_loss import _fold
 from effasr_kernels.transducer_loss._gradient import differentiate, differentiate_kept
@@ -119,6 +119,7 @@ class Sums:
                 *(*firsts, chunk.nodes, work.count, work.blank_id, self.rows.hidden.stride(0)),
                 *(work.weight.stride(0), d_logits.stride(0)),
                 WIDTH=work.weight.shape[1],
+                maxnreg=_most_registers(work.weight),
                 **tiles,
             )
         else:
@@ -183,3 +184,13 @@ class Sums:
             BLOCK_R=_fold.ROWS,
             BLOCK_C=_fold.COLUMNS,
         )
+
+
+def _most_registers(weight: Tensor) -> int | None:
+    """Of a thread of `differentiate`, so that two programs share a multiprocessor.
+
+    Uncapped it takes some more, and one program is left. With the tensor cores of sm_100,
+    or without any, that would spill.
+    """
+    narrow = weight.dtype != torch.float32
+    return 128 if narrow and capability(weight.device) < (10, 0) else None

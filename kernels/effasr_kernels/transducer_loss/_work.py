@@ -136,8 +136,8 @@ class Work:
             rows: To work in.
             scores: Written.
             normalizer: float32, of the group's nodes, written; None if it is not wanted.
-            logits: (R, V + D), of the group's nodes, written but for those of durations; None if
-                they are not wanted.
+            logits: (R, V + D), of the group's nodes, written, those of durations with nothing of
+                use; None if they are not wanted.
         """
         classes = self.weight[: self.count], self.bias[: self.count]
         for chunk in group.chunks:
