@@ -19,10 +19,11 @@ which alignments end, and hands the mass of each state to where it came from: su
 numbers in [0, 1], without exponentials, infinities or differences of large numbers. What lies in a
 state is its occupancy, the derivative of the log-likelihood by the log-probability of its class.
 
-On random logits of 2,000 frames and 300 labels an occupancy errs by up to 3e-7, less than what
-comes of rounding log-probabilities to float32 (1.4e-6). With the masses in float32, the largest of
-each frame being 0, it would be 4e-5; from forward and backward masses in float32 with a float64
-offset for each frame, 9e-4; `torch.nn.functional.ctc_loss` in float32 errs by 3e-2.
+On random logits of 2,000 frames and 300 labels occupancies err by 2e-8 (root mean square) and at
+most by 1.5e-6, as comes of rounding log-probabilities to float32 (1.4e-6). With the masses in
+float32, the largest of each frame being 0, it would be 4e-5; from forward and backward masses in
+float32 with a float64 offset for each frame, 9e-4; `torch.nn.functional.ctc_loss` in float32 errs
+by 3e-2.
 """
 
 from __future__ import annotations
