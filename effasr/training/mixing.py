@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -21,6 +22,8 @@ from effasr.optim.adamw import apply_update, set_learning_rate
 from effasr.training.learners import Learners
 
 _UNUSED_TAG = 1
+_WAKES, _WAKE_S = 20, 0.5
+"""How often, and after how many seconds each, a thread is woken that waits for others."""
 
 
 class Mixing:
@@ -118,6 +121,18 @@ class Mixing:
         gossip_log = logging.getLogger("effasr.distributed.gossip")
         level = gossip_log.level
         gossip_log.setLevel(logging.CRITICAL)
+        self._wake()
+        ended = threading.Thread(target=self._end, args=(self._gossip,), daemon=True)
+        ended.start()
+        for _ in range(_WAKES):
+            ended.join(_WAKE_S)
+            if not ended.is_alive():
+                break
+            # It had not begun to wait yet, and was woken too soon.
+            self._wake()
+        gossip_log.setLevel(level)
+
+    def _wake(self) -> None:
         for place, learner in enumerate(self._left):
             if learner != self._learners.number:
                 with suppress(RuntimeError):
@@ -125,9 +140,11 @@ class Mixing:
                     work = dist.irecv(nothing, group=self._group, group_src=place, tag=_UNUSED_TAG)
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))
+
+    @staticmethod
+    def _end(gossip: Gossip) -> None:
         with suppress(RuntimeError):
-            self._gossip.drain()
-        gossip_log.setLevel(level)
+            gossip.drain()
 
     def settle(self, others: Iterable[Tensor] = ()) -> None:
         """Give all ranks the mean of their weights and moments, as a checkpoint holds them.
