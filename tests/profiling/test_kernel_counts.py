@@ -39,3 +39,6 @@ def test_kernels_of_an_operation_are_listed(capsys: pytest.CaptureFixture[str]) 
     rows = {line.split()[0]: line.split() for line in printed.splitlines() if line.strip()}
     for kernel in ("attention_forward", "attention_backward_kv", "attention_backward_q"):
         assert int(rows[kernel][1].replace(",", "")) > 1000
+    # What has run before is listed again, with the counts of one run.
+    kernel_counts.main(["--op", "attention", "--kind", "causal", *sizes])
+    assert capsys.readouterr().out == printed
