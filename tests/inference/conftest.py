@@ -10,6 +10,7 @@ from effasr.data.tokenizer import Tokenizer, train_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
+from effasr.model.transducer import TransducerConfig
 
 RATE = 16_000
 
@@ -72,3 +73,26 @@ def noise() -> Callable[..., np.ndarray]:
         return (0.2 * (samples * envelope + tone * draw.random())).astype(np.float32)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tdt_model(tokenizer: Tokenizer) -> ASRModel:
+    """A transducer with durations, of random weights that give texts of various lengths."""
+    config = ModelConfig(
+        features=FeatureConfig(mel_bins=16),
+        encoder=EncoderConfig(
+            width=32, layers=1, heads=2, feed_forward=32, subsampling_channels=4,
+            subsampling_norm=True,
+        ),
+        decoder=None,
+        transducer=TransducerConfig(width=24, joint=16, activation="tanh", durations=(0, 1, 2, 3)),
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = ASRModel(config, tokenizer.vocab_size).eval()
+    head = model.transducer
+    assert head is not None
+    with torch.no_grad():
+        head.encoder_projection.weight.mul_(2.0)
+        head.predictor_projection.weight.mul_(4.0)
+        head.output.weight.mul_(4.0)
+    return model

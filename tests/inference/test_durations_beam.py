@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 
 from effasr.data.batch import Example, StaticShape, collate
-from effasr.data.features import FeatureConfig
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer import Tokenizer
 from effasr.inference.decoding_config import DecodingConfig
 from effasr.inference.durations_beam import durations_beam
 from effasr.inference.greedy import decode
 from effasr.inference.transducer import transducer_greedy
-from effasr.model.asr import ASRModel, ModelConfig
-from effasr.model.encoder import EncoderConfig
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr_kernels import PackedSequence, pack
 
@@ -117,29 +113,7 @@ def test_there_is_a_transcript_though_labels_would_skip_the_end() -> None:
         assert len(labels) <= 3
 
 
-@pytest.fixture(scope="module")
-def model(tokenizer: Tokenizer) -> ASRModel:
-    config = ModelConfig(
-        features=FeatureConfig(mel_bins=16),
-        encoder=EncoderConfig(
-            width=32, layers=1, heads=2, feed_forward=32, subsampling_channels=4,
-            subsampling_norm=True,
-        ),
-        decoder=None,
-        transducer=TransducerConfig(width=24, joint=16, activation="tanh", durations=(0, 1, 2, 3)),
-    )  # fmt: skip
-    torch.manual_seed(1)
-    model = ASRModel(config, tokenizer.vocab_size).eval()
-    head = model.transducer
-    assert head is not None
-    with torch.no_grad():
-        head.encoder_projection.weight.mul_(2.0)
-        head.predictor_projection.weight.mul_(4.0)
-        head.output.weight.mul_(4.0)
-    return model
-
-
-def test_an_utterance_gives_the_same_tokens_in_any_company(model, tokenizer, noise) -> None:
+def test_an_utterance_gives_the_same_tokens_in_any_company(tdt_model, tokenizer, noise) -> None:
     prompt = tokenizer.prompt(Prompt())
     examples = [
         Example(str(n), noise(seconds, seed=n), prompt, [], monotonic=True)
@@ -149,7 +123,7 @@ def test_an_utterance_gives_the_same_tokens_in_any_company(model, tokenizer, noi
     def tokens(chosen: list[Example], shape: StaticShape | None = None, beam: int = 3):
         batch = collate(chosen, shape, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
         config = DecodingConfig(beam=beam)
-        found = decode(model, tokenizer, batch, [prompt] * len(chosen), config)
+        found = decode(tdt_model, tokenizer, batch, [prompt] * len(chosen), config)
         return [result.tokens for result in found]
 
     together = tokens(examples)
@@ -160,10 +134,10 @@ def test_an_utterance_gives_the_same_tokens_in_any_company(model, tokenizer, noi
     assert tokens(examples, StaticShape(400, 80, 11)) == together
 
 
-def test_half_precision_decodes_too(model, tokenizer, noise) -> None:
+def test_half_precision_decodes_too(tdt_model, tokenizer, noise) -> None:
     prompt = tokenizer.prompt(Prompt())
     example = Example("a", noise(1.0, seed=1), prompt, [], monotonic=True)
     batch = collate([example], eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
     with torch.autocast("cpu", torch.bfloat16):
-        (found,) = decode(model, tokenizer, batch, [prompt], DecodingConfig(beam=3))
+        (found,) = decode(tdt_model, tokenizer, batch, [prompt], DecodingConfig(beam=3))
     assert found.tokens

@@ -7,14 +7,11 @@ import torch
 from torch import Tensor
 
 from effasr.data.batch import Example, StaticShape, collate
-from effasr.data.features import FeatureConfig
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer import Tokenizer
 from effasr.inference.decoding_config import DecodingConfig
 from effasr.inference.greedy import choose_method, decode
 from effasr.inference.transducer import transducer_greedy
-from effasr.model.asr import ASRModel, ModelConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.asr import ASRModel
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr_kernels import PackedSequence, pack
 
@@ -151,29 +148,7 @@ def test_greedy_is_that_of_transformers() -> None:
     assert occurred >= {(False, 0), (False, 1), (False, 2), (False, 3), (True, 1), (True, 3)}
 
 
-@pytest.fixture(scope="module")
-def model(tokenizer: Tokenizer) -> ASRModel:
-    config = ModelConfig(
-        features=FeatureConfig(mel_bins=16),
-        encoder=EncoderConfig(
-            width=32, layers=1, heads=2, feed_forward=32, subsampling_channels=4,
-            subsampling_norm=True,
-        ),
-        decoder=None,
-        transducer=TransducerConfig(width=24, joint=16, activation="tanh", durations=(0, 1, 2, 3)),
-    )  # fmt: skip
-    torch.manual_seed(1)
-    model = ASRModel(config, tokenizer.vocab_size).eval()
-    head = model.transducer
-    assert head is not None
-    with torch.no_grad():
-        head.encoder_projection.weight.mul_(2.0)
-        head.predictor_projection.weight.mul_(4.0)
-        head.output.weight.mul_(4.0)
-    return model
-
-
-def test_an_utterance_gives_the_same_tokens_in_any_company(model, tokenizer, noise) -> None:
+def test_an_utterance_gives_the_same_tokens_in_any_company(tdt_model, tokenizer, noise) -> None:
     prompt = tokenizer.prompt(Prompt())
     examples = [
         Example(str(n), noise(seconds, seed=n), prompt, [], monotonic=True)
@@ -182,7 +157,7 @@ def test_an_utterance_gives_the_same_tokens_in_any_company(model, tokenizer, noi
 
     def tokens(chosen: list[Example], shape: StaticShape | None = None) -> list[tuple[int, ...]]:
         batch = collate(chosen, shape, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
-        found = decode(model, tokenizer, batch, [prompt] * len(chosen), DecodingConfig())
+        found = decode(tdt_model, tokenizer, batch, [prompt] * len(chosen), DecodingConfig())
         return [result.tokens for result in found]
 
     together = tokens(examples)
@@ -193,5 +168,5 @@ def test_an_utterance_gives_the_same_tokens_in_any_company(model, tokenizer, noi
     assert tokens(examples, shape) == together
 
 
-def test_it_is_what_such_a_model_is_decoded_with(model: ASRModel) -> None:
-    assert choose_method(model, "auto") == "transducer"
+def test_it_is_what_such_a_model_is_decoded_with(tdt_model: ASRModel) -> None:
+    assert choose_method(tdt_model, "auto") == "transducer"
