@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from effasr.distributed.averager import settle
 from effasr.distributed.gossip.config import GossipConfig
 from effasr.distributed.gossip.consensus import consensus_distance
 from effasr.distributed.gossip.flat import apply
 from effasr.distributed.gossip.gossip import Gossip, GossipCounters
+from effasr.distributed.gossip.sockets import SocketTransport
+from effasr.distributed.gossip.topology import neighbours
 from effasr.optim.adamw import apply_update, set_learning_rate
 from effasr.training.learners import Learners
-
-_UNUSED_TAG = 1
-_WAKES, _WAKE_S = 20, 0.5
-"""How often, and after how many seconds each, a thread is woken that waits for others."""
 
 
 class Mixing:
@@ -63,7 +58,6 @@ class Mixing:
         self._tensors = [p.detach() for p in model.parameters() if p.requires_grad]
         self._count = sum(tensor.numel() for tensor in self._tensors)
         self._gossip: Gossip | None = None
-        self._group: dist.ProcessGroup | None = None
         self._settled = True
         self._running = False
         self._logged: GossipCounters | None = None
@@ -110,41 +104,10 @@ class Mixing:
         self._take()
 
     def abandon(self) -> None:
-        """End the exchanges, whatever the others do: they are lost, or training failed.
-
-        A thread that waits for another learner while the process ends makes it end by a signal,
-        and not with its exit code. A wait that times out closes gloo's connections, and wakes it.
-        """
-        if self._gossip is None or not self._running:
-            return
-        self._running = False
-        gossip_log = logging.getLogger("effasr.distributed.gossip")
-        level = gossip_log.level
-        gossip_log.setLevel(logging.CRITICAL)
-        self._wake()
-        ended = threading.Thread(target=self._end, args=(self._gossip,), daemon=True)
-        ended.start()
-        for _ in range(_WAKES):
-            ended.join(_WAKE_S)
-            if not ended.is_alive():
-                break
-            # It had not begun to wait yet, and was woken too soon.
-            self._wake()
-        gossip_log.setLevel(level)
-
-    def _wake(self) -> None:
-        for place, learner in enumerate(self._left):
-            if learner != self._learners.number:
-                with suppress(RuntimeError):
-                    nothing = torch.zeros(1)
-                    work = dist.irecv(nothing, group=self._group, group_src=place, tag=_UNUSED_TAG)
-                    assert work is not None
-                    work.wait(timedelta(milliseconds=1))
-
-    @staticmethod
-    def _end(gossip: Gossip) -> None:
-        with suppress(RuntimeError):
-            gossip.drain()
+        """End the exchanges, whatever the others do: they are lost, or training failed."""
+        if self._gossip is not None:
+            self._running = False
+            self._gossip.abandon()
 
     def settle(self, others: Iterable[Tensor] = ()) -> None:
         """Give all ranks the mean of their weights and moments, as a checkpoint holds them.
@@ -183,7 +146,7 @@ class Mixing:
 
     def _form(self) -> None:
         """Let the leaders of those that are left be neighbours."""
-        learners, world = self._learners, self._learners.world
+        learners = self._learners
         left = self._left = list(learners.left)
         if not learners.own.is_main:
             return
@@ -192,14 +155,20 @@ class Mixing:
         self._gossip = self._logged = None
         if len(left) == 1:
             return
-        self._group = world.part(range(0, world.size, learners.own.size), "gloo").group
-        assert self._group is not None
+        place, config = left.index(learners.number), self._config
+        transport = SocketTransport(
+            # There are fewer each time.
+            PrefixStore(f"gossip/{len(left)}", learners.store),
+            place,
+            neighbours(config.topology, place, len(left)),
+            config.timeout_s,
+        )
         self._gossip = Gossip(
             self._tensors,
-            learner=left.index(learners.number),
+            learner=place,
             learners=len(left),
-            group=self._group,
-            config=self._config,
+            transport=transport,
+            config=config,
             seed=self._seed,
             on_lost=self._suspect,
         )

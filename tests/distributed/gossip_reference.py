@@ -106,7 +106,7 @@ class Learner:
 
 
 class MemoryNetwork:
-    """Learners in threads of one process. A message waits for its receiver, as with gloo.
+    """Learners in threads of one process. A message waits for its receiver.
 
     Args:
         delay_s: The longest that a message takes; how long is random.
@@ -130,9 +130,11 @@ class MemoryNetwork:
     def at(self, learner: int) -> MemoryTransport:
         return MemoryTransport(self, learner)
 
-    def check(self, learner: int, peer: int) -> None:
-        while {learner, peer} & self.cut:
+    def check(self, learner: int, peer: int, until: float) -> None:
+        while {learner, peer} & self.cut and time.monotonic() < until:
             time.sleep(0.002)
+        if time.monotonic() >= until:
+            raise PeerLost("it has been silent")
         if {learner, peer} & self.dead:
             raise PeerLost("Connection closed by peer. Perhaps it crashed.")
 
@@ -146,19 +148,21 @@ class MemoryTransport:
         self._network = network
         self._learner = learner
 
-    def send(self, tensor: torch.Tensor, peer: int) -> None:
+    def send(self, tensor: torch.Tensor, peer: int, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
         self._network.travel()
-        self._network.check(self._learner, peer)
+        self._check(peer, until)
         box = self._network._box(self._learner, peer)
         box.put(tensor.clone())
         while box.unfinished_tasks:
-            self._network.check(self._learner, peer)
+            self._check(peer, until)
             time.sleep(0.0005)
 
-    def receive(self, tensor: torch.Tensor, peer: int) -> None:
+    def receive(self, tensor: torch.Tensor, peer: int, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
         box = self._network._box(peer, self._learner)
         while True:
-            self._network.check(self._learner, peer)
+            self._check(peer, until)
             try:
                 message = box.get(timeout=0.002)
                 break
@@ -168,3 +172,9 @@ class MemoryTransport:
         assert message.dtype == tensor.dtype
         tensor.copy_(message)
         box.task_done()
+
+    def close(self) -> None:
+        self._network.dead.add(self._learner)
+
+    def _check(self, peer: int, until: float) -> None:
+        self._network.check(self._learner, peer, until)

@@ -1,38 +1,42 @@
-"""Learners in processes of their own, over gloo; each scenario is a function."""
+"""Learners in processes of their own, over TCP; each scenario is a function."""
 
 import os
 import sys
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore
 
 from effasr.distributed.gossip.config import GossipConfig
 from effasr.distributed.gossip.consensus import consensus_distance
 from effasr.distributed.gossip.flat import apply
 from effasr.distributed.gossip.gossip import Gossip
-from effasr.distributed.process_group import joined
+from effasr.distributed.gossip.sockets import SocketTransport
+from effasr.distributed.gossip.topology import neighbours
+from effasr.distributed.process_group import World, joined
 
 
 class Party:
     """The first so many processes: a group for their exchanges, another for what is collective."""
 
-    def __init__(self, size: int, limit_s: float = 60.0) -> None:
-        self.rank, self.size = dist.get_rank(), size
-        limit = timedelta(seconds=limit_s)
+    def __init__(self, world: World, number: int, size: int) -> None:
+        self.rank, self.size = world.rank, size
+        assert world.store is not None
+        self.store = PrefixStore(f"party/{number}", world.store)
         # Those that had no part in what was before have been here for long.
         dist.barrier()
-        self.exchanges = dist.new_group(list(range(size)), backend="gloo", timeout=limit)
         self.group = dist.new_group(list(range(size)))
 
     def gossip(self, tensors: list[torch.Tensor], **config) -> Gossip:
+        settings = GossipConfig(**config)
+        peers = neighbours(settings.topology, self.rank, self.size)
         return Gossip(
             tensors,
             learner=self.rank,
             learners=self.size,
-            group=self.exchanges,
-            config=GossipConfig(**config),
+            transport=SocketTransport(self.store, self.rank, peers, 60.0),
+            config=settings,
         )
 
     def sum(self, tensors: list[torch.Tensor]) -> float:
@@ -130,12 +134,12 @@ def lockstep(party: Party) -> None:
 
 
 def late(party: Party) -> None:
-    """A learner that begins or drains later than the group's limit, of 5 s, is waited for."""
+    """A learner that begins or drains late, but not as late as the limit, is waited for."""
     tensors = [torch.full((3,), float(party.rank))]
-    gossip = party.gossip(tensors)
-    time.sleep(6 if party.rank == 1 else 0)
+    gossip = party.gossip(tensors, timeout_s=6.0)
+    time.sleep(2 if party.rank == 1 else 0)
     gossip.start()
-    time.sleep(6 if party.rank == 2 else 0)
+    time.sleep(2 if party.rank == 2 else 0)
     gossip.publish()
     gossip.drain()
     take(gossip, tensors)
@@ -144,17 +148,17 @@ def late(party: Party) -> None:
 
 
 def learners_that_live() -> None:
-    with joined("cpu"):
+    with joined("cpu") as world:
         scenarios = [
-            (4, 60, mixes),
-            (4, 60, lambda party: mixes(party, topology="random")),
-            (3, 60, mixes),
-            (3, 60, updates),
-            (2, 60, lockstep),
-            (4, 5, late),
+            (4, mixes),
+            (4, lambda party: mixes(party, topology="random")),
+            (3, mixes),
+            (3, updates),
+            (2, lockstep),
+            (4, late),
         ]
-        for size, limit_s, scenario in scenarios:
-            party = Party(size, limit_s)
+        for number, (size, scenario) in enumerate(scenarios):
+            party = Party(world, number, size)
             if party.rank < size:
                 scenario(party)
 
@@ -162,9 +166,9 @@ def learners_that_live() -> None:
 def one_of_four_is_killed() -> None:
     """In the midst of it; the others train on, and drain."""
     victim = 1
-    with joined("cpu"):
-        party = Party(4)
-        tensors = [torch.zeros(200_000)]
+    with joined("cpu") as world:
+        party = Party(world, 0, 4)
+        tensors = [torch.zeros(1_000_000)]
         gossip = party.gossip(tensors)
         gossip.start()
         neighbour = (party.rank - victim) % 2 == 1

@@ -41,7 +41,7 @@ def test_no_update_is_lost_while_gpus_are_behind_their_hosts():
     def train(n: int) -> None:
         try:
             gossip = Gossip(
-                weights[n], learner=n, learners=3, group=network.at(n), config=GossipConfig()
+                weights[n], learner=n, learners=3, transport=network.at(n), config=GossipConfig()
             )
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.default_stream())

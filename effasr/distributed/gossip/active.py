@@ -12,7 +12,6 @@ from effasr.distributed.gossip import wire
 from effasr.distributed.gossip.mixer import Mixer
 from effasr.distributed.gossip.peers import Peers
 from effasr.distributed.gossip.transport import PeerLost, Transport
-from effasr.distributed.gossip.waits import Abandoned, Waits
 
 
 class Active:
@@ -22,7 +21,7 @@ class Active:
         mixer: Of this learner.
         peers: Its neighbours.
         transport: To them.
-        timeout_s: How long one of them may take for an exchange.
+        timeout_s: How long one of them may be silent in an exchange.
         choose: Picks one of those that are left, given the number of exchanges so far.
 
     Attributes:
@@ -43,7 +42,6 @@ class Active:
         self._transport = transport
         self._timeout_s = timeout_s
         self._choose = choose
-        self._waits = Waits()
         self._changed = threading.Condition()
         self._published = False
         self._stopping = False
@@ -54,7 +52,8 @@ class Active:
     def start(self) -> None:
         """Begin to wait for publications."""
         self._published = self._stopping = False
-        self._begin()
+        self._thread = threading.Thread(target=self._run, name="gossip", daemon=True)
+        self._thread.start()
 
     def publish(self) -> None:
         """Begin an exchange, or another one after that under way."""
@@ -72,16 +71,6 @@ class Active:
         """Whether the thread has anything left to do."""
         return self._thread is not None and self._thread.is_alive()
 
-    def watch(self) -> None:
-        """Leave out a neighbour that has not answered for too long; called now and then."""
-        for peer in self._waits.abandon(self._timeout_s):
-            self._begin()
-            self._peers.lose(peer, f"it has not answered for {self._timeout_s:g} s")
-
-    def _begin(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="gossip", daemon=True)
-        self._thread.start()
-
     def _run(self) -> None:
         peer = None
         try:
@@ -93,8 +82,6 @@ class Active:
                     peer = self._choose(self._peers.living, self.exchanges)
                     self._exchange(peer, got)
             self._tell_all(wire.STOP)
-        except Abandoned:
-            pass
         except Exception as error:
             self._peers.fail(peer, error)
 
@@ -114,10 +101,10 @@ class Active:
         """Average with a neighbour, or find out that it is lost."""
         sent = self._mixer.snapshot()
         try:
-            with self._waits.on(peer):
-                self._transport.send(wire.header(wire.EXCHANGE, sent.numel()), peer)
-                self._transport.send(sent, peer)
-                self._transport.receive(got, peer)
+            header = wire.header(wire.EXCHANGE, sent.numel())
+            self._transport.send(header, peer, self._timeout_s)
+            self._transport.send(sent, peer, self._timeout_s)
+            self._transport.receive(got, peer, self._timeout_s)
         except PeerLost as lost:
             self._peers.lose(peer, str(lost))
             return
@@ -128,7 +115,6 @@ class Active:
     def _tell_all(self, kind: int) -> None:
         for peer in self._peers.living:
             try:
-                with self._waits.on(peer):
-                    self._transport.send(wire.header(kind, self._mixer.count), peer)
+                self._transport.send(wire.header(kind, self._mixer.count), peer, self._timeout_s)
             except PeerLost as lost:
                 self._peers.lose(peer, str(lost))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.distributed import ProcessGroup  # type: ignore[attr-defined]
 
 from effasr.distributed.gossip.active import Active
 from effasr.distributed.gossip.config import GossipConfig
@@ -18,7 +17,7 @@ from effasr.distributed.gossip.mixer import Mixer
 from effasr.distributed.gossip.passive import Passive
 from effasr.distributed.gossip.peers import Peers
 from effasr.distributed.gossip.topology import choose, is_active, neighbours
-from effasr.distributed.gossip.transport import GlooTransport, Transport
+from effasr.distributed.gossip.transport import Transport
 
 # Between two looks at threads that are about to end.
 _LOOK_S = 0.01
@@ -74,7 +73,7 @@ class Gossip:
             learners, in the same order, and with equal values at the first `start`.
         learner: The number of this one, from 0.
         learners: How many there are.
-        group: Of gloo, with learners as ranks, used by nothing else. Or another `Transport`.
+        transport: To the neighbours; used by nothing else.
         config: With whom and how often.
         seed: Of the choice of neighbours with topology ``random``.
         on_lost: Called with the number of a neighbour that is lost, by any thread.
@@ -89,7 +88,7 @@ class Gossip:
         *,
         learner: int,
         learners: int,
-        group: ProcessGroup | Transport,
+        transport: Transport,
         config: GossipConfig,
         seed: int = 0,
         on_lost: Callable[[int], None] | None = None,
@@ -97,9 +96,7 @@ class Gossip:
         self._period = config.period
         self._weights = FlatWeights(tensors)
         self._peers = Peers(learner, neighbours(config.topology, learner, learners), on_lost)
-        transport = (
-            GlooTransport(group, learner, learners) if isinstance(group, ProcessGroup) else group
-        )
+        self._transport = transport
         self._mixer = Mixer(self._weights.count, pinned=self._weights.device.type == "cuda")
         common = (self._mixer, self._peers, transport, config.timeout_s)
         self._side = (
@@ -168,12 +165,27 @@ class Gossip:
         self._check()
         self._side.stop()
         while self._side.is_running():
-            self._check()
+            self._peers.check()
             time.sleep(_LOOK_S)
         self._peers.check()
         self._weights.settle()
         self._mixer.settle()
         self._running = False
+
+    def abandon(self) -> None:
+        """End all exchanges at once, whatever the neighbours do; nothing can begin again.
+
+        What arrived whole is part of what `take` returns.
+        """
+        self._peers.end()
+        self._transport.close()
+        self._side.stop()
+        if self._running:
+            while self._side.is_running():
+                time.sleep(_LOOK_S)
+            self._weights.settle()
+            self._mixer.settle()
+            self._running = False
 
     def counters(self) -> GossipCounters:
         """What happened so far."""
@@ -190,9 +202,7 @@ class Gossip:
         )
 
     def _check(self, running: bool = True) -> None:
-        """Raise what a thread could not, and look after those that wait."""
+        """Raise what a thread could not."""
         self._peers.check()
-        if self._running:
-            self._side.watch()
-        elif running:
+        if running and not self._running:
             raise RuntimeError("`start` must be called before `publish` and `drain`.")

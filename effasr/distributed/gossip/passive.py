@@ -12,7 +12,6 @@ from effasr.distributed.gossip import wire
 from effasr.distributed.gossip.mixer import Mixer
 from effasr.distributed.gossip.peers import Peers
 from effasr.distributed.gossip.transport import PeerLost, Transport
-from effasr.distributed.gossip.waits import Abandoned, Waits
 
 # Exchanges at once: one is received while another is answered.
 _BUFFERS = 2
@@ -40,12 +39,10 @@ class Passive:
         self._peers = peers
         self._transport = transport
         self._timeout_s = _PATIENCE * timeout_s
-        self._waits = Waits()
         self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(min(_BUFFERS, len(peers.living))):
             self._buffers.put(torch.empty(mixer.count))
         self._threads: dict[int, threading.Thread] = {}
-        self._holding: dict[int, Tensor] = {}
         self._lock = threading.Lock()
         self.exchanges = 0
         self.bytes = 0
@@ -69,24 +66,11 @@ class Passive:
 
     def is_running(self) -> bool:
         """Whether a neighbour that is left may still begin an exchange."""
-        return any(
-            thread.is_alive() and peer not in self._peers.lost
-            for peer, thread in self._threads.items()
-        )
-
-    def watch(self) -> None:
-        """Leave out a neighbour that has been silent for too long; called now and then."""
-        for peer in self._waits.abandon(self._timeout_s):
-            # Its thread, which can only be left waiting, will not give its buffer back.
-            if self._release(peer) is not None:
-                self._buffers.put(torch.empty(self._mixer.count))
-            self._peers.lose(peer, f"it has been silent for {self._timeout_s:g} s")
+        return any(thread.is_alive() for thread in self._threads.values())
 
     def _run(self, peer: int) -> None:
         try:
             self._serve(peer)
-        except Abandoned:
-            pass
         except Exception as error:
             self._peers.fail(peer, error)
 
@@ -95,8 +79,7 @@ class Passive:
         message = wire.blank()
         try:
             while True:
-                with self._waits.on(peer):
-                    self._transport.receive(message, peer)
+                self._transport.receive(message, peer, self._timeout_s)
                 kind = wire.read(message, self._mixer.count, learner=self._peers.learner, peer=peer)
                 if kind == wire.STOP:
                     return
@@ -107,22 +90,12 @@ class Passive:
 
     def _exchange(self, peer: int) -> None:
         buffer = self._buffers.get()
-        with self._lock:
-            self._holding[peer] = buffer
         try:
-            with self._waits.on(peer):
-                self._transport.receive(buffer, peer)
+            self._transport.receive(buffer, peer, self._timeout_s)
             self._mixer.answer(buffer)
-            with self._waits.on(peer):
-                self._transport.send(buffer, peer)
+            self._transport.send(buffer, peer, self._timeout_s)
         finally:
-            held = self._release(peer)
-            if held is not None:
-                self._buffers.put(held)
+            self._buffers.put(buffer)
         with self._lock:
             self.bytes += 2 * buffer.nbytes
             self.exchanges += 1
-
-    def _release(self, peer: int) -> Tensor | None:
-        with self._lock:
-            return self._holding.pop(peer, None)

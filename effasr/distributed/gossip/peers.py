@@ -29,6 +29,7 @@ class Peers:
         self._lost: tuple[int, ...] = ()
         self._on_lost = on_lost
         self._error: Exception | None = None
+        self._ended = False
         self._lock = threading.Lock()
 
     @property
@@ -44,7 +45,7 @@ class Peers:
     def lose(self, peer: int, reason: str) -> None:
         """Leave a neighbour out from now on."""
         with self._lock:
-            if peer in self._lost:
+            if peer in self._lost or self._ended:
                 return
             self._living = tuple(other for other in self._living if other != peer)
             self._lost += (peer,)
@@ -55,11 +56,15 @@ class Peers:
             self.learner,
             peer,
             f"goes on with learner{several} {left}" if left else "has no other: it goes on alone",
-            # gloo adds what it guesses.
-            " ".join(reason.split()).split(". ")[0],
+            reason,
         )
         if self._on_lost is not None:
             self._on_lost(peer)
+
+    def end(self) -> None:
+        """Lose nobody from now on: it is this learner that leaves."""
+        with self._lock:
+            self._ended = True
 
     def fail(self, peer: int | None, error: Exception) -> None:
         """Keep the first error of a thread for `check`."""

@@ -1,0 +1,79 @@
+"""Under which addresses other nodes may reach this one."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Names the interfaces to use, separated by commas; gloo reads the same."""
+
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+
+
+def own_addresses() -> list[str]:
+    """The IPv4 and IPv6 addresses of this node, those first that are most likely to be reached.
+
+    These are: of the interfaces that GLOO_SOCKET_IFNAME names, and no others; else that from which
+    MASTER_ADDR is reached, then those of all interfaces, loopback last. Linux only, as NCCL is.
+
+    Raises:
+        ValueError: An interface has no address.
+    """
+    named = os.environ.get(INTERFACES_VARIABLE)
+    if named:
+        return [address for name in named.split(",") for address in _named(name.strip())]
+    found = [
+        *_towards(os.environ.get("MASTER_ADDR")),
+        *(address for _, name in socket.if_nameindex() for address in _of(name)),
+    ]
+    return sorted(dict.fromkeys(found), key=lambda address: _is_loopback(address))
+
+
+def _named(name: str) -> list[str]:
+    found = _of(name)
+    if not found:
+        there = ", ".join(other for _, other in socket.if_nameindex())
+        raise ValueError(
+            f"`{INTERFACES_VARIABLE}` must name interfaces that have an address, but {name!r} has "
+            f"none here: choose of {there}, or leave it out."
+        )
+    return found
+
+
+def _of(interface: str) -> list[str]:
+    """IPv4 first; link-local IPv6 addresses mean nothing without the name of an interface."""
+    found = []
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        found.append(socket.inet_ntoa(reply[20:24]))
+    with suppress(OSError):
+        for line in _IPV6_ADDRESSES.read_text().splitlines():
+            digits, *_, name = line.split()
+            address = ipaddress.IPv6Address(bytes.fromhex(digits))
+            if name == interface and not address.is_link_local:
+                found.append(str(address))
+    return found
+
+
+def _towards(host: str | None) -> list[str]:
+    """The address from which packets to a host would leave; nothing is sent."""
+    if not host:
+        return []
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return [probe.getsockname()[0]]
+    return []
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
