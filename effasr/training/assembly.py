@@ -35,10 +35,10 @@ from effasr.optim.schedules import learning_rate_ratio
 from effasr.training.activity import Activity
 from effasr.training.config import TrainConfig, resolve_losses
 from effasr.training.counts import HostCopy
-from effasr.training.graph import MicroBatchGraph
 from effasr.training.objective import Objective
 from effasr.training.parallel import averager, check_strategy, distribute, is_bfloat16
-from effasr.training.step import Trainee, run_micro_batch
+from effasr.training.recording import check_recordable, recorded
+from effasr.training.step import Trainee
 from effasr.training.trained import check_trained, prepare_weights
 
 if TYPE_CHECKING:
@@ -192,6 +192,8 @@ def build_trainee(
     elif config.training.compile:
         # In place: the state dict keeps its names.
         model.compile(fullgraph=True, dynamic=False)
+    if config.training.cuda_graph:
+        check_recordable(config.model, world)
     cost, text_cost = learning_cost(model), learning_text_cost(model)
     trained = distribute(config, model, world)
     is_replicated = isinstance(trained, DistributedDataParallel)
@@ -222,7 +224,7 @@ def build_trainee(
         activity=Activity(on_gpu=world.device.type == "cuda"),
         averager=averager(config, model, optimizer, statistics, world, learners),
     )
-    return _recorded(trainee, config.model) if config.training.cuda_graph else trainee
+    return recorded(trainee, model) if config.training.cuda_graph else trainee
 
 
 def _average(config: TrainConfig, model: nn.Module) -> WeightAverage | None:
@@ -269,36 +271,6 @@ def _adascale_scale(config: TrainConfig) -> float:
             f"with optimizer.adascale, but is {optimizer.lr_reference_micro_batches}."
         )
     return scale
-
-
-def _recorded(trainee: Trainee, model: ModelConfig) -> Trainee:
-    """The trainee, whose micro-batches are a CUDA graph.
-
-    Raises:
-        ValueError: It is a transducer, it is not on a GPU, or there are several processes.
-    """
-    world = trainee.world
-    if model.transducer is not None:
-        raise ValueError(
-            "`training.cuda_graph` cannot record a transducer, whose loss the host divides by "
-            "lengths, but model.transducer is given: set it to false."
-        )
-    if world.device.type != "cuda":
-        raise ValueError(
-            f"`training.cuda_graph` needs a GPU, but the run is on {world.device.type}: set it to "
-            "false."
-        )
-    if world.size > 1:
-        raise ValueError(
-            f"`training.cuda_graph` needs one process, but there are {world.size}: set it to false."
-        )
-    parameters = (p for p in trainee.model.parameters() if p.requires_grad)
-    run = partial(run_micro_batch, trainee)
-    buffers = list(trainee.model.buffers())
-    if trainee.adascale is not None:
-        buffers.append(trainee.adascale.square)
-    graph = MicroBatchGraph(run, world.device, parameters, buffers)
-    return replace(trainee, graph=graph)
 
 
 def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) -> Corpus:

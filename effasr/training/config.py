@@ -83,7 +83,8 @@ class LoopConfig:
         delayed: When ``delayed`` begins to.
         gossip: Who averages with whom with ``adpsgd`` and ``h_adpsgd``.
         cuda_graph: Whether the forward and backward of a micro-batch are recorded once as a CUDA
-            graph and replayed, so that the host launches no kernels; needs a GPU, and one process.
+            graph and replayed, so that the host launches no kernels; needs a GPU. Several ranks
+            then exchange gradients after the backward, and not while it computes.
         tensorboard: Whether to write curves for TensorBoard.
         profile: Which steps a profiler records.
     """

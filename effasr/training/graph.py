@@ -102,6 +102,8 @@ class MicroBatchGraph:
 
 def _capture(run: Callable[[], Outputs]) -> tuple[Callable[[], Any], Outputs]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads pin memory for coming batches, copy checkpoints and look after NCCL meanwhile,
+    # which would break the recording if it were not of this thread alone.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = run()
     return graph.replay, outputs

@@ -68,10 +68,13 @@ def _check_learners(config: TrainConfig) -> None:
 
 
 def distribute(config: TrainConfig, model: nn.Module, world: World) -> nn.Module:
-    """The model that is trained: itself, replicated, or a sharded copy.
+    """The model that is trained: itself, as it is or replicated, or a sharded copy.
 
     With fsdp2, ``model`` is left on the CPU, for `whole` to fill.
     """
+    if config.training.cuda_graph:
+        # See `effasr.training.recording`.
+        return model
     if config.training.strategy != "fsdp2" or world.size == 1:
         return replicate(model, world)
     trained = copy.deepcopy(model)

@@ -19,6 +19,7 @@ from effasr.data.sampling.cost import CostModel
 from effasr.distributed.averager import Averager
 from effasr.distributed.batch_norm import restore_unless
 from effasr.distributed.exchange import GradientExchange
+from effasr.distributed.gradient_sum import GradientSum
 from effasr.distributed.process_group import World
 from effasr.distributed.replicate import without_exchange
 from effasr.distributed.shard import whole
@@ -60,7 +61,8 @@ class Trainee:
         cost: What an utterance is to compute, as of a model that is trained throughout; see
             `effasr.model.learning_cost`.
         graph: Replays the micro-batches; None to run each.
-        exchange: Of the gradients, where there are several ranks.
+        exchange: Of the gradients, where there are several ranks and no graph.
+        total: Of the gradients, where there are several ranks and a graph.
         text_cost: What a text pair is to compute; None without a text encoder.
         again: Of both, what activation checkpointing computes again; None without it.
         adascale: Measures what a step is worth, or None.
@@ -84,6 +86,7 @@ class Trainee:
     cost: CostModel
     graph: MicroBatchGraph | None = None
     exchange: GradientExchange | None = None
+    total: GradientSum | None = None
     text_cost: CostModel | None = None
     again: tuple[CostModel, CostModel | None] | None = None
     adascale: AdaScale | None = None
@@ -178,6 +181,9 @@ def train_step(
             done.append([Outcome(piece, *result)])
     outcomes = [outcome for pieces in done for outcome in pieces]
     trainee.activity.meet()
+    if trainee.total is not None and not is_local:
+        with ranges.range("exchange"):
+            trainee.total()
     with ranges.range("update"):
         parts = torch.zeros(9, device=world.device)
         for outcome in outcomes:

@@ -11,12 +11,13 @@ from effasr.data.batch import StaticShape, collate
 from effasr.distributed.local_sgd import LocalSGDConfig
 from effasr.distributed.process_group import World, joined
 from effasr.optim.adamw import OptimizerConfig
-from effasr.training import assembly
+from effasr.training import assembly, graph
 from effasr.training.config import TrainConfig
 from effasr.training.parallel import settle, whole
 from effasr.training.step import Trainee, train_step
 from tests.training.conftest import VOCABULARY
 from tests.training.scaling_workers import quiet_config, uneven_batch
+from tests.training.test_graph import record
 
 STEPS = 20
 
@@ -69,6 +70,33 @@ def equal(world: World) -> None:
     total = sum(p.numel() for p in model.parameters())
     assert parts < 0.6 * total
     sys.stdout.write("equal\n")
+
+
+def recorded(world: World) -> None:
+    """Ranks that replay a graph each, and add up gradients afterwards, train as with ddp."""
+    share, results = slice(world.rank, None, 2), []
+    for name in ("ddp", "graph", "local_sgd", "local_sgd with graph"):
+        strategy, is_recorded = name.split()[0], name.endswith("graph")
+        config = quiet_config(
+            OptimizerConfig(lr=1e-2, eps=1e-4),
+            strategy="ddp" if strategy == "graph" else strategy,
+            local_sgd=LocalSGDConfig(period=2, warmup_steps=1),
+            cuda_graph=is_recorded,
+            clip=0.5,
+        )
+        model = assembly.build_model(config, VOCABULARY, None, world.device)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(world.rank)  # All begin with the weights of rank 0.
+        trainee = assembly.build_trainee(config, model, world)
+        assert (trainee.graph is not None) == (trainee.total is not None) == is_recorded
+        assert (trainee.exchange is None) == is_recorded
+        losses = train(model, trainee, range(6), share)
+        results.append([*weights(model, trainee), torch.tensor(losses)])
+    for with_ddp, with_graph in (results[:2], results[2:]):
+        for x, y in zip(with_ddp, with_graph, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    sys.stdout.write("replayed\n")
 
 
 def half_precision(world: World) -> None:
@@ -158,8 +186,11 @@ def broken(world: World) -> None:
 
 
 def everything() -> None:
+    # A recording that a CPU can replay.
+    assembly.check_recordable = lambda model, world: None
+    graph._capture = record
     with joined("cpu", timeout_s=60) as world:
-        for scenario in (equal, half_precision, local, broken):
+        for scenario in (equal, recorded, half_precision, local, broken):
             scenario(world)
 
 

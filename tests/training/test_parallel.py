@@ -22,7 +22,7 @@ def test_two_ranks_train_as_each_strategy_says() -> None:
     """All scenarios in the same two processes, which take long to begin."""
     for done in run_ranks(WORKERS, "everything", 120):
         assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout == "equal\nclose\naveraged\nleft out\n"
+        assert done.stdout == "equal\nreplayed\nclose\naveraged\nleft out\n"
 
 
 def train_on_two(config, folder) -> None:
