@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
+
+from effasr.nn.sharding import is_sharded_tensor
 
 
 def with_participants(x: Tensor, parameters: Iterable[Tensor]) -> Tensor:
@@ -21,7 +22,7 @@ def with_participants(x: Tensor, parameters: Iterable[Tensor]) -> Tensor:
         parameters: They are not read. A sharded one is left out: its layer, which has gathered it
             for the length of its own forward, must reach it by itself.
     """
-    reached = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    reached = [parameter for parameter in parameters if not is_sharded_tensor(parameter)]
     return _Participate.apply(x, *reached)  # type: ignore[return-value]
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from effasr import ranges
 from effasr.nn.participation import with_participants
+from effasr.nn.sharding import is_sharded_tensor
 from effasr_kernels import PackedLayout, PackedSequence
 
 # Of the thread, for autograd computes again in its own.
@@ -89,7 +89,7 @@ def is_recomputing() -> bool:
 
 def is_sharded(layers: Iterable[nn.Module]) -> bool:
     """Whether processes have parts of layers, and gather each for its forward and backward."""
-    return any(isinstance(next(layer.parameters(), None), DTensor) for layer in layers)
+    return any(is_sharded_tensor(next(layer.parameters(), None)) for layer in layers)
 
 
 def pass_by(layers: Iterable[nn.Module], x: Tensor) -> Tensor:

@@ -1,0 +1,19 @@
+"""Parameters of which each process has a part."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded_tensor(value: object) -> TypeGuard[DTensor]:
+    """Whether it is a `DTensor`.
+
+    Of these there is none where nobody has imported the module: that takes half a second, for which
+    a command that only reads a model should not wait.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
