@@ -159,9 +159,18 @@ def build_parser() -> argparse.ArgumentParser:
     cli_compare.add(command)
     cli_transcribe.add(command)
 
-    one = command("import", commands.import_, "Make a model directory of a Hugging Face model.")
+    one = command(
+        "import",
+        commands.import_,
+        "Make a model directory of NeMo's or Hugging Face's model.",
+        "A .nemo file may hold a FastConformer with CTC, a transducer (RNN-T or TDT) or both, or a",
+        "Canary; NeMo need not be installed. What is trained otherwise here is named.",
+    )
     one.add_argument(
-        "source", type=Path, metavar="HF_DIR", help="config.json, model.safetensors, tokenizer.json"
+        "source",
+        type=Path,
+        metavar="MODEL",
+        help="a .nemo file; or a folder with config.json, model.safetensors, tokenizer.json",
     )
     one.add_argument("out", type=folder, metavar="OUT", help="the model directory to write")
 

@@ -1,4 +1,4 @@
-"""``effasr export``: a model as a folder that Hugging Face's transformers take, or ONNX graphs."""
+"""``effasr export``: a model for Hugging Face's transformers or NeMo, or as ONNX graphs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effasr.cli_options import RUN_HELP, at_least, folder
+from effasr.cli_options import RUN_HELP, at_least
 
 if TYPE_CHECKING:
     from effasr.checkpoint import LoadedModel
@@ -21,7 +21,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     one = command(
         "export",
         run,
-        "Write a model that Hugging Face's transformers load, or as ONNX graphs.",
+        "Write a model that transformers or NeMo load, or as ONNX graphs.",
         "README.md becomes its model card, with the results of `effasr evaluate --run RUN` for the",
         "weights that are exported. One that is there and was not written here is left alone.",
         "",
@@ -29,14 +29,17 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "transducer predictor.onnx and joint.onnx; onnx.json, which says what goes in and comes",
         "out, and how to search; and the tokenizer. Where onnxruntime is installed, the graphs are",
         "compared with the model.",
+        "",
+        "With --format nemo, or where OUT ends in .nemo: that file, which NeMo's",
+        "ASRModel.restore_from loads. The tokenizer must be that of a .nemo file, or of",
+        "`effasr tokenizer`.",
     )
     one.add_argument("model", type=Path, metavar="RUN_OR_MODEL", help=RUN_HELP)
-    one.add_argument("out", type=folder, metavar="HF_DIR", help="the folder to write")
+    one.add_argument("out", type=Path, metavar="OUT", help="the folder or .nemo file to write")
     one.add_argument(
         "--format",
-        choices=("huggingface", "onnx"),
-        default="huggingface",
-        help="of the folder (default: huggingface)",
+        choices=("huggingface", "nemo", "onnx"),
+        help="what to write (default: nemo where OUT ends in .nemo, else huggingface)",
     )
     one.add_argument(
         "--averaged",
@@ -58,29 +61,22 @@ def run(options: argparse.Namespace) -> int:
     """Write weights, configuration, tokenizer and model card."""
     from effasr.averaging import average, newest_checkpoints
     from effasr.checkpoint import load_model, resolve
-    from effasr.data.tokenizer import HuggingFaceTokenizer
+    from effasr.data.tokenizer import HuggingFaceTokenizer, WhisperTokenizer
     from effasr.inference.files import write_text
     from effasr.inference.model_card import is_replaceable
     from effasr.model.huggingface import SpecialTokens, export_model
 
-    if any((options.out / name).exists() for name in ("model.yaml", "checkpoints")):
-        raise ValueError(
-            f"{options.out} must be a new folder or an earlier export, but is a model of effasr, "
-            "which would be overwritten."
-        )
-    if options.format == "onnx" and (options.license or options.author):
-        raise ValueError(
-            "`--license` and `--author` must be left out for `--format onnx`, which has no model "
-            "card."
-        )
+    format_ = _format(options)
     if options.averaged is None:
         sources = [resolve(options.model)]
         loaded = load_model(sources[0])
     else:
         sources = newest_checkpoints(options.model, options.averaged)
         loaded = average(sources)
-    if options.format == "onnx":
+    if format_ == "onnx":
         return _onnx(options, loaded)
+    if format_ == "nemo":
+        return _nemo(options, loaded)
     tokenizer = loaded.tokenizer
     start = tokenizer.prompt(loaded.prompt)[0]
     tokens = SpecialTokens(
@@ -89,18 +85,55 @@ def run(options: argparse.Namespace) -> int:
         eos_id=tokenizer.eos_id,
         decoder_start_id=start,
         count=tokenizer.vocab_size,
+        generation=(
+            tokenizer.generation(loaded.prompt) if isinstance(tokenizer, WhisperTokenizer) else {}
+        ),
     )
     loader = export_model(loaded.model, options.out, tokens)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         tokenizer.save(options.out)
     else:
-        _note("the tokenizer stays behind, as transformers cannot read effasr's own")
+        _note("the tokenizer stays behind, as transformers cannot read it")
     readme = options.out / "README.md"
     if is_replaceable(readme):
         write_text(readme, _card(options, loaded, sources, loader).text())
     else:
         _note(f"{readme} was not written here, and stays as it is")
     sys.stdout.write(f"{options.out}: load it with {loader}.from_pretrained\n")
+    return 0
+
+
+def _format(options: argparse.Namespace) -> str:
+    """What is to be written.
+
+    Raises:
+        ValueError: ``OUT`` cannot be that, or an option is not of it.
+    """
+    out = options.out
+    chosen = options.format or ("nemo" if out.suffix == ".nemo" else "huggingface")
+    if chosen == "nemo" and (out.suffix != ".nemo" or out.is_dir()):
+        raise ValueError(f"{out} must be a file, named with .nemo at its end.")
+    if chosen != "nemo" and out.is_file():
+        raise ValueError(f"{out} must be a folder, but is a file.")
+    if any((out / name).exists() for name in ("model.yaml", "checkpoints")):
+        raise ValueError(
+            f"{out} must be a new folder or an earlier export, but is a model of effasr, "
+            "which would be overwritten."
+        )
+    if chosen != "huggingface" and (options.license or options.author):
+        raise ValueError(
+            f"`--license` and `--author` must be left out for `--format {chosen}`, which has no "
+            "model card."
+        )
+    return chosen
+
+
+def _nemo(options: argparse.Namespace, loaded: LoadedModel) -> int:
+    """Write a .nemo file."""
+    from effasr.model.nemo_export import export_nemo
+
+    name = export_nemo(loaded.model, loaded.tokenizer, options.out, loaded.prompt)
+    sys.stdout.write(f"{options.out}: load it with NeMo's {name}.restore_from\n")
     return 0
 
 

@@ -71,7 +71,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "--frame-budget",
         type=_whole(1),
         metavar="N",
-        help="encoder frames of 80 ms in a micro-batch (default: 8000)",
+        help="encoder frames (80 ms; a Whisper's 20 ms) in a micro-batch (default: 8000)",
     )
     one.add_argument(
         "--token-budget",
@@ -153,6 +153,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         parts = [
             text.summary(listing, selection, study, request.model),
+            *filter(None, [text.blend(selection, study)]),
             text.table(outcomes),
             text.dropped(selection, None if options.dropped is None else str(options.dropped)),
             text.advice(selection, outcomes, study),
@@ -173,7 +174,7 @@ def _study_options(options: argparse.Namespace, request: Request) -> StudyOption
     of_recipe = None
     if options.recipe and not data.speech_micro_batches % options.world_size:
         of_recipe = data.speech_micro_batches
-    given = data.strategy_options()
+    given = data.strategy_options(request.limits.framing)
     return StudyOptions(
         world_size=options.world_size,
         micro_batches=options.micro_batches or of_recipe,
@@ -191,6 +192,9 @@ def _setting(
     listing: Listing, selection: Selection, study: StudyOptions, model: str
 ) -> dict[str, Any]:
     """What is the same for all strategies."""
+    from effasr.planning.study import blend_of
+
+    blend = blend_of(selection, study)
     return {
         "model": model,
         "world_size": study.world_size,
@@ -203,6 +207,7 @@ def _setting(
         "hours": round(float(selection.seconds.sum()) / 3600, 6),
         "estimated_tokens": listing.by_text + listing.by_duration,
         "dropped": {**selection.reasons, "total": len(selection.dropped)},
+        **({} if blend is None else {"sources": blend.mapping()}),
     }
 
 

@@ -12,9 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from effasr import config
 from effasr.cli_options import decoding
+
+if TYPE_CHECKING:
+    from effasr.data.tokenizer import Tokenizer
+    from effasr.model.asr import ASRModel
 
 
 def demo_data(options: argparse.Namespace) -> int:
@@ -159,27 +164,44 @@ def _evaluation_folder(run: Path, manifest: Path) -> Path | None:
 
 
 def import_(options: argparse.Namespace) -> int:
-    """Turn a folder of Hugging Face's into a model directory."""
+    """Turn a .nemo file, or a folder of Hugging Face's, into a model directory."""
     from effasr.checkpoint import save_model
+    from effasr.model.asr import ASRModel
+    from effasr.model.nemo_archive import CONFIG
+
+    source, prompt = options.source, None
+    if source.is_file() or source.suffix == ".nemo" or (source / CONFIG).is_file():
+        from effasr.model.nemo_import import import_nemo
+
+        found = import_nemo(source)
+        model = ASRModel.from_state_dict(found.config, found.vocab_size, found.state)
+        tokenizer, prompt = found.tokenizer, found.prompt
+    else:
+        model, tokenizer = _import_hugging_face(source)
+    save_model(options.out, model, tokenizer, prompt)
+    _say(f"{options.out}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
+    return 0
+
+
+def _import_hugging_face(source: Path) -> tuple[ASRModel, Tokenizer]:
     from effasr.data.tokenizer import load_hugging_face
     from effasr.model.asr import ASRModel
     from effasr.model.huggingface import import_model
 
-    if not (options.source / "config.json").is_file():
+    if not (source / "config.json").is_file():
         raise ValueError(
-            f"{options.source} must be a folder with a Canary or a Parakeet of Hugging Face, but "
-            "has no config.json: `hf download nvidia/canary-1b-v2 --local-dir FOLDER` fetches one."
+            f"{source} must be a .nemo file, or a folder with a Canary, a Parakeet or a Whisper of "
+            "Hugging Face, but has no config.json: `hf download openai/whisper-small --local-dir "
+            "FOLDER` fetches one."
         )
-    tokenizer = load_hugging_face(options.source)
-    model = ASRModel.from_state_dict(*import_model(options.source))
+    tokenizer = load_hugging_face(source)
+    model = ASRModel.from_state_dict(*import_model(source))
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
-            f"{options.source}: tokenizer.json must be the model's, but has {tokenizer.vocab_size} "
+            f"{source}: tokenizer.json must be the model's, but has {tokenizer.vocab_size} "
             f"tokens, and the model has {model.vocab_size}."
         )
-    save_model(options.out, model, tokenizer)
-    _say(f"{options.out}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
-    return 0
+    return model, tokenizer
 
 
 def doctor(options: argparse.Namespace) -> int:

@@ -32,7 +32,8 @@ def load(cls: type[T], recipe: str | Path, overrides: Sequence[str] = ()) -> T:
     """Read a recipe and apply overrides.
 
     Args:
-        cls: The dataclass to build.
+        cls: The dataclass to build. A class method ``inherited`` of it, if there is one, fills in
+            what the mapping leaves to what it refers to.
         recipe: A YAML file, or the name of one of the recipes that come with effasr.
         overrides: ``dotted.path=value`` each, the value in YAML; later ones win.
 
@@ -42,7 +43,20 @@ def load(cls: type[T], recipe: str | Path, overrides: Sequence[str] = ()) -> T:
     mapping = _read(_find(recipe))
     for override in overrides:
         _apply(cls, mapping, override)
-    return from_mapping(cls, mapping)
+    inherited = getattr(cls, "inherited", None)
+    return from_mapping(cls, mapping if inherited is None else inherited(mapping))
+
+
+def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping with what is given in place of what it has; of another ``kind`` nothing is left."""
+    result = dict(base)
+    for key, value in given.items():
+        before = base.get(key)
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            same = value.get("kind", before.get("kind")) == before.get("kind")
+            value = merged(before, value) if same else value
+        result[key] = value
+    return result
 
 
 def recipes() -> list[str]:
@@ -107,9 +121,12 @@ def complete(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
 def _completed(annotation: Any, value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
+    if kinds := _dataclasses(annotation):
+        try:
+            return complete(_chosen(kinds, value, ""), value)
+        except ConfigError:
+            return value
     for option in _options(annotation):
-        if dataclasses.is_dataclass(option):
-            return complete(typing.cast(type, option), value)
         if typing.get_origin(option) is dict:
             inner = typing.get_args(option)[1]
             return {key: _completed(inner, item) for key, item in value.items()}
@@ -171,11 +188,12 @@ def _apply(cls: type, mapping: dict[str, Any], override: str) -> None:
     *parents, last = dotted.split(".")
     node, owner, where = mapping, cls, ""
     for key in parents:
-        owner = _child(owner, key, where)
+        annotation = _child(owner, key, where)
         where = f"{where}.{key}" if where else key
         if not isinstance(node.get(key), dict):
             node[key] = {}
-        node = node[key]
+        node, kinds = node[key], _dataclasses(annotation)
+        owner = _chosen(kinds, node, where) if kinds else annotation
     node[last] = value
 
 
@@ -192,8 +210,10 @@ def _child(owner: Any, key: str, path: str) -> Any:
         if key not in hints:
             raise ConfigError(_unknown(where, key, hints))
         annotation = hints[key]
+    if _dataclasses(annotation):
+        return annotation
     for option in _options(annotation):
-        if dataclasses.is_dataclass(option) or typing.get_origin(option) is dict:
+        if typing.get_origin(option) is dict:
             return option
     raise ConfigError(f"`{where}` must be given a value itself, as it has no fields.")
 
@@ -204,13 +224,40 @@ def _options(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
+def _dataclasses(annotation: Any) -> list[type]:
+    found = (option for option in _options(annotation) if isinstance(option, type))
+    return [option for option in found if dataclasses.is_dataclass(option)]
+
+
+def _chosen(classes: Sequence[type], mapping: Mapping[str, Any], where: str) -> type:
+    """Of several dataclasses the one whose ``kind`` a mapping names; by default the first.
+
+    Each has a field ``kind`` whose default is what tells it from the others.
+
+    Raises:
+        ConfigError: None has this kind.
+    """
+    if len(classes) == 1 or "kind" not in mapping:
+        return classes[0]
+    kinds = {
+        str(field.default): one
+        for one in classes
+        for field in dataclasses.fields(one)
+        if field.name == "kind"
+    }
+    if mapping["kind"] not in kinds:
+        known = ", ".join(kinds)
+        raise ConfigError(f"`{where}.kind` must be one of {known}, but is {mapping['kind']!r}.")
+    return kinds[mapping["kind"]]
+
+
 def _convert(annotation: Any, value: Any, where: str) -> Any:
     options = _options(annotation)
     if value is None and type(None) in options:
         return None
+    if isinstance(value, Mapping) and (kinds := _dataclasses(annotation)):
+        return from_mapping(_chosen(kinds, value, where), value, where)
     for option in options:
-        if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
-            return from_mapping(typing.cast(type, option), value, where)
         matched, converted = _match(option, value, where)
         if matched:
             return converted

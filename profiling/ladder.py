@@ -30,9 +30,9 @@ import numpy as np
 import torch
 
 from effasr import config
-from effasr.data.batch import FRAME_SAMPLES, Batch, Example, StaticShape, collate
-from effasr.data.features import SAMPLE_RATE
+from effasr.data.batch import Batch, Example, StaticShape, collate
 from effasr.data.files import write_atomically
+from effasr.data.framing import Framing
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.cost import CostModel
 from effasr.data.sampling.plan import UtteranceLengths
@@ -105,7 +105,7 @@ def shorten(selection: Selection, scale: float) -> Selection:
     return replace(
         selection,
         lengths=lengths,
-        seconds=lengths.frames * (FRAME_SAMPLES / SAMPLE_RATE),
+        seconds=lengths.frames * Framing().seconds,
         shape=StaticShape(
             frame_budget,
             # In proportion to the texts as they were rounded.
@@ -163,7 +163,7 @@ class Workload:
         random = np.random.default_rng(index)
         lengths = self.selection.lengths
         # As many samples as make these frames, and none beyond.
-        samples = int(lengths.frames[index]) * FRAME_SAMPLES
+        samples = int(lengths.frames[index]) * Framing().samples
         text = random.integers(2, _VOCABULARY, int(lengths.tokens[index]) - 1)
         audio = random.standard_normal(samples, dtype=np.float32)
         return Example(str(index), 0.1 * audio, [2], text.tolist(), monotonic=True)

@@ -34,6 +34,34 @@ class Root:
     periods: dict[int, int | None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Square:
+    kind: Literal["square"] = "square"
+    side: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Circle:
+    kind: Literal["circle"] = "circle"
+    radius: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawing:
+    shape: Square | Circle | None = field(default_factory=Square)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heir:
+    """It takes from a file what a recipe does not say."""
+
+    shape: Square | Circle = field(default_factory=Square)
+
+    @classmethod
+    def inherited(cls, mapping):
+        return config.merged({"shape": {"kind": "circle", "radius": 7}}, mapping)
+
+
 @pytest.fixture
 def recipe(tmp_path):
     def write(text: str):
@@ -124,3 +152,54 @@ def test_what_an_earlier_version_did_not_know_has_its_default() -> None:
     root = Root(name="a", encoder=Encoder(layers=5), decoder=None)
     assert completed == config.to_mapping(root)
     assert config.complete(Root, {"decoder": {}})["decoder"] == {"dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("", [], Square()),
+        ("shape: {side: 2}", [], Square(side=2)),
+        ("shape: {kind: circle}", [], Circle()),
+        ("", ["shape.radius=3", "shape.kind=circle"], Circle(radius=3)),
+        ("shape: {kind: circle, radius: 2}", ["shape.radius=3"], Circle(radius=3)),
+        ("shape: null", [], None),
+    ],
+)
+def test_a_kind_tells_dataclasses_apart(recipe, text, overrides, expected) -> None:
+    drawing = config.load(Drawing, recipe(text), overrides)
+    assert drawing == Drawing(shape=expected)
+    mapping = config.to_mapping(drawing)
+    assert config.from_mapping(Drawing, mapping) == drawing
+    assert config.complete(Drawing, mapping) == mapping
+
+
+def test_an_earlier_file_has_the_first_kind() -> None:
+    completed = config.complete(Drawing, {"shape": {"side": 4}})
+    assert completed == {"shape": {"kind": "square", "side": 4}}
+    assert config.complete(Drawing, {"shape": {"kind": "circle"}})["shape"]["radius"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("shape: {kind: star}", "`shape.kind` must be one of square, circle, but is 'star'"),
+        ("shape: {kind: circle, side: 2}", "`shape.side` is no field"),
+        ("shape: 3", "`shape` must be a mapping .* or a mapping .* or null, but is 3"),
+    ],
+)
+def test_kinds_are_checked(recipe, text, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config.load(Drawing, recipe(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", Circle(radius=7)),
+        ("shape: {radius: 2}", Circle(radius=2)),
+        ("shape: {kind: circle}", Circle(radius=7)),
+        ("shape: {kind: square}", Square()),
+    ],
+)
+def test_what_is_left_out_is_inherited(recipe, text, expected) -> None:
+    assert config.load(Heir, recipe(text)).shape == expected

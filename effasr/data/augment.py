@@ -51,7 +51,7 @@ def spec_augment(mel: MelFrames, config: AugmentConfig) -> Tensor:
         config: Numbers and widths of masks.
 
     Returns:
-        float32 (8 T, mel_bins), like ``mel.values``, which is left as it is.
+        float32 (s T, mel_bins), like ``mel.values``, which is left as it is.
 
     References:
         Park et al., 2019, https://arxiv.org/abs/1904.08779; time masks in proportion to the
@@ -67,7 +67,8 @@ def spec_augment(mel: MelFrames, config: AugmentConfig) -> Tensor:
         inside = (bin_ids >= begin[..., None]) & (bin_ids < end[..., None])
         values = values.masked_fill(mel.per_row(inside.any(1)), 0.0)
     if config.time_masks:
-        whole = mel.lengths[:, None]
+        # Silence put behind an utterance is not worth hiding.
+        whole = (mel.lengths if mel.spoken is None else mel.spoken)[:, None]
         begin, end = _draw(whole, (whole * config.time_width).long(), config.time_masks)
         rows = mel.row_positions[:, None]
         inside = (rows >= mel.per_row(begin)) & (rows < mel.per_row(end))

@@ -10,19 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from effasr.data.features import SAMPLE_RATE, SUBSAMPLING, FeatureConfig
+from effasr.data.framing import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr_kernels import PackedLayout, PackedSequence
 
 IGNORED = -100
 """Target of a token row that no loss counts: a prompt, or the tail of a static shape."""
-
-FRAME_SAMPLES = FeatureConfig().hop * SUBSAMPLING
-"""Samples that an encoder frame stands for: 1280, or 80 ms."""
-
-
-def encoder_frames(samples: int) -> int:
-    """Encoder frames of an utterance of this many samples at `SAMPLE_RATE`."""
-    return FeatureConfig().encoder_frames(samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +27,7 @@ class StaticShape:
         max_sequences: N, utterances of a batch, empty ones included.
         longest_frames: Encoder frames that no utterance exceeds; by default the budget.
         longest_tokens: Decoder tokens that no utterance exceeds; by default the budget.
+        framing: How many samples an encoder frame stands for.
     """
 
     frame_budget: int
@@ -42,6 +35,7 @@ class StaticShape:
     max_sequences: int
     longest_frames: int | None = None
     longest_tokens: int | None = None
+    framing: Framing = FASTCONFORMER
 
     def __post_init__(self) -> None:
         for name in ("frame_budget", "token_budget", "max_sequences"):
@@ -58,9 +52,10 @@ class StaticShape:
     def audio_rows(self) -> int:
         """Samples of a batch, the tail included.
 
-        An utterance of n frames has fewer than 1280 n + 160 samples, so this is always enough.
+        An utterance of n frames has fewer than 1280 n + 160 samples, or likewise with another
+        framing, so this is always enough.
         """
-        return (self.frame_budget + self.max_sequences) * FRAME_SAMPLES
+        return (self.frame_budget + self.max_sequences) * self.framing.samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +204,7 @@ def collate(
     eos_id: int,
     pad_id: int,
     padded: bool = False,
+    framing: Framing | None = None,
 ) -> Batch:
     """Pack utterances, with a tail up to a static shape if one is given.
 
@@ -225,6 +221,8 @@ def collate(
             silence, tokens by ``pad_id``, targets by `IGNORED`. To the model they are utterances
             of that length, and nothing masks what was added; only ``text``, and with it the CTC
             and transducer losses, stays as it is.
+        framing: How many encoder frames utterances have; by default the shape's, else a
+            FastConformer's.
 
     Returns:
         The batch, on the CPU.
@@ -239,7 +237,9 @@ def collate(
         if not example.prompt:
             raise ValueError(f"{example.id}: `prompt` must have at least one token, but is empty.")
     samples = [example.audio.shape[0] for example in examples]
-    frames = [encoder_frames(length) for length in samples]
+    if framing is None:
+        framing = FASTCONFORMER if shape is None else shape.framing
+    frames = [framing.frames(length) for length in samples]
     tokens = [example.prompt + example.text for example in examples]
     frame_lengths, token_lengths = tuple(frames), tuple(map(len, tokens))
     targets = [

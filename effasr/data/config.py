@@ -7,6 +7,7 @@ from typing import Literal
 
 from effasr.data.audio_augment.config import AudioAugmentConfig
 from effasr.data.filter_config import FilterConfig
+from effasr.data.framing import FASTCONFORMER, Framing
 from effasr.data.limits import Limits
 from effasr.data.mixing import MixConfig, leaves
 from effasr.data.sampling.bucket_table import BucketTable
@@ -46,11 +47,13 @@ class DataConfig:
         bucket_batch_sizes: JSON file of the buckets and batch sizes of ``sync_bucketed_2d``, see
             `effasr.data.sampling.bucket_table.BucketTable.save`; by default derived from the
             budgets.
-        frame_budget: Encoder frames (80 ms) of a micro-batch. ``auto``: what `effasr calibrate`
-            found for this machine, model and corpus; training finds it out where nobody did.
+        frame_budget: Encoder frames (80 ms; a Whisper's 20 ms) of a micro-batch. ``auto``: what
+            `effasr calibrate` found for this machine, model and corpus; training finds it out where
+            nobody did.
         token_budget: Decoder tokens (prompts and texts) of a micro-batch; by default what the
             corpus fills at the same time as the frame budget.
-        max_sequences: Utterances of a micro-batch; by default one per 8 frames (0.64 s).
+        max_sequences: Utterances of a micro-batch; by default one for each 0.64 s, or for each
+            ``model.features.minimum_s``.
         micro_batches: Micro-batches of a global step, over all ranks: the gradient of a step
             does not depend on the number of ranks that share them.
         text_share: The part of a step's micro-batches that are text-only: pairs of a text and its
@@ -136,14 +139,17 @@ class DataConfig:
             )
         self._options(None).check(self.strategy)
 
-    def strategy_options(self) -> StrategyOptions:
+    def strategy_options(self, framing: Framing = FASTCONFORMER) -> StrategyOptions:
         """What the strategy leaves open.
+
+        Args:
+            framing: Of the corpus.
 
         Raises:
             ValueError: ``bucket_batch_sizes`` cannot be read.
         """
         path = self.bucket_batch_sizes
-        return self._options(None if path is None else BucketTable.load(path))
+        return self._options(None if path is None else BucketTable.load(path, framing))
 
     def _options(self, table: BucketTable | None) -> StrategyOptions:
         return StrategyOptions(
@@ -215,6 +221,7 @@ class DataConfig:
         ctc: bool = True,
         max_frames: int | None = None,
         max_positions: int | None = None,
+        framing: Framing = FASTCONFORMER,
     ) -> Limits:
         """What an utterance may be under this configuration.
 
@@ -222,6 +229,7 @@ class DataConfig:
             ctc: Whether the model has a CTC head, for which texts must not be too long.
             max_frames: See `Limits`.
             max_positions: See `Limits`.
+            framing: Of the model's features.
         """
         return Limits(
             min_duration=self.min_duration,
@@ -236,4 +244,5 @@ class DataConfig:
             characters=self.filters.characters,
             ctc=ctc,
             speeds=self.speeds,
+            framing=framing,
         )

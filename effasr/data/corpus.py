@@ -19,9 +19,9 @@ from effasr.data.audio import AudioError
 from effasr.data.batch import Example, StaticShape
 from effasr.data.blend import Blend, Mixture, planned
 from effasr.data.config import DataConfig
-from effasr.data.features import SAMPLE_RATE
 from effasr.data.filter_config import TooManyDropped, check_share
 from effasr.data.filters import Dropped, Reason, rate_outliers
+from effasr.data.framing import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr.data.gather import Reader, gather
 from effasr.data.manifests import request
 from effasr.data.prompt import Prompt
@@ -92,6 +92,7 @@ class Corpus:
         ctc: bool = True,
         max_frames: int | None = None,
         max_positions: int | None = None,
+        framing: Framing = FASTCONFORMER,
         sources: Sequence[int] | None = None,
         read: Reader = gather,
     ) -> Corpus:
@@ -104,6 +105,7 @@ class Corpus:
             ctc: Whether the model has a CTC head, so that texts must not be too long for it.
             max_frames: Most encoder frames that the model can read; None for no limit.
             max_positions: Most decoder tokens that it can write; None for no limit.
+            framing: Of the model's features.
             sources: The number of each manifest's source among the leaves of ``config.mix``; by
                 default all are of one.
             read: What reads the manifests; see `effasr.data.corpus_cache.CorpusCache`.
@@ -112,11 +114,13 @@ class Corpus:
             ValueError: A manifest is malformed, or no utterance is left, be it of one source.
         """
         sources = [0] * len(paths) if sources is None else sources
-        limits = config.limits(ctc=ctc, max_frames=max_frames, max_positions=max_positions)
+        limits = config.limits(
+            ctc=ctc, max_frames=max_frames, max_positions=max_positions, framing=framing
+        )
         # Of the budgets, what is left out is known when all lengths are: another one then needs no
         # other reading.
         table = read(paths, tokenizer, replace(limits, token_budget=None), config.language, sources)
-        corpus = _Derivation(table, config).corpus(paths, tokenizer)
+        corpus = _Derivation(table, config, limits.framing).corpus(paths, tokenizer)
         if corpus.mixture is not None:
             corpus.mixture.check(sources)
         return corpus
@@ -200,11 +204,13 @@ class _Derivation:
     Args:
         table: The utterances.
         config: Budgets, filters and shares.
+        framing: By which the table has the frames of each.
     """
 
-    def __init__(self, table: UtteranceTable, config: DataConfig) -> None:
+    def __init__(self, table: UtteranceTable, config: DataConfig, framing: Framing) -> None:
         self._table = table
         self._config = config
+        self._framing = framing
         self._lengths = UtteranceLengths(table.frames, table.token_lengths)
 
     def corpus(self, paths: Sequence[str | Path], tokenizer: Tokenizer) -> Corpus:
@@ -236,9 +242,10 @@ class _Derivation:
         shape = StaticShape(
             frame_budget,
             token_budget,
-            config.max_sequences or max(8, -(-frame_budget // 8)),
+            config.max_sequences or self._framing.sequences(frame_budget),
             longest_frames=max(1, int(lengths.frames.max(initial=0))),
             longest_tokens=max(1, int(lengths.tokens.max(initial=0))),
+            framing=self._framing,
         )
         rows, sources, samples = table.rows[kept], table.sources[kept], self._samples(kept)
         mixture = None if config.mix is None else Mixture.of(config.mix, sources, samples)

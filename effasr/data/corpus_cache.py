@@ -28,7 +28,6 @@ import numpy as np
 from lhotse.cut.set import deserialize_cut
 
 from effasr.data.audio import AudioProblem, samples_in
-from effasr.data.batch import encoder_frames
 from effasr.data.build_lock import PATIENCE_S, building
 from effasr.data.column_file import Damaged, map_columns, remove_unused, write_columns
 from effasr.data.filters import Dropped
@@ -301,7 +300,7 @@ def _by_age(path: Path) -> list[Path]:
 def _key(arguments: tuple[Any, ...], files: list[Path], archives: list[Path]) -> str:
     """A digest of all that decides what a table holds."""
     paths, tokenizer, limits, language, sources = arguments
-    longest = encoder_frames(samples_in(limits.max_duration))
+    longest = limits.framing.frames(samples_in(limits.max_duration))
     if limits.frame_budget is not None and limits.frame_budget >= longest:
         # It takes nothing away, so that all budgets of usual size have one table.
         limits = replace(limits, frame_budget=None)

@@ -11,7 +11,7 @@ import numpy as np
 from lhotse.cut import Cut
 
 from effasr.data.audio import samples_in
-from effasr.data.batch import encoder_frames
+from effasr.data.framing import Framing
 from effasr.data.limits import Limits
 from effasr.data.manifests import request
 from effasr.data.speeds import duration_at, name_at
@@ -101,9 +101,9 @@ def text_of(cut: Cut) -> str:
     return cut.supervisions[0].text or ""
 
 
-def frames_of(cut: Cut, speed: float = 1.0) -> int:
+def frames_of(cut: Cut, framing: Framing, speed: float = 1.0) -> int:
     """Encoder frames of a cut."""
-    return encoder_frames(samples_in(duration_at(cut.duration, speed)))
+    return framing.frames(samples_in(duration_at(cut.duration, speed)))
 
 
 def check(
@@ -134,7 +134,7 @@ def check(
     if not text:
         raise Unfit(Reason.EMPTY_TEXT, "the text is empty")
     _check_wanted(cut, text, limits)
-    frames = frames_of(cut, speed)
+    frames = frames_of(cut, limits.framing, speed)
     if limits.frame_budget is not None and frames > limits.frame_budget:
         raise Unfit(Reason.FRAME_BUDGET, f"{frames} encoder frames, over {limits.frame_budget}")
     if limits.max_frames is not None and frames > limits.max_frames:

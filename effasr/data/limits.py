@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from effasr.data.framing import FASTCONFORMER, Framing
+
 _SLOWEST, _FASTEST = 0.5, 2.0
 _MOST_SPEEDS = 8
 """Of which nobody needs more."""
@@ -28,6 +30,7 @@ class Limits:
             for any.
         ctc: Whether a transcription must leave CTC a path through its frames.
         speeds: Those at which it is trained on, each as an utterance of its own.
+        framing: How many encoder frames the model has of it.
     """
 
     min_duration: float = 0.1
@@ -42,6 +45,7 @@ class Limits:
     characters: str | None = None
     ctc: bool = True
     speeds: tuple[float, ...] = (1.0,)
+    framing: Framing = FASTCONFORMER
 
     def __post_init__(self) -> None:
         if not 0 < self.min_duration <= self.max_duration:

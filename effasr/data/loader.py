@@ -131,7 +131,7 @@ class Loader:
             # With text, a rank may have no micro-batch of speech.
             world_size=max(1, world_size - config.text_micro_batches),
             seed=seed,
-            options=config.strategy_options(),
+            options=config.strategy_options(corpus.shape.framing),
             population=corpus.populations(seed),
             cost=cost,
             epoch_end=config.epoch_end,

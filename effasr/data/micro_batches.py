@@ -119,6 +119,7 @@ class MicroBatches(Dataset[Loaded | Failure]):
             eos_id=corpus.eos_id,
             pad_id=corpus.pad_id,
             padded=self._padded,
+            framing=corpus.shape.framing,
         )
         return Loaded(place, batch, skipped)
 

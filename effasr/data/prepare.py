@@ -34,7 +34,7 @@ from effasr.data.filters import (
 from effasr.data.manifests import named, request
 from effasr.data.sources.cuts import CUTS_FILE
 from effasr.data.sources.utterance import Utterance
-from effasr.data.tokenizer import Tokenizer
+from effasr.data.tokenizer import Tokenizer, WhisperTokenizer
 
 DROPPED_FILE = "dropped.jsonl"
 REPORT_FILE = "report.json"
@@ -107,7 +107,8 @@ def prepare(
         source: A manifest of any kind that `effasr.data.manifests.read` takes.
         out: The folder to write.
         tokenizer: For the checks that need tokens.
-        limits: Durations, budgets and rates; `Limits()` by default.
+        limits: Durations, budgets and rates; by default `Limits()`, without CTC's for the tokenizer
+            of a Whisper, which has no CTC head, and may have many tokens for a word.
         language: The language of utterances that name none.
         decode: Decode all audio. Without, headers alone are read: faster, but damage inside a
             file goes unseen.
@@ -123,7 +124,9 @@ def prepare(
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or folder.resolve() == Path(source).resolve()):
         raise ValueError(f"{folder}: `out` must be a folder of its own: choose another name.")
-    check_one = _Check(tokenizer, limits or Limits(), decode)
+    if limits is None:
+        limits = Limits(ctc=not isinstance(tokenizer, WhisperTokenizer))
+    check_one = _Check(tokenizer, limits, decode)
     utterances = named(source, language=language)
     with _made(folder), TemporaryFile(dir=folder) as file:
         kept = _Kept(file)

@@ -8,6 +8,9 @@ from typing import Literal, get_args
 Task = Literal["transcribe", "translate"]
 _TASKS = get_args(Task)
 
+WITHOUT_SPACES = frozenset({"zh", "yue", "ja", "th", "lo", "km", "my", "bo"})
+"""Languages which are written without spaces between words."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

@@ -1,4 +1,4 @@
-"""Sums over the rows of each packed sequence."""
+"""Sums and maxima over the rows of each packed sequence."""
 
 from __future__ import annotations
 
@@ -25,3 +25,17 @@ def segment_sum(values: Tensor, layout: PackedLayout) -> Tensor:
     return torch.segment_reduce(
         values, "sum", offsets=layout.cu_seqlens, axis=0, unsafe=True, initial=0.0
     )
+
+
+def segment_max(values: Tensor, layout: PackedLayout) -> Tensor:
+    """The largest row of each sequence; the tail is left out.
+
+    Args:
+        values: (T,), floating point.
+        layout: N sequences in T rows.
+
+    Returns:
+        (N,), the dtype of ``values``; -inf for an empty sequence.
+    """
+    found = values.new_full((layout.num_sequences + 1,), -torch.inf)
+    return found.scatter_reduce(0, layout.sequence_ids(), values, "amax")[:-1]

@@ -166,7 +166,7 @@ class Gathering:
             self.speeds.append(number)
             self.token_lengths.append(self.row_tokens[-1])
             self.prompt_lengths.append(len(tokens.prompt))
-            self.frames.append(frames_of(cut, speed))
+            self.frames.append(frames_of(cut, limits.framing, speed))
             self.durations.append(duration_at(cut.duration, speed))
             self.sources.append(source)
             self.monotonic.append(tokens.monotonic)

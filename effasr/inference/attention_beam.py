@@ -12,6 +12,7 @@ from effasr.inference.coverage import Coverage
 from effasr.inference.decoded import Decoded
 from effasr.inference.joint import CTCPrefixes
 from effasr.inference.language_model import TokenLM
+from effasr.inference.suppression import FORBIDDEN, Suppression
 from effasr.model.asr import ASRModel
 from effasr.nn.cache import KEPT_SHARE
 from effasr_kernels import PackedSequence
@@ -82,8 +83,17 @@ def attention_beam(
     classes = model.vocab_size if classes is None else classes
     alone = ctc_weight == 0 and lm is None
     candidates = min(beam if alone else max(_FEWEST_CANDIDATES, 2 * beam), classes - 1)
+    assert model.decoder is not None
     scoring = _Scoring(
-        eos_id, classes, candidates, length_penalty, coverage_penalty, ctc_weight, lm, lm_weight
+        eos_id,
+        classes,
+        candidates,
+        length_penalty,
+        coverage_penalty,
+        ctc_weight,
+        lm,
+        lm_weight,
+        Suppression.of(model.decoder, classes),
     )
     room = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
     # Where a prompt is longer than the shortest, steps read the rest of it.
@@ -125,6 +135,7 @@ class _Scoring:
         ctc_weight: Of CTC in the scores.
         lm: The language model, if any.
         lm_weight: Of it in the scores.
+        suppression: Tokens that are not written; None where all may be.
     """
 
     eos_id: int
@@ -135,6 +146,7 @@ class _Scoring:
     ctc_weight: float
     lm: TokenLM | None
     lm_weight: float
+    suppression: Suppression | None
 
     def rank(self, scores: Tensor, tokens: Tensor, covered: Tensor | float) -> Tensor:
         """Make scores of hypotheses of different lengths comparable.
@@ -257,7 +269,8 @@ def _advance(
         The search after the step, and the row that each of its hypotheses comes from, int64 (N K,).
     """
     count, beam = search.scores.shape
-    symbols, steps, end = _candidates(logits, scoring, count)
+    begins = (search.starts == position).repeat_interleave(beam)
+    symbols, steps, end = _candidates(logits, scoring, begins, count)
     spoken = torch.cat([search.spoken[..., None] + steps, (search.spoken + end)[..., None]], -1)
     heard = None
     if search.ctc is not None:
@@ -266,6 +279,8 @@ def _advance(
     if scoring.lm is not None:
         written = written + scoring.lm.scores(search.labels[:, :, -scoring.lm.order :], symbols)
     pool = scoring.score(spoken, heard, written)
+    if scoring.suppression is not None:
+        pool = pool.masked_fill(spoken <= FORBIDDEN / 2, _NONE)
     pool = pool.masked_fill(search.scores[..., None] == _NONE, _NONE)
     full = search.counts >= search.limits
     pool[..., :-1].masked_fill_(full[:, None, None], _NONE)
@@ -305,10 +320,15 @@ def _advance(
     return after, (first * beam + parent).flatten()
 
 
-def _candidates(logits: Tensor, scoring: _Scoring, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def _candidates(
+    logits: Tensor, scoring: _Scoring, begins: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The likeliest tokens: int64 and float64 (N, K, C), and the end: float64 (N, K)."""
     logits = logits[:, : scoring.classes].float()
     total = logits.logsumexp(-1).double()
+    if scoring.suppression is not None:
+        # After the sum, as transformers does: what is left keeps its probability.
+        logits = scoring.suppression.applied(logits, begins)
     end = logits[:, scoring.eos_id].double() - total
     others = logits.index_fill(1, torch.tensor([scoring.eos_id], device=logits.device), _NONE)
     # Differences in float64 keep the order of the logits, which their float32 might not.

@@ -43,7 +43,8 @@ class DecodingConfig:
         lm_weight: What its log-probability is multiplied by before it is added to the scores. None
             for 0.3, and where there is no ``lm``.
         max_symbols: Most labels that greedy search of a transducer may emit at one frame.
-        frame_budget: Encoder frames of a batch (80 ms each at the usual sizes).
+        frame_budget: Encoder frames of a batch, of 80 ms each: of Whisper's, of 20 ms, it has four
+            times as many.
         max_sequences: Utterances of a batch.
         chunk_seconds: A longer recording is cut at pauses into chunks of at most this length, or
             of what ``encoder.max_frames`` allows, if that is less.

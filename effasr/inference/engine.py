@@ -15,6 +15,7 @@ from torch import Tensor
 from effasr import ranges
 from effasr.inference.decoded import Decoded
 from effasr.inference.step_graph import Capture, Readback, StepGraph
+from effasr.inference.suppression import Suppression
 from effasr.model.asr import ASRModel
 from effasr.nn.cache import GROUP, KEPT_SHARE
 from effasr_kernels import PackedSequence
@@ -147,6 +148,9 @@ class Engine:
                 capacity, self._max_tokens, max_frames, paged=paged, pages=pages
             )
             self._tokens = torch.zeros(capacity, dtype=torch.int64, device=self._device)
+            self._suppression = Suppression.of(self._decoder, classes)
+            # Rows whose next token is the first of a transcript.
+            self._begins = torch.zeros(capacity, dtype=torch.bool, device=self._device)
             self._seats: list[Utterance | None] = [None] * capacity
             if not self._state.paged:
                 self._resize(0)
@@ -219,9 +223,17 @@ class Engine:
         """Read a token of each row; returns what is likeliest next, int64 (rows,)."""
         tokens = self._tokens[: self._state.num_rows]
         hidden = self._decoder.step(tokens, self._state)
-        likeliest = self._decoder.likeliest(hidden, self._classes)
+        likeliest = self._likeliest(hidden)
         tokens.copy_(likeliest)
         return likeliest
+
+    def _likeliest(self, hidden: Tensor) -> Tensor:
+        if self._suppression is None:
+            return self._decoder.likeliest(hidden, self._classes)
+        begins = self._begins[: len(hidden)]
+        found = self._suppression.likeliest(self._decoder, hidden, begins, self._classes)
+        begins.zero_()
+        return found
 
     def _read(self) -> list[Utterance]:
         """Take in the tokens of a step; utterances that end leave their slots."""
@@ -285,7 +297,9 @@ class Engine:
                 [one.room for one in utterances],
             )
         last = sizes.integers([one.prompt[-1] for one in utterances])
-        self._tokens.index_copy_(0, sizes.integers(rows), last)
+        places = sizes.integers(rows)
+        self._tokens.index_copy_(0, places, last)
+        self._begins.index_fill_(0, places, True)
         for row, one in zip(rows, utterances, strict=True):
             self._seats[row] = one
 

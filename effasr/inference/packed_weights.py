@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from effasr.model.asr import ASRModel
 from effasr.nn.feed_forward import FeedForward
+from effasr.nn.linear import whole_bias
 from effasr.nn.subsampling import Subsampling
 
 _FEWEST_WEIGHTS = 2**15
@@ -40,7 +41,7 @@ class PackedWeights:
         if not torch.backends.mkldnn.is_available():
             return
         packed = {
-            module: _packed(module.weight, module.bias)
+            module: _packed(module.weight, whole_bias(module))
             for module, fewest in _linears(model)
             if _can_be_packed(module.weight) and module.weight.numel() >= fewest
         }
@@ -78,7 +79,7 @@ class PackedWeights:
                 module.__dict__.pop(name, None)
 
 
-_ACTIVATIONS = {"silu": "swish", "relu": "relu"}
+_ACTIVATIONS = {"silu": "swish", "relu": "relu", "gelu": "gelu"}
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
@@ -86,7 +87,9 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
 
 
 def _linear(weight: Tensor, bias: Tensor | None, x: Tensor, activation: str = "none") -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "")
+    # Of GELU there are two: the exact one, and "tanh".
+    kind = "none" if activation == "gelu" else ""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], kind)
 
 
 def _joined(first: Callable[[Tensor], Tensor], second: nn.Module) -> Callable[[Tensor], Tensor]:

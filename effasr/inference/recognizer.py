@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -15,8 +13,7 @@ import torch
 from torch import nn
 
 from effasr.data.batch import Batch, Example, collate
-from effasr.data.features import SUBSAMPLING
-from effasr.data.prompt import Prompt
+from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.inference.activity import is_speech, loudness, without_gaps
 from effasr.inference.audio_stream import AudioStream
@@ -28,39 +25,21 @@ from effasr.inference.decoding_config import DecodingConfig
 from effasr.inference.greedy import check_config, is_plain_greedy, load_lm
 from effasr.inference.packed_weights import PackedWeights
 from effasr.inference.prefetch import prefetch
-from effasr.inference.results import Failure, Result, Segment, Transcription
+from effasr.inference.recordings import (
+    FIRST_CHUNKS,
+    Piece,
+    Recording,
+    Request,
+    take_finished,
+)
+from effasr.inference.results import Result
 from effasr.inference.words import Word, words_of
 from effasr.model.asr import ASRModel
 
 _WINDOW_BATCHES = 2
 """Batches' worth of audio which is loaded before batches are planned: sorting needs a choice."""
 
-_FIRST_CHUNKS = 2
-"""Of each recording that is loaded ahead of its turn; more of a long one come when it is due."""
-
-_AHEAD = 4
-"""Chunks that are read while others are decoded."""
-
 _NO_AUDIO = np.zeros(0, np.float32)
-
-_WITHOUT_SPACES = frozenset({"zh", "yue", "ja", "th", "lo", "km", "my", "bo"})
-"""Languages which are written without spaces between words."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A recording to transcribe.
-
-    Attributes:
-        id: Names it in the result.
-        load: Returns mono audio at the model's sample rate, float32 (samples,) or a stream; called
-            on a thread. What it raises is reported as the failure of this recording alone.
-        prompt: Its languages, and what to do with it.
-    """
-
-    id: str
-    load: Callable[[], np.ndarray | AudioStream]
-    prompt: Prompt
 
 
 class Recognizer:
@@ -75,8 +54,11 @@ class Recognizer:
                 its language model is not over the tokens of the model.
         """
         self.model, self.tokenizer = model, tokenizer
-        self.config = DecodingConfig() if config is None else config
+        config = DecodingConfig() if config is None else config
         self._features = model.config.features
+        budget = config.frame_budget * 8 // self._features.subsampling
+        self.config = replace(config, frame_budget=budget)
+        self._frame_samples = self._features.framing.samples
         self._method = check_config(model, self.config)
         self._lm = load_lm(self.config, model, tokenizer)
         self._packed: PackedWeights | None = None
@@ -131,9 +113,9 @@ class Recognizer:
         if self._packed is None or not self._packed.is_current:
             self._packed = PackedWeights(self.model)
         enough = _WINDOW_BATCHES * self.config.frame_budget
-        window: list[_Piece] = []
+        window: list[Piece] = []
         frames = 0
-        unfinished: deque[_Recording] = deque()
+        unfinished: deque[Recording] = deque()
         for recording in prefetch(self._begin, requests, workers=self.config.workers):
             unfinished.append(recording)
             for piece in recording.arriving():
@@ -142,20 +124,20 @@ class Recognizer:
                 if frames >= enough:
                     self._decode_window(search, window, on_audio)
                     window, frames = [], 0
-                    yield from _finished(unfinished)
-            yield from _finished(unfinished)
+                    yield from take_finished(unfinished)
+            yield from take_finished(unfinished)
         self._decode_window(search, window, on_audio)
         self._finish(search, on_audio)
-        yield from _finished(unfinished)
+        yield from take_finished(unfinished)
 
-    def _begin(self, request: Request) -> _Recording:
+    def _begin(self, request: Request) -> Recording:
         """Open a recording and read its first chunks, which are all that most have."""
-        recording = _Recording(request, self.sample_rate)
+        recording = Recording(request, self.sample_rate)
         recording.coming = self._pieces(recording)
-        recording.first = list(islice(recording.coming, _FIRST_CHUNKS))
+        recording.first = list(islice(recording.coming, FIRST_CHUNKS))
         return recording
 
-    def _pieces(self, recording: _Recording) -> Iterator[_Piece]:
+    def _pieces(self, recording: Recording) -> Iterator[Piece]:
         # Whatever is wrong with one file must not end the transcription of the others.
         try:
             recording.prompt = self.prompt(recording.request.prompt)
@@ -167,7 +149,7 @@ class Recognizer:
                 blocks, total = [audio], len(audio)
             for chunk, samples in self._speech(recording, self._chunks(blocks, total)):
                 samples = self._at_least_one_frame(samples)
-                yield _Piece(recording, chunk, samples, self._features.encoder_frames(len(samples)))
+                yield Piece(recording, chunk, samples, self._features.encoder_frames(len(samples)))
         except Exception as error:
             # Ours are sentences already; of others the type is half of the message.
             ours = isinstance(error, ValueError)
@@ -183,7 +165,7 @@ class Recognizer:
         )
 
     def _speech(
-        self, recording: _Recording, chunks: Iterable[tuple[Chunk, np.ndarray]]
+        self, recording: Recording, chunks: Iterable[tuple[Chunk, np.ndarray]]
     ) -> Iterator[tuple[Chunk, np.ndarray]]:
         """What is to be decoded of chunks, while the recording's duration is noted."""
 
@@ -200,11 +182,11 @@ class Recognizer:
         """Seconds."""
         longest, most = self.config.chunk_seconds, self.model.config.encoder.max_frames
         if most is not None:
-            longest = min(longest, most * SUBSAMPLING * self._features.hop / self.sample_rate)
+            longest = min(longest, most * self._frame_samples / self.sample_rate)
         return longest
 
     def _at_least_one_frame(self, audio: np.ndarray) -> np.ndarray:
-        missing = self._features.hop * SUBSAMPLING - len(audio)
+        missing = self._frame_samples - len(audio)
         return np.pad(audio, (0, missing)) if missing > 0 else audio
 
     def _search(self) -> Search:
@@ -214,7 +196,7 @@ class Recognizer:
         return ContinuousSearch(self.model, self.tokenizer, self.config, most)
 
     def _decode_window(
-        self, search: Search, pieces: list[_Piece], on_audio: Callable[[float], None] | None
+        self, search: Search, pieces: list[Piece], on_audio: Callable[[float], None] | None
     ) -> None:
         """Decode each piece, or let it enter a search that finishes it later."""
         plan = plan_batches(
@@ -233,7 +215,7 @@ class Recognizer:
         if on_audio is not None and done:
             on_audio(done)
 
-    def _decode(self, search: Search, pieces: list[_Piece]) -> float:
+    def _decode(self, search: Search, pieces: list[Piece]) -> float:
         """Decode a batch, or what is left; in batches of half the size where memory runs out.
 
         Returns:
@@ -257,7 +239,7 @@ class Recognizer:
             done += self._done(piece)
         return done
 
-    def _take(self, search: Search, pieces: list[_Piece]) -> tuple[float, bool]:
+    def _take(self, search: Search, pieces: list[Piece]) -> tuple[float, bool]:
         """Give pieces their texts; returns their seconds, and whether the memory was enough."""
         done = 0.0
         kind, half = next(self.model.parameters()).device.type, self.config.precision == "bfloat16"
@@ -274,28 +256,28 @@ class Recognizer:
             return done, False
         return done, True
 
-    def _done(self, piece: _Piece) -> float:
+    def _done(self, piece: Piece) -> float:
         """Let go of the audio of a piece, and return its seconds."""
         piece.audio, piece.decoded = _NO_AUDIO, True
         return (piece.chunk.end - piece.chunk.start) / self.sample_rate
 
-    def _words(self, piece: _Piece, result: Decoded) -> tuple[Word, ...] | None:
+    def _words(self, piece: Piece, result: Decoded) -> tuple[Word, ...] | None:
         if result.spans is None:
             return None if self.config.words else ()
         found = words_of(
             result.tokens,
             result.spans,
             self.tokenizer.decode,
-            frame_seconds=self._features.hop * SUBSAMPLING / self.sample_rate,
+            frame_seconds=self._frame_samples / self.sample_rate,
             speech=is_speech(loudness(piece.audio, self.sample_rate)),
             offset=piece.chunk.start / self.sample_rate,
-            spaces=piece.recording.request.prompt.target not in _WITHOUT_SPACES,
+            spaces=piece.recording.request.prompt.target not in WITHOUT_SPACES,
         )
         end = piece.chunk.end / self.sample_rate
         # Frames are rounded up, so the last may reach past the audio.
         return tuple(replace(word, end=min(word.end, end)) for word in found)
 
-    def _collated(self, pieces: list[_Piece]) -> tuple[Batch, list[list[int]]]:
+    def _collated(self, pieces: list[Piece]) -> tuple[Batch, list[list[int]]]:
         """The batch of these pieces on the model's device, and their prompts."""
         examples = [
             Example(
@@ -307,73 +289,14 @@ class Recognizer:
             )
             for piece in pieces
         ]
-        batch = collate(examples, eos_id=self.tokenizer.eos_id, pad_id=self.tokenizer.pad_id)
+        batch = collate(
+            examples,
+            eos_id=self.tokenizer.eos_id,
+            pad_id=self.tokenizer.pad_id,
+            framing=self._features.framing,
+        )
         device = next(self.model.parameters()).device
         return batch.to(device), [example.prompt for example in examples]
-
-
-@dataclass(slots=True)
-class _Piece:
-    """A chunk of a recording, which gets its text when its batch is decoded."""
-
-    recording: _Recording
-    chunk: Chunk
-    audio: np.ndarray
-    frames: int
-    text: str = ""
-    truncated: bool = False
-    words: tuple[Word, ...] | None = ()
-    decoded: bool = False
-
-
-@dataclass(slots=True)
-class _Recording:
-    request: Request
-    sample_rate: int
-    duration: float = 0.0
-    prompt: list[int] = field(default_factory=list)
-    pieces: list[_Piece] = field(default_factory=list)
-    failure: str | None = None
-    first: list[_Piece] = field(default_factory=list)
-    coming: Iterator[_Piece] = field(default_factory=lambda: iter(()))
-    read: bool = False
-
-    @property
-    def finished(self) -> bool:
-        """Whether there is a result."""
-        return self.read and (self.failure is not None or all(p.decoded for p in self.pieces))
-
-    def arriving(self) -> Iterator[_Piece]:
-        """Its pieces, as they are read; those after the first ones on a thread of their own."""
-        for piece in self.first:
-            self.pieces.append(piece)
-            yield piece
-        if len(self.first) == _FIRST_CHUNKS:
-            following = partial(next, self.coming, None)
-            rest = prefetch(lambda _: following(), itertools.count(), workers=1, ahead=_AHEAD)
-            while self.failure is None and (piece := next(rest)) is not None:
-                self.pieces.append(piece)
-                yield piece
-            rest.close()
-        self.first, self.read = [], True
-
-    def result(self) -> Result:
-        if self.failure is not None:
-            return Failure(self.request.id, self.failure)
-        rate = self.sample_rate
-        segments = tuple(
-            Segment(
-                piece.chunk.start / rate,
-                piece.chunk.end / rate,
-                piece.text,
-                piece.truncated,
-                piece.words,
-            )
-            for piece in self.pieces
-        )
-        space = "" if self.request.prompt.target in _WITHOUT_SPACES else " "
-        text = space.join(segment.text for segment in segments if segment.text)
-        return Transcription(self.request.id, self.duration, text, segments)
 
 
 def _check(audio: np.ndarray) -> None:
@@ -381,11 +304,6 @@ def _check(audio: np.ndarray) -> None:
         raise ValueError(f"the audio must be mono and not empty, but has shape {audio.shape}")
     if not np.isfinite(audio).all():
         raise ValueError("the audio must be finite, but has NaN or infinite samples")
-
-
-def _finished(recordings: deque[_Recording]) -> Iterator[Result]:
-    while recordings and recordings[0].finished:
-        yield recordings.popleft().result()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from effasr.model.encoder import Encoder, EncoderConfig
 from effasr.model.losses import Losses, gather_losses
 from effasr.model.text_encoder import TextEncoder, TextEncoderConfig
 from effasr.model.transducer import Transducer, TransducerConfig
+from effasr.model.transformer_encoder import TransformerEncoder, TransformerEncoderConfig
 from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.cache import DecoderState
 from effasr.nn.convolution import DepthwiseConv
@@ -31,6 +32,7 @@ from effasr_kernels import PackedSequence, ctc_loss, linear_cross_entropy
 
 # Not the embeddings: the decoder, which ties its own to its output, and the predictors draw them.
 _RESETTABLE = (
+    nn.Conv1d,
     nn.Conv2d,
     nn.LayerNorm,
     BatchNorm,
@@ -51,7 +53,7 @@ class ModelConfig:
     Attributes:
         features: How a waveform becomes mel rows.
         augment: SpecAugment, in training only.
-        encoder: The FastConformer.
+        encoder: A FastConformer, or Whisper's Transformer, as its ``kind`` says.
         decoder: The attention decoder; null for none.
         ctc: Whether there is a CTC head on the encoder.
         transducer: The transducer; null for none.
@@ -60,13 +62,19 @@ class ModelConfig:
 
     features: FeatureConfig = field(default_factory=FeatureConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    encoder: EncoderConfig | TransformerEncoderConfig = field(default_factory=EncoderConfig)
     decoder: DecoderConfig | None = field(default_factory=DecoderConfig)
     ctc: bool = False
     transducer: TransducerConfig | None = None
     text_encoder: TextEncoderConfig | None = None
 
     def __post_init__(self) -> None:
+        needed, given = self.encoder.subsampling, self.features.subsampling
+        if needed != given:
+            raise ValueError(
+                f"`features.subsampling` must be {needed} for an encoder of kind "
+                f"{self.encoder.kind}, but is {given}: set it, or `encoder.kind`."
+            )
         if self.decoder is None and not self.ctc and self.transducer is None:
             raise ValueError(
                 "`ctc` must be true where `decoder` and `transducer` are null, because the model "
@@ -85,7 +93,8 @@ class ASRModel(nn.Module):
     """Packed audio in; losses, hidden states or scores out.
 
     Without a CTC head, and where `effasr.model.huggingface` can express the configuration, this is
-    the same function as transformers' ``CanaryForConditionalGeneration``.
+    the same function as transformers' ``CanaryForConditionalGeneration``, or its
+    ``WhisperForConditionalGeneration`` with an encoder of kind transformer.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int):
@@ -100,7 +109,7 @@ class ASRModel(nn.Module):
         check(vocab_size >= 1, "vocab_size", "be at least 1", vocab_size)
         self.config, self.vocab_size = config, vocab_size
         self.features = LogMel(config.features)
-        self.encoder = Encoder(config.encoder, config.features.mel_bins)
+        self.encoder = _encoder(config)
         width = config.encoder.width
         self.ctc_head = nn.Linear(width, vocab_size + 1) if config.ctc else None
         self.transducer = None
@@ -315,3 +324,10 @@ class ASRModel(nn.Module):
         if self.projection is None:
             return encoded
         return encoded.with_values(self.projection(encoded.values))
+
+
+def _encoder(config: ModelConfig) -> Encoder | TransformerEncoder:
+    bands = config.features.mel_bins
+    if isinstance(config.encoder, TransformerEncoderConfig):
+        return TransformerEncoder(config.encoder, bands)
+    return Encoder(config.encoder, bands)

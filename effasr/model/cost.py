@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from effasr.data.features import SUBSAMPLING
 from effasr.data.sampling.cost import CostModel
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.transducer import TransducerConfig
+from effasr.model.transformer_encoder import TransformerEncoderConfig
 
 
 def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
@@ -90,7 +90,9 @@ def recomputed_costs(
     # Costs grow by as much with each layer more.
     layers = _more(encoder.layers, every) - -(-below // every)
     more = replace(config, encoder=replace(encoder, layers=layers))
-    unneeded = unneeded_text = 0
+    unneeded = unneeded_frame = unneeded_text = 0
+    if isinstance(encoder, TransformerEncoderConfig) and not encoder.residual_dropout:
+        unneeded_frame = (layers - encoder.layers) * 2 * encoder.width * encoder.feed_forward
     if decoder is not None:
         more = replace(more, decoder=replace(decoder, layers=_more(decoder.layers, every)))
         if not decoder.residual_dropout:
@@ -102,7 +104,7 @@ def recomputed_costs(
             layers = _more(text.layers, every) - text.layers
             unneeded_text = layers * 2 * encoder.width * text.feed_forward
     speech = _difference(cost_model(more, vocab_size), cost_model(config, vocab_size))
-    speech = replace(speech, token=speech.token - unneeded)
+    speech = replace(speech, frame=speech.frame - unneeded_frame, token=speech.token - unneeded)
     with_more, once = text_cost_model(more, vocab_size), text_cost_model(config, vocab_size)
     if with_more is None or once is None:
         return speech, None
@@ -122,9 +124,12 @@ def _more(layers: int, every: int) -> int:
 
 def subsampling_cost(config: ModelConfig) -> int:
     """FLOPs of each frame before the first layer of the encoder: of features and convolutions."""
-    width, channels = config.encoder.width, config.encoder.subsampling_channels
-    bins = config.features.mel_bins
-    features = 2 * SUBSAMPLING * (config.features.n_fft // 2 + 1) * bins
+    encoder, width, bins = config.encoder, config.encoder.width, config.features.mel_bins
+    features = 2 * config.features.subsampling * (config.features.n_fft // 2 + 1) * bins
+    if isinstance(encoder, TransformerEncoderConfig):
+        # Two rows of the first convolution, one of the second; 3 taps each.
+        return features + 2 * 3 * width * (2 * bins + width)
+    channels = encoder.subsampling_channels
     # Places of a frame after each convolution: 4 x F/2, 2 x F/4, 1 x F/8; 3 x 3 taps each.
     taps = 2 * 9 * channels * (4 * (bins // 2) + 2 * (bins // 4) + bins // 8)
     pointwise = 2 * channels**2 * (2 * (bins // 4) + bins // 8)
@@ -135,6 +140,10 @@ def _encoder(config: ModelConfig) -> tuple[int, int]:
     """FLOPs of features and encoder: of each frame, and of each pair of frames."""
     encoder = config.encoder
     width = encoder.width
+    if isinstance(encoder, TransformerEncoderConfig):
+        layer = 2 * 4 * width**2 + 2 * 2 * width * encoder.feed_forward
+        layers = encoder.layers * layer
+        return subsampling_cost(config) + layers, encoder.layers * 2 * 2 * width
     feed_forward = 2 * 2 * 2 * width * encoder.feed_forward
     attention = 2 * 4 * width**2
     convolution = 2 * 3 * width**2 + 2 * encoder.conv_kernel * width

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -11,137 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr import ranges
-from effasr.model.checks import check, check_positive, check_probabilities
-from effasr.nn.attention import CrossAttention, SelfAttention
+from effasr.model.checks import check
+from effasr.model.decoder_layer import DecoderConfig, DecoderLayer
 from effasr.nn.cache import CacheSizes, DecoderState, KeysValues
-from effasr.nn.feed_forward import FeedForward
 from effasr.nn.positions import decoder_sinusoids
-from effasr.nn.stack import Layer, is_empty, is_sharded, layer_forward, pass_by
+from effasr.nn.stack import is_empty, is_sharded, pass_by
 from effasr_kernels import PackedLayout, PackedSequence, projected_top_k
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderConfig:
-    """A pre-norm Transformer decoder with ReLU and sinusoidal positions, as Canary's.
-
-    Attributes:
-        width: Channels; even, at least 4.
-        layers: Decoder layers.
-        heads: Of both attentions.
-        head_dim: Channels of a head; by default ``width / heads``.
-        feed_forward: Channels inside a feed-forward network.
-        max_positions: Most tokens of a sequence, the prompt included.
-        bias: Whether the projections of attention have biases.
-        tie_embeddings: Whether the output layer has the weights of the token embedding.
-        output_bias: Whether the output layer has a bias.
-        input_dropout: On the embedded tokens.
-        residual_dropout: On the output of each module, before it is added.
-        activation_dropout: Inside the feed-forward networks.
-        attention_dropout: On attention weights.
-    """
-
-    width: int = 1024
-    layers: int = 4
-    heads: int = 8
-    head_dim: int | None = None
-    feed_forward: int = 4096
-    max_positions: int = 1024
-    bias: bool = True
-    tie_embeddings: bool = True
-    output_bias: bool = True
-    input_dropout: float = 0.0
-    residual_dropout: float = 0.0
-    activation_dropout: float = 0.0
-    attention_dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_positive(self, "width", "layers", "heads", "feed_forward", "max_positions")
-        check_probabilities(
-            self, "input_dropout", "residual_dropout", "activation_dropout", "attention_dropout"
-        )
-        even = self.width % 2 == 0 and self.width >= 4
-        check(even, "width", "be even and at least 4", self.width)
-        if self.head_dim is None:
-            rule = f"be a multiple of heads = {self.heads}"
-            check(self.width % self.heads == 0, "width", rule, self.width, "or set `head_dim`")
-        else:
-            check_positive(self, "head_dim")
-
-    @property
-    def head_width(self) -> int:
-        """Channels of a head."""
-        return self.width // self.heads if self.head_dim is None else self.head_dim
-
-
-class DecoderLayer(Layer):
-    """Causal self-attention, cross-attention and a feed-forward network, each after a LayerNorm."""
-
-    def __init__(self, config: DecoderConfig):
-        super().__init__()
-        sizes = config.width, config.heads, config.head_width
-        attention = {"bias": config.bias, "dropout": config.attention_dropout}
-        self.dropout = config.residual_dropout
-        self.input_layernorm = nn.LayerNorm(config.width)
-        self.self_attn = SelfAttention(*sizes, causal=True, **attention)
-        self.post_attention_layernorm = nn.LayerNorm(config.width)
-        self.encoder_attn = CrossAttention(*sizes, **attention)
-        self.final_layernorm = nn.LayerNorm(config.width)
-        self.mlp = FeedForward(
-            config.width,
-            config.feed_forward,
-            activation="relu",
-            dropout=config.activation_dropout,
-        )
-
-    @layer_forward
-    def forward(
-        self, x: Tensor, layout: PackedLayout, encoded: PackedSequence, sigma: float | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Transform (U, width); also returns the penalty of guided attention, (U,) or None."""
-        x = x + self._drop(self.self_attn(self.input_layernorm(x), layout))
-        y, penalty = self.encoder_attn(
-            self.post_attention_layernorm(x), layout, encoded.values, encoded.layout, sigma=sigma
-        )
-        x = x + self._drop(y)
-        return x + self._drop(self.mlp(self.final_layernorm(x))), penalty
-
-    def read(
-        self, x: Tensor, layout: PackedLayout, speech: KeysValues, layout_speech: PackedLayout
-    ) -> tuple[Tensor, KeysValues]:
-        """Transform the first rows of sequences, (U, width), as `forward` does for inference.
-
-        Args:
-            x: (U, width).
-            layout: The sequences of ``x``.
-            speech: Keys and values of the speech, from ``encoder_attn.keys_values``.
-            layout_speech: Its sequences.
-
-        Returns:
-            (U, width), and keys and values of the rows, for `step`.
-        """
-        y, own = self.self_attn.read(self.input_layernorm(x), layout)
-        x = x + y
-        normed = self.post_attention_layernorm(x)
-        x = x + self.encoder_attn.read(normed, layout, speech, layout_speech)
-        return x + self.mlp(self.final_layernorm(x)), own
-
-    def step(self, x: Tensor, state: DecoderState, number: int) -> Tensor:
-        """Transform the next row of each sequence in this layer: (N, width) to (N, width)."""
-        x = x + self.self_attn.step(self.input_layernorm(x), state.self_cache, number)
-        normed = self.post_attention_layernorm(x)
-        if number == state.watched:
-            state.weights = self.encoder_attn.weights(normed, *state.speech(number))
-        x = x + self.encoder_attn.step(normed, state.cross_cache, number)
-        return x + self.mlp(self.final_layernorm(x))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
 
 
 class Decoder(nn.Module):
     """From tokens and encoder frames to hidden states, and from these to logits.
 
-    The function is that of the decoder of transformers' ``CanaryForConditionalGeneration``.
+    By default the function is that of the decoder of transformers'
+    ``CanaryForConditionalGeneration``; with options that of ``WhisperForConditionalGeneration``.
     """
 
     def __init__(self, config: DecoderConfig, vocab_size: int):
@@ -153,8 +36,13 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.config = config
+        for name in ("suppress", "begin_suppress"):
+            most = max(getattr(config, name), default=0)
+            check(most < vocab_size, name, f"be in the vocabulary of {vocab_size}", most)
         self.embed_tokens = nn.Embedding(vocab_size, config.width)
-        self.embedding_layernorm = nn.LayerNorm(config.width)
+        learned = config.positions == "learned"
+        self.embed_positions = nn.Embedding(config.max_positions, config.width) if learned else None
+        self.embedding_layernorm = nn.LayerNorm(config.width) if config.embedding_norm else None
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.untied_weight = (
@@ -164,10 +52,16 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the embedding and the output layer with variance 1 / width."""
+        """Draw the embedding and the output layer with variance 1 / width; learnt places of less.
+
+        Those begin as large as the sinusoids would be.
+        """
+        std = self.config.width**-0.5
         for weight in (self.embed_tokens.weight, self.untied_weight):
             if weight is not None:
-                nn.init.normal_(weight, std=self.config.width**-0.5)
+                nn.init.normal_(weight, std=std)
+        if self.embed_positions is not None:
+            nn.init.normal_(self.embed_positions.weight, std=std / math.sqrt(2))
         if self.output_bias is not None:
             nn.init.zeros_(self.output_bias)
 
@@ -200,7 +94,7 @@ class Decoder(nn.Module):
                 f"has {layout.bound}: raise `model.decoder.max_positions` or drop the "
                 "utterance."
             )
-        x = self._embed(tokens.values, layout.positions())
+        x = self.embed(tokens.values, layout.positions())
         if is_empty(layout, encoded.layout) and is_sharded(self.layers):
             x = pass_by(self.layers, x)
             return self.norm(x), None if sigma is None else x.new_zeros(len(x))
@@ -322,7 +216,7 @@ class Decoder(nn.Module):
         count = state.num_rows
         check(tokens.shape == (count,), "tokens", f"be ({count},)", tuple(tokens.shape))
         state.look()
-        x = self._embed(tokens, state.positions)
+        x = self.embed(tokens, state.positions)
         for number, layer in enumerate(self._decoder_layers()):
             x = layer.step(x, state, number)
         state.advance()
@@ -357,7 +251,7 @@ class Decoder(nn.Module):
         layout = sizes.layout([len(one) for one in read])
         tail = [0] * (layout.rows - layout.total)
         tokens = sizes.integers([*(token for one in read for token in one), *tail])
-        x = self._embed(tokens, layout.positions())
+        x = self.embed(tokens, layout.positions())
         *others, last = self._decoder_layers()
         for layer in others:
             speech = layer.encoder_attn.keys_values(encoded.values)
@@ -370,7 +264,16 @@ class Decoder(nn.Module):
     def _decoder_layers(self) -> list[DecoderLayer]:
         return cast("list[DecoderLayer]", list(self.layers))
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Embed tokens at their places: int64 (U,) and (U,) to (U, width)."""
         x = self.embed_tokens(tokens)
-        x = x + decoder_sinusoids(positions, self.config.width).to(x.dtype)
-        return F.dropout(self.embedding_layernorm(x), self.config.input_dropout, self.training)
+        x = x + self._places(positions).to(x.dtype)
+        if self.embedding_layernorm is not None:
+            x = self.embedding_layernorm(x)
+        return F.dropout(x, self.config.input_dropout, self.training)
+
+    def _places(self, positions: Tensor) -> Tensor:
+        if self.embed_positions is None:
+            return decoder_sinusoids(positions, self.config.width)
+        # Past the last one there are only rows of no sequence.
+        return self.embed_positions(positions.clamp(max=self.config.max_positions - 1))

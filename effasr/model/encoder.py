@@ -29,6 +29,8 @@ class EncoderConfig:
     """A FastConformer: subsampling by eight, then Conformer layers.
 
     Attributes:
+        kind: Tells it from the others that a model may have: see
+            `effasr.model.transformer_encoder`.
         width: Channels of the encoder frames; even.
         layers: Conformer layers.
         heads: Of self-attention; they divide the width.
@@ -53,6 +55,7 @@ class EncoderConfig:
             by default the longest utterance of the batch, rounded up.
     """
 
+    kind: Literal["fastconformer"] = "fastconformer"
     width: int = 512
     layers: int = 17
     heads: int = 8
@@ -74,6 +77,7 @@ class EncoderConfig:
     max_frames: int | None = None
 
     def __post_init__(self) -> None:
+        check(self.kind == "fastconformer", "kind", "be fastconformer", repr(self.kind))
         check_positive(
             self, "width", "layers", "heads", "feed_forward", "conv_kernel", "subsampling_channels"
         )
@@ -98,6 +102,11 @@ class EncoderConfig:
         check(positions >= 0, "input_positions", "be at least 0", positions)
         if self.max_frames is not None:
             check(self.max_frames >= 1, "max_frames", "be at least 1 or null", self.max_frames)
+
+    @property
+    def subsampling(self) -> int:
+        """Mel rows of an encoder frame."""
+        return 8
 
 
 @dataclass(frozen=True, slots=True)

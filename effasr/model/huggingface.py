@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Canary and Parakeet models, read and written without it.
+"""Checkpoints of transformers' Canary, Parakeet and Whisper models, read and written without it.
 
 The models are the same function: outputs, losses and gradients agree. Reading and writing need
 only safetensors; transformers >= 5.23 loads what is written here.
@@ -7,7 +7,8 @@ only safetensors; transformers >= 5.23 loads what is written here.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.huggingface_config import (
     decoder_mapping,
     encoder_mapping,
+    feature_mapping,
     read_decoder,
     read_encoder,
     read_features,
@@ -37,6 +39,8 @@ from effasr.model.huggingface_transducer import (
     import_parakeet_transducer,
 )
 from effasr.model.huggingface_weights import from_transformers, to_transformers
+from effasr.model.huggingface_whisper import export_whisper, import_whisper
+from effasr.model.transformer_encoder import TransformerEncoderConfig
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +56,7 @@ class SpecialTokens:
         decoder_start_id: The first token of a prompt.
         count: Tokens that the tokenizer has; a model may have more classes, which generation then
             leaves out. None for as many as the model has.
+        generation: What else ``generation_config.json`` is to say.
     """
 
     pad_id: int = 2
@@ -59,15 +64,17 @@ class SpecialTokens:
     eos_id: int = 3
     decoder_start_id: int = 7
     count: int | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
 
 def import_model(directory: str | Path) -> tuple[ModelConfig, int, dict[str, Tensor]]:
     """Read a directory of any class that is known here, as its ``config.json`` names it.
 
-    The classes are ``CanaryForConditionalGeneration``, ``ParakeetForCTC``, ``ParakeetForRNNT`` and
-    ``ParakeetForTDT``; see `import_canary`.
+    The classes are ``CanaryForConditionalGeneration``, ``WhisperForConditionalGeneration``,
+    ``ParakeetForCTC``, ``ParakeetForRNNT`` and ``ParakeetForTDT``; see `import_canary`.
     """
     readers = {
+        "whisper": import_whisper,
         "canary": import_canary,
         "parakeet_ctc": import_parakeet_ctc,
         "parakeet_rnnt": import_parakeet_transducer,
@@ -87,6 +94,8 @@ def export_model(
     Returns:
         The class that loads it.
     """
+    if isinstance(model.config.encoder, TransformerEncoderConfig):
+        return export_whisper(model, directory, SpecialTokens() if tokens is None else tokens)
     if model.config.decoder is not None:
         export_canary(model, directory, tokens)
         return "CanaryForConditionalGeneration"
@@ -212,7 +221,7 @@ def export_canary(
     weights = to_transformers(state)
     # transformers' output layer always has a bias.
     weights.setdefault("proj_out.bias", torch.zeros(model.vocab_size))
-    directory = write(directory, config, weights, model.config)
+    directory = write(directory, config, weights, feature_mapping(model.config.features))
     count = model.vocab_size if tokens.count is None else tokens.count
     if count < model.vocab_size:
         generation["suppress_tokens"] = list(range(count, model.vocab_size))
@@ -242,4 +251,5 @@ def export_parakeet_ctc(model: ASRModel, directory: str | Path) -> None:
     warn_about_training_options(model.config)
     parts = ("encoder.", "ctc_head.")
     state = {name: value for name, value in model.state_dict().items() if name.startswith(parts)}
-    write(directory, config, to_transformers(state), model.config)
+    features = feature_mapping(model.config.features)
+    write(directory, config, to_transformers(state), features)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from effasr.data.features import SUBSAMPLING, FeatureConfig
+from effasr.data.features import FeatureConfig
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
@@ -30,7 +30,7 @@ _ENCODER_DEFAULTS = {
 }
 _ENCODER_FIXED = {
     "hidden_act": "silu",
-    "subsampling_factor": SUBSAMPLING,
+    "subsampling_factor": 8,
     "subsampling_conv_kernel_size": 3,
     "subsampling_conv_stride": 2,
 }
@@ -67,7 +67,7 @@ def read_encoder(mapping: Mapping[str, Any]) -> EncoderConfig:
     Raises:
         ValueError: It asks for something that this encoder has not.
     """
-    get = _reader("encoder_config", mapping, _ENCODER_DEFAULTS, _ENCODER_FIXED)
+    get = reader("encoder_config", mapping, _ENCODER_DEFAULTS, _ENCODER_FIXED)
     return EncoderConfig(
         width=get("hidden_size"),
         layers=get("num_hidden_layers"),
@@ -91,7 +91,7 @@ def read_decoder(mapping: Mapping[str, Any], *, tie_embeddings: bool) -> Decoder
     Raises:
         ValueError: It asks for something that this decoder has not.
     """
-    get = _reader("decoder_config", mapping, _DECODER_DEFAULTS, _DECODER_FIXED)
+    get = reader("decoder_config", mapping, _DECODER_DEFAULTS, _DECODER_FIXED)
     heads = get("num_attention_heads")
     if mapping.get("num_key_value_heads") not in (None, heads):
         raise ValueError(
@@ -164,7 +164,12 @@ def encoder_mapping(config: ModelConfig) -> dict[str, Any]:
         ValueError: The encoder or its features cannot be expressed; the message says all reasons.
     """
     encoder = config.encoder
-    _refuse(
+    if not isinstance(encoder, EncoderConfig):
+        raise ValueError(
+            f"`encoder.kind` must be fastconformer for a Canary or a Parakeet, but is "
+            f"{encoder.kind}: transformers has such encoders in Whisper models only."
+        )
+    refuse(
         {
             f"position={encoder.position} (only relative)": encoder.position != "relative",
             f"conv_norm={encoder.conv_norm} (only batch_norm)": encoder.conv_norm != "batch_norm",
@@ -207,7 +212,7 @@ def decoder_mapping(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
             "`decoder` must be given for a Canary model, but is null: this model has a CTC head "
             "only, which is exported as a Parakeet CTC model."
         )
-    _refuse(
+    refuse(
         {
             f"decoder.width={decoder.width}, not encoder.width={width}": decoder.width != width,
             f"decoder.width={decoder.width}, not a multiple of heads={decoder.heads}": (
@@ -243,7 +248,7 @@ def transducer_mapping(config: ModelConfig) -> dict[str, Any]:
             "`transducer` must be given for a Parakeet transducer, but is null: this model is "
             "exported as a Canary, or as a Parakeet CTC model."
         )
-    _refuse(
+    refuse(
         {
             f"transducer.predictor={transducer.predictor} (only lstm)": (
                 transducer.predictor != "lstm"
@@ -279,16 +284,32 @@ def feature_mapping(config: FeatureConfig) -> dict[str, Any]:
     }
 
 
-def _reader(
+def reader(
     where: str, mapping: Mapping[str, Any], defaults: Mapping[str, Any], fixed: Mapping[str, Any]
 ) -> Any:
+    """Give what reads a field of a mapping, with a default where it is left out.
+
+    Args:
+        where: Of the mapping, for messages.
+        mapping: Of a file.
+        defaults: For what it leaves out.
+        fixed: What it may only be.
+
+    Raises:
+        ValueError: It is something else.
+    """
     for key, only in fixed.items():
         if mapping.get(key, only) != only:
             raise ValueError(f"`{where}.{key}` must be {only}, but is {mapping[key]}.")
     return {**defaults, **mapping}.__getitem__
 
 
-def _refuse(reasons: Mapping[str, bool]) -> None:
+def refuse(reasons: Mapping[str, bool]) -> None:
+    """Check that no reason holds against an export.
+
+    Raises:
+        ValueError: Some do; the message says all.
+    """
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
         raise ValueError(

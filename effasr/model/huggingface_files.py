@@ -15,7 +15,6 @@ from torch import Tensor
 
 from effasr.data.augment import AugmentConfig
 from effasr.model.asr import ASRModel, ModelConfig
-from effasr.model.huggingface_config import feature_mapping
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +45,12 @@ def read_preprocessor(directory: Path) -> dict[str, Any]:
             mapping = _read_json(directory / name)
             return mapping.get("feature_extractor", mapping)
     return {}
+
+
+def read_generation(directory: Path) -> dict[str, Any]:
+    """What generation must know; empty where a model comes without."""
+    path = directory / "generation_config.json"
+    return _read_json(path) if path.is_file() else {}
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
@@ -80,7 +85,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def checked(
-    config: ModelConfig, vocab_size: int, state: dict[str, Tensor], directory: Path
+    config: ModelConfig,
+    vocab_size: int,
+    state: dict[str, Tensor],
+    directory: Path,
+    *,
+    described: str = "config.json",
 ) -> dict[str, Tensor]:
     """The state, if it is that of a model of this configuration.
 
@@ -96,7 +106,7 @@ def checked(
     if wrong:
         first = wrong[0]
         raise ValueError(
-            f"the weights in {directory} must be those that config.json asks for, but {len(wrong)} "
+            f"the weights in {directory} must be those that {described} asks for, but {len(wrong)} "
             f"are missing, unknown or of another shape: the first is {first}, expected "
             f"{_shown(expected.get(first))}, found {_shown(found.get(first))}."
         )
@@ -113,12 +123,15 @@ def warn_about_layerdrop(encoder: Mapping[str, Any]) -> None:
         _log.warning("`layerdrop` = %s is not used in training here.", encoder["layerdrop"])
 
 
-def warn_about_training_options(config: ModelConfig, *, transducer: bool = False) -> None:
+def warn_about_training_options(
+    config: ModelConfig, *, transducer: bool = False, dropouts: bool = True
+) -> None:
     """Name what training uses and transformers has not.
 
     Args:
         config: Of the model that is exported.
         transducer: Whether its transducer is exported.
+        dropouts: Whether those of a Canary or a Parakeet are lost.
     """
     dropped = [
         f"{part}.{name} = {getattr(options, name)}"
@@ -136,7 +149,7 @@ def warn_about_training_options(config: ModelConfig, *, transducer: bool = False
             ),
         )
         for name in names
-        if getattr(options, name, 0.0)
+        if dropouts and getattr(options, name, 0.0)
     ]
     if config.augment != AugmentConfig():
         dropped.append("augment")
@@ -145,7 +158,10 @@ def warn_about_training_options(config: ModelConfig, *, transducer: bool = False
 
 
 def write(
-    directory: str | Path, config: dict[str, Any], weights: dict[str, Tensor], model: ModelConfig
+    directory: str | Path,
+    config: dict[str, Any],
+    weights: dict[str, Tensor],
+    features: dict[str, Any],
 ) -> Path:
     """Write configuration, weights and settings of the features; the folder is made if need be."""
     directory = Path(directory)
@@ -153,7 +169,7 @@ def write(
     weights = {name: tensor.detach().cpu() for name, tensor in weights.items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     write_json(directory / "config.json", config)
-    write_json(directory / "preprocessor_config.json", feature_mapping(model.features))
+    write_json(directory / "preprocessor_config.json", features)
     return directory
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.huggingface_config import (
     encoder_mapping,
+    feature_mapping,
     read_encoder,
     read_features,
     read_transducer,
@@ -124,7 +125,8 @@ def export_parakeet_transducer(model: ASRModel, directory: str | Path, *, pad_id
     _warn(model.config, name)
     parts = ("encoder.", "transducer.")
     state = {name: value for name, value in model.state_dict().items() if name.startswith(parts)}
-    directory = write(directory, config, to_transformers(state), model.config)
+    features = feature_mapping(model.config.features)
+    directory = write(directory, config, to_transformers(state), features)
     generation: dict[str, Any] = dict(ids)
     if durations is not None:
         # Generation takes the likeliest of all rows: no duration is a token.

@@ -12,6 +12,7 @@ from effasr.data.sampling.cost import CostModel
 from effasr.model.asr import ASRModel
 from effasr.model.cost import cost_model, predictor_cost, subsampling_cost, text_cost_model
 from effasr.model.decoder import Decoder
+from effasr.model.transformer_encoder import TransformerEncoder
 from effasr.nn.lora import LoRALinear
 
 _FORWARD_AND_BACKWARD = 3
@@ -56,7 +57,7 @@ def learning_text_cost(model: ASRModel) -> CostModel | None:
 def unreached_layers(model: ASRModel) -> int:
     """How many of the first encoder layers the backward does not come to."""
     encoder = model.encoder
-    before = [x for x in (encoder.subsampling, encoder.subsampling_norm) if x is not None]
+    before = [module for name, module in encoder.named_children() if name in _BEFORE_LAYERS]
     count = 0
     while count < len(encoder.layers) and not _learns(*before, *encoder.layers[: count + 1]):
         count += 1
@@ -105,7 +106,10 @@ class _Count:
 
     def encoder(self, model: ASRModel) -> bool:
         """Of speech, and whether anything in it is trained."""
-        config, encoder = model.config.encoder, model.encoder
+        encoder = model.encoder
+        if isinstance(encoder, TransformerEncoder):
+            return self._transformer(encoder, subsampling_cost(model.config))
+        config = encoder.config
         reached = _learns(encoder.subsampling)
         self.left["frame"] += 2 * subsampling_cost(model.config) * (not reached)
         if encoder.subsampling_norm is not None:
@@ -118,6 +122,13 @@ class _Count:
             self.left["frame"] += taps * (not learns) + taps * (not reached)
         return reached
 
+    def _transformer(self, encoder: TransformerEncoder, stem: int) -> bool:
+        reached = _learns(encoder.stem)
+        self.left["frame"] += 2 * stem * (not reached)
+        for layer in encoder.layers:
+            reached = self.layer(layer, reached, "frame", frame_pair=4 * encoder.config.width)
+        return reached or _learns(encoder.norm)
+
     def decoder(self, model: ASRModel, reached: bool) -> None:
         """What reads tokens, and either encoder, which learns or not."""
         decoder = model.decoder
@@ -127,7 +138,8 @@ class _Count:
             self.product("frame", model.projection, reached)
             reached = reached or _learns(model.projection)
         inner = decoder.config.heads * decoder.config.head_width
-        after = reached or _learns(decoder.embed_tokens, decoder.embedding_layernorm)
+        embedding = decoder.embed_tokens, decoder.embed_positions, decoder.embedding_layernorm
+        after = reached or _learns(*(module for module in embedding if module is not None))
         for layer in decoder.layers:
             self.product("frame", layer.encoder_attn.kv_proj, reached)  # type: ignore[union-attr]
             # A token sees u (u + 1) / 2 of the pairs.
@@ -155,6 +167,9 @@ class _Count:
 
 _APART = ("relative_k_proj", "encoder_attn.kv_proj")
 """Of a table that does not grow with the utterance, and of another sequence."""
+
+_BEFORE_LAYERS = ("subsampling", "subsampling_norm", "stem")
+"""Parts of an encoder."""
 
 
 def _learns(*modules: nn.Module, throughout: bool = False) -> bool:

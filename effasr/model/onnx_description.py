@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from effasr.data.features import SUBSAMPLING
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import DecoderConfig
 from effasr.model.transducer import Transducer
@@ -29,9 +28,10 @@ def describe(
         outputs: Names of what the encoder's graph gives.
         texts: What else it shall say, such as the prompt and the end.
     """
+    features = model.config.features
     rows: dict[str, Any] = {
-        "features": {**asdict(model.config.features), "definition": _FEATURES},
-        "subsampling_factor": SUBSAMPLING,
+        "features": {**asdict(features), "definition": _FEATURES[features.kind]},
+        "subsampling_factor": features.subsampling,
         "vocabulary": model.vocab_size,
         "encoder": {
             "file": "encoder.onnx",
@@ -48,6 +48,10 @@ def describe(
     if model.config.decoder is not None:
         rows["max_positions"] = model.config.decoder.max_positions
         rows["decoder_step"] = _decoder_step(model.config.decoder)
+        # What may not be chosen, or not first: see DecoderConfig.
+        for name in ("suppress", "begin_suppress"):
+            if tokens := getattr(model.config.decoder, name):
+                rows[name] = list(tokens)
     if model.transducer is not None:
         durations = model.transducer.config.durations
         rows["durations"] = None if durations is None else list(durations)
@@ -127,13 +131,22 @@ def _joint(head: Transducer) -> dict[str, Any]:
     }
 
 
-_FEATURES = (
+_PARAKEET = (
     "x[n] - preemphasis * x[n-1], with x[0] as it is; samples // hop rows, row t a symmetric Hann "
     "window with its middle at sample t * hop and zeros beyond the ends, transformed over n_fft; "
     "power spectrum; Slaney's mel bands of unit area from 0 Hz to sample_rate / 2, as "
     "librosa.filters.mel; log(y + 2**-24); if normalize, per utterance and band (z - mean) / "
     "(std + 1e-5), with the standard deviation over rows - 1"
 )
+_WHISPER = (
+    "zeros behind the samples up to minimum_s seconds and to whole frames of subsampling * hop "
+    "samples; a row for each hop, row t a periodic Hann window of n_fft with its middle at sample "
+    "t * hop; the signal is reflected before its beginning, and behind its end if minimum_s > 0, "
+    "else followed by zeros; power spectrum; Slaney's mel bands of unit area from 0 Hz to "
+    "sample_rate / 2, as librosa.filters.mel; z = log10(max(y, 1e-10)); z = max(z, the maximum of "
+    "the utterance - 8); (z + 4) / 4"
+)
+_FEATURES = {"parakeet": _PARAKEET, "whisper": _WHISPER}
 _RNNT = (
     "From frame 0, take the largest of logits. If it is the blank, go on by one frame. Otherwise "
     "it is a label: the predictor reads it and the frame stays, unless it is the max_symbols-th "
@@ -146,7 +159,7 @@ _TDT = (
     "at least by one frame if it is the max_symbols-th label of this frame."
 )
 _OUTPUTS = {
-    "encoded": "float32 (batch, frames, width): frames is time / 8, rounded up",
+    "encoded": "float32 (batch, frames, width): frames is time / subsampling_factor, rounded up",
     "encoded_lengths": "int64 (batch,): real frames of each utterance",
     "cross_keys": "float32 (layers, batch, heads, frames, head_dim)",
     "cross_values": "as cross_keys",

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import Decoder, DecoderLayer
-from effasr.model.encoder import ConformerLayer
+from effasr.model.encoder import ConformerLayer, Encoder
+from effasr.model.transformer_encoder import TransformerEncoder, TransformerLayer
 from effasr.nn.attention import CrossAttention, RelativeSelfAttention, SelfAttention
 from effasr.nn.convolution import Convolution
 from effasr.nn.norms import BatchNorm
-from effasr.nn.positions import decoder_sinusoids, relative_sinusoids, sinusoids
+from effasr.nn.positions import relative_sinusoids, sinusoids, whisper_sinusoids
 from effasr.nn.subsampling import Subsampling
 from effasr_kernels import Rotary
 
@@ -34,7 +35,6 @@ class PaddedEncoder(nn.Module):
     def __init__(self, model: ASRModel):
         """Share the weights of a model."""
         super().__init__()
-        self.config = model.config.encoder
         self.encoder, self.projection = model.encoder, model.projection
         self.decoder, self.ctc_head = model.decoder, model.ctc_head
         head = model.transducer
@@ -56,23 +56,15 @@ class PaddedEncoder(nn.Module):
             lengths: int64 (B,), real rows of each, at least one.
 
         Returns:
-            Frames, (B, T / 8 rounded up, width); how many are real, int64 (B,); with a decoder the
-            keys and values of its layers, (layers, B, heads, frames, head_dim) each; with a CTC
-            head log-probabilities of tokens and blank, (B, frames, V + 1); with a transducer the
-            encoder's share of its joint network, (B, frames, J).
+            Frames, (B, T / subsampling rounded up, width); how many are real, int64 (B,); with a
+            decoder the keys and values of its layers, (layers, B, heads, frames, head_dim) each;
+            with a CTC head log-probabilities of tokens and blank, (B, frames, V + 1); with a
+            transducer the encoder's share of its joint network, (B, frames, J).
         """
-        x, lengths = _subsampled(self.encoder.subsampling, features, lengths)
-        if self.encoder.subsampling_norm is not None:
-            x = self.encoder.subsampling_norm(x)
-        if self.config.scale_input:
-            x = x * math.sqrt(self.config.width)
-        frames = x.shape[1]
-        if self.config.input_positions:
-            places = sinusoids(torch.arange(frames, device=x.device), self.config.width)
-            x = x + self.config.input_positions * places
-        real = _mask(lengths, frames)
-        for layer in self.encoder.layers:
-            x = _conformer(cast(ConformerLayer, layer), x, real)
+        if isinstance(self.encoder, TransformerEncoder):
+            x, lengths = _whisper(self.encoder, features, lengths)
+        else:
+            x, lengths = _fastconformer(self.encoder, features, lengths)
         found = [x, lengths]
         if self.decoder is not None:
             projected = x if self.projection is None else self.projection(x)
@@ -119,8 +111,7 @@ class PaddedDecoderStep(nn.Module):
             Logits (B, V), and keys and values with those of the new token.
         """
         decoder = self.decoder
-        x = decoder.embed_tokens(tokens) + decoder_sinusoids(positions, decoder.config.width)
-        x = decoder.embedding_layernorm(x)[:, None]
+        x = decoder.embed(tokens, positions)[:, None]
         heard = _mask(encoded_lengths, cross_keys.shape[3])[:, None, None]
         keys, values = [], []
         for number, one in enumerate(decoder.layers):
@@ -137,6 +128,41 @@ class PaddedDecoderStep(nn.Module):
             x = x + _joined(attention, y)
             x = x + layer.mlp(layer.final_layernorm(x))
         return decoder.logits(decoder.norm(x[:, 0])), torch.stack(keys), torch.stack(values)
+
+
+def _fastconformer(encoder: Encoder, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T, mel_bins) to (B, T / 8, width)."""
+    config = encoder.config
+    x, lengths = _subsampled(encoder.subsampling, x, lengths)
+    if encoder.subsampling_norm is not None:
+        x = encoder.subsampling_norm(x)
+    if config.scale_input:
+        x = x * math.sqrt(config.width)
+    frames = x.shape[1]
+    if config.input_positions:
+        places = sinusoids(torch.arange(frames, device=x.device), config.width)
+        x = x + config.input_positions * places
+    real = _mask(lengths, frames)
+    for layer in encoder.layers:
+        x = _conformer(cast(ConformerLayer, layer), x, real)
+    return x, lengths
+
+
+def _whisper(encoder: TransformerEncoder, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T, mel_bins) to (B, T / 2, width)."""
+    stem = encoder.stem
+    x = x * _mask(lengths, x.shape[1])[..., None]
+    # An odd last row has a neighbour of zeros, as every last one.
+    x = F.gelu(stem.conv1(x.mT)) * _mask(lengths, x.shape[1])[:, None]
+    x, lengths = F.gelu(stem.conv2(x)).mT, (lengths + 1) // 2
+    places = torch.arange(x.shape[1], device=x.device)
+    x = x + whisper_sinusoids(places, encoder.config.width)
+    real = _mask(lengths, x.shape[1])
+    for one in encoder.layers:
+        layer = cast(TransformerLayer, one)
+        x = x + _self_attention(layer.self_attn, layer.norm_self_att(x), real)
+        x = x + layer.feed_forward(layer.norm_feed_forward(x))
+    return encoder.norm(x), lengths
 
 
 def _subsampled(module: Subsampling, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

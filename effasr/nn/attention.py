@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from effasr.nn.contiguous_cache import ContiguousCache
+from effasr.nn.linear import joined_linear
 from effasr.nn.paged_cache import PagedCache
 from effasr_kernels import PackedLayout, RelativeBias, Rotary, attention, guided_attention
 
@@ -22,6 +23,7 @@ class SelfAttention(nn.Module):
         causal: bool = False,
         rotary: Rotary | None = None,
         bias: bool = True,
+        key_bias: bool = True,
         dropout: float = 0.0,
     ):
         """Build the projections.
@@ -33,13 +35,14 @@ class SelfAttention(nn.Module):
             causal: Whether a row sees only itself and the rows before it.
             rotary: Rotation by position; None for no positions.
             bias: Whether the projections have biases.
+            key_bias: Whether that of the keys has, too, which changes no attention weight.
             dropout: Probability to drop an attention weight.
         """
         super().__init__()
         self.heads, self.head_dim = heads, head_dim
         self.causal, self.rotary, self.dropout = causal, rotary, dropout
         # Queries, keys and values from one product: rows 0:HD, HD:2HD and 2HD:3HD.
-        self.qkv_proj = nn.Linear(width, 3 * heads * head_dim, bias=bias)
+        self.qkv_proj = joined_linear(width, heads * head_dim, (bias, bias and key_bias, bias))
         self.o_proj = nn.Linear(heads * head_dim, width, bias=bias)
 
     def forward(self, x: Tensor, layout: PackedLayout, embeddings: Tensor | None = None) -> Tensor:
@@ -130,14 +133,21 @@ class CrossAttention(nn.Module):
     """Attention from the rows of one packed batch to those of another."""
 
     def __init__(
-        self, width: int, heads: int, head_dim: int, *, bias: bool = True, dropout: float = 0.0
+        self,
+        width: int,
+        heads: int,
+        head_dim: int,
+        *,
+        bias: bool = True,
+        key_bias: bool = True,
+        dropout: float = 0.0,
     ):
         """Build the projections; the arguments are those of `SelfAttention`."""
         super().__init__()
         self.heads, self.head_dim, self.dropout = heads, head_dim, dropout
         self.q_proj = nn.Linear(width, heads * head_dim, bias=bias)
         # Keys and values from one product: rows 0:HD and HD:2HD.
-        self.kv_proj = nn.Linear(width, 2 * heads * head_dim, bias=bias)
+        self.kv_proj = joined_linear(width, heads * head_dim, (bias and key_bias, bias))
         self.o_proj = nn.Linear(heads * head_dim, width, bias=bias)
 
     def keys_values(self, encoded: Tensor) -> tuple[Tensor, Tensor]:

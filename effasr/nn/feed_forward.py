@@ -16,7 +16,7 @@ class FeedForward(nn.Module):
         width: int,
         hidden: int,
         *,
-        activation: Literal["silu", "relu"],
+        activation: Literal["silu", "relu", "gelu"],
         bias: bool = True,
         dropout: float = 0.0,
     ):
@@ -25,7 +25,7 @@ class FeedForward(nn.Module):
         Args:
             width: Channels in and out.
             hidden: Channels between.
-            activation: Between the layers.
+            activation: Between the layers; GELU is the exact one.
             bias: Whether the layers have biases.
             dropout: Probability to drop an activation.
         """
@@ -38,5 +38,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Transform each row."""
         x = self.linear1(x)
-        x = F.silu(x) if self.activation == "silu" else F.relu(x)
+        x = _ACTIVATIONS[self.activation](x)
         return self.linear2(F.dropout(x, self.dropout, self.training))
+
+
+_ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}

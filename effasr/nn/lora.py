@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from effasr.nn.linear import whole_bias
 from effasr.nn.selection import matching
 
 _PROJECTIONS = ("qkv_proj", "q_proj", "kv_proj", "o_proj", "linear1", "linear2")
@@ -87,6 +88,7 @@ class LoRALinear(nn.Linear):
         has_bias = base.bias is not None
         super().__init__(base.in_features, base.out_features, bias=has_bias, device="meta")
         self.weight, self.bias = base.weight, base.bias
+        self.biased = getattr(base, "biased", None)
         self.dropout = config.dropout
         self.lora_a = nn.Parameter(base.weight.new_empty(config.rank, base.in_features))
         self.lora_b = nn.Parameter(base.weight.new_zeros(base.out_features, config.rank))
@@ -96,7 +98,7 @@ class LoRALinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
-        y = F.linear(input, self.weight, self.bias)
+        y = F.linear(input, self.weight, whole_bias(self))
         if self.lora_a is None or self.lora_b is None or self.lora_scale is None:
             return y
         dropped = F.dropout(input, self.dropout, self.training)

@@ -1,4 +1,4 @@
-"""Sinusoidal position embeddings: the encoder's, by distance, and the decoder's, by place."""
+"""Sinusoidal position embeddings: by distance, and by place as Canary and Whisper know it."""
 
 from __future__ import annotations
 
@@ -47,3 +47,24 @@ def decoder_sinusoids(positions: Tensor, width: int) -> Tensor:
     channels = torch.arange(width // 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None].float() * torch.exp(-step * channels)
     return torch.cat([angles.sin(), angles.cos()], dim=1) / math.sqrt(width)
+
+
+def whisper_sinusoids(positions: Tensor, width: int) -> Tensor:
+    """Embed a frame's place as Whisper's encoder does.
+
+    All sines, then all cosines, of wavelengths from 1 to 10000 times 2 pi.
+
+    Args:
+        positions: (R,), any number type.
+        width: Channels; even, at least 4.
+
+    Returns:
+        float32 (R, width).
+
+    References:
+        Radford et al., 2022, https://arxiv.org/abs/2212.04356.
+    """
+    step = math.log(10_000.0) / (width // 2 - 1)
+    channels = torch.arange(width // 2, device=positions.device, dtype=torch.float32)
+    angles = positions[:, None].float() * torch.exp(-step * channels)
+    return torch.cat([angles.sin(), angles.cos()], dim=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effasr.data.features import SUBSAMPLING, MelFrames
+from effasr.data.features import MelFrames
 from effasr_kernels import strided_depthwise, subsampling_stem
 
 
@@ -32,7 +32,7 @@ class Subsampling(nn.Module):
         self.pointwise1 = nn.Linear(channels, channels)
         self.depthwise2 = nn.Conv2d(channels, channels, 3, stride=2, padding=1, groups=channels)
         self.pointwise2 = nn.Linear(channels, channels)
-        self.linear = nn.Linear(channels * (mel_bins // SUBSAMPLING), width)
+        self.linear = nn.Linear(channels * (mel_bins // 8), width)
 
     def forward(self, mel: MelFrames) -> Tensor:
         """Subsample: T slots of mel rows to (T, width); the tail's rows are finite."""

@@ -36,6 +36,7 @@ class Request:
         data: Budgets, durations and filters.
         limits: What utterances may be.
         seed: Of the plans.
+        sources: With ``data.mix``, the number of each manifest's source; otherwise None.
     """
 
     manifests: Sequence[Path]
@@ -45,6 +46,7 @@ class Request:
     data: DataConfig
     limits: Limits
     seed: int
+    sources: Sequence[int] | None = None
 
     @classmethod
     def of(
@@ -74,15 +76,13 @@ class Request:
         model = resolve(settings, None).model
         data = settings.data if recipe else DataConfig()
         # Text-only micro-batches are not planned: epochs are of speech.
-        own = (Path(path) for path, _ in data.manifests)
-        found = manifests or [path for path in own if not is_text_only(path)]
+        own = [] if manifests else [(Path(path), source) for path, source in data.manifests]
+        own = [(path, source) for path, source in own if not _is_text_only(path)]
+        found = manifests or [path for path, _ in own]
         if not found:
             raise ValueError("`--manifest` must name a manifest or a list, but is not given.")
-        if not manifests and data.mix is not None:
-            raise ValueError(
-                "`--manifest` must name manifests for a recipe with `data.mix`, whose shares are "
-                "not planned: a plan has every utterance once."
-            )
+        # Shares are of the recipe's own sources.
+        is_mixed = not manifests and data.mix is not None
         # A recipe may be given for its model alone, before there is a tokenizer.
         is_own = recipe is not None and (
             not manifests or settings.init_from is not None or _is_folder(data.tokenizer)
@@ -112,8 +112,10 @@ class Request:
                 ctc=model.ctc,
                 max_frames=model.encoder.max_frames,
                 max_positions=None if decoder is None else decoder.max_positions,
+                framing=model.features.framing,
             ),
             seed=settings.seed,
+            sources=[source for _, source in own] if is_mixed else None,
         )
 
     def read(self, prompt_tokens: int = PROMPT_TOKENS) -> tuple[Listing, Selection]:
@@ -135,8 +137,18 @@ class Request:
             frame_budget=self.data.known_frame_budget,
             token_budget=self.data.token_budget,
             max_sequences=self.data.max_sequences,
+            mix=None if self.sources is None else self.data.mix,
+            sources=self.sources,
         )
         return listing, selection
+
+
+def _is_text_only(path: Path) -> bool:
+    try:
+        return is_text_only(path)
+    except ValueError:
+        # No manifest: a list of durations, or what its reader will complain of.
+        return False
 
 
 def _is_folder(path: str) -> bool:

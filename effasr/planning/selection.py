@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from effasr.data.batch import StaticShape
-from effasr.data.features import SAMPLE_RATE, SUBSAMPLING, FeatureConfig
+from effasr.data.blend import Mixture
 from effasr.data.filters import Dropped, Limits, Reason
+from effasr.data.framing import SAMPLE_RATE
+from effasr.data.mixing import MixConfig
 from effasr.data.sampling.packing import suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
+from effasr.data.sampling.population import Population
 from effasr.planning.listing import Listing
 
 
@@ -25,15 +28,27 @@ class Selection:
         seconds: float64 (n,), durations.
         shape: The static shape of a micro-batch.
         dropped: What was left out, and why.
+        samples: int64 (n,), durations by which sources share an epoch.
+        sources: int64 (n,), the number of each utterance's source.
+        mixture: What share each source is to get; None where an epoch has every utterance once.
     """
 
     lengths: UtteranceLengths
     seconds: np.ndarray
     shape: StaticShape
     dropped: tuple[Dropped, ...]
+    samples: np.ndarray
+    sources: np.ndarray
+    mixture: Mixture | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def populations(self, seed: int) -> Population | None:
+        """What gives the utterances of an epoch; None where it has every utterance once."""
+        if self.mixture is None:
+            return None
+        return self.mixture.populations(self.sources, self.samples, seed=seed)
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -48,6 +63,8 @@ def select(
     frame_budget: int,
     token_budget: int | None = None,
     max_sequences: int | None = None,
+    mix: MixConfig | None = None,
+    sources: Sequence[int] | None = None,
 ) -> Selection:
     """Leave out what `effasr.data.corpus.Corpus.load` leaves out, as far as lengths tell.
 
@@ -58,9 +75,11 @@ def select(
         token_budget: Decoder tokens of a micro-batch; by default what the utterances fill at the
             same time as the frame budget.
         max_sequences: Utterances of a micro-batch; by default one per 8 frames.
+        mix: The shares of sources; None where an epoch has every utterance once.
+        sources: With ``mix``, for each list the number of its source.
 
     Raises:
-        ValueError: No utterance is left.
+        ValueError: No utterance is left, be it of one source.
     """
     sieve = _Sieve(listing)
     seconds = listing.seconds
@@ -75,7 +94,10 @@ def select(
         lambda i: f"{seconds[i]:.3f} s, over {limits.max_duration:g} s",
     )
     sieve.drop(Reason.EMPTY_TEXT, listing.texts < 1, lambda i: "the text is empty")
-    frames = _frames(np.minimum(seconds, limits.max_duration))
+    samples = _samples(np.minimum(seconds, limits.max_duration))
+    frames = limits.framing.frames(samples)
+    of_list = np.zeros(len(listing.paths), np.int64) if sources is None else np.array(sources)
+    of = of_list[listing.places[:, 0]]
     tokens = listing.texts + listing.prompts
     for name, most, reason, values, what in (
         ("frame_budget", frame_budget, Reason.FRAME_BUDGET, frames, "encoder frames"),
@@ -100,8 +122,8 @@ def select(
             lambda i: f"{rates[i]:.1f} per second, over {most_per_second:g}",
         )
     if token_budget is None and sieve.kept.size:
-        lengths = _lengths(frames, tokens, sieve.kept)
-        token_budget = suggest_token_budget(lengths, frame_budget)
+        usual = sieve.kept[_drawn(mix, of[sieve.kept], samples[sieve.kept])]
+        token_budget = suggest_token_budget(_lengths(frames, tokens, usual), frame_budget)
         over = _over(tokens, "tokens", "token_budget", token_budget, " (derived)")
         sieve.drop(Reason.TOKEN_BUDGET, tokens > token_budget, over)
     if not sieve.kept.size or token_budget is None:
@@ -111,17 +133,25 @@ def select(
             f"{shown}: no utterance can be planned ({len(sieve.dropped)} dropped{first})."
         )
     lengths = _lengths(frames, tokens, sieve.kept)
+    samples, of = samples[sieve.kept], of[sieve.kept]
+    mixture = None if mix is None else Mixture.of(mix, of, samples)
+    if mixture is not None:
+        mixture.check(of_list)
     return Selection(
         lengths=lengths,
         seconds=seconds[sieve.kept],
         shape=StaticShape(
             frame_budget,
             token_budget,
-            max_sequences or max(8, -(-frame_budget // 8)),
+            max_sequences or limits.framing.sequences(frame_budget),
             longest_frames=max(1, int(lengths.frames.max())),
             longest_tokens=max(1, int(lengths.tokens.max())),
+            framing=limits.framing,
         ),
         dropped=tuple(sieve.dropped),
+        samples=samples,
+        sources=of,
+        mixture=mixture,
     )
 
 
@@ -148,10 +178,16 @@ def _over(
     return lambda index: f"{values[index]} {what}, over `{name}` {most}{remark}"
 
 
-def _frames(seconds: np.ndarray) -> np.ndarray:
-    """Encoder frames, int64 (n,): `effasr.data.filters.frames_of` for many."""
-    samples = np.floor(seconds * SAMPLE_RATE + 0.5).astype(np.int64)
-    return -(-(samples // FeatureConfig().hop) // SUBSAMPLING)
+def _samples(seconds: np.ndarray) -> np.ndarray:
+    """At `SAMPLE_RATE`, int64 (n,): as `effasr.data.filters.frames_of` rounds."""
+    return np.floor(seconds * SAMPLE_RATE + 0.5).astype(np.int64)
+
+
+def _drawn(mix: MixConfig | None, sources: np.ndarray, samples: np.ndarray) -> np.ndarray | slice:
+    """The utterances that an epoch has, whose lengths are not those of the corpus with shares."""
+    mixture = None if mix is None else Mixture.of(mix, sources, samples)
+    draw = None if mixture is None else mixture.populations(sources, samples, seed=0)
+    return slice(None) if draw is None else draw(0)
 
 
 def _lengths(frames: np.ndarray, tokens: np.ndarray, kept: np.ndarray) -> UtteranceLengths:

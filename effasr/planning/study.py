@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from effasr.data.batch import StaticShape
+from effasr.data.blend import Blend, planned
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.cost import CostModel
-from effasr.data.sampling.packing import EpochEnd, plan_epoch
+from effasr.data.sampling.packing import EpochEnd
 from effasr.data.sampling.plan import EpochPlan
 from effasr.data.sampling.report import PlanReport, measure
 from effasr.data.sampling.strategies import StrategyOptions, planner
@@ -124,10 +125,7 @@ def plan_by(strategy: str, selection: Selection, cost: CostModel, options: Study
     Raises:
         ValueError: See `compare`.
     """
-    epochs = range(options.epochs)
-    if strategy == "packed":
-        plans = [_packed(selection, cost, options, epoch) for epoch in epochs]
-        return Planned(plans, selection.shape, None)
+    is_packed = strategy == "packed"
     made = planner(
         strategy,
         selection.lengths,
@@ -135,39 +133,40 @@ def plan_by(strategy: str, selection: Selection, cost: CostModel, options: Study
         micro_batches=options.of_step,
         world_size=options.world_size,
         seed=options.seed,
-        options=_strategy_options(strategy, options),
+        options=None if is_packed else _strategy_options(strategy, options),
+        population=selection.populations(options.seed),
+        cost=cost,
+        epoch_end=options.epoch_end if is_packed else None,
     )
-    return Planned([made.plan(epoch) for epoch in epochs], made.shape, made.buckets)
+    plans = [made.plan(epoch) for epoch in range(options.epochs)]
+    return Planned(plans, made.shape, made.buckets)
+
+
+def blend_of(selection: Selection, options: StudyOptions) -> Blend | None:
+    """The shares asked for beside those that the epochs have; None where there are no shares."""
+    draw = selection.populations(options.seed)
+    if draw is None or selection.mixture is None:
+        return None
+    indices = np.concatenate([draw(epoch) for epoch in range(options.epochs)])
+    return planned(selection.mixture, selection.sources, selection.samples, indices)
 
 
 def _outcome(
     selection: Selection, strategy: str, cost: CostModel, options: StudyOptions
 ) -> Outcome:
     started = time.perf_counter()
-    planned = plan_by(strategy, selection, cost, options)
+    made = plan_by(strategy, selection, cost, options)
     seconds = time.perf_counter() - started
     report = measure(
-        planned.plans,
+        made.plans,
         selection.lengths,
         selection.seconds,
         cost=cost,
         world_size=options.world_size,
-        shape=planned.shape,
-        buckets=planned.buckets,
+        shape=made.shape,
+        buckets=made.buckets,
     )
     return Outcome(strategy, report, seconds)
-
-
-def _packed(selection: Selection, cost: CostModel, options: StudyOptions, epoch: int) -> EpochPlan:
-    return plan_epoch(
-        selection.lengths,
-        shape=selection.shape,
-        micro_batches=options.of_step,
-        seed=options.seed,
-        epoch=epoch,
-        cost=cost,
-        epoch_end=options.epoch_end,
-    )
 
 
 def _strategy_options(strategy: str, options: StudyOptions) -> StrategyOptions:

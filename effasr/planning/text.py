@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from rich import box
 from rich.table import Table
 
-from effasr.data.batch import FRAME_SAMPLES
-from effasr.data.features import SAMPLE_RATE
 from effasr.data.sampling.packing import suggest_token_budget
 from effasr.inference.tables import to_text
 from effasr.planning.listing import BYTES_PER_TOKEN, TOKENS_PER_SECOND, Listing
 from effasr.planning.selection import Selection
-from effasr.planning.study import Outcome, StudyOptions
+from effasr.planning.study import Outcome, StudyOptions, blend_of
 
 _GOOD = 0.01
 """Padding, and imbalance of ranks, that need no remedy."""
@@ -23,7 +22,8 @@ _MANY_DEFERRED = 0.1
 
 def summary(listing: Listing, selection: Selection, options: StudyOptions, model: str) -> str:
     """What is planned: the lines above the table."""
-    return "\n".join([f"{setting(selection, options)}; FLOPs of {model}", *_remarks(listing)])
+    lines = [f"{setting(selection, options)}; FLOPs of {model}", *_remarks(listing)]
+    return "\n".join([*lines, *_silence(selection)])
 
 
 def setting(selection: Selection, options: StudyOptions) -> str:
@@ -33,7 +33,7 @@ def setting(selection: Selection, options: StudyOptions) -> str:
         f"{len(selection):,} utterances, {selection.seconds.sum() / 3600:,.2f} h; "
         f"{options.world_size} ranks, {options.of_step} micro-batches "
         f"a step, each {shape.frame_budget:,} frames "
-        f"({shape.frame_budget * FRAME_SAMPLES / SAMPLE_RATE:,.0f} s) and "
+        f"({shape.frame_budget * shape.framing.seconds:,.0f} s) and "
         f"{shape.token_budget:,} tokens"
     )
 
@@ -49,6 +49,29 @@ def _remarks(listing: Listing) -> Iterator[str]:
     ):
         if count:
             yield f"tokens of {count:,} utterances are estimated from {how}"
+
+
+def _silence(selection: Selection) -> Iterator[str]:
+    """How much of what the encoder computes is no audio: it does not count as padding."""
+    framing = selection.shape.framing
+    if framing.minimum:
+        heard = selection.seconds.sum() / framing.seconds
+        share = 1 - heard / selection.lengths.frames.sum(dtype=np.int64)
+        yield (
+            f"{percent(share)} % of the encoder frames are silence, for an utterance has at least "
+            f"{framing.minimum * framing.seconds:g} s (model.features.minimum_s); it is no padding"
+        )
+
+
+def blend(selection: Selection, options: StudyOptions) -> str | None:
+    """What each source gives; None where an epoch has every utterance once."""
+    found = blend_of(selection, options)
+    if found is None:
+        return None
+    epochs = "an epoch" if options.epochs == 1 else f"{options.epochs} epochs"
+    hours = sum(row.drawn_amount for row in found.rows)
+    lines = "\n".join(f"    {line}" for line in found.table())
+    return f"Sources (data.mix), of which {epochs} of {hours:,.2f} h is drawn:\n\n{lines}"
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -307,6 +307,7 @@ def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) 
         ctc=config.model.ctc,
         max_frames=config.model.encoder.max_frames,
         max_positions=max_positions,
+        framing=config.model.features.framing,
         sources=[source for _, source in spoken],
         read=CorpusCache(_cache_folder(config), lambda text: log.warning("%s", text)),
     )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+from effasr import checkpoint
+from effasr import config as configuration
 from effasr.data.config import DataConfig
 from effasr.distributed.delayed import DelayedConfig
 from effasr.distributed.gossip.config import GossipConfig
@@ -171,8 +175,8 @@ class TrainConfig:
         name: Of the run; its files are in ``output/name``.
         output: Where runs are.
         seed: Of the weights, the order of the data, dropout and augmentation.
-        init_from: A model directory, or a run, to begin with: its weights, its tokenizer and,
-            where ``model`` is left at its defaults, its architecture.
+        init_from: A model directory, or a run, to begin with: its weights, its tokenizer and its
+            architecture, of which ``model`` changes the fields that a recipe gives.
         lora: Adapters that are trained in place of the weights of ``init_from``; null for none.
         model: The architecture.
         data: The utterances, the tokenizer and the batches.
@@ -197,6 +201,27 @@ class TrainConfig:
     training: LoopConfig = field(default_factory=LoopConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+
+    @classmethod
+    def inherited(cls, mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fill in what ``model`` leaves out by the model of ``init_from``.
+
+        If that is gone, the run itself may have begun, and has it. Without ``init_from``, and where
+        ``model`` is not given at all, there is nothing to do: see
+        `effasr.training.assembly.resolve`. If no model can be read, that is said there as well.
+        """
+        given, source = mapping.get("model"), mapping.get("init_from")
+        if not given or not isinstance(given, Mapping) or not isinstance(source, str):
+            return mapping
+        run = Path(str(mapping.get("output", "runs"))) / str(mapping.get("name", "run"))
+        for path in (source, run):
+            try:
+                model = checkpoint.read_description(checkpoint.resolve(path)).model
+            except (checkpoint.CheckpointError, OSError):
+                continue
+            whole = configuration.merged(configuration.to_mapping(model), given)
+            return {**mapping, "model": whole}
+        return mapping
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):

@@ -9,7 +9,8 @@ from functools import cache
 import numpy as np
 
 from bench.workload import LISTED, read_durations
-from effasr.data.batch import Batch, Example, StaticShape, collate, encoder_frames
+from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.framing import Framing
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sampling.shuffle import shuffled
@@ -41,7 +42,7 @@ class Workload:
         rng = np.random.default_rng(0)
         listed = np.minimum(np.array(read_durations(LISTED)), longest)
         seconds = rng.choice(listed, count)
-        frames = [encoder_frames(round(x * 16_000)) for x in seconds]
+        frames = [Framing().frames(round(x * 16_000)) for x in seconds]
         tokens = [len(PROMPT) + max(1, round(TOKENS_PER_SECOND * x)) for x in seconds]
         lengths = UtteranceLengths(np.array(frames, np.int32), np.array(tokens, np.int32))
         return cls(seconds.tolist(), lengths, classes)

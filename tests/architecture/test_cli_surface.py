@@ -47,9 +47,9 @@ SURFACE = {
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
         "--encoding {s16le,f32le}", "--latency S", *DECODING,
     ],
-    "import": ["HF_DIR", "OUT"],
+    "import": ["MODEL", "OUT"],
     "export": [
-        "RUN_OR_MODEL", "HF_DIR", "--format {huggingface,onnx}",
+        "RUN_OR_MODEL", "OUT", "--format {huggingface,nemo,onnx}",
         "--averaged N", "--license LICENCE", "--author NAME",
     ],
     "doctor": [],

@@ -157,7 +157,7 @@ def test_a_parakeet_in_tuned_and_out(effasr, workplace, tmp_path, name) -> None:
         ("config.json", "{", "config.json is not valid JSON"),
         (
             "config.json",
-            '{"model_type": "whisper"}',
+            '{"model_type": "wav2vec2"}',
             "canary or parakeet_ctc or parakeet_rnnt or parakeet_tdt",
         ),
         ("model.safetensors", None, "model.safetensors: there is no such file."),

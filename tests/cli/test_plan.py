@@ -9,9 +9,16 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import yaml
 
+from effasr import config as configuration
 from effasr.cli_plan import _STRATEGIES
+from effasr.data.loader import Loader
 from effasr.data.sampling.strategies import STRATEGIES
+from effasr.data.tokenizer import load_tokenizer
+from effasr.model.cost import cost_model
+from effasr.training import assembly
+from effasr.training.config import TrainConfig
 
 RATIOS = (
     "padding_frames", "padding_tokens", "padding_flops", "padding_cells", "rank_imbalance_mean",
@@ -186,16 +193,44 @@ def test_options_of_other_strategies_are_refused(effasr, corpus, strategy, optio
     assert effasr(*given, "--strategy", "all").code == 0
 
 
-def test_shares_of_sources_are_not_planned(effasr, workplace, tmp_path) -> None:
-    recipe = Path(workplace.recipe).read_text()
-    train = f"train: {workplace.folder}/train"
+def test_shares_of_sources_are_planned_as_they_are_trained_on(effasr, workplace, tmp_path) -> None:
+    lines = (workplace.folder / "train.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    for name, some in (("read", rows[:20]), ("wild", rows[20:])):
+        for row in some:
+            row["audio_filepath"] = str(workplace.folder / row["audio_filepath"])
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    recipe = yaml.safe_load(Path(workplace.recipe).read_text())
+    del recipe["data"]["train"]
+    wild = {"manifests": str(tmp_path / "wild.jsonl"), "weight": 0.75}
+    sources = {"read": str(tmp_path / "read.jsonl"), "wild": wild}
+    recipe["data"]["mix"] = {"sources": sources, "epoch_hours": 0.1}
     path = tmp_path / "mixed.yaml"
-    path.write_text(recipe.replace(train, f"mix: {{sources: {{a: {workplace.folder}/train}}}}"))
-    failed = effasr("plan", "--recipe", path)
-    assert failed.code == 2
-    assert "`--manifest` must name manifests for a recipe with `data.mix`" in failed.error
+    path.write_text(yaml.safe_dump(recipe))
+    planned = effasr("plan", "--recipe", path, "--world-size", 1, "--json")
+    assert planned.code == 0, planned
+    found = json.loads(planned.out)
+    read, wild = found["sources"]
+    assert (read["source"], wild["source"]) == ("read", "wild")
+    assert (read["asked"], wild["asked"]) == (0.25, 0.75)
+    assert wild["realised"] == pytest.approx(0.75, abs=0.02)
+    assert found["planned"] == read["drawn_utterances"] + wild["drawn_utterances"]
+    config = configuration.load(TrainConfig, path, [])
+    corpus = assembly.load_corpus(config, load_tokenizer(config.data.tokenizer), None)
+    assert found["token_budget"] == corpus.shape.token_budget
+    cost = cost_model(config.model, load_tokenizer(config.data.tokenizer).vocab_size)
+    plan = Loader(corpus, config.data, seed=config.seed, pin_memory=False, cost=cost).plan(0)
+    assert found["steps"] == plan.num_steps
+    assert corpus.blends(plan)[0].mapping() == found["sources"]
+    for strategy in ("random", "all"):
+        shown = effasr("plan", "--recipe", path, "--world-size", 1, "--strategy", strategy)
+        assert shown.code == 0, shown
+        assert "Sources (data.mix), of which an epoch of " in shown.out
+    # Manifests in their place have no shares.
     given = ("--manifest", workplace.folder / "train", "--world-size", 1)
-    assert effasr("plan", "--recipe", path, *given).code == 0
+    plain = effasr("plan", "--recipe", path, *given)
+    assert plain.code == 0
+    assert "Sources" not in plain.out
 
 
 def test_text_needs_no_tokenizer_and_says_so(effasr, workplace) -> None:

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from effasr_kernels import aot, launch
+from effasr_kernels import RelativeBias, aot, launch
 from effasr_kernels.attention._relative import relative_backward, relative_scores
 from effasr_kernels.launch import Launch
 from effasr_kernels.packed import PackedLayout
@@ -29,11 +29,12 @@ def _launches(
     """What a forward and a backward launch, for slices of the products that models make."""
     layout = PackedLayout.from_lengths((37, 100, 5), rows=160) if layout is None else layout
     reach = layout.bound + 1 + spare
-    q = torch.empty(layout.rows, 3, heads, width, dtype=dtype)[:, 0]
+    q, k, _ = torch.empty(layout.rows, 3, heads, width, dtype=dtype).unbind(1)
     bias, table = q.new_empty(heads, width), q.new_empty(2 * reach - 1, heads, width)
     with launch.recording(divmod(architecture, 10)) as launches:
-        scores = relative_scores(q, bias, table, layout, layout, 0.125)
-        relative_backward(scores, q, bias, table, layout, layout, 0.125)
+        scores = relative_scores(q, bias, table, layout, layout)
+        position = RelativeBias(bias, bias, table)
+        relative_backward(scores, q, k, position, layout, layout, 0.125)
     return launches
 
 

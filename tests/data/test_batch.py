@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effasr.data.batch import IGNORED, Example, StaticShape, collate, encoder_frames
+from effasr.data.batch import IGNORED, Example, StaticShape, collate
+from effasr.data.framing import Framing
 
 EOS, PAD = 2, 1
 
@@ -23,7 +24,7 @@ def test_exact_sizes() -> None:
     assert batch.ids == ("u", "v")
     assert batch.audio.layout.cu_seqlens_host == (0, 1600, 4600)
     assert batch.audio.values[1599:1602].tolist() == [1600.0, 1.0, 2.0]
-    assert batch.frames.lengths == (encoder_frames(1600), encoder_frames(3000)) == (2, 3)
+    assert batch.frames.lengths == (Framing().frames(1600), Framing().frames(3000)) == (2, 3)
     assert batch.tokens.values.tolist() == [10, 11, 12, 5, 6, 10, 11, 12, 7]
     expected = [IGNORED, IGNORED, 5, 6, EOS, IGNORED, IGNORED, 7, EOS]
     assert batch.targets.tolist() == expected
@@ -59,7 +60,7 @@ def test_no_utterance_at_all_is_a_batch_of_tails() -> None:
 
 @given(st.lists(st.integers(0, 20_000), min_size=1, max_size=6))
 def test_audio_always_fits_where_its_frames_do(samples: list[int]) -> None:
-    frames = sum(map(encoder_frames, samples))
+    frames = sum(map(Framing().frames, samples))
     shape = StaticShape(max(1, frames), 8 * len(samples), len(samples))
     batch = collate([example(n, [5]) for n in samples], shape, eos_id=EOS, pad_id=PAD)
     assert batch.frames.total == frames

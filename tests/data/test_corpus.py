@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 
 from effasr.data.audio import AudioError
-from effasr.data.batch import encoder_frames
 from effasr.data.config import DataConfig
 from effasr.data.corpus import Corpus
 from effasr.data.filter_config import FilterConfig
+from effasr.data.framing import Framing
 from effasr.data.manifests import load_audio, read
 from effasr.data.prepare import prepare
 from effasr.data.prompt import Prompt
@@ -32,7 +32,7 @@ def test_examples_are_those_of_the_manifest(
         assert (example.audio == load_audio(cut)).all()
         assert tokenizer.decode(example.text) == cut.supervisions[0].text
         assert len(example.prompt) == 5
-        assert corpus.lengths.frames[index] == encoder_frames(example.audio.shape[0])
+        assert corpus.lengths.frames[index] == Framing().frames(example.audio.shape[0])
         assert corpus.lengths.tokens[index] == len(example.prompt) + len(example.text)
     assert corpus.prompt == Prompt()
     assert corpus.seconds == pytest.approx(sum(cut.duration for cut in read(manifest)))

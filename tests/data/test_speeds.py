@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from lhotse import MonoCut, Recording
 
 from effasr.data.audio import load_audio, read_audio, samples_in
-from effasr.data.batch import encoder_frames
 from effasr.data.config import DataConfig
 from effasr.data.corpus import Corpus
 from effasr.data.corpus_cache import CorpusCache
 from effasr.data.filter_config import FilterConfig
+from effasr.data.framing import Framing
 from effasr.data.manifests import read
 from effasr.data.mixing import MixConfig
 from effasr.data.speeds import duration_at, load_at, name_at
@@ -82,7 +82,7 @@ def test_every_utterance_is_there_at_every_speed(
         assert corpus.cut(index).id == f"u{index // 3}"
         assert len(example.audio) == corpus.samples[index]
         assert corpus.duration(index) == len(example.audio) / 16_000
-        assert corpus.lengths.frames[index] == encoder_frames(len(example.audio))
+        assert corpus.lengths.frames[index] == Framing().frames(len(example.audio))
         assert corpus.lengths.tokens[index] == len(example.prompt) + len(example.text)
         own = plain.example(index // 3)
         assert (example.prompt, example.text) == (own.prompt, own.text)
@@ -129,7 +129,7 @@ def test_rates_and_ctc_are_those_of_the_copy(
     # One copy of the shortest is too fast; the second, slower, is as far below as it was.
     assert [(d.id, d.reason) for d in corpus.dropped] == [("u0_sp1.1", "token_rate_outlier")]
     dense = nemo(3, text="one two three four")
-    frames = encoder_frames(8000)
+    frames = Framing().frames(8000)
     everything = FilterConfig(max_dropped=1)
     slow = load(dense, tokenizer, speeds=(0.5, 1.0, 2.0), filters=everything, token_budget=60)
     infeasible = {d.id for d in slow.dropped if d.reason == "ctc_infeasible"}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from effasr_kernels import RelativeBias
 from effasr_kernels.attention._relative import bias_width, relative_backward, relative_scores
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.testing import assert_no_worse
@@ -19,51 +20,62 @@ _SCALE = 0.3
 
 @dataclass(frozen=True)
 class Problem:
-    """Arguments of `relative_scores`, and a gradient for what it gives."""
+    """Queries, keys and positions, and a gradient for their scores."""
 
     q: Tensor
-    position_bias: Tensor
-    table: Tensor
+    k: Tensor
+    position: RelativeBias
     layout_q: PackedLayout
     layout_k: PackedLayout
     ds: Tensor
 
-    @property
-    def defined(self) -> Tensor:
-        """Which elements of the buffer have a meaning: bool (T_q, 1, W)."""
+    def defined(self, vector: int = 1) -> Tensor:
+        """Which columns of the buffer have a key, in whole vectors: bool (T_q, 1, W)."""
         lengths = torch.tensor((*self.layout_k.lengths, 0), device=self.q.device)
         keys = lengths[self.layout_q.sequence_ids()]
-        return torch.arange(self.ds.shape[-1], device=self.q.device) < keys[:, None, None]
+        columns = torch.arange(self.ds.shape[-1], device=self.q.device) // vector * vector
+        return columns < keys[:, None, None]
 
     def solve(self) -> dict[str, Tensor]:
         """By the kernels; what is undefined is set to zero."""
-        arguments = self.q, self.position_bias, self.table, self.layout_q, self.layout_k, _SCALE
-        scores = relative_scores(*arguments)
-        grads = relative_backward(self.ds.clone(), *arguments)
-        return self._named(scores.masked_fill(~self.defined, 0), *grads)
+        layouts = self.layout_q, self.layout_k
+        scores = relative_scores(self.q, self.position.position_bias, self.position.table, *layouts)
+        grads = relative_backward(self.ds, self.q, self.k, self.position, *layouts, _SCALE)
+        return self._named(scores.masked_fill(~self.defined(), 0), *grads)
 
     def dense(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """By matrices, in another dtype."""
-        leaves = [x.to(dtype).detach() for x in (self.q, self.position_bias, self.table)]
+        position = self.position.content_bias, self.position.position_bias, self.position.table
+        leaves = [x.to(dtype).detach() for x in (self.q, self.k, *position)]
         leaves[0][self.layout_q.total :] = 0
-        q, position_bias, table = (x.requires_grad_() for x in leaves)
-        shifted = (q + position_bias).to(torch.promote_types(dtype, torch.float32))
-        reach, pieces = (table.shape[0] + 1) // 2, []
-        sequences = shifted[: self.layout_q.total].split(self.layout_q.lengths)
-        for rows, keys in zip(sequences, self.layout_k.lengths, strict=True):
-            i = torch.arange(rows.shape[0], device=rows.device)[:, None]
-            j = torch.arange(keys, device=rows.device)
-            by_key = table.to(shifted.dtype)[reach - 1 + i - j]
-            scores = torch.einsum("ihd,ijhd->ihj", rows, by_key) * _SCALE
-            pieces.append(F.pad(scores, (0, self.ds.shape[-1] - keys)))
-        tail = self.layout_q.rows - self.layout_q.total
-        scores = F.pad(torch.cat(pieces), (0, 0, 0, 0, 0, tail)).to(dtype)
-        ds = self.ds.masked_fill(~self.defined, 0).to(dtype)
-        grads = torch.autograd.grad(scores, (q, position_bias, table), ds, materialize_grads=True)
-        return self._named(scores.detach(), *grads)
+        q, k, content_bias, position_bias, table = (x.requires_grad_() for x in leaves)
+        wide = torch.promote_types(dtype, torch.float32)
+        shifted, by_content = ((q + x).to(wide) for x in (position_bias, content_bias))
+        reach, pieces, totals = (table.shape[0] + 1) // 2, [], []
+        real = slice(0, self.layout_q.total), slice(0, self.layout_k.total)
+        for p, c, keys in zip(
+            shifted[real[0]].split(self.layout_q.lengths),
+            by_content[real[0]].split(self.layout_q.lengths),
+            k.to(wide)[real[1]].split(self.layout_k.lengths),
+            strict=True,
+        ):
+            i = torch.arange(p.shape[0], device=p.device)[:, None]
+            j = torch.arange(keys.shape[0], device=p.device)
+            scores = torch.einsum("ihd,ijhd->ihj", p, table.to(wide)[reach - 1 + i - j])
+            total = (scores + torch.einsum("ihd,jhd->ihj", c, keys)) * _SCALE
+            room = 0, self.ds.shape[-1] - keys.shape[0]
+            pieces.append(F.pad(scores.detach(), room))
+            totals.append(F.pad(total, room))
+        tail = 0, 0, 0, 0, 0, self.layout_q.rows - self.layout_q.total
+        scores, total = (F.pad(torch.cat(x), tail).to(dtype) for x in (pieces, totals))
+        ds = self.ds.masked_fill(~self.defined(), 0).to(dtype)
+        leaves = q, content_bias, position_bias, table
+        grads = torch.autograd.grad(total, leaves, ds, materialize_grads=True)
+        return self._named(scores, *grads)
 
     def _named(self, *tensors: Tensor) -> dict[str, Tensor]:
-        return dict(zip(("scores", "q", "position_bias", "table"), tensors, strict=True))
+        names = "scores", "q", "content_bias", "position_bias", "table"
+        return dict(zip(names, tensors, strict=True))
 
     def check(self) -> None:
         """The kernels err as little as the dtype allows."""
@@ -97,14 +109,25 @@ def problem(
     q = draw(layout_q.rows, 3, heads, width)[:, 1]
     q[layout_q.total :] = torch.nan
     table = draw(2 * reach - 1, heads, 2, width)[:, :, 1]
+    k = draw(layout_k.rows, heads, 2, width)[:, :, 0]
+    k[layout_k.total :] = torch.nan
+    position = RelativeBias(draw(heads, width), draw(heads, width), table)
     ds = draw(layout_q.rows, heads, columns)
-    made = Problem(q, draw(heads, width), table, layout_q, layout_k, ds)
-    ds.masked_fill_(~made.defined, torch.nan)
+    made = Problem(q, k, position, layout_q, layout_k, ds)
+    ds.masked_fill_(~made.defined(), 0).masked_fill_(~made.defined(8), torch.nan)
     return made
 
 
 def test_lengths(lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     problem(dtype, device, lengths).check()
+
+
+def test_scores_are_finite_to_whole_vectors(dtype: torch.dtype, device: torch.device) -> None:
+    """Attention multiplies those past the last key by zeros."""
+    given = problem(dtype, device, (67, 5, 8))
+    table, bias = given.position.table, given.position.position_bias
+    scores = relative_scores(given.q, bias, table, given.layout_q, given.layout_k)
+    assert scores.masked_fill(~given.defined(8), 0).isfinite().all()
 
 
 def test_more_than_one_tile(dtype: torch.dtype, device: torch.device) -> None:
@@ -138,7 +161,7 @@ def test_distances_that_none_has_get_no_gradient(device: torch.device) -> None:
     given = problem(torch.float32, device, (3, 5), (4, 2), spare=60)
     table = given.solve()["table"]
     used = torch.zeros(table.shape[0], dtype=torch.bool, device=device)
-    used[given.table.shape[0] // 2 - 3 :][:8] = True
+    used[table.shape[0] // 2 - 3 :][:8] = True
     assert not table[~used].any()
     assert table[used].abs().sum((1, 2)).all()
 
@@ -147,23 +170,22 @@ def test_no_rows(device: torch.device) -> None:
     layout = PackedLayout.from_lengths((), device)
     nothing = torch.empty(0, 2, 16, device=device)
     bias, table = torch.ones(2, 16, device=device), torch.ones(7, 2, 16, device=device)
-    scores = relative_scores(nothing, bias, table, layout, layout, _SCALE)
+    scores = relative_scores(nothing, bias, table, layout, layout)
     assert scores.shape == (0, 2, 8)
-    q, position_bias, by_distance = relative_backward(
-        scores, nothing, bias, table, layout, layout, _SCALE
-    )
+    position = RelativeBias(bias, bias, table)
+    q, *shared = relative_backward(scores, nothing, nothing, position, layout, layout, _SCALE)
     assert q.shape == nothing.shape
-    assert not position_bias.any()
-    assert not by_distance.any()
+    assert not any(x.any() for x in shared)
 
 
 def test_columns_apart(device: torch.device) -> None:
     given = problem(torch.float32, device, (4, 3))
     spread = lambda x: torch.stack([x, x], -1)[..., 0]
+    position = given.position.content_bias, given.position.position_bias, given.position.table
     apart = Problem(
         spread(given.q),
-        spread(given.position_bias),
-        spread(given.table),
+        spread(given.k),
+        RelativeBias(*map(spread, position)),
         given.layout_q,
         given.layout_k,
         given.ds,
@@ -199,11 +221,11 @@ def test_buffer_past_two_billion_elements(device: torch.device) -> None:
     alone = PackedLayout.from_lengths((length,), device)
     q = torch.randn(layout.rows, heads, width, device=device, dtype=torch.bfloat16)
     bias, table = torch.randn_like(q[0]), torch.randn_like(q[: 2 * length - 1])
-    scores = relative_scores(q, bias, table, layout, layout, _SCALE)
+    scores = relative_scores(q, bias, table, layout, layout)
     assert scores.numel() > 2**31
-    last = q[-length:]
-    expected = relative_scores(last, bias, table, alone, alone, _SCALE)
+    last, position = q[-length:], RelativeBias(bias, bias, table)
+    expected = relative_scores(last, bias, table, alone, alone)
     assert torch.equal(scores[-length:], expected)
-    grad_q, _, _ = relative_backward(scores, q, bias, table, layout, layout, _SCALE)
-    expected, _, _ = relative_backward(expected, last, bias, table, alone, alone, _SCALE)
+    grad_q, *_ = relative_backward(scores, q, q, position, layout, layout, _SCALE)
+    expected, *_ = relative_backward(expected, last, last, position, alone, alone, _SCALE)
     assert torch.equal(grad_q[-length:], expected)

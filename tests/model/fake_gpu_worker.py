@@ -23,10 +23,12 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from effasr.data.augment import AugmentConfig
 from effasr.data.batch import Batch, Example, StaticShape, collate
 from effasr.data.features import FeatureConfig, LogMel
+from effasr.data.framing import Framing
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
 from effasr.model.transducer import TransducerConfig
+from effasr.model.transformer_encoder import TransformerEncoderConfig
 from effasr_kernels import PackedLayout, PackedSequence
 
 DEVICE = "fakegpu"
@@ -52,7 +54,7 @@ class OneDevice(TorchDispatchMode):
         return out
 
 
-def batch_on_device(mode: FakeTensorMode, *, static: bool) -> Batch:
+def batch_on_device(mode: FakeTensorMode, framing: Framing, *, static: bool) -> Batch:
     def example(samples: int, tokens: int, monotonic: bool = True) -> Example:
         audio = np.zeros(samples, dtype=np.float32)
         text = list(range(8, 8 + tokens))
@@ -64,9 +66,9 @@ def batch_on_device(mode: FakeTensorMode, *, static: bool) -> Batch:
     def packed(x: PackedSequence) -> PackedSequence:
         return PackedSequence(move(x.values), layout(x.layout))
 
-    shape = StaticShape(frame_budget=40, token_budget=50, max_sequences=6)
+    shape = StaticShape(frame_budget=80, token_budget=50, max_sequences=6, framing=framing)
     examples = [example(14_005, 5), example(100, 1), example(8_000, 4, monotonic=False)]
-    real = collate(examples, shape if static else None, eos_id=3, pad_id=2)
+    real = collate(examples, shape if static else None, eos_id=3, pad_id=2, framing=framing)
     move = lambda x: mode.from_tensor(x).to(DEVICE)
     return replace(
         real,
@@ -129,13 +131,40 @@ def variants() -> Iterator[ModelConfig]:
                 predictor="lstm" if other else "stateless", width=16, joint=12, dropout=0.1
             ),
         )
+    yield ModelConfig(
+        features=FeatureConfig(
+            kind="whisper",
+            subsampling=2,
+            mel_bins=16,
+            n_fft=400,
+            window=400,
+            preemphasis=0.0,
+            normalize=False,
+        ),
+        augment=AugmentConfig(freq_masks=2, freq_width=3, time_masks=2),
+        encoder=TransformerEncoderConfig(width=32, layers=1, heads=4, feed_forward=48, **DROPOUT),
+        decoder=DecoderConfig(
+            width=32,
+            layers=1,
+            heads=4,
+            feed_forward=48,
+            positions="learned",
+            activation="gelu",
+            embedding_norm=False,
+            key_bias=False,
+            output_bias=False,
+            **DROPOUT,
+        ),
+        ctc=True,
+        transducer=TransducerConfig(predictor="stateless", width=16, joint=12, dropout=0.1),
+    )
 
 
 def check_step(config: ModelConfig, dtype: torch.dtype) -> None:
     mode = FakeTensorMode()
     model = model_on_device(config, mode, dtype)
     with mode:
-        batch = batch_on_device(mode, static=config.ctc)
+        batch = batch_on_device(mode, config.features.framing, static=config.ctc)
     with mode, OneDevice():
         losses = model(batch, label_smoothing=0.1, guided_sigma=0.3 if config.ctc else None)
         (losses.cross_entropy + losses.ctc + losses.transducer + losses.guided).backward()

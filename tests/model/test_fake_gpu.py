@@ -13,4 +13,4 @@ def test_a_step_stays_on_the_device_and_asks_it_nothing() -> None:
         [sys.executable, WORKER], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "12 forwards and backwards" in done.stdout
+    assert "13 forwards and backwards" in done.stdout

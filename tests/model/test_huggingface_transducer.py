@@ -367,7 +367,7 @@ def test_a_model_without_the_part_is_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "whisper"}, "parakeet_rnnt or parakeet_tdt, but is whisper"),
+        ({"model_type": "wav2vec2"}, "parakeet_rnnt or parakeet_tdt, but is wav2vec2"),
         ({"blank_token_id": 0}, "`blank_token_id` must be the last class, 40, but is 0"),
         ({"hidden_act": "gelu"}, "`hidden_act` must be relu or tanh, but is gelu"),
         ({"num_decoder_layers": 1}, r"predictor\.lstm\.\w+_l1, expected nothing"),

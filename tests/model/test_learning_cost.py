@@ -8,7 +8,6 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from effasr.data.batch import Batch, Example
-from effasr.data.features import SUBSAMPLING
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import cost_model, recomputed_costs, text_cost_model
 from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
@@ -41,7 +40,7 @@ def predicted(model: ASRModel, batch: Batch) -> float:
     for frames, tokens in zip(batch.frames.lengths, batch.tokens.layout.lengths, strict=True):
         whole += 3 * int(cost.of(np.array([frames]), np.array([tokens]))[0])
     features = model.config.features
-    mel = 2 * SUBSAMPLING * (features.n_fft // 2 + 1) * features.mel_bins
+    mel = 2 * 8 * (features.n_fft // 2 + 1) * features.mel_bins
     # Where the backward comes to the convolutions, features count as if they learnt.
     learns = any(p.requires_grad for p in model.encoder.subsampling.parameters())
     return whole - 2 * mel * sum(batch.frames.lengths) * learns

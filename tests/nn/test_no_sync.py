@@ -10,8 +10,9 @@ from effasr.data.augment import AugmentConfig, spec_augment
 from effasr.data.batch import Example, StaticShape, collate
 from effasr.data.features import FeatureConfig, LogMel
 from effasr.model.losses import gather_losses
+from effasr.model.transformer_encoder import ConvolutionStem
 from effasr.nn.norms import BatchNorm
-from effasr.nn.positions import decoder_sinusoids, relative_sinusoids
+from effasr.nn.positions import decoder_sinusoids, relative_sinusoids, whisper_sinusoids
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
 from effasr.nn.subsampling import Subsampling
 
@@ -69,3 +70,19 @@ def test_nothing_waits_for_the_device() -> None:
         )
         (losses.cross_entropy + losses.guided).backward()
     assert losses.guided == batch.num_monotonic_targets
+
+
+def test_nothing_waits_for_the_device_in_whisper() -> None:
+    config = FeatureConfig(
+        kind="whisper", subsampling=2, minimum_s=0.2, mel_bins=16, n_fft=400, window=400,
+        preemphasis=0.0, normalize=False,
+    )  # fmt: skip
+    examples = [Example(str(n), torch.randn(n).numpy(), [1], [2, 3]) for n in (4000, 100, 2600)]
+    shape = StaticShape(40, 15, 5, framing=config.framing)
+    batch = collate(examples, shape, eos_id=4, pad_id=0)
+    features, stem = LogMel(config), ConvolutionStem(16, 8)
+    with NoWaiting():
+        mel = features(batch.audio, batch.frames)
+        mel = mel.with_values(spec_augment(mel, AugmentConfig(freq_masks=1, time_masks=2)))
+        x = stem(mel) + whisper_sinusoids(mel.slot_positions, 8)
+        x.sum().backward()

@@ -1,7 +1,12 @@
 import pytest
 import torch
 
-from effasr.nn.positions import decoder_sinusoids, relative_sinusoids, sinusoids
+from effasr.nn.positions import (
+    decoder_sinusoids,
+    relative_sinusoids,
+    sinusoids,
+    whisper_sinusoids,
+)
 
 
 def test_relative_table_is_that_of_transformers_upside_down() -> None:
@@ -17,6 +22,12 @@ def test_decoder_positions_are_those_of_transformers() -> None:
     positions = torch.tensor([0, 1, 5, 300])
     theirs = canary.CanaryPositionalEmbedding(512, 32)(positions)
     torch.testing.assert_close(decoder_sinusoids(positions, 32), theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_whisper_places_are_those_of_transformers() -> None:
+    whisper = pytest.importorskip("transformers.models.whisper.modeling_whisper")
+    theirs = whisper.sinusoids(1500, 24)
+    assert torch.equal(whisper_sinusoids(torch.arange(1500), 24), theirs)
 
 
 def test_the_middle_row_is_distance_zero() -> None:

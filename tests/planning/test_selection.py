@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effasr.data.audio import samples_in
-from effasr.data.batch import encoder_frames
 from effasr.data.filters import Limits
+from effasr.data.framing import Framing
 from effasr.planning.listing import Listing
 from effasr.planning.selection import select
 
@@ -78,4 +78,4 @@ def test_nothing_is_left(seconds) -> None:
 @given(st.lists(st.floats(0.1, 40.0), min_size=1, max_size=50))
 def test_frames_are_those_of_the_corpus(seconds: list[float]) -> None:
     chosen = select(listing(seconds, [1] * len(seconds)), Limits(), frame_budget=1000)
-    assert chosen.lengths.frames.tolist() == [encoder_frames(samples_in(s)) for s in seconds]
+    assert chosen.lengths.frames.tolist() == [Framing().frames(samples_in(s)) for s in seconds]

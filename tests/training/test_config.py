@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from effasr.data.features import FeatureConfig
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import EncoderConfig
+from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.training import assembly
 from effasr.training.config import EvaluationConfig, LoopConfig, TrainConfig, resolve_losses
@@ -94,6 +98,27 @@ def test_a_model_to_begin_with_brings_its_architecture_and_tokenizer(
     assert loaded.training
     for name, parameter in model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter)
+
+
+def test_a_recipe_may_change_fields_of_the_model_to_begin_with(
+    tmp_path, tones, model_config
+) -> None:
+    tokenizer = load_tokenizer(tones / "tokenizer")
+    save_model(tmp_path / "model", ASRModel(model_config, tokenizer.vocab_size), tokenizer)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"init_from: {tmp_path / 'model'}\nmodel: {{text_encoder: {{heads: 2}}}}\n")
+    change = ["model.encoder.residual_dropout=0.25"]
+    found = configuration.load(TrainConfig, recipe, change).model
+    assert found.text_encoder == TextEncoderConfig(heads=2)
+    encoder = replace(model_config.encoder, residual_dropout=0.25)
+    assert replace(found, text_encoder=None) == replace(model_config, encoder=encoder)
+    # A run goes on from its checkpoint alone: what it began with may be gone.
+    (tmp_path / "model").rename(tmp_path / "run")
+    change += [f"output={tmp_path}", "name=run"]
+    assert configuration.load(TrainConfig, recipe, change).model == found
+    (tmp_path / "run" / "model.yaml").unlink()
+    config = configuration.load(TrainConfig, recipe, change)
+    assert config.model.encoder == EncoderConfig(residual_dropout=0.25)
 
 
 def test_without_data_or_tokenizer_the_message_says_what_is_missing(tones) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from effasr.data.batch import FRAME_SAMPLES, StaticShape, encoder_frames
-from effasr.data.features import SAMPLE_RATE
+from effasr.data.batch import StaticShape
 from effasr.data.files import write_atomically
+from effasr.data.framing import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr.data.sampling.plan import UtteranceLengths
 
 _BINS, _SIZES = "bucket_duration_bins", "bucket_batch_size"
@@ -91,8 +91,12 @@ class BucketTable:
         return cls(tuple(bins), tuple(sizes))
 
     @classmethod
-    def load(cls, path: str | Path) -> BucketTable:
+    def load(cls, path: str | Path, framing: Framing = FASTCONFORMER) -> BucketTable:
         """Read a table in the form of `save`.
+
+        Args:
+            path: The file.
+            framing: Of the corpus, in whose frames the table is to be.
 
         Raises:
             ValueError: The file is missing or malformed.
@@ -103,7 +107,7 @@ class BucketTable:
             raise ValueError(f"{path}: not a readable JSON file: {error}.") from error
         try:
             pairs, sizes = _parsed(content)
-            bins = [(encoder_frames(round(s * SAMPLE_RATE)), tokens) for s, tokens in pairs]
+            bins = [(framing.frames(round(s * SAMPLE_RATE)), tokens) for s, tokens in pairs]
             if len(bins) == len(sizes):
                 # Durations that differ by less than a frame may be out of order in frames.
                 sizes = [size for _, size in sorted(zip(bins, sizes, strict=True))]
@@ -112,13 +116,13 @@ class BucketTable:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, framing: Framing = FASTCONFORMER) -> None:
         """Write the table as JSON, in the terms of NeMo's OOMptimizer.
 
         ``bucket_duration_bins`` are pairs of seconds and tokens, ``bucket_batch_size`` numbers of
         utterances.
         """
-        seconds = [round(frames * FRAME_SAMPLES / SAMPLE_RATE, 2) for frames, _ in self.bins]
+        seconds = [round(frames * framing.seconds, 2) for frames, _ in self.bins]
         content = {
             _BINS: [[s, tokens] for s, (_, tokens) in zip(seconds, self.bins, strict=True)],
             _SIZES: list(self.batch_sizes),
@@ -137,7 +141,7 @@ class BucketTable:
             first = homeless[0]
             raise ValueError(
                 f"every utterance must fit in a bucket, but {homeless.size} of {len(lengths)} do "
-                f"not: number {first} has {lengths.frames[first]} frames of 80 ms and "
+                f"not: number {first} has {lengths.frames[first]} frames and "
                 f"{lengths.tokens[first]} tokens, the last bucket {self.bins[-1][0]} and "
                 f"{self.bins[-1][1]}: make a table for this corpus, or drop them with "
                 "data.max_duration and data.filters.max_tokens_per_second."

@@ -21,8 +21,7 @@ from lhotse.dataset.sampling.dynamic_bucketing import (
 )
 from lhotse.dataset.sampling.simple import SimpleCutSampler
 
-from effasr.data.batch import FRAME_SAMPLES, StaticShape
-from effasr.data.features import SAMPLE_RATE
+from effasr.data.batch import StaticShape
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.shuffle import shuffled
@@ -224,12 +223,12 @@ def _batch_frames(
     if batch_duration is None:
         frames, name = shape.frame_budget, f"`frame_budget` = {shape.frame_budget}"
     else:
-        frames = int(batch_duration * SAMPLE_RATE / FRAME_SAMPLES + 1e-6)
+        frames = int(batch_duration / shape.framing.seconds + 1e-6)
         name = f"`batch_duration` = {batch_duration:g} s"
     if longest > frames:
         raise ValueError(
             f"every utterance must fit in {name}, but the longest has {longest} frames "
-            f"({longest * FRAME_SAMPLES / SAMPLE_RATE:.2f} s): drop it with data.max_duration, or "
+            f"({longest * shape.framing.seconds:.2f} s): drop it with data.max_duration, or "
             "raise the limit."
         )
     return frames
@@ -240,7 +239,7 @@ def _scaled(shape: StaticShape, frames: int | None) -> StaticShape:
     if frames is None or frames == shape.frame_budget:
         return shape
     tokens = max(1, shape.token_budget * frames // shape.frame_budget)
-    return StaticShape(frames, tokens, shape.max_sequences)
+    return StaticShape(frames, tokens, shape.max_sequences, framing=shape.framing)
 
 
 def _estimated_edges(frames: np.ndarray, num_buckets: int) -> list[float]:

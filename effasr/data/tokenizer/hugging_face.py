@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face's Canary and Parakeet models: a ``tokenizer.json``."""
+"""Tokenizers of Hugging Face's models, of Canary and Parakeet: a ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from effasr.data.prompt import Prompt
 from effasr.data.tokenizer.base import Tokenizer, check_ids, check_language
 
 TOKENIZER_FILE = "tokenizer.json"
-_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_COMPANIONS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "normalizer.json",
+)
 _LANGUAGE = re.compile(r"<\|([a-z]{2})\|>")
 _PAD, _EOS, _UNKNOWN, _BLANK = "<pad>", "<|endoftext|>", "<unk>", "<blank>"
 _PROMPT_HEAD = ("<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>")
@@ -63,6 +70,8 @@ class HuggingFaceTokenizer(Tokenizer):
         for name in (TOKENIZER_FILE, *_COMPANIONS):
             if (self._path.parent / name).is_file():
                 shutil.copyfile(self._path.parent / name, folder / name)
+        if not self._path.is_file():
+            self._tokenizer.save(str(folder / TOKENIZER_FILE))
 
 
 class CanaryTokenizer(HuggingFaceTokenizer):
@@ -148,13 +157,17 @@ class ParakeetTokenizer(HuggingFaceTokenizer):
 
 
 def load_hugging_face(directory: str | Path) -> HuggingFaceTokenizer:
-    """Read the ``tokenizer.json`` of a Parakeet, if it has a blank, or of a Canary.
+    """Read the ``tokenizer.json`` of a Whisper, of a Parakeet, if it has a blank, or of a Canary.
 
     Raises:
         ValueError: The file is missing or broken, or that of another model.
         ImportError: The package `tokenizers` is not installed.
     """
+    from effasr.data.tokenizer.whisper import WhisperTokenizer, is_whisper
+
     vocabulary = _load(Path(directory) / TOKENIZER_FILE).get_vocab(with_added_tokens=True)
+    if is_whisper(vocabulary):
+        return WhisperTokenizer(directory)
     return (CanaryTokenizer if _find_blank(vocabulary) is None else ParakeetTokenizer)(directory)
 
 
@@ -170,7 +183,9 @@ def _tag(language: str) -> str:
 
 
 def _load(path: Path):
-    if not path.is_file():
+    """The tokenizer of a file; where it is missing, that of ``vocab.json`` and ``merges.txt``."""
+    parts = [path.with_name(name) for name in ("vocab.json", "merges.txt")]
+    if not path.is_file() and not all(part.is_file() for part in parts):
         raise ValueError(f"{path}: there is no such file.")
     try:
         from tokenizers import Tokenizer as Fast
@@ -178,6 +193,10 @@ def _load(path: Path):
         raise ImportError(
             f"{path}: needs the package `tokenizers`: pip install effasr[huggingface]."
         ) from error
+    if not path.is_file():
+        from effasr.data.tokenizer.whisper import from_vocabulary
+
+        return from_vocabulary(path.parent)
     try:
         return Fast.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception

@@ -42,9 +42,9 @@ class SentencePieceTokenizer(Tokenizer):
         """
         if not models:
             raise ValueError("`models` must hold at least one language, but is empty.")
-        self._models = {language: models[language] for language in sorted(models)}
-        self._processors = {name: _load(name, data) for name, data in self._models.items()}
-        self.languages = tuple(self._models)
+        self.models = {language: models[language] for language in sorted(models)}
+        self._processors = {name: load_processor(name, data) for name, data in self.models.items()}
+        self.languages = tuple(self.models)
         self.sources = tuple(sorted({*self.languages, *sources}))
         tags = [f"<|{language}|>" for language in self.sources]
         names = [_PAD, _EOS, _START, *_TASKS, *_PUNCTUATION, *tags]
@@ -93,7 +93,7 @@ class SentencePieceTokenizer(Tokenizer):
         """Write one ``.model`` file per language and `METADATA_FILE`."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        for language, model in self._models.items():
+        for language, model in self.models.items():
             write_atomically(folder / f"{language}.model", model)
         metadata = {
             "version": _VERSION,
@@ -147,7 +147,12 @@ def _read_metadata(path: Path) -> dict[str, Any]:
     return metadata
 
 
-def _load(language: str, model: bytes) -> sentencepiece.SentencePieceProcessor:
+def load_processor(language: str, model: bytes) -> sentencepiece.SentencePieceProcessor:
+    """Read a serialised SentencePiece model.
+
+    Raises:
+        ValueError: It is none.
+    """
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:

@@ -12,8 +12,6 @@ from typing import TypeVar
 import torch
 
 from effasr import config as configuration
-from effasr.data.batch import FRAME_SAMPLES
-from effasr.data.features import SAMPLE_RATE
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import World
@@ -34,8 +32,6 @@ log = logging.getLogger(__name__)
 
 _AMPLE = 1_000_000
 """A frame budget in which every utterance of a corpus fits, with all of its tokens."""
-
-_SECONDS_PER_FRAME = FRAME_SAMPLES / SAMPLE_RATE
 
 
 def settle(config: TrainConfig, tokenizer: Tokenizer, world: World) -> TrainConfig:
@@ -165,7 +161,7 @@ def _kept(
         memory_model=asdict(found.memory),
         speed_model=asdict(found.speed),
         bucket_batch_sizes=[
-            [round(frames * _SECONDS_PER_FRAME, 2), tokens, size]
+            [round(frames * shape.framing.seconds, 2), tokens, size]
             for (frames, tokens), size in zip(table.bins, table.batch_sizes, strict=True)
         ],
         trials=[
@@ -179,7 +175,7 @@ def _kept(
         ],
         seconds=seconds,
     )
-    store.save(calibration, table)
+    store.save(calibration, table, shape.framing)
     return calibration
 
 
@@ -191,7 +187,12 @@ def read_population(config: TrainConfig, tokenizer: Tokenizer) -> Population:
     """
     data = replace(config.data, frame_budget=_AMPLE)
     corpus = assembly.load_corpus(replace(config, data=data), tokenizer, None)
-    return Population.of(corpus.lengths, config.data.token_budget, config.data.max_sequences)
+    return Population.of(
+        corpus.lengths,
+        config.data.token_budget,
+        config.data.max_sequences,
+        config.model.features.framing,
+    )
 
 
 def target_bytes(

@@ -17,6 +17,7 @@ import torch
 
 from effasr import config as configuration
 from effasr.data.files import write_atomically
+from effasr.data.framing import Framing
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.training.calibration.workload import Population
 from effasr.training.config import TrainConfig
@@ -108,12 +109,12 @@ def find(fingerprint: str) -> Calibration | None:
     return None
 
 
-def save(calibration: Calibration, table: BucketTable) -> Path | None:
+def save(calibration: Calibration, table: BucketTable, framing: Framing) -> Path | None:
     """Keep a calibration and its bucket table; the path, or None where that is not possible."""
     path = path_of(calibration.fingerprint)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        table.save(buckets_path_of(calibration.fingerprint))
+        table.save(buckets_path_of(calibration.fingerprint), framing)
         write_atomically(path, calibration.to_json().encode())
     except OSError as error:
         log.warning(

@@ -23,6 +23,7 @@ import torch
 
 from effasr import config as configuration
 from effasr.data.batch import StaticShape
+from effasr.data.framing import Framing
 from effasr.distributed.process_group import World
 from effasr.training import assembly
 from effasr.training.calibration.workload import Workload, batch_of
@@ -72,7 +73,8 @@ class Request:
         """The inverse of `to_json`."""
         content = json.loads(text)
         work = content.pop("workload")
-        shape = StaticShape(**{name: work["shape"][name] for name in _FIELDS_OF_SHAPE})
+        sizes = {name: work["shape"][name] for name in _FIELDS_OF_SHAPE}
+        shape = StaticShape(**sizes, framing=Framing(**work["shape"]["framing"]))
         timed = [[(f, u) for f, u in lengths] for lengths in work["timed"]]
         extreme = [(f, u) for f, u in work["extreme"]]
         return cls(**content, workload=Workload(shape, timed, extreme))

@@ -9,7 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from effasr.data.batch import FRAME_SAMPLES, Batch, Example, StaticShape, collate
+from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.framing import FASTCONFORMER, Framing
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.model.asr import ModelConfig
@@ -51,12 +52,14 @@ class Population:
         total_frames: Of all of them.
         token_budget: As configured; None to derive it from the frame budget.
         max_sequences: Likewise.
+        framing: Of the model's features.
     """
 
     lengths: UtteranceLengths
     total_frames: int
     token_budget: int | None = None
     max_sequences: int | None = None
+    framing: Framing = FASTCONFORMER
 
     @classmethod
     def of(
@@ -64,6 +67,7 @@ class Population:
         lengths: UtteranceLengths,
         token_budget: int | None = None,
         max_sequences: int | None = None,
+        framing: Framing = FASTCONFORMER,
     ) -> Population:
         """The population of a corpus; of a very large one every so many, and all extremes.
 
@@ -71,6 +75,7 @@ class Population:
             lengths: Of the corpus.
             token_budget: As configured.
             max_sequences: As configured.
+            framing: Of the model's features.
         """
         total = int(lengths.frames.sum(dtype=np.int64))
         if len(lengths) > _LARGEST_POPULATION:
@@ -78,7 +83,7 @@ class Population:
             extremes = [int(lengths.frames.argmax()), int(lengths.tokens.argmax())]
             chosen = np.unique([*range(0, len(lengths), stride), *extremes])
             lengths = UtteranceLengths(lengths.frames[chosen], lengths.tokens[chosen])
-        return cls(lengths, total, token_budget, max_sequences)
+        return cls(lengths, total, token_budget, max_sequences, framing)
 
     @property
     def longest(self) -> int:
@@ -98,9 +103,10 @@ class Population:
         return StaticShape(
             frame_budget,
             budget,
-            self.max_sequences or max(8, -(-frame_budget // 8)),
+            self.max_sequences or self.framing.sequences(frame_budget),
             max(1, int(kept.frames.max(initial=1))),
             max(1, int(kept.tokens.max(initial=1))),
+            self.framing,
         )
 
     def workload(
@@ -184,7 +190,7 @@ def batch_of(lengths: Lengths, shape: StaticShape, vocab_size: int, seed: int) -
     generator = np.random.default_rng(seed)
     examples = []
     for number, (frames, tokens) in enumerate(lengths):
-        audio = generator.standard_normal(frames * FRAME_SAMPLES, dtype=np.float32) * 0.1
+        audio = generator.standard_normal(frames * shape.framing.samples, dtype=np.float32) * 0.1
         # No two alike in a row: CTC needs no blank between them, and has a path.
         text = (np.arange(max(tokens - 1, 0)) + number) % vocab_size
         examples.append(Example(f"trial-{number}", audio, [0], text.tolist()))

@@ -1,0 +1,242 @@
+"""Tokenizers of NeMo's models: SentencePiece models, with the prompts of a Canary or without."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import Any
+
+from effasr.data.files import write_atomically
+from effasr.data.prompt import Prompt
+from effasr.data.tokenizer.base import Tokenizer, check_ids, check_language
+from effasr.data.tokenizer.sentence_piece import load_processor
+
+NEMO_FILE = "nemo_tokenizer.json"
+"""What makes a folder one of these."""
+
+SPECIAL = "spl_tokens"
+"""The model of the special tokens of an aggregate tokenizer, where NeMo looks for them."""
+
+UNIFIED = "tokenizer"
+"""The name of a model that serves all languages."""
+
+_VERSION = 1
+_PAD, _EOS, _START = "<pad>", "<|endoftext|>", "<|startoftranscript|>"
+_PUNCTUATION = ("<|nopnc|>", "<|pnc|>")
+_CONTEXT, _EMOTION = "<|startofcontext|>", "<|emo:undefined|>"
+_PLAIN = ("<|noitn|>", "<|notimestamp|>", "<|nodiarize|>")
+_NEEDED = {
+    "canary": (_PAD, _EOS, _START, *_PUNCTUATION, "<|transcribe|>", "<|translate|>"),
+    "canary2": (_PAD, _EOS, _CONTEXT, _START, _EMOTION, *_PUNCTUATION, *_PLAIN),
+}
+PROMPT_FORMATS = tuple(_NEEDED)
+_LANGUAGE = re.compile(r"<\|([a-z]{2}(?:-[A-Z]{2})?)\|>")
+_NAME = re.compile(r"[\w-]+")
+# NeMo finds these models by the short code, too.
+_SHORT = {"en-US": "en", "es-ES": "es", "fr-FR": "fr", "de-DE": "de"}
+
+
+class NeMoTokenizer(Tokenizer):
+    """The ids of each model follow those of the one before it, as in NeMo's aggregate tokenizer.
+
+    With a prompt format, special tokens make prompts: ``canary`` (canary-1b) is
+    ``<|startoftranscript|> <|source|> <|task|> <|target|> <|pnc|>``, and ``canary2``
+    (canary-1b-flash, canary-1b-v2) ``<|startofcontext|> <|startoftranscript|> <|emo:undefined|>
+    <|source|> <|target|> <|pnc|> <|noitn|> <|notimestamp|> <|nodiarize|>``. Without one, it is that
+    of a CTC model or a transducer, which have no prompts.
+    """
+
+    def __init__(self, models: Mapping[str, bytes], prompt_format: str | None = None) -> None:
+        """Put models together.
+
+        Args:
+            models: Serialised SentencePiece models by language, in the order of their ids, that of
+                special tokens named `SPECIAL`; or one alone, named `UNIFIED`, for all languages.
+            prompt_format: One of `PROMPT_FORMATS`; None for no prompts.
+
+        Raises:
+            ValueError: There is no model, one is no SentencePiece model or has a name that no file
+                may have, the format is unknown, or the models lack a token of it.
+        """
+        if not models:
+            raise ValueError("`models` must hold at least one model, but is empty.")
+        for name in models:
+            if not _NAME.fullmatch(name):
+                raise ValueError(
+                    f"`models` must be named by languages, of letters and dashes, but one is "
+                    f"{name!r}."
+                )
+        if prompt_format not in (None, *PROMPT_FORMATS):
+            raise ValueError(
+                f"`prompt_format` must be {' or '.join(PROMPT_FORMATS)}, but is {prompt_format}."
+            )
+        self.models, self.prompt_format = dict(models), prompt_format
+        self._names = list(models)
+        self._processors = [load_processor(name, data) for name, data in models.items()]
+        sizes = [processor.vocab_size() for processor in self._processors]
+        *self._offsets, self.vocab_size = accumulate(sizes, initial=0)
+        self._unknown = {
+            offset + processor.unk_id()
+            for offset, processor in zip(self._offsets, self._processors, strict=True)
+        }
+        self.specials = self._find_specials()
+        self._check_specials()
+        self._skipped = set(self.specials.values())
+        if SPECIAL in models:
+            # It has pieces beside the tokens, which stand for no text either.
+            place = self._names.index(SPECIAL)
+            first = self._offsets[place]
+            self._skipped.update(range(first, first + sizes[place]))
+        self.pad_id = self.specials.get(_PAD, 0)
+        self.eos_id = self.specials.get(_EOS, self.pad_id)
+        tags = {found[1] for token in self.specials if (found := _LANGUAGE.fullmatch(token))}
+        self._places = self._find_places(tags)
+        self.languages = tuple(sorted(tags if self.is_unified else self._places))
+        self.sources = tuple(sorted(tags)) if prompt_format else self.languages
+
+    @property
+    def is_unified(self) -> bool:
+        """Whether one model serves all languages."""
+        return self._names == [UNIFIED]
+
+    @property
+    def pieces(self) -> list[list[str]]:
+        """The tokens of each model, in the order of their ids."""
+        return [
+            [processor.id_to_piece(index) for index in range(processor.vocab_size())]
+            for processor in self._processors
+        ]
+
+    def encode(self, text: str, language: str) -> list[int]:
+        """See `Tokenizer.encode`; a unified tokenizer without prompts takes any language."""
+        if self.languages:
+            check_language(language, self.languages, "text")
+        place = 0 if self.is_unified else self._places[language]
+        return [self._offsets[place] + piece for piece in self._processors[place].encode(text)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """See `Tokenizer.decode`."""
+        kept = [token for token in check_ids(ids, self.vocab_size) if token not in self._skipped]
+        text = ""
+        for place, run in groupby(kept, self._place):
+            own = [token - self._offsets[place] for token in run]
+            processor = self._processors[place]
+            # The first piece says whether a word begins; the model drops that of a text.
+            space = " " if processor.id_to_piece(own[0]).startswith("▁") else ""
+            text += space + processor.decode(own).removeprefix(space)
+        return text.strip()
+
+    def prompt(self, prompt: Prompt) -> list[int]:
+        """See `Tokenizer.prompt`."""
+        if self.prompt_format is None:
+            return [self.pad_id]
+        self.check_prompt_languages(prompt)
+        source, target = f"<|{prompt.source}|>", f"<|{prompt.target}|>"
+        punctuation = _PUNCTUATION[prompt.punctuation]
+        if self.prompt_format == "canary":
+            names = (_START, source, f"<|{prompt.task}|>", target, punctuation)
+        else:
+            names = (_CONTEXT, _START, _EMOTION, source, target, punctuation, *_PLAIN)
+        if self.is_unified:
+            # NeMo encodes it as a text, which may begin with the mark of a word.
+            return self._processors[0].encode("".join(names))
+        return [self.specials[name] for name in names]
+
+    def count_unknown(self, ids: Iterable[int]) -> int:
+        """See `Tokenizer.count_unknown`."""
+        return sum(token in self._unknown for token in ids)
+
+    def save(self, directory: str | Path) -> None:
+        """Write one ``.model`` file per model and `NEMO_FILE`."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, model in self.models.items():
+            write_atomically(folder / f"{name}.model", model)
+        metadata = {
+            "version": _VERSION,
+            "prompt_format": self.prompt_format,
+            "models": self._names,
+            "vocab_size": self.vocab_size,
+        }
+        write_atomically(folder / NEMO_FILE, (json.dumps(metadata, indent=2) + "\n").encode())
+
+    @classmethod
+    def load(cls, directory: str | Path) -> NeMoTokenizer:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: A file is missing or not that of the others, or the folder was written by
+                another version.
+        """
+        path = Path(directory) / NEMO_FILE
+        metadata = _read_metadata(path)
+        models = {}
+        for name in metadata["models"]:
+            file = path.parent / f"{name}.model"
+            if not file.is_file():
+                raise ValueError(f"{file}: the model is missing: import the .nemo file again.")
+            models[name] = file.read_bytes()
+        tokenizer = cls(models, metadata["prompt_format"])
+        if tokenizer.vocab_size != metadata["vocab_size"]:
+            raise ValueError(
+                f"{path}: its models must have {metadata['vocab_size']} tokens, but have "
+                f"{tokenizer.vocab_size}: import the .nemo file again."
+            )
+        return tokenizer
+
+    def _place(self, token: int) -> int:
+        return bisect_right(self._offsets, token) - 1
+
+    def _find_specials(self) -> dict[str, int]:
+        """Ids of tokens that are no text."""
+        if self.prompt_format is None:
+            return {}
+        name = UNIFIED if self.is_unified else SPECIAL
+        if name not in self._names:
+            raise ValueError(
+                f"`models` must have one named {SPECIAL} for prompts, but are "
+                f"{', '.join(self._names)}."
+            )
+        place = self._names.index(name)
+        return {
+            piece: self._offsets[place] + index
+            for index, piece in enumerate(self.pieces[place])
+            if piece == _PAD or re.fullmatch(r"<\|.+\|>", piece)
+        }
+
+    def _check_specials(self) -> None:
+        if self.prompt_format is None:
+            return
+        missing = [name for name in _NEEDED[self.prompt_format] if name not in self.specials]
+        if missing:
+            raise ValueError(
+                f"`models` must have the tokens of `prompt_format` = {self.prompt_format}, but "
+                f"lack {', '.join(missing)}."
+            )
+
+    def _find_places(self, tags: set[str]) -> dict[str, int]:
+        """The model of each language; of a Canary's, those that its prompts can name."""
+        places = {name: place for place, name in enumerate(self._names) if name != SPECIAL}
+        for name, short in _SHORT.items():
+            if name in places:
+                places.setdefault(short, places[name])
+        if self.prompt_format is None:
+            return places
+        return {language: place for language, place in places.items() if language in tags}
+
+
+def _read_metadata(path: Path) -> dict[str, Any]:
+    try:
+        metadata = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}.") from error
+    if metadata.get("version") != _VERSION:
+        raise ValueError(
+            f"{path}: `version` must be {_VERSION}, but is {metadata.get('version')!r}: "
+            "import the .nemo file again."
+        )
+    return metadata

@@ -1,0 +1,153 @@
+"""Tokenizers of Whisper models: byte-level BPE, languages, tasks and timestamps."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from effasr.data.prompt import WITHOUT_SPACES, Prompt
+from effasr.data.tokenizer.base import UnknownLanguageError, check_ids, check_language
+from effasr.data.tokenizer.hugging_face import TOKENIZER_FILE, HuggingFaceTokenizer
+
+VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"
+"""What older checkpoints have in place of ``tokenizer.json``."""
+
+_ADDED_FILE = "added_tokens.json"
+_START, _EOS, _NO_TIMESTAMPS = "<|startoftranscript|>", "<|endoftext|>", "<|notimestamps|>"
+_TASKS = {"transcribe": "<|transcribe|>", "translate": "<|translate|>"}
+_PREVIOUS = "<|startofprev|>"
+_LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
+_TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
+_GPT2_EOS = 50_256
+_TRANSLATION = "en"
+
+
+class WhisperTokenizer(HuggingFaceTokenizer):
+    """One that has Whisper's prompt tokens.
+
+    A prompt is ``<|startoftranscript|> <|language|> <|transcribe|> <|notimestamps|>``, with
+    ``<|translate|>`` for a translation, which is into English. An English-only model reads
+    ``<|startoftranscript|> <|notimestamps|>``. Texts begin with a space where a language has spaces
+    between words, as what pre-trained models write does.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        """Read a folder; see `HuggingFaceTokenizer`.
+
+        Args:
+            directory: A folder with a ``tokenizer.json``, or with ``vocab.json``, ``merges.txt``
+                and ``added_tokens.json``.
+
+        Raises:
+            ValueError: The files are missing or broken, or lack a prompt token.
+            ImportError: The package `tokenizers` is not installed.
+        """
+        super().__init__(directory)
+        vocabulary = self._vocabulary
+        missing = [name for name in (_START, _EOS, _NO_TIMESTAMPS) if name not in vocabulary]
+        found = (_LANGUAGE.fullmatch(token) for token in vocabulary)
+        languages = tuple(sorted(match[1] for match in found if match))
+        # English-only models have GPT-2's own vocabulary, and the others' languages to no purpose.
+        self.is_multilingual = bool(languages) and vocabulary.get(_EOS) != _GPT2_EOS
+        if self.is_multilingual:
+            missing += [name for name in _TASKS.values() if name not in vocabulary]
+        if missing:
+            raise ValueError(
+                f"{self._path}: must have the prompt tokens of Whisper, but lacks "
+                f"{', '.join(missing)}."
+            )
+        self.sources = self.languages = languages if self.is_multilingual else (_TRANSLATION,)
+        self.pad_id = self.eos_id = vocabulary[_EOS]
+        timestamps = {
+            token: index for token, index in vocabulary.items() if _TIMESTAMP.fullmatch(token)
+        }
+        self.specials = {**self.specials, **timestamps}
+        self._silent = {*timestamps.values()}
+
+    def encode(self, text: str, language: str) -> list[int]:
+        """See `Tokenizer.encode`."""
+        check_language(language, self.languages, "text")
+        words = text.strip()
+        spaced = words and language not in WITHOUT_SPACES
+        return super().encode(f" {words}" if spaced else words, language)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """See `Tokenizer.decode`; timestamps are skipped, too."""
+        checked = check_ids(ids, self.vocab_size)
+        return super().decode(token for token in checked if token not in self._silent)
+
+    def prompt(self, prompt: Prompt) -> list[int]:
+        """See `Tokenizer.prompt`; there is no token for punctuation.
+
+        Raises:
+            UnknownLanguageError: The model knows not a language, or does not translate into it.
+        """
+        self.check_prompt_languages(prompt)
+        names = [_START, _NO_TIMESTAMPS]
+        if self.is_multilingual:
+            if prompt.task == "translate" and prompt.target != _TRANSLATION:
+                raise UnknownLanguageError(
+                    f"`target` must be {_TRANSLATION} for a translation by Whisper, which knows no "
+                    f"other, but is {prompt.target!r}."
+                )
+            names[1:1] = [f"<|{prompt.source}|>", _TASKS[prompt.task]]
+        return [self._vocabulary[name] for name in names]
+
+    def generation(self, prompt: Prompt) -> dict[str, Any]:
+        """What transformers' ``generate`` must know of these tokens.
+
+        Args:
+            prompt: What it is to ask by default.
+        """
+        vocabulary = self._vocabulary
+        facts: dict[str, Any] = {
+            "is_multilingual": self.is_multilingual,
+            "no_timestamps_token_id": vocabulary[_NO_TIMESTAMPS],
+        }
+        if _PREVIOUS in vocabulary:
+            facts["prev_sot_token_id"] = vocabulary[_PREVIOUS]
+        if self.is_multilingual:
+            tags = [f"<|{language}|>" for language in self.languages]
+            facts["lang_to_id"] = {tag: vocabulary[tag] for tag in tags}
+            facts["task_to_id"] = {task: vocabulary[name] for task, name in _TASKS.items()}
+            facts["language"], facts["task"] = prompt.source, prompt.task
+        return facts
+
+
+def is_whisper(vocabulary: Mapping[str, int]) -> bool:
+    """Whether these are the tokens of a Whisper model."""
+    return _START in vocabulary and _NO_TIMESTAMPS in vocabulary
+
+
+def from_vocabulary(folder: Path):
+    """Make a fast tokenizer of ``vocab.json``, ``merges.txt`` and ``added_tokens.json``.
+
+    Raises:
+        ValueError: A file is broken, or the ids of added tokens do not follow the others.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    try:
+        model = models.BPE.from_file(str(folder / VOCABULARY_FILE), str(folder / MERGES_FILE))
+        added_file = folder / _ADDED_FILE
+        added = json.loads(added_file.read_text(encoding="utf-8")) if added_file.is_file() else {}
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ValueError(f"{folder}: not a tokenizer that can be read: {error}.") from error
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if tokenizer.token_to_id(_EOS) is not None:
+        added = {_EOS: tokenizer.token_to_id(_EOS), **added}
+    for token, index in sorted(added.items(), key=lambda item: item[1]):
+        special = not _TIMESTAMP.fullmatch(token)
+        tokenizer.add_tokens([AddedToken(token, normalized=False, special=special)])
+        if tokenizer.token_to_id(token) != index:
+            raise ValueError(
+                f"{folder / _ADDED_FILE}: the id of {token} must be "
+                f"{tokenizer.token_to_id(token)}, the next one, but is {index}: take a checkpoint "
+                f"that has {TOKENIZER_FILE}."
+            )
+    return tokenizer

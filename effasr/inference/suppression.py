@@ -1,0 +1,87 @@
+"""Tokens that a transcript may not have, or not begin with, as the decoder's configuration says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from effasr.model.decoder import Decoder
+from effasr_kernels import projected_top_k
+
+FORBIDDEN = -1e30
+"""The logit of a suppressed token: finite, so that no sum of scores is NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suppression:
+    """What is suppressed.
+
+    Attributes:
+        always: int64 (S,), tokens that are never written.
+        begin: int64 (B,), tokens that no transcript begins with.
+        bias: (V,), of the output layer, with what is always suppressed.
+    """
+
+    always: Tensor
+    begin: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(cls, decoder: Decoder, classes: int | None = None) -> Self | None:
+        """What a decoder's configuration suppresses; None where that is nothing.
+
+        Args:
+            decoder: On its device, with weights in the dtype of decoding.
+            classes: How many of its classes are tokens; all by default.
+        """
+        config, weight = decoder.config, decoder.output_weight
+        classes = len(weight) if classes is None else classes
+        always = sorted({token for token in config.suppress if token < classes})
+        begin = sorted({token for token in config.begin_suppress if token < classes} - {*always})
+        if not always and not begin:
+            return None
+        tokens = torch.tensor(always, dtype=torch.int64, device=weight.device)
+        bias = decoder.output_bias
+        bias = weight.new_zeros(len(weight)) if bias is None else bias.detach()
+        least = max(FORBIDDEN, torch.finfo(bias.dtype).min)
+        return cls(
+            always=tokens,
+            begin=torch.tensor(begin, dtype=torch.int64, device=weight.device),
+            bias=bias.index_fill(0, tokens, least),
+        )
+
+    def likeliest(
+        self, decoder: Decoder, hidden: Tensor, begins: Tensor, classes: int | None = None
+    ) -> Tensor:
+        """Choose the best token of each row that it may have; nothing waits for the device.
+
+        Args:
+            decoder: Whose output layer scores the tokens.
+            hidden: (N, width), from its `step`.
+            begins: bool (N,), which rows begin their transcripts.
+            classes: Only the first so many tokens are chosen from; all by default.
+
+        Returns:
+            int64 (N,).
+        """
+        # Among one more than there are tokens to avoid, one is allowed.
+        count = len(self.begin) + 1
+        _, best = projected_top_k(
+            hidden, decoder.output_weight, bias=self.bias, k=count, classes=classes
+        )
+        barred = (best[..., None] == self.begin).any(-1) & begins[:, None]
+        first = (~barred).to(torch.int32).argmax(1, keepdim=True)
+        return best.gather(1, first)[:, 0]
+
+    def applied(self, logits: Tensor, begins: Tensor) -> Tensor:
+        """Logits with suppressed tokens at `FORBIDDEN`.
+
+        Args:
+            logits: float32 (N, V).
+            begins: bool (N,), which rows begin their transcripts.
+        """
+        logits = logits.index_fill(1, self.always, FORBIDDEN)
+        return torch.where(begins[:, None], logits.index_fill(1, self.begin, FORBIDDEN), logits)

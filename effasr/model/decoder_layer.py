@@ -1,0 +1,164 @@
+"""A layer of the Transformer decoder, and what decoders are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effasr.model.checks import check, check_positive, check_probabilities
+from effasr.nn.attention import CrossAttention, SelfAttention
+from effasr.nn.cache import DecoderState, KeysValues
+from effasr.nn.feed_forward import FeedForward
+from effasr.nn.stack import Layer, layer_forward
+from effasr_kernels import PackedLayout, PackedSequence
+
+_MOST_BARRED = 15
+"""Greedy search looks at one token more than may be barred, of 16 at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """A pre-norm Transformer decoder; by default with ReLU and sinusoidal positions, as Canary's.
+
+    Attributes:
+        width: Channels; even, at least 4.
+        layers: Decoder layers.
+        heads: Of both attentions.
+        head_dim: Channels of a head; by default ``width / heads``.
+        feed_forward: Channels inside a feed-forward network.
+        max_positions: Most tokens of a sequence, the prompt included.
+        positions: Canary's sinusoids, or a learnt embedding of each place, as Whisper's.
+        activation: Inside the feed-forward networks; GELU is the exact one.
+        embedding_norm: Whether a LayerNorm follows the embedding.
+        bias: Whether the projections of attention have biases.
+        key_bias: Whether those of the keys have, too.
+        tie_embeddings: Whether the output layer has the weights of the token embedding.
+        output_bias: Whether the output layer has a bias.
+        suppress: Tokens that transcription never writes, such as Whisper's of noises.
+        begin_suppress: Tokens that no transcript begins with.
+        input_dropout: On the embedded tokens.
+        residual_dropout: On the output of each module, before it is added.
+        activation_dropout: Inside the feed-forward networks.
+        attention_dropout: On attention weights.
+    """
+
+    width: int = 1024
+    layers: int = 4
+    heads: int = 8
+    head_dim: int | None = None
+    feed_forward: int = 4096
+    max_positions: int = 1024
+    positions: Literal["sinusoidal", "learned"] = "sinusoidal"
+    activation: Literal["relu", "gelu"] = "relu"
+    embedding_norm: bool = True
+    bias: bool = True
+    key_bias: bool = True
+    tie_embeddings: bool = True
+    output_bias: bool = True
+    suppress: tuple[int, ...] = ()
+    begin_suppress: tuple[int, ...] = ()
+    input_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "width", "layers", "heads", "feed_forward", "max_positions")
+        check_probabilities(
+            self, "input_dropout", "residual_dropout", "activation_dropout", "attention_dropout"
+        )
+        for name, choices in (
+            ("positions", ("sinusoidal", "learned")),
+            ("activation", ("relu", "gelu")),
+        ):
+            value = getattr(self, name)
+            check(value in choices, name, f"be one of {', '.join(choices)}", repr(value))
+        for name in ("suppress", "begin_suppress"):
+            least = min(getattr(self, name), default=0)
+            check(least >= 0, name, "be token ids, at least 0", least)
+        most = len(self.begin_suppress)
+        check(most <= _MOST_BARRED, "begin_suppress", f"be at most {_MOST_BARRED} tokens", most)
+        even = self.width % 2 == 0 and self.width >= 4
+        check(even, "width", "be even and at least 4", self.width)
+        if self.head_dim is None:
+            rule = f"be a multiple of heads = {self.heads}"
+            check(self.width % self.heads == 0, "width", rule, self.width, "or set `head_dim`")
+        else:
+            check_positive(self, "head_dim")
+
+    @property
+    def head_width(self) -> int:
+        """Channels of a head."""
+        return self.width // self.heads if self.head_dim is None else self.head_dim
+
+
+class DecoderLayer(Layer):
+    """Causal self-attention, cross-attention and a feed-forward network, each after a LayerNorm."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        sizes = config.width, config.heads, config.head_width
+        attention = {
+            "bias": config.bias,
+            "key_bias": config.key_bias,
+            "dropout": config.attention_dropout,
+        }
+        self.dropout = config.residual_dropout
+        self.input_layernorm = nn.LayerNorm(config.width)
+        self.self_attn = SelfAttention(*sizes, causal=True, **attention)
+        self.post_attention_layernorm = nn.LayerNorm(config.width)
+        self.encoder_attn = CrossAttention(*sizes, **attention)
+        self.final_layernorm = nn.LayerNorm(config.width)
+        self.mlp = FeedForward(
+            config.width,
+            config.feed_forward,
+            activation=config.activation,
+            dropout=config.activation_dropout,
+        )
+
+    @layer_forward
+    def forward(
+        self, x: Tensor, layout: PackedLayout, encoded: PackedSequence, sigma: float | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Transform (U, width); also returns the penalty of guided attention, (U,) or None."""
+        x = x + self._drop(self.self_attn(self.input_layernorm(x), layout))
+        y, penalty = self.encoder_attn(
+            self.post_attention_layernorm(x), layout, encoded.values, encoded.layout, sigma=sigma
+        )
+        x = x + self._drop(y)
+        return x + self._drop(self.mlp(self.final_layernorm(x))), penalty
+
+    def read(
+        self, x: Tensor, layout: PackedLayout, speech: KeysValues, layout_speech: PackedLayout
+    ) -> tuple[Tensor, KeysValues]:
+        """Transform the first rows of sequences, (U, width), as `forward` does for inference.
+
+        Args:
+            x: (U, width).
+            layout: The sequences of ``x``.
+            speech: Keys and values of the speech, from ``encoder_attn.keys_values``.
+            layout_speech: Its sequences.
+
+        Returns:
+            (U, width), and keys and values of the rows, for `step`.
+        """
+        y, own = self.self_attn.read(self.input_layernorm(x), layout)
+        x = x + y
+        normed = self.post_attention_layernorm(x)
+        x = x + self.encoder_attn.read(normed, layout, speech, layout_speech)
+        return x + self.mlp(self.final_layernorm(x)), own
+
+    def step(self, x: Tensor, state: DecoderState, number: int) -> Tensor:
+        """Transform the next row of each sequence in this layer: (N, width) to (N, width)."""
+        x = x + self.self_attn.step(self.input_layernorm(x), state.self_cache, number)
+        normed = self.post_attention_layernorm(x)
+        if number == state.watched:
+            state.weights = self.encoder_attn.weights(normed, *state.speech(number))
+        x = x + self.encoder_attn.step(normed, state.cross_cache, number)
+        return x + self.mlp(self.final_layernorm(x))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)

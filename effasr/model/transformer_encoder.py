@@ -1,0 +1,183 @@
+"""Whisper's encoder over packed utterances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effasr import ranges
+from effasr.data.features import MelFrames
+from effasr.model.checks import check, check_positive, check_probabilities
+from effasr.nn.attention import SelfAttention
+from effasr.nn.feed_forward import FeedForward
+from effasr.nn.positions import whisper_sinusoids
+from effasr.nn.stack import Layer, is_empty, is_sharded, layer_forward, pass_by
+from effasr_kernels import PackedLayout, PackedSequence
+
+_KIND = "transformer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformerEncoderConfig:
+    """A pre-norm Transformer with GELU behind two convolutions that halve the rate, as Whisper's.
+
+    It reads features of ``subsampling: 2``. The defaults are those of Whisper small.
+
+    Attributes:
+        kind: Tells it from a FastConformer.
+        width: Channels of the encoder frames; even, at least 4.
+        layers: Transformer layers.
+        heads: Of self-attention; they divide the width.
+        feed_forward: Channels inside a feed-forward network.
+        bias: Whether the projections of attention have biases.
+        key_bias: Whether that of the keys has; in vain, but for a checkpoint that has it.
+        max_frames: The most frames that an utterance may have, 20 ms each; longer ones are left
+            out of training, and cut in transcription.
+        input_dropout: On the input of the first layer.
+        residual_dropout: On the output of each module, before it is added.
+        activation_dropout: Inside the feed-forward networks.
+        attention_dropout: On attention weights.
+    """
+
+    kind: Literal["transformer"] = _KIND
+    width: int = 768
+    layers: int = 12
+    heads: int = 12
+    feed_forward: int = 3072
+    bias: bool = True
+    key_bias: bool = False
+    max_frames: int = 1500
+    input_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self.kind == _KIND, "kind", f"be {_KIND}", repr(self.kind))
+        check_positive(self, "width", "layers", "heads", "feed_forward", "max_frames")
+        check_probabilities(
+            self, "input_dropout", "residual_dropout", "activation_dropout", "attention_dropout"
+        )
+        even = self.width % 2 == 0 and self.width >= 4
+        check(even, "width", "be even and at least 4", self.width)
+        rule = f"be a multiple of heads = {self.heads}"
+        check(self.width % self.heads == 0, "width", rule, self.width)
+
+    @property
+    def subsampling(self) -> int:
+        """Mel rows of an encoder frame."""
+        return 2
+
+
+class TransformerLayer(Layer):
+    """Self-attention and a feed-forward network, each after a LayerNorm."""
+
+    def __init__(self, config: TransformerEncoderConfig):
+        super().__init__()
+        width = config.width
+        self.dropout = config.residual_dropout
+        self.norm_self_att = nn.LayerNorm(width)
+        self.self_attn = SelfAttention(
+            width,
+            config.heads,
+            width // config.heads,
+            bias=config.bias,
+            key_bias=config.key_bias,
+            dropout=config.attention_dropout,
+        )
+        self.norm_feed_forward = nn.LayerNorm(width)
+        self.feed_forward = FeedForward(
+            width, config.feed_forward, activation="gelu", dropout=config.activation_dropout
+        )
+
+    @layer_forward
+    def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
+        """Transform (T, width)."""
+        x = x + self._drop(self.self_attn(self.norm_self_att(x), layout))
+        return x + self._drop(self.feed_forward(self.norm_feed_forward(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+class ConvolutionStem(nn.Module):
+    """Two convolutions of three taps in time, the second of stride 2, each before GELU.
+
+    Beyond the real rows of each utterance lie zeros, before each of them. They are matrix products
+    over a row and its neighbours, which are gathered by shifts: little beside the layers.
+    """
+
+    def __init__(self, mel_bins: int, width: int):
+        """Build the convolutions.
+
+        Args:
+            mel_bins: Bands of the features.
+            width: Channels of both.
+        """
+        super().__init__()
+        self.conv1 = nn.Conv1d(mel_bins, width, 3, padding=1)
+        self.conv2 = nn.Conv1d(width, width, 3, stride=2, padding=1)
+
+    def forward(self, mel: MelFrames) -> Tensor:
+        """Turn (2 T, mel_bins) into (T, width); the tail's rows are finite."""
+        rows = mel.values.to(self.conv1.weight.dtype)
+        inside = mel.row_positions[:, None] > 0
+        before = F.pad(rows, (0, 0, 1, 0))[:-1] * inside
+        # The row behind the last one of an utterance is the first of another, or in the tail.
+        after = F.pad(rows * inside, (0, 0, 0, 1))[1:]
+        x = F.gelu(_product(torch.cat([before, rows, after], 1), self.conv1))
+        x = x * mel.mask[:, None]
+        first, second = x.unflatten(0, (-1, 2)).unbind(1)
+        earlier = F.pad(second, (0, 0, 1, 0))[:-1] * (mel.slot_positions[:, None] > 0)
+        return F.gelu(_product(torch.cat([earlier, first, second], 1), self.conv2))
+
+
+class TransformerEncoder(nn.Module):
+    """From mel rows to encoder frames: the encoder of ``WhisperForConditionalGeneration``."""
+
+    def __init__(self, config: TransformerEncoderConfig, mel_bins: int):
+        """Build the layers.
+
+        Args:
+            config: The architecture.
+            mel_bins: Bands of the features.
+        """
+        super().__init__()
+        self.config = config
+        self.stem = ConvolutionStem(mel_bins, config.width)
+        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+
+    def forward(self, mel: MelFrames) -> PackedSequence:
+        """Encode (2 T, mel_bins) into (T, width); rows of the tail are finite, but mean nothing.
+
+        Raises:
+            ValueError: An utterance is longer than ``config.max_frames``.
+        """
+        layout, config = mel.layout, self.config
+        if layout.bound > config.max_frames:
+            raise ValueError(
+                f"`max_frames` must be at least the {layout.bound} frames of the longest "
+                f"utterance, but is {config.max_frames}: cut the utterance, or raise "
+                "`model.encoder.max_frames` for a model that has learnt longer ones."
+            )
+        with ranges.range("subsampling"):
+            x = self.stem(mel)
+        x = x + whisper_sinusoids(mel.slot_positions, config.width).to(x.dtype)
+        x = F.dropout(x, config.input_dropout, self.training)
+        if is_empty(layout) and is_sharded(self.layers):
+            return PackedSequence(self.norm(pass_by(self.layers, x)), layout)
+        for number, layer in enumerate(self.layers):
+            with ranges.range(f"encoder.{number}"):
+                x = layer(x, layout)
+        return PackedSequence(self.norm(x), layout)
+
+
+def _product(rows: Tensor, conv: nn.Conv1d) -> Tensor:
+    """A convolution of rows beside their neighbours, (R, 3 C in) to (R, C out)."""
+    # A linear layer, which autocast knows as such; taps come before channels.
+    return F.linear(rows, conv.weight.transpose(1, 2).flatten(1), conv.bias)

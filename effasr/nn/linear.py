@@ -1,0 +1,56 @@
+"""Several linear layers as one product, of which some have a bias and others not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class JoinedLinear(nn.Linear):
+    """Linear layers of one size on one input, as one product.
+
+    Attributes:
+        biased: Whether each of them has a bias. ``bias`` holds those that there are, in order.
+    """
+
+    biased: tuple[bool, ...]
+
+    def __init__(self, width: int, size: int, biased: Sequence[bool]):
+        """Build the layers.
+
+        Args:
+            width: Channels in.
+            size: Channels out of each of them.
+            biased: Whether each has a bias; at least one has.
+        """
+        super().__init__(width, len(biased) * size, bias=False)
+        self.biased = tuple(biased)
+        self.bias = nn.Parameter(self.weight.new_zeros(sum(biased) * size))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (..., in) to (..., out), the layers' outputs in order."""
+        return F.linear(input, self.weight, whole_bias(self))
+
+
+def joined_linear(width: int, size: int, biased: Sequence[bool]) -> nn.Linear:
+    """A `JoinedLinear`, or a plain layer where all have a bias or none has."""
+    if all(biased) or not any(biased):
+        return nn.Linear(width, len(biased) * size, bias=all(biased))
+    return JoinedLinear(width, size, biased)
+
+
+def whole_bias(layer: nn.Linear) -> Tensor | None:
+    """The bias of a layer with zeros for the parts that have none, (out,); None without any."""
+    biased, bias = getattr(layer, "biased", None), layer.bias
+    if biased is None or bias is None:
+        return bias
+    # Zeros in the product's own addition cost nothing; a second addition would cost a pass.
+    size = layer.out_features // len(biased)
+    none, parts = bias.new_zeros(size), []
+    for number, has in enumerate(biased):
+        begin = size * sum(biased[:number])
+        parts.append(bias[begin : begin + size] if has else none)
+    return torch.cat(parts)

@@ -1,0 +1,103 @@
+"""Models of NeMo come in, are trained on, and go out again; see `tests/model/nemo/make.py`."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from effasr.checkpoint import load_model, resolve
+
+CASES = Path(__file__).parents[1] / "model" / "nemo"
+CLASSES = {
+    "ctc": "EncDecCTCModelBPE",
+    "hybrid": "EncDecHybridRNNTCTCBPEModel",
+    "flash": "EncDecMultiTaskModel",
+}
+START = re.compile(r"transducer\.predictor\.(embedding\.weight|lstm\.bias_ih_l0)")
+"""What changes when a text is made to start from zeros."""
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_in_tuned_and_out(effasr, workplace, tmp_path, caplog, case) -> None:
+    done = effasr("import", CASES / f"{case}.nemo", tmp_path / "model")
+    assert done.code == 0, done.err
+    assert ("joint.jointnet.dropout = 0.2" in caplog.text) == (case == "hybrid")
+    tokenizer = tmp_path / "model" / "tokenizer"
+    checked = effasr(
+        "prepare", workplace.folder / "dev", tmp_path / "dev", "--tokenizer", tokenizer
+    )
+    assert checked.code == 0, checked.err
+    tuned = effasr(
+        "train", "finetune", f"output={tmp_path}/runs", f"init_from={tmp_path}/model",
+        f"data.train={workplace.folder}/train", f"data.validation={workplace.folder}/dev",
+        "data.frame_budget=60", "data.workers=0", "training.max_steps=1", "training.device=cpu",
+        "data.filters.max_dropped=1",  # short words in many pieces, for CTC
+    )  # fmt: skip
+    assert tuned.code == 0, tuned.err
+    run = tmp_path / "runs" / "finetune"
+    before, after = load_model(tmp_path / "model"), load_model(resolve(run))
+    assert after.model.config == before.model.config
+    assert (
+        effasr("transcribe", "--run", run, "--language", "en", workplace.wav).code
+        == effasr("evaluate", "--run", run, "--manifest", workplace.folder / "dev").code
+        == 0
+    )
+
+    out = effasr("export", run, tmp_path / "out.nemo")
+    assert out.code == 0, out.err
+    assert f"load it with NeMo's {CLASSES[case]}.restore_from" in out.out
+    assert effasr("import", tmp_path / "out.nemo", tmp_path / "back").code == 0
+    back = load_model(tmp_path / "back")
+    if case == "flash":  # the others are asked nothing
+        assert back.prompt == after.prompt
+    assert back.tokenizer.vocab_size == before.tokenizer.vocab_size
+    again = back.model.state_dict()
+    for name, value in after.model.state_dict().items():
+        assert torch.equal(again[name], value) or START.fullmatch(name), name
+
+
+def test_to_hugging_face_its_tokenizer_stays_behind(effasr, tmp_path) -> None:
+    assert effasr("import", CASES / "flash.nemo", tmp_path / "model").code == 0
+    done = effasr("export", tmp_path / "model", tmp_path / "hf")
+    assert done.code == 0
+    assert "the tokenizer stays behind" in done.err
+    assert (tmp_path / "hf" / "model.safetensors").is_file()
+
+
+def test_a_tokenizer_of_hugging_face_is_refused(effasr, tmp_path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({"<unk>": 0, "<blank>": 1}, []))
+    assert effasr("import", CASES / "ctc.nemo", tmp_path / "model").code == 0
+    for file in (tmp_path / "model" / "tokenizer").iterdir():
+        file.unlink()
+    made.save(str(tmp_path / "model" / "tokenizer" / "tokenizer.json"))
+    done = effasr("export", tmp_path / "model", tmp_path / "out.nemo")
+    assert "NeMo cannot read a tokenizer.json" in done.error
+    assert "--format huggingface" in done.error
+    assert not (tmp_path / "out.nemo").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "options", "message"),
+    [
+        ("folder", ["--format", "nemo"], "folder must be a file, named with .nemo at its end."),
+        ("folder.nemo", [], "folder.nemo must be a file, named with .nemo at its end."),
+        ("file", [], "file must be a folder, but is a file."),
+        ("new.nemo", ["--author", "A"], "must be left out for `--format nemo`"),
+    ],
+)
+def test_where_it_cannot_be_written(effasr, tmp_path, out, options, message) -> None:
+    (tmp_path / "folder.nemo").mkdir()
+    (tmp_path / "file").touch()
+    assert effasr("import", CASES / "ctc.nemo", tmp_path / "model").code == 0
+    assert message in effasr("export", tmp_path / "model", tmp_path / out, *options).error
+
+
+def test_what_cannot_be_imported(effasr, tmp_path) -> None:
+    (tmp_path / "bad.nemo").write_bytes(b"no tar")
+    assert "must be a .nemo file" in effasr("import", tmp_path / "bad.nemo", tmp_path / "out").error
+    missing = effasr("import", tmp_path / "none.nemo", tmp_path / "out")
+    assert "none.nemo: there is no such file" in missing.error
+    assert "must be a .nemo file, or a folder" in effasr("import", tmp_path, tmp_path / "o").error
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,130 @@
+"""A Whisper of Hugging Face's comes in, transcribes, is fine-tuned, and goes out again."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from effasr.checkpoint import load_model, resolve
+from effasr.data.prompt import Prompt
+from tests.model.whisper import EOS, make_whisper, transformers
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whisper")
+    make_whisper(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    folder, random = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
+    lines = []
+    for number, seconds in enumerate((1.5, 0.4, 1.9, 0.7, 1.1, 2.3)):
+        path = folder / f"{number}.wav"
+        soundfile.write(path, 0.1 * random.standard_normal(int(16_000 * seconds)), 16_000)
+        lines.append({"audio_filepath": str(path), "duration": seconds, "text": "low high"})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "manifest.jsonl").write_text(text)
+    return folder
+
+
+def test_from_hugging_face_and_back(effasr, checkpoint, corpus, tmp_path, caplog) -> None:
+    imported, out = tmp_path / "imported", tmp_path / "exported"
+    assert effasr("import", checkpoint, imported).code == 0
+    audio = corpus / "0.wav"
+    said = effasr("transcribe", "--run", imported, audio, "--json")
+    assert said.code == 0, said
+    theirs = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(checkpoint)
+    loaded = load_model(imported)
+    wave = soundfile.read(audio, dtype="float32")[0]
+    features = extractor(wave, sampling_rate=16_000, return_tensors="pt").input_features
+    prompt = torch.tensor([loaded.tokenizer.prompt(Prompt())])
+    ids = theirs.generate(features, decoder_input_ids=prompt, max_length=40)[0].tolist()
+    assert json.loads(said.out)["text"] == loaded.tokenizer.decode(ids)
+    assert json.loads(said.out)["text"]
+
+    settings = [
+        f"init_from={imported}", f"data.train={corpus / 'manifest.jsonl'}", "data.workers=0",
+        f"data.validation={corpus / 'manifest.jsonl'}", f"output={tmp_path}", "name=tuned",
+        "data.frame_budget=210", "training.max_steps=3", "training.validate_every=3",
+        "training.checkpoint_every=3", "training.device=cpu", "optimizer.lr=1e-3",
+        "schedule.warmup_steps=0",
+    ]  # fmt: skip
+    trained = effasr("train", "finetune_whisper", *settings, "model.features.minimum_s=0")
+    assert trained.code == 0, trained
+    run = tmp_path / "tuned"
+    dropped = [json.loads(line) for line in (run / "dropped.jsonl").read_text().splitlines()]
+    # 2.3 s are more than this model can read.
+    assert [(Path(one["audio"]).name, one["reason"]) for one in dropped] == [
+        ("5.wav", "over_model_length")
+    ]
+    tuned = load_model(resolve(run))
+    before, config = loaded.model.config, tuned.model.config
+    assert config.features.minimum_s == 0
+    assert (config.encoder, config.decoder) == (before.encoder, before.decoder)
+    # Shorter by far than with silence up to 2 s each.
+    frames = [config.features.encoder_frames(int(16_000 * s)) for s in (1.5, 0.4, 1.9, 0.7, 1.1)]
+    assert sum(frames) == 280
+
+    exported = effasr("export", run, out)
+    assert exported.code == 0, exported
+    assert "WhisperForConditionalGeneration" in exported.out
+    assert "pads every utterance to 2 s" in caplog.text
+    model = transformers.WhisperForConditionalGeneration.from_pretrained(out)
+    state = tuned.model.state_dict()["decoder.embed_tokens.weight"]
+    assert torch.equal(model.get_input_embeddings().weight, state)
+    assert not torch.equal(state, loaded.model.state_dict()["decoder.embed_tokens.weight"])
+    generation = model.generation_config
+    assert generation.suppress_tokens == [1, 2, 7, *range(EOS + 1, EOS + 10)]
+    assert generation.begin_suppress_tokens == [220, EOS]
+    assert generation.lang_to_id["<|de|>"] == EOS + 3
+    read = transformers.AutoTokenizer.from_pretrained(out)
+    assert read.decode(loaded.tokenizer.encode("low high", "en")) == " low high"
+
+
+def test_adapters_and_frozen_parts(effasr, checkpoint, corpus, tmp_path) -> None:
+    imported = tmp_path / "imported"
+    assert effasr("import", checkpoint, imported).code == 0
+    settings = [
+        f"init_from={imported}", f"data.train={corpus / 'manifest.jsonl'}", "data.workers=0",
+        "data.validation=[]", f"output={tmp_path}", "data.frame_budget=210",
+        "training.max_steps=2", "training.device=cpu", "optimizer.lr=1e-2",
+        "schedule.warmup_steps=0",
+    ]  # fmt: skip
+    before = load_model(imported).model.state_dict()
+    for name, more in (
+        ("adapted", ["lora.rank=2"]),
+        ("frozen", ["training.freeze=[encoder]", "training.activation_checkpointing=1"]),
+    ):
+        trained = effasr("train", "finetune_whisper", *settings, f"name={name}", *more)
+        assert trained.code == 0, trained
+        after = load_model(resolve(tmp_path / name)).model.state_dict()
+        changed = {key for key in before if not torch.equal(before[key], after[key])}
+        assert "decoder.layers.0.encoder_attn.kv_proj.weight" in changed
+        if name == "adapted":
+            assert "encoder.layers.0.self_attn.qkv_proj.weight" in changed
+            assert not any(key.endswith(("bias", "embed_tokens.weight")) for key in changed)
+        else:
+            assert not any(key.startswith("encoder.") for key in changed)
+            assert "decoder.embed_positions.weight" in changed
+
+
+def test_a_plan_tells_how_much_is_silence(effasr, checkpoint, corpus, tmp_path) -> None:
+    imported, recipe = tmp_path / "imported", tmp_path / "recipe.yaml"
+    assert effasr("import", checkpoint, imported).code == 0
+    recipe.write_text(f"init_from: {imported}\ndata: {{frame_budget: 400}}\n")
+    plan = ("plan", "--recipe", recipe, "--manifest", corpus / "manifest.jsonl", "--world-size", 1)
+    done = effasr(*plan)
+    assert done.code == 0, done
+    # Of 5 utterances that last 5.6 s together; the sixth is too long for the model.
+    assert "each 400 frames (8 s)" in done.out
+    assert "44.0 % of the encoder frames are silence" in done.out
+    assert "over_model_length 1" in done.out
+    recipe.write_text(recipe.read_text() + "model: {features: {minimum_s: 0}}\n")
+    assert "silence" not in effasr(*plan).out

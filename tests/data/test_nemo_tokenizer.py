@@ -1,0 +1,163 @@
+"""NeMo's own classes say which ids a text and a prompt have: see `tests/model/nemo/make.py`."""
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from effasr.data.prompt import Prompt
+from effasr.data.tokenizer import NeMoTokenizer, UnknownLanguageError, load_tokenizer
+from effasr.data.tokenizer.nemo import NEMO_FILE, SPECIAL, UNIFIED
+from effasr.model.nemo_import import import_nemo
+
+FOLDER = Path(__file__).parents[1] / "model" / "nemo"
+CASES = ("ctc", "rnnt", "canary", "flash", "unified")
+TEXTS = {"en": "a dog ran to the red barn", "de": "der rote hund lief zum haus"}
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, NeMoTokenizer]:
+    return {case: import_nemo(FOLDER / f"{case}.nemo").tokenizer for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, dict[str, np.ndarray]]:
+    return {case: dict(np.load(FOLDER / f"{case}.npz")) for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ids_are_nemos(tokenizers, expected, case) -> None:
+    tokenizer, theirs = tokenizers[case], expected[case]
+    assert tokenizer.vocab_size == theirs["vocabulary"]
+    for language, text in TEXTS.items():
+        ids = tokenizer.encode(text, language)
+        assert ids == theirs[f"ids_{language}"].tolist()
+        assert tokenizer.decode(ids) == str(theirs[f"back_{language}"]).strip()
+    if "eos" in theirs:
+        assert (tokenizer.eos_id, tokenizer.pad_id) == (theirs["eos"], theirs["pad"])
+    else:
+        assert tokenizer.prompt(Prompt()) == [tokenizer.pad_id]
+
+
+@pytest.mark.parametrize("case", ["canary", "flash", "unified"])
+def test_prompts_are_nemos(tokenizers, expected, case) -> None:
+    compared = 0
+    for name, ids in expected[case].items():
+        if name.startswith("prompt_"):
+            source, target, pnc = name.removeprefix("prompt_").split("-")
+            task = "transcribe" if source == target else "translate"
+            prompt = Prompt(source, target, task, pnc == "pnc")
+            assert tokenizers[case].prompt(prompt) == ids.tolist()
+            compared += 1
+    assert compared == 6
+
+
+def test_languages(tokenizers) -> None:
+    """A unified tokenizer without prompts takes any; French is spoken, and only v2 writes it."""
+    languages = {case: (one.languages, one.sources) for case, one in tokenizers.items()}
+    assert languages == {
+        "ctc": ((), ()),
+        "rnnt": (("de", "en"), ("de", "en")),
+        "canary": (("de", "en"), ("de", "en", "fr")),
+        "flash": (("de", "en"), ("de", "en", "fr")),
+        "unified": (("de", "en", "fr"), ("de", "en", "fr")),
+    }
+    for case in ("rnnt", "canary", "unified"):
+        with pytest.raises(UnknownLanguageError, match=r"must be one of de, en.* but is 'es'"):
+            tokenizers[case].encode("a", "es")
+    with pytest.raises(UnknownLanguageError, match="speech must be one of de, en, fr, but is 'es'"):
+        tokenizers["flash"].prompt(Prompt("es", "en", "translate"))
+
+
+@pytest.mark.parametrize("case", ["canary", "unified"])
+def test_special_tokens_are_no_text(tokenizers, case) -> None:
+    tokenizer = tokenizers[case]
+    ids = tokenizer.encode("the dog", "en")
+    around = [*tokenizer.prompt(Prompt()), *ids, tokenizer.pad_id, tokenizer.eos_id]
+    assert tokenizer.decode(around) == "the dog"
+    assert tokenizer.decode([]) == ""
+
+
+def test_runs_of_languages_are_joined_as_their_pieces_say(tokenizers) -> None:
+    tokenizer = tokenizers["canary"]
+    english, german = tokenizer.encode("a dog", "en"), tokenizer.encode("ein hund", "de")
+    assert tokenizer.decode(english + german) == "a dog ein hund"
+    names, pieces = list(tokenizer.models), tokenizer.pieces
+    place = names.index("de")
+    ending = next(piece for piece in pieces[place] if piece.isalpha() and not piece.startswith("▁"))
+    token = sum(map(len, pieces[:place])) + pieces[place].index(ending)
+    assert tokenizer.decode([*english, token]) == f"a dog{ending}"
+
+
+def test_what_cannot_be_spelt_is_counted(tokenizers) -> None:
+    tokenizer = tokenizers["canary"]
+    ids = tokenizer.encode("dog ж", "en") + tokenizer.encode("ж hund", "de")
+    assert tokenizer.count_unknown(ids) == 2
+    assert "⁇" in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_saved_and_read_again(tokenizers, case, tmp_path) -> None:
+    tokenizer = tokenizers[case]
+    tokenizer.save(tmp_path)
+    for again in (load_tokenizer(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
+        assert isinstance(again, NeMoTokenizer)
+        assert again.models == tokenizer.models
+        assert again.specials == tokenizer.specials
+        assert again.languages == tokenizer.languages
+        ids = again.encode(TEXTS["en"], "en")
+        assert ids == tokenizer.encode(TEXTS["en"], "en")
+    again.save(tmp_path)  # over itself
+
+
+def test_a_broken_folder_is_refused(tokenizers, tmp_path) -> None:
+    tokenizers["canary"].save(tmp_path)
+    path = tmp_path / NEMO_FILE
+    metadata = json.loads(path.read_text())
+    path.write_text(json.dumps(metadata | {"vocab_size": 61}))
+    with pytest.raises(ValueError, match="its models must have 61 tokens, but have 60"):
+        load_tokenizer(tmp_path)
+    path.write_text(json.dumps(metadata | {"version": 2}))
+    with pytest.raises(ValueError, match="`version` must be 1, but is 2"):
+        load_tokenizer(tmp_path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+    path.write_text(json.dumps(metadata))
+    (tmp_path / "de.model").unlink()
+    with pytest.raises(ValueError, match=r"de.model: the model is missing"):
+        load_tokenizer(tmp_path)
+
+
+def test_bad_models_are_refused(tokenizers) -> None:
+    models = tokenizers["canary"].models
+    with pytest.raises(ValueError, match="`models` must hold at least one model, but is empty"):
+        NeMoTokenizer({})
+    with pytest.raises(ValueError, match="`models` must be named by languages"):
+        NeMoTokenizer({"../en": models["en"]})
+    with pytest.raises(ValueError, match="the model of 'en' is no SentencePiece model"):
+        NeMoTokenizer({"en": b"x"})
+    with pytest.raises(ValueError, match="`prompt_format` must be canary or canary2, but is phi"):
+        NeMoTokenizer(models, "phi")
+    with pytest.raises(ValueError, match="must have one named spl_tokens for prompts, but are de"):
+        NeMoTokenizer({"de": models["de"]}, "canary")
+    with pytest.raises(ValueError, match=r"lack <pad>, <\|endoftext\|>"):
+        NeMoTokenizer({UNIFIED: models["en"]}, "canary")
+    with pytest.raises(ValueError, match=r"must be in 0 .. 59, but one is 60"):
+        tokenizers["canary"].decode([60])
+
+
+def test_long_codes_are_found_by_short_ones(tokenizers) -> None:
+    """As NeMo maps canary-1b's languages to models named en-US and the like."""
+    models = tokenizers["canary"].models
+    tokenizer = NeMoTokenizer(
+        {SPECIAL: models[SPECIAL], "en-US": models["en"], "de-DE": models["de"]}, "canary"
+    )
+    assert tokenizer.languages == ("de", "en")
+    same = tokenizers["canary"]
+    assert tokenizer.encode("hund", "de") == same.encode("hund", "de")
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=models["en"])
+    assert tokenizer.pieces[1][3] == pieces.id_to_piece(3)

@@ -1,0 +1,67 @@
+"""Linear layers as one product, of which some have no bias."""
+
+import pytest
+import torch
+from torch import nn
+
+from effasr.nn.attention import CrossAttention, SelfAttention
+from effasr.nn.linear import JoinedLinear, joined_linear, whole_bias
+from effasr.nn.lora import LoRAConfig, LoRALinear, adapt, merged
+from effasr_kernels import PackedLayout
+
+
+@pytest.mark.parametrize("biased", [(True, False, True), (False, True), (True, False)])
+def test_it_is_its_parts(biased: tuple[bool, ...]) -> None:
+    torch.manual_seed(0)
+    joined = JoinedLinear(5, 4, biased)
+    assert not joined.bias.any()
+    nn.init.normal_(joined.bias)
+    weights, biases = joined.weight.chunk(len(biased)), iter(joined.bias.split(4))
+    x = torch.randn(3, 5)
+    expected = [
+        nn.functional.linear(x, weight, next(biases) if has else None)
+        for weight, has in zip(weights, biased, strict=True)
+    ]
+    torch.testing.assert_close(joined(x), torch.cat(expected, -1))
+    joined(x).sum().backward()
+    torch.testing.assert_close(joined.bias.grad, torch.full_like(joined.bias, 3.0))
+
+
+@pytest.mark.parametrize(("bias", "shape"), [(True, (12,)), (False, None)])
+def test_where_all_are_alike_it_is_a_plain_layer(bias: bool, shape: tuple | None) -> None:
+    layer = joined_linear(5, 4, (bias,) * 3)
+    assert type(layer) is nn.Linear
+    assert (None if layer.bias is None else layer.bias.shape) == shape
+    assert whole_bias(layer) is layer.bias
+
+
+@pytest.mark.parametrize("key_bias", [True, False])
+def test_a_bias_of_the_keys_changes_nothing(key_bias: bool) -> None:
+    torch.manual_seed(0)
+    module = SelfAttention(8, 2, 4, key_bias=key_bias)
+    nn.init.normal_(module.qkv_proj.bias)
+    layout, x = PackedLayout.from_lengths([3, 5]), torch.randn(8, 8)
+    found = module(x, layout)
+    if key_bias:
+        with torch.no_grad():
+            module.qkv_proj.bias[8:16].zero_()
+        torch.testing.assert_close(module(x, layout), found)
+    else:
+        assert module.qkv_proj.bias.shape == (16,)
+        assert whole_bias(module.qkv_proj)[8:16].eq(0).all()
+
+
+def test_adapters_stand_beside_it() -> None:
+    torch.manual_seed(0)
+    module = CrossAttention(8, 2, 4, key_bias=False)
+    nn.init.normal_(module.kv_proj.bias)
+    x = torch.randn(3, 8)
+    before = module.kv_proj(x)
+    adapt(module, LoRAConfig(rank=2))
+    assert isinstance(module.kv_proj, LoRALinear)
+    assert torch.equal(module.kv_proj(x), before)
+    nn.init.normal_(module.kv_proj.lora_b)
+    adapted = module.kv_proj(x)
+    with merged(module):
+        torch.testing.assert_close(module.kv_proj(x), adapted)
+    assert not torch.equal(adapted, before)
