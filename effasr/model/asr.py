@@ -43,6 +43,7 @@ _RESETTABLE = (
     RelativeSelfAttention,
     StatelessPredictor,
     TextEncoder,
+    TransformerEncoder,
 )
 
 

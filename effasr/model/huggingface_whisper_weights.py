@@ -49,7 +49,8 @@ def to_whisper(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         state: Of the encoder and the decoder of an `ASRModel`.
 
     Returns:
-        Tensors that share no memory with one another, without the table of the encoder's places.
+        Tensors that share no memory with one another, without the table of the encoder's places
+        where that is computed.
     """
     theirs: dict[str, Tensor] = {}
     for ours, tensor in state.items():

@@ -125,6 +125,8 @@ class _Count:
     def _transformer(self, encoder: TransformerEncoder, stem: int) -> bool:
         reached = _learns(encoder.stem)
         self.left["frame"] += 2 * stem * (not reached)
+        if encoder.embed_positions is not None:
+            reached = reached or _learns(encoder.embed_positions)
         for layer in encoder.layers:
             reached = self.layer(layer, reached, "frame", frame_pair=4 * encoder.config.width)
         return reached or _learns(encoder.norm)
@@ -168,7 +170,7 @@ class _Count:
 _APART = ("relative_k_proj", "encoder_attn.kv_proj")
 """Of a table that does not grow with the utterance, and of another sequence."""
 
-_BEFORE_LAYERS = ("subsampling", "subsampling_norm", "stem")
+_BEFORE_LAYERS = ("subsampling", "subsampling_norm", "stem", "embed_positions")
 """Parts of an encoder."""
 
 

@@ -20,7 +20,7 @@ from effasr.model.transformer_encoder import TransformerEncoder, TransformerLaye
 from effasr.nn.attention import CrossAttention, RelativeSelfAttention, SelfAttention
 from effasr.nn.convolution import Convolution
 from effasr.nn.norms import BatchNorm
-from effasr.nn.positions import relative_sinusoids, sinusoids, whisper_sinusoids
+from effasr.nn.positions import relative_sinusoids, sinusoids
 from effasr.nn.subsampling import Subsampling
 from effasr_kernels import Rotary
 
@@ -156,7 +156,7 @@ def _whisper(encoder: TransformerEncoder, x: Tensor, lengths: Tensor) -> tuple[T
     x = F.gelu(stem.conv1(x.mT)) * _mask(lengths, x.shape[1])[:, None]
     x, lengths = F.gelu(stem.conv2(x)).mT, (lengths + 1) // 2
     places = torch.arange(x.shape[1], device=x.device)
-    x = x + whisper_sinusoids(places, encoder.config.width)
+    x = x + encoder.places(places)
     real = _mask(lengths, x.shape[1])
     for one in encoder.layers:
         layer = cast(TransformerLayer, one)

@@ -35,6 +35,8 @@ class TransformerEncoderConfig:
         feed_forward: Channels inside a feed-forward network.
         bias: Whether the projections of attention have biases.
         key_bias: Whether that of the keys has; in vain, but for a checkpoint that has it.
+        positions: How a frame knows its place: by Whisper's sinusoids, or by a table that is
+            learnt, which begins with these.
         max_frames: The most frames that an utterance may have, 20 ms each; longer ones are left
             out of training, and cut in transcription.
         input_dropout: On the input of the first layer.
@@ -50,6 +52,7 @@ class TransformerEncoderConfig:
     feed_forward: int = 3072
     bias: bool = True
     key_bias: bool = False
+    positions: Literal["sinusoidal", "learned"] = "sinusoidal"
     max_frames: int = 1500
     input_dropout: float = 0.0
     residual_dropout: float = 0.0
@@ -58,6 +61,8 @@ class TransformerEncoderConfig:
 
     def __post_init__(self) -> None:
         check(self.kind == _KIND, "kind", f"be {_KIND}", repr(self.kind))
+        known = self.positions in ("sinusoidal", "learned")
+        check(known, "positions", "be sinusoidal or learned", repr(self.positions))
         check_positive(self, "width", "layers", "heads", "feed_forward", "max_frames")
         check_probabilities(
             self, "input_dropout", "residual_dropout", "activation_dropout", "attention_dropout"
@@ -149,8 +154,31 @@ class TransformerEncoder(nn.Module):
         super().__init__()
         self.config = config
         self.stem = ConvolutionStem(mel_bins, config.width)
+        learned = config.positions == "learned"
+        self.embed_positions = nn.Embedding(config.max_frames, config.width) if learned else None
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Let places that are learnt begin with the sinusoids."""
+        if self.embed_positions is not None:
+            table = self.embed_positions.weight
+            table.copy_(
+                whisper_sinusoids(torch.arange(len(table), device=table.device), self.width)
+            )
+
+    @property
+    def width(self) -> int:
+        """Channels of the encoder frames."""
+        return self.config.width
+
+    def places(self, positions: Tensor) -> Tensor:
+        """Embed the places of frames: int64 (R,) to (R, width)."""
+        if self.embed_positions is None:
+            return whisper_sinusoids(positions, self.width)
+        # Past the last one there are only rows of no utterance.
+        return self.embed_positions(positions.clamp(max=self.config.max_frames - 1))
 
     def forward(self, mel: MelFrames) -> PackedSequence:
         """Encode (2 T, mel_bins) into (T, width); rows of the tail are finite, but mean nothing.
@@ -167,7 +195,7 @@ class TransformerEncoder(nn.Module):
             )
         with ranges.range("subsampling"):
             x = self.stem(mel)
-        x = x + whisper_sinusoids(mel.slot_positions, config.width).to(x.dtype)
+        x = x + self.places(mel.slot_positions).to(x.dtype)
         x = F.dropout(x, config.input_dropout, self.training)
         if is_empty(layout) and is_sharded(self.layers):
             return PackedSequence(self.norm(pass_by(self.layers, x)), layout)

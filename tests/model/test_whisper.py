@@ -252,16 +252,6 @@ def test_what_cannot_be_imported(
         import_model(folder)
 
 
-def test_a_table_of_places_that_was_learnt_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(checkpoint, tmp_path / "copy")
-    model = transformers.WhisperForConditionalGeneration.from_pretrained(folder)
-    with torch.no_grad():
-        model.model.encoder.embed_positions.weight[3, 5] += 0.1
-    model.save_pretrained(folder)
-    with pytest.raises(ValueError, match="must be Whisper's sinusoids"):
-        import_model(folder)
-
-
 def test_half_precision_is_read(checkpoint: Path, tmp_path: Path) -> None:
     model = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint)
     folder = shutil.copytree(checkpoint, tmp_path / "copy")
