@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from effasr_kernels.attention._forward import as_scores
 from effasr_kernels.attention._rotary import store_back
 from effasr_kernels.philox import keep_mask
 from effasr_kernels.tiles import find_sequence, find_tile
@@ -56,11 +57,16 @@ def attention_backward_kv(
     that sum over queries, as they lie in registers. A key past the end of its sequence has no
     mask: what is computed for it stays in its own row, which is not stored.
 
+    With ``BIAS`` it also writes the gradient of the scores, over the bias itself: each tile is read
+    before it is written, by this program alone. The gradient of queries is a product with that.
+
     Args:
         q: (T_q, H, D), a pointer, as are all up to ``grad_v``; turned where positions are rotary.
         k: (T_k, H, D), likewise.
         v: (T_k, H, D).
-        bias: See `effasr_kernels.attention._forward.attention_forward`.
+        bias: See `effasr_kernels.attention._forward.attention_forward`. The columns of a row's T_k
+            keys are overwritten, those that it does not see and those up to a whole vector of 8
+            with zeros.
         cos: See there.
         sin: See there.
         cu_seqlens_q: int32 (N + 1,).
@@ -118,8 +124,9 @@ def attention_backward_kv(
         scale_kept = 1 / (1 - probability)
 
     # The first query that sees a key of this tile is in the same place. Even so the loop starts at
-    # zero: the compiler fetches nothing ahead in one that does not.
-    begin = start if CAUSAL else 0
+    # zero: the compiler fetches nothing ahead in one that does not. A bias has a gradient at every
+    # key, also where it is zero.
+    begin = start if CAUSAL and not BIAS else 0
     first_row = first_q + begin
     q += first_row * q_row + wide_head * q_head
     grad_out += (first_row * heads + head) * WIDTH
@@ -145,15 +152,18 @@ def attention_backward_kv(
         # Past the end all weights are zero, whatever a bias makes of the scores.
         row_lse = tl.load(lse + m, mask=in_rows, other=float("inf"))
         row_delta = tl.load(delta + m, mask=in_rows, other=0.0)
-        scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee") * (scale * _LOG2_E)
         if BIAS:
-            b_tile = tl.load(bias + bias_offset, mask=in_rows[None, :] & b_columns, other=0.0)
+            b_mask = in_rows[None, :] & b_columns
+            b_tile = tl.load(bias + bias_offset, mask=b_mask, other=0.0)
+            scores = tl.dot(k_tile, tl.trans(q_tile), as_scores(b_tile), input_precision="ieee")
+        else:
+            scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+        scores *= scale * _LOG2_E
+        if BIAS:
             seen = in_columns[:, None]
             if CAUSAL:
-                seen = seen & (step + m[None, :] >= n[:, None])
-            # What lies past the last key is undefined.
-            scores += tl.where(seen, b_tile, float("-inf")).to(tl.float32) * _LOG2_E
-            bias += BLOCK_M * bias_row.to(tl.int64)
+                seen = seen & (step + m[None, :] >= start + n[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
         elif CAUSAL:
             scores = tl.where(step + m[None, :] >= n[:, None], scores, float("-inf"))
         weights = tl.exp2(scores - row_lse[None, :])
@@ -169,8 +179,16 @@ def attention_backward_kv(
         else:
             kept = weights.to(grad_tile.dtype)
         acc_v += tl.dot(kept, grad_tile, input_precision="ieee")
-        grad_scores = weights * (grad_weights - row_delta[None, :])
-        acc_k += tl.dot(grad_scores.to(q_tile.dtype), q_tile, input_precision="ieee")
+        grad_scores = (weights * (grad_weights - row_delta[None, :])).to(q_tile.dtype)
+        acc_k += tl.dot(grad_scores, q_tile, input_precision="ieee")
+        if BIAS:
+            # The only key has weight 1 whatever its score; rounding must not say otherwise.
+            of_bias = tl.where(length_k == 1, 0.0, grad_scores)
+            if b_tile.dtype.is_fp32():
+                # Small tiles lie in several warps at once; each must have read the old values.
+                tl.debug_barrier()
+            tl.store(bias + bias_offset, of_bias.to(grad_scores.dtype), mask=b_mask)
+            bias += BLOCK_M * bias_row.to(tl.int64)
         q += BLOCK_M * q_row
         grad_out += BLOCK_M * out_row
         lse += BLOCK_M
@@ -178,7 +196,7 @@ def attention_backward_kv(
 
     if DROPOUT:
         acc_v *= scale_kept
-    # The only key has weight 1 whatever its score; rounding must not say otherwise.
+    # As for the bias.
     acc_k *= tl.where(length_k == 1, 0.0, scale)
     out_begin = (first_key * heads + head) * WIDTH
     k_offset = n[:, None] * out_row + d[None, :]
@@ -190,12 +208,11 @@ def attention_backward_kv(
         tl.store(grad_k + k_offset, acc_k.to(grad_k.dtype.element_ty), mask=k_mask)
 
 
-@triton.jit(do_not_specialize=["sequences", "rows_q", "bias_eighths"])
+@triton.jit(do_not_specialize=["sequences", "rows_q"])
 def attention_backward_q(
     q,
     k,
     v,
-    bias,
     cos,
     sin,
     cu_seqlens_q,
@@ -205,10 +222,8 @@ def attention_backward_q(
     delta,
     grad_out,
     grad_q,
-    grad_content,
     sequences,
     rows_q,
-    bias_eighths,
     heads,
     q_row,
     q_head,
@@ -223,23 +238,18 @@ def attention_backward_q(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
-    BIAS: tl.constexpr,
     ROTARY: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
     """Gradient of one tile of queries of one head: program (tile, head).
 
-    With ``BIAS`` it also writes the gradient of the scores, over the bias itself: each tile is
-    read before it is written, by this program alone.
+    Not with relative positions, where it is a product with what `attention_backward_kv` writes.
 
     Args:
-        q: (T_q, H, D), a pointer, as are all up to ``grad_content``; turned where positions are
-            rotary.
+        q: (T_q, H, D), a pointer, as are all up to ``grad_q``; turned where positions are rotary.
         k: (T_k, H, D), likewise.
         v: (T_k, H, D).
-        bias: See `effasr_kernels.attention._forward.attention_forward`. The columns of a row's T_k
-            keys are overwritten, those that it does not see with zeros.
-        cos: See there.
+        cos: See `effasr_kernels.attention._forward.attention_forward`.
         sin: See there.
         cu_seqlens_q: int32 (N + 1,).
         cu_seqlens_k: int32 (N + 1,).
@@ -248,11 +258,8 @@ def attention_backward_q(
         delta: float32 (H, T_q), contiguous, from `effasr_kernels.attention._delta.row_delta`.
         grad_out: (T_q, H, D), contiguous.
         grad_q: (T_q, H, D), contiguous, written; zeros where a row has no key.
-        grad_content: float32 (tiles, H, D), contiguous, written: the sum of each tile's gradient
-            over its rows; None without ``BIAS``.
         sequences: N.
         rows_q: T_q.
-        bias_eighths: W / 8.
         heads: H.
         q_row: Elements from one row of ``q`` to the next.
         q_head: Elements from one head to the next.
@@ -267,27 +274,21 @@ def attention_backward_q(
         BLOCK_M: Queries of a tile.
         BLOCK_N: Keys of a step.
         CAUSAL: Whether query i sees only the keys 0 to i.
-        BIAS: Whether scores have a bias; that of the queries is in ``q``.
         ROTARY: Whether to turn the gradient back, all of its D = BLOCK_D channels.
         DROPOUT: Whether weights are dropped.
     """
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    wide_head = head.to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    in_width = d < WIDTH
-    if BIAS:
-        grad_content += (tile.to(tl.int64) * heads + head) * WIDTH
     sequence, first_q, length_q, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_seqlens_q, sequences, rows_q, tile, BLOCK_M
+        cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
     )
     if start >= length_q:
-        if BIAS:
-            tl.store(grad_content + d, tl.zeros((BLOCK_D,), tl.float32), mask=in_width)
         return
+    head = tl.program_id(1)
+    wide_head = head.to(tl.int64)
     first_k, length_k = find_sequence(cu_seqlens_k, sequences, sequence)
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    in_width = d < WIDTH
     in_rows = start + m < length_q
     q_mask = in_rows[:, None] & in_width[None, :]
     first_row = first_q + start
@@ -298,16 +299,10 @@ def attention_backward_q(
     out_begin = (first_row * heads + head) * WIDTH
     out_offset = m[:, None] * out_row + d[None, :]
     grad_tile = tl.load(grad_out + out_begin + out_offset, mask=q_mask, other=0.0)
-    # Past the end all weights are zero, whatever a bias makes of the scores.
+    # Past the end all weights are zero.
     row = wide_head * rows_q + first_row + m
     row_lse = tl.load(lse + row, mask=in_rows, other=float("inf"))
     row_delta = tl.load(delta + row, mask=in_rows, other=0.0)
-    if BIAS:
-        bias_row = heads * bias_eighths * 8
-        bias += first_row * bias_row + wide_head * (bias_eighths * 8)
-        bias_offset = m[:, None] * bias_row + n[None, :]
-        # A mask that changes within a vector would break it; W has room for a whole one.
-        by_eight = n // 8 * 8
     if DROPOUT:
         seed_value = tl.load(seed)
         scale_kept = 1 / (1 - probability)
@@ -317,8 +312,7 @@ def attention_backward_q(
     k_offset = n[:, None] * k_row + d[None, :]
     v_offset = n[:, None] * v_row + d[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # A bias has a gradient at every key, also where it is zero.
-    end = tl.minimum(length_k, start + BLOCK_M) if CAUSAL and not BIAS else length_k
+    end = tl.minimum(length_k, start + BLOCK_M) if CAUSAL else length_k
     for column in range(0, end, BLOCK_N):
         in_columns = column + n < length_k
         k_mask = in_columns[:, None] & in_width[None, :]
@@ -328,13 +322,7 @@ def attention_backward_q(
         seen = in_columns[None, :]
         if CAUSAL:
             seen = seen & (start + m[:, None] >= column + n[None, :])
-        if BIAS:
-            b_mask = in_rows[:, None] & (column + by_eight < length_k)[None, :]
-            b_tile = tl.load(bias + column + bias_offset, mask=b_mask, other=0.0)
-            # What lies past the last key is undefined.
-            scores += tl.where(seen, b_tile, float("-inf")).to(tl.float32) * _LOG2_E
-        else:
-            scores = tl.where(seen, scores, float("-inf"))
+        scores = tl.where(seen, scores, float("-inf"))
         weights = tl.exp2(scores - row_lse[:, None])
         grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
         if DROPOUT:
@@ -343,12 +331,6 @@ def attention_backward_q(
             )
             grad_weights = tl.where(keep, grad_weights * scale_kept, 0.0)
         grad_scores = (weights * (grad_weights - row_delta[:, None])).to(k_tile.dtype)
-        if BIAS:
-            of_bias = tl.where(length_k == 1, 0.0, grad_scores)
-            if BLOCK_M == 16:
-                # So small a tile lies in several warps at once; each must have read the old values.
-                tl.debug_barrier()
-            tl.store(bias + column + bias_offset, of_bias.to(grad_scores.dtype), mask=b_mask)
         acc += tl.dot(grad_scores, k_tile, input_precision="ieee")
         k += BLOCK_N * k_row
         v += BLOCK_N * v_row
@@ -356,8 +338,6 @@ def attention_backward_q(
     # The only key has weight 1 whatever its score; rounding must not say otherwise.
     acc *= tl.where(length_k == 1, 0.0, scale)
     grad_q += out_begin
-    if BIAS:
-        tl.store(grad_content + d, tl.sum(acc, 0), mask=in_width)
     if ROTARY:
         store_back(grad_q, acc, cos, sin, start, out_row, in_rows, BLOCK_D, BLOCK_M)
     else:

@@ -9,14 +9,28 @@ from effasr_kernels.attention._rotary import turn_ahead
 from effasr_kernels.philox import keep_mask
 from effasr_kernels.tiles import find_sequence, find_tile
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-
 
 @triton.jit
 def add_content_bias(x, content_bias, d, in_width):
     """Queries plus the bias of their head, (M, D) and (D,), summed in float32."""
     bias = tl.load(content_bias + d, mask=in_width, other=0.0)
     return (x.to(tl.float32) + bias.to(tl.float32)[None, :]).to(x.dtype)
+
+
+@triton.jit
+def as_scores(b_tile):
+    """A tile of the bias as what the product of the scores is added to, float32.
+
+    Tensor cores take 16-bit tiles as they lie in shared memory, and a product with ones is exact;
+    threads that read them there in the order of the scores would meet four to a bank. A number that
+    is not finite spreads to its row of the tile, so none may lie outside the sequence.
+    """
+    if b_tile.dtype.is_fp32():
+        scores = b_tile
+    else:
+        n = tl.arange(0, b_tile.shape[1])
+        scores = tl.dot(b_tile, (n[:, None] == n[None, :]).to(b_tile.dtype))
+    return scores
 
 
 @triton.jit(do_not_specialize=["sequences", "rows_q", "bias_eighths"])
@@ -65,7 +79,8 @@ def attention_forward(
         q: (T_q, H, D).
         k: (T_k, H, D), turned where positions are rotary.
         v: (T_k, H, D).
-        bias: (T_q, H, W), contiguous, added to the scores; None without ``BIAS``.
+        bias: (T_q, H, W), contiguous, added to the products of queries and keys; finite up to a
+            whole vector of 8 columns. None without ``BIAS``.
         cos: float32 (positions, D / 2), contiguous; None without ``ROTARY``.
         sin: Likewise.
         cu_seqlens_q: int32 (N + 1,).
@@ -138,17 +153,16 @@ def attention_forward(
         in_columns = column + n < length_k
         k_mask = in_columns[:, None] & in_width[None, :]
         k_tile = tl.load(k + k_offset, mask=k_mask, other=0.0)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
-        seen = in_columns[None, :]
-        if CAUSAL:
-            seen = seen & (start + m[:, None] >= column + n[None, :])
         if BIAS:
             b_mask = in_rows[:, None] & (column + by_eight < length_k)[None, :]
             b_tile = tl.load(bias + column + bias_offset, mask=b_mask, other=0.0)
-            # What lies past the last key is undefined.
-            scores += tl.where(seen, b_tile, float("-inf")).to(tl.float32) * _LOG2_E
+            scores = tl.dot(q_tile, tl.trans(k_tile), as_scores(b_tile), input_precision="ieee")
         else:
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        seen = in_columns[None, :]
+        if CAUSAL:
+            seen = seen & (start + m[:, None] >= column + n[None, :])
+        scores = tl.where(seen, scores * scale_log2, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         shrink = tl.exp2(largest - larger)
         weights = tl.exp2(scores - larger[:, None])

@@ -20,6 +20,7 @@ from torch import Tensor
 from effasr_kernels.attention import _relative_grads as backward
 from effasr_kernels.attention import _relative_scores as forward
 from effasr_kernels.attention._config import padded_width
+from effasr_kernels.attention.position import RelativeBias
 from effasr_kernels.launch import launch
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.tiles import count_tiles
@@ -40,12 +41,11 @@ def relative_scores(
     table: Tensor,
     layout_q: PackedLayout,
     layout_k: PackedLayout,
-    scale: float,
 ) -> Tensor:
-    r"""The part of the scores that depends on distance.
+    r"""The part of the scores that depends on distance, before they are scaled.
 
     .. math::
-        B_{ihj} = \mathrm{scale} \, (q_{ih} + v_h)^\top r_{i-j,h}
+        B_{ihj} = (q_{ih} + v_h)^\top r_{i-j,h}
 
     for query i and key j of one sequence.
 
@@ -56,11 +56,11 @@ def relative_scores(
             every length of both layouts.
         layout_q: The sequences of ``q``.
         layout_k: Those of the keys.
-        scale: Factor of the scores.
 
     Returns:
         (T_q, H, W), the dtype of ``q``, with W the `bias_width` of ``layout_k.bound``. What a row
-        holds past the keys of its sequence, and the whole tail, is undefined.
+        holds past the keys of its sequence is finite up to a whole vector of 8 columns; the rest,
+        and the whole tail, is undefined.
     """
     q, table = _dense_rows(q), _dense_rows(table)
     heads, width = q.shape[1:]
@@ -74,7 +74,6 @@ def relative_scores(
         position_bias.contiguous(),
         table,
         *_sizes(layout_q, layout_k, table, out),
-        scale,
         heads,
         *q.stride()[:2],
         *table.stride()[:2],
@@ -86,63 +85,53 @@ def relative_scores(
 def relative_backward(
     ds: Tensor,
     q: Tensor,
-    position_bias: Tensor,
-    table: Tensor,
+    k: Tensor,
+    position: RelativeBias,
     layout_q: PackedLayout,
     layout_k: PackedLayout,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `relative_scores`.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    r"""The gradients of all scores of `RelativeBias`, but for that of the keys.
 
     Args:
-        ds: (T_q, H, W), contiguous, the dtype of ``q``: with respect to the scores. What it holds
-            where these are undefined is ignored, and may be overwritten.
-        q: As given to `relative_scores`, like the rest.
-        position_bias: (H, D).
-        table: (2 L - 1, H, D).
+        ds: (T_q, H, W), contiguous, the dtype of ``q``: with respect to the scores. Zero from the
+            last key of a row to a whole vector of 8 columns; the rest is ignored, as is the tail.
+        q: (T_q, H, D).
+        k: (T_k, H, D).
+        position: What the scores are made of.
         layout_q: The sequences of ``q``.
-        layout_k: Those of the keys.
+        layout_k: Those of ``k``.
         scale: Factor of the scores.
 
     Returns:
-        With respect to ``q``, (T_q, H, D), zero in the tail; to ``position_bias``, (H, D); to
-        ``table``, (2 L - 1, H, D). Contiguous, in the dtypes of these.
+        With respect to ``q``, (T_q, H, D), zero in the tail; to the biases by content and by
+        position, (H, D) each; to the table, (2 L - 1, H, D). Contiguous, in the dtype of ``q``.
     """
-    q, table = _dense_rows(q), _dense_rows(table)
-    # First: it also clears what would be read past the keys.
-    grad_q, grad_bias = _grad_queries(ds, q, position_bias, table, layout_q, layout_k, scale)
-    grad_table = _grad_table(ds, q, position_bias, table, layout_q, layout_k, scale)
-    return grad_q, grad_bias, grad_table
-
-
-def _grad_queries(
-    ds: Tensor,
-    q: Tensor,
-    position_bias: Tensor,
-    table: Tensor,
-    layout_q: PackedLayout,
-    layout_k: PackedLayout,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+    q, k, table = _dense_rows(q), _dense_rows(k), _dense_rows(position.table)
     heads, width = q.shape[1:]
-    block_m, block_w, warps, stages = _blocks_of_grad_queries(q.dtype, padded_width(width))
+    block_m, block_n, block_w, warps = _blocks_of_grad_queries(q.dtype, padded_width(width))
     tiles = _tiles(layout_q, block_m)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
-    by_tile = q.new_empty(tiles, heads, width, dtype=torch.float32)
+    grad_biases = q.new_empty(2, tiles, heads, width, dtype=torch.float32)
     launch(
         backward.grad_queries,
         (tiles, heads),
         grad_q,
-        by_tile,
+        grad_biases,
         ds,
+        k,
         table,
         *_sizes(layout_q, layout_k, table, ds),
         scale,
         heads,
+        *k.stride()[:2],
         *table.stride()[:2],
-        **_options(width, block_m, block_w, warps, stages),
+        **_options(width, block_m, block_w, warps, 1),
+        BLOCK_N=block_n,
     )
-    return grad_q, by_tile.sum(0).to(position_bias.dtype)
+    by_content, by_position = grad_biases.sum(1).to(q.dtype)
+    grad_table = _grad_table(ds, q, position.position_bias, table, layout_q, layout_k, scale)
+    return grad_q, by_content, by_position, grad_table
 
 
 def _grad_table(
@@ -213,17 +202,17 @@ def _blocks_of_scores(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, 
     """Queries of a tile, distances of a step, warps, stages: no registers spill."""
     if dtype == torch.float32:
         return 32, 32, 4, 1
-    return 64, 64, 4 if block_d <= 64 else 8, 2
+    return 64, 64, 4 if block_d <= 128 else 8, 2
 
 
 def _blocks_of_grad_queries(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, int]:
-    """Queries of a tile, distances of a step, warps, stages.
+    """Queries of a tile, keys of a step, distances of a step, warps.
 
     In one stage: the copies of a pipeline are of pairs, twice the instructions, and meet in banks.
     """
     if dtype == torch.float32:
-        return 32, 32, 8, 1
-    return 32, 32, 2 if block_d <= 64 else 4, 1
+        return 32 if block_d <= 128 else 16, 16, 32, 8
+    return 64 if block_d <= 128 else 32, 64, 32, 4 if block_d <= 64 else 8
 
 
 def _blocks_of_grad_table(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, int]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from effasr_kernels.attention._relative_scores import STEP, is_below
-from effasr_kernels.tiles import find_tile
+from effasr_kernels.attention._relative_scores import STEP, is_below, is_spare
+from effasr_kernels.tiles import find_sequence, find_tile
 
 
 @triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths"])
 def grad_queries(
     grad_q,
-    grad_bias,
+    grad_biases,
     grad_scores,
+    k,
     table,
     cu_seqlens_q,
     cu_seqlens_k,
@@ -23,22 +24,27 @@ def grad_queries(
     eighths,
     scale,
     heads,
+    k_row,
+    k_head,
     stride_distance,
     stride_table_head,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write the gradient of a tile of queries, one head, and its sum over the tile.
+    """Write the gradient of a tile of queries, one head, and its parts' sums over the tile.
 
-    The walk is that of `effasr_kernels.attention._relative_scores.scores`; here the skew is in the
-    addresses of the loads.
+    By content it is the gradient of the scores times the keys; by distance, times the table. That
+    walk is `effasr_kernels.attention._relative_scores.scores`'s; here the skew is in the addresses
+    of the loads.
 
     Args:
         grad_q: (T_q, H, D), a pointer; the tail is set to zero.
-        grad_bias: float32 (tiles, H, D), a pointer.
-        grad_scores: (T_q, H, 8 eighths), a pointer.
+        grad_biases: float32 (2, tiles, H, D), a pointer: the sums by content, and by distance.
+        grad_scores: (T_q, H, 8 eighths), a pointer; zeros from the last key to a whole vector of 8.
+        k: (T_k, H, D), a pointer.
         table: (2 reach - 1, H, D), a pointer.
         cu_seqlens_q: int32 (N + 1,), a pointer.
         cu_seqlens_k: int32 (N + 1,), a pointer.
@@ -48,50 +54,73 @@ def grad_queries(
         eighths: An eighth of the width of ``grad_scores``.
         scale: Factor of the scores.
         heads: H.
-        stride_distance: Of ``table``, in elements, as is the other.
+        k_row: Elements from one row of ``k`` to the next.
+        k_head: From one head to the next.
+        stride_distance: Of ``table``, likewise.
         stride_table_head: Of ``table``.
         WIDTH: D.
         BLOCK_D: The power of two at or above D.
         BLOCK_M: Queries of a tile.
+        BLOCK_N: Keys of a step; not ``BLOCK_W``, or the compiler loads both kinds of tiles as one.
         BLOCK_W: Distances of a step.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
+    channel = tl.arange(0, BLOCK_D)
+    in_width = channel < WIDTH
+    grad_biases += (tile.to(tl.int64) * heads + head) * WIDTH + channel
+    to_distance = tl.num_programs(0).to(tl.int64) * heads * WIDTH
+    nothing = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    if is_spare(cu_seqlens_q, sequences, tile // STEP, BLOCK_M * STEP):
+        tl.store(grad_biases, nothing, mask=in_width)
+        tl.store(grad_biases + to_distance, nothing, mask=in_width)
+        return
     sequence, begin, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         cu_seqlens_q, sequences, rows, tile // STEP, BLOCK_M * STEP
     )
     start += tile % STEP
-    channel = tl.arange(0, BLOCK_D)
-    in_width = channel < WIDTH
-    grad_bias += (tile.to(tl.int64) * heads + head) * WIDTH
     if start >= length:
-        tl.store(grad_bias + channel, tl.zeros((BLOCK_D,), dtype=tl.float32), mask=in_width)
+        tl.store(grad_biases, nothing, mask=in_width)
+        tl.store(grad_biases + to_distance, nothing, mask=in_width)
         return
-    is_real = sequence < sequences
-    end_k = tl.load(cu_seqlens_k + sequence + 1, mask=is_real, other=0)
-    keys = end_k - tl.load(cu_seqlens_k + sequence, mask=is_real, other=0)
+    first_k, keys = find_sequence(cu_seqlens_k, sequences, sequence)
 
     row = tl.arange(0, BLOCK_M)
     # The last query of the tile that there is.
     last = tl.minimum((length - 1 - start) // STEP, BLOCK_M - 1)
     in_range = row <= last
-    diagonal = tl.arange(0, BLOCK_W)
     grad_scores += ((begin + start) * heads + head) * (eighths * 8)
-    # Keys are loaded in whole groups: what follows the last one must be zero.
-    key = keys // STEP * STEP + tl.arange(0, STEP)
-    tl.store(
-        grad_scores + (row * (heads * STEP * eighths * 8))[:, None] + key[None, :],
-        tl.zeros((BLOCK_M, STEP), dtype=grad_scores.dtype.element_ty),
-        mask=in_range[:, None] & (key >= keys)[None, :] & (keys % STEP != 0),
-    )
-    tl.debug_barrier()
+    score_row = STEP * (heads * eighths * 8)
+
+    n = tl.arange(0, BLOCK_N)
+    # A mask that changes within a vector would break it.
+    by_eight = n // 8 * 8
+    offset = (row * score_row)[:, None] + n[None, :]
+    k += first_k * k_row + head * k_head
+    key_offset = n[:, None] * k_row + channel[None, :]
+    by_content = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    for first in range(0, keys, BLOCK_N):
+        ds = tl.load(
+            grad_scores + first + offset,
+            mask=(first + by_eight < keys)[None, :] & in_range[:, None],
+            other=0.0,
+        )
+        key = tl.load(
+            k + key_offset,
+            mask=(first + n < keys)[:, None] & in_width[None, :],
+            other=0.0,
+        )
+        by_content = tl.dot(ds, key, by_content, input_precision="ieee")
+        k += BLOCK_N * k_row
+
+    diagonal = tl.arange(0, BLOCK_W)
     keys = tl.cdiv(keys, STEP) * STEP
     grad_scores -= last * STEP
     # A step of one row is a step of one key, too.
-    offset = (row * (STEP * (heads * eighths * 8 + 1)))[:, None] + diagonal[None, :]
+    offset = (row * (score_row + STEP))[:, None] + diagonal[None, :]
     first_key = diagonal[None, :] + ((row - last) * STEP)[:, None]
     largest = reach - 1 + start + last * STEP
     table += head * stride_table_head
-    total = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    by_distance = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     # No step where there is no key, as in the tail.
     for first in range(0, tl.where(keys > 0, keys + last * STEP, 0), BLOCK_W):
         ds = tl.load(
@@ -105,13 +134,15 @@ def grad_queries(
             mask=is_below(entry, 2 * reach - 1)[:, None] & in_width[None, :],
             other=0.0,
         )
-        total = tl.dot(ds, window, total, input_precision="ieee")
-    total *= scale
-    tl.store(grad_bias + channel, tl.sum(total, axis=0), mask=in_width)
+        by_distance = tl.dot(ds, window, by_distance, input_precision="ieee")
+
+    tl.store(grad_biases, tl.sum(by_content, axis=0) * scale, mask=in_width)
+    grad_biases += to_distance
+    tl.store(grad_biases, tl.sum(by_distance, axis=0) * scale, mask=in_width)
     grad_q += ((begin + start) * heads + head) * WIDTH
     tl.store(
         grad_q + (row * (heads * STEP * WIDTH))[:, None] + channel[None, :],
-        total.to(grad_q.dtype.element_ty),
+        ((by_content + by_distance) * scale).to(grad_q.dtype.element_ty),
         mask=in_range[:, None] & in_width[None, :],
     )
 
@@ -206,8 +237,9 @@ def grad_table(
     # In descending order, so that the keys of a query ascend; STEP divides the first key of a row.
     back = (STEP - phase) % STEP
     largest = nearest + BLOCK_W - back
-    offset = (row * (STEP * (heads * eighths * 8 + 1)))[:, None] + diagonal[None, :]
-    first_key = diagonal[None, :] + (row * STEP)[:, None] - BLOCK_W
+    # (W, M): in the shape of queries the compiler would load it like these.
+    offset = diagonal[:, None] + (row * (STEP * (heads * eighths * 8 + 1)))[None, :]
+    first_key = diagonal[:, None] + (row * STEP)[None, :] - BLOCK_W
     channel = tl.arange(0, BLOCK_D)
     in_width = channel < WIDTH
     bias = tl.load(position_bias + head * WIDTH + channel, mask=in_width, other=0.0)
@@ -236,7 +268,7 @@ def grad_table(
                 skip = start - nearest + (phase + back) // STEP * STEP
                 ds = tl.load(
                     grad_scores + here * (heads * eighths * 8) + skip + offset,
-                    mask=is_below(skip + first_key, keys) & in_range[:, None],
+                    mask=is_below(skip + first_key, keys) & in_range[None, :],
                     other=0.0,
                 )
                 query = tl.load(
@@ -245,7 +277,7 @@ def grad_table(
                     other=0.0,
                 )
                 query = (query.to(tl.float32) + bias).to(query.dtype)
-                total = tl.dot(tl.trans(ds), query, total, input_precision="ieee")
+                total = tl.dot(ds, query, total, input_precision="ieee")
     entry = reach - 1 + largest - diagonal
     grad += (split.to(tl.int64) * (2 * reach - 1) * heads + head) * WIDTH
     tl.store(

@@ -18,6 +18,17 @@ def is_below(x, bound):
     return x.to(tl.uint32, bitcast=True) < bound.to(tl.uint32, bitcast=True)
 
 
+@triton.jit
+def is_spare(cu_seqlens, sequences, tile, BLOCK: tl.constexpr):
+    """Whether a tile's number is that of an empty sequence behind the last row.
+
+    Static shapes have many of these, and `find_tile` would search for each.
+    """
+    total = tl.load(cu_seqlens + sequences)
+    n = tile - total // BLOCK
+    return tl.load(cu_seqlens + n, mask=(n >= 0) & (n < sequences), other=-1) == total
+
+
 @triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths"])
 def scores(
     out,
@@ -30,7 +41,6 @@ def scores(
     rows,
     reach,
     eighths,
-    scale,
     heads,
     stride_row,
     stride_head,
@@ -60,7 +70,6 @@ def scores(
         rows: T_q.
         reach: L.
         eighths: An eighth of the width of ``out``: the compiler sees that 8 divides the width.
-        scale: Factor of the scores.
         heads: H.
         stride_row: Of ``q``, in elements, as are the others.
         stride_head: Of ``q``.
@@ -71,6 +80,8 @@ def scores(
         BLOCK_M: Queries of a tile.
         BLOCK_W: Distances of a step.
     """
+    if is_spare(cu_seqlens_q, sequences, tl.program_id(0) // STEP, BLOCK_M * STEP):
+        return
     phase, head = tl.program_id(0) % STEP, tl.program_id(1)
     sequence, begin, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         cu_seqlens_q, sequences, rows, tl.program_id(0) // STEP, BLOCK_M * STEP
@@ -79,8 +90,8 @@ def scores(
     if (sequence >= sequences) | (start >= length):
         return
     keys = tl.load(cu_seqlens_k + sequence + 1) - tl.load(cu_seqlens_k + sequence)
-    # A row of the buffer is wide enough.
-    keys = tl.cdiv(keys, STEP) * STEP
+    # Whole vectors, for attention reads these; a row of the buffer is wide enough.
+    keys = tl.cdiv(keys, 8) * 8
 
     row = tl.arange(0, BLOCK_M)
     # The last query of the tile that there is.
@@ -95,14 +106,14 @@ def scores(
         mask=in_range[:, None] & in_width[None, :],
         other=0.0,
     )
-    # The scale here, where it costs less than on products, and nothing in accuracy.
-    query = ((query.to(tl.float32) + bias.to(tl.float32)[None, :]) * scale).to(query.dtype)
+    query = (query.to(tl.float32) + bias.to(tl.float32)[None, :]).to(query.dtype)
 
     diagonal = tl.arange(0, BLOCK_W)
     out += ((begin + start) * heads + head) * (eighths * 8) - last * STEP
     # A step of one row is a step of one key, too.
     offset = (row * (STEP * (heads * eighths * 8 + 1)))[:, None] + diagonal[None, :]
-    first_key = diagonal[None, :] + ((row - last) * STEP)[:, None]
+    # Past the last query there is none.
+    first_key = diagonal[None, :] + tl.where(in_range, (row - last) * STEP, 2**30)[:, None]
     largest = reach - 1 + start + last * STEP
     table += head * stride_table_head
     for first in range(0, keys + last * STEP, BLOCK_W):
@@ -117,5 +128,5 @@ def scores(
         tl.store(
             out + first + offset,
             product.to(query.dtype),
-            mask=is_below(first + first_key, keys) & in_range[:, None],
+            mask=is_below(first + first_key, keys),
         )

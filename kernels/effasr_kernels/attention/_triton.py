@@ -1,7 +1,8 @@
 """`attention` in Triton: packed flash attention, with any of the positions and with dropout.
 
 One pass forward; backward one kernel for keys and values and one for queries, each of which
-computes the scores again: nothing of T_q x T_k is stored, but for the bias of `RelativeBias`.
+computes the scores again: nothing of T_q x T_k is stored. With `RelativeBias` their bias is, a new
+buffer each time; keys and values write the gradient of the scores over it, which the rest needs.
 """
 
 from __future__ import annotations
@@ -69,29 +70,25 @@ class _Call:
         """The relative part of the scores, a new buffer."""
         if self.relative is None:
             return None
-        return relative_scores(
-            q,
-            self.relative.position_bias,
-            self.relative.table,
-            self.layout_q,
-            self.layout_k,
-            self.scale,
-        )
+        bias, table = self.relative.position_bias, self.relative.table
+        return relative_scores(q, bias, table, self.layout_q, self.layout_k)
 
-    def pointers(self, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The arguments that all kernels begin with."""
+    def pointers(self) -> tuple[Tensor | None, ...]:
+        """The arguments that follow queries, keys, values and bias in all kernels."""
         turns = self.turns if self.turns is not None and self.turns_in_kernel else (None, None)
-        offsets = self.layout_q.cu_seqlens, self.layout_k.cu_seqlens
-        return self.q, self.k, self.v, bias, *turns, *offsets, self.seed
+        return *turns, self.layout_q.cu_seqlens, self.layout_k.cu_seqlens, self.seed
+
+    def eighths(self) -> int:
+        """W / 8."""
+        return bias_width(self.layout_k.bound) // 8 if self.relative is not None else 0
 
     def sizes(self) -> tuple[int, ...]:
-        """W / 8, heads and strides: the integers that all kernels end with."""
-        eighths = bias_width(self.layout_k.bound) // 8 if self.relative is not None else 0
+        """Heads and strides: the integers that all kernels end with."""
         strides = (x.stride(axis) for x in (self.q, self.k, self.v) for axis in (0, 1))
-        return eighths, self.q.shape[1], *strides
+        return self.q.shape[1], *strides
 
     def options(self, config: Config) -> dict[str, Any]:
-        """Constants and compiler options of a launch."""
+        """Constants and compiler options of a launch, but whether there is a bias."""
         width = self.q.shape[2]
         return {
             "num_warps": config.warps,
@@ -101,7 +98,6 @@ class _Call:
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "CAUSAL": self.causal,
-            "BIAS": self.relative is not None,
             "ROTARY": self.turns_in_kernel,
             "DROPOUT": self.dropout > 0,
         }
@@ -151,15 +147,21 @@ def forward(
         attention_forward,
         (count_tiles(layout_q.rows, layout_q.num_sequences, config.block_m), heads),
         None if this.relative is None else this.relative.content_bias.contiguous(),
-        *this.pointers(this.bias(q)),
+        this.q,
+        this.k,
+        this.v,
+        this.bias(q),
+        *this.pointers(),
         out,
         lse,
         layout_q.num_sequences,
         layout_q.rows,
+        this.eighths(),
         *this.sizes(),
         scale * math.log2(math.e),
         dropout,
         **this.options(config),
+        BIAS=this.relative is not None,
     )
     return (out,), (lse,)
 
@@ -193,24 +195,16 @@ def backward(
     delta = row_delta(grad_out, results[0])
     bias = this.bias(q)
     found: dict[str, Tensor | None] = {}
-    # This reads the bias; the gradient of queries then writes over it.
+    # Over the bias this writes the gradient of the scores.
     grad_k, found["v"] = _backward_kv(this, bias, lse, delta, grad_out)
-    grad_q, grad_content = _backward_q(this, bias, lse, delta, grad_out)
-    found["q"] = _turned_back(this, grad_q, layout_q, q.dtype)
     found["k"] = _turned_back(this, grad_k, layout_k, q.dtype)
-    if this.relative is not None and bias is not None and grad_content is not None:
-        grad_v, found["position_bias"], found["position_table"] = relative_backward(
-            bias,
-            q,
-            this.relative.position_bias,
-            this.relative.table,
-            layout_q,
-            layout_k,
-            scale,
-        )
-        found["q"] = grad_q + grad_v
-        found["position_content_bias"] = grad_content.sum(0).to(q.dtype)
-    return found
+    if this.relative is None or bias is None:
+        grad_q = _backward_q(this, lse, delta, grad_out)
+        found["q"] = _turned_back(this, grad_q, layout_q, q.dtype)
+        return found
+    names = "q", "position_content_bias", "position_bias", "position_table"
+    shared = relative_backward(bias, q, this.k, this.relative, layout_q, layout_k, scale)
+    return found | dict(zip(names, shared, strict=True))
 
 
 def _prepare(
@@ -282,7 +276,11 @@ def _backward_kv(
     launch(
         attention_backward_kv,
         (count_tiles(layout.rows, layout.num_sequences, config.block_n), this.q.shape[1]),
-        *this.pointers(bias),
+        this.q,
+        this.k,
+        this.v,
+        bias,
+        *this.pointers(),
         lse,
         delta,
         grad_out,
@@ -291,32 +289,30 @@ def _backward_kv(
         layout.num_sequences,
         this.layout_q.rows,
         layout.rows,
+        this.eighths(),
         *this.sizes(),
         this.scale,
         this.dropout,
         **this.options(config),
+        BIAS=bias is not None,
     )
     return grad_k, grad_v
 
 
-def _backward_q(
-    this: _Call, bias: Tensor | None, lse: Tensor, delta: Tensor, grad_out: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def _backward_q(this: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor) -> Tensor:
     layout, config = this.layout_q, this.configs.backward_q
-    _, heads, width = this.q.shape
-    tiles = count_tiles(layout.rows, layout.num_sequences, config.block_m)
-    grad_q, grad_content = _gradient_like(this, this.q), None
-    if this.relative is not None:
-        grad_content = lse.new_empty(tiles, heads, width)
+    grad_q = _gradient_like(this, this.q)
     launch(
         attention_backward_q,
-        (tiles, heads),
-        *this.pointers(bias),
+        (count_tiles(layout.rows, layout.num_sequences, config.block_m), this.q.shape[1]),
+        this.q,
+        this.k,
+        this.v,
+        *this.pointers(),
         lse,
         delta,
         grad_out,
         grad_q,
-        grad_content,
         layout.num_sequences,
         layout.rows,
         *this.sizes(),
@@ -324,7 +320,7 @@ def _backward_q(
         this.dropout,
         **this.options(config),
     )
-    return grad_q, grad_content
+    return grad_q
 
 
 run = call.kernel(__name__, forward, backward)
