@@ -56,7 +56,7 @@ demo-transducer: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/pytest $(SHARED) -m "not gpu"
 	@echo; echo "The kernels as compiled for a GPU, instruction by instruction:"; echo
-	EFFASR_EMULATE=90 $(BIN)/pytest $(SHARED) tests/gpu -k "not float16"
+	EFFASR_EMULATE=90 $(BIN)/pytest $(SHARED) tests/gpu -k "bfloat16 or not float16"
 	@echo; echo "Some of them in Triton's interpreter:"; echo
 	TRITON_INTERPRET=1 $(BIN)/pytest $(SHARED) tests/gpu -k contract
 
