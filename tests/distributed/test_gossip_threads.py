@@ -294,6 +294,27 @@ def test_one_that_computes_for_long_is_not_silent():
     assert fleet.lost == [[], []]
 
 
+def test_one_that_is_not_chosen_for_long_still_hears_of_the_busy(monkeypatch):
+    """As happens among hundreds, of which each exchange is with one."""
+    fleet = Fleet(4, topology="random", timeout_s=0.2)
+    for active in (0, 2):
+        monkeypatch.setattr(fleet.gossips[active]._side, "_choose", lambda living, count: 1)
+
+    def body(n: int) -> None:
+        fleet.gossips[n].start()
+        # Longer than a passive one is patient.
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            fleet.step(n)
+            time.sleep(0.002)
+        fleet.gossips[n].drain()
+
+    fleet.run(body)
+    assert fleet.gossips[0].counters().exchanges > 20
+    assert fleet.gossips[3].counters().exchanges == 0
+    assert fleet.lost == [[], [], [], []]
+
+
 def test_an_error_of_a_thread_reaches_the_one_that_trains():
     network = MemoryNetwork()
     gossips = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +13,9 @@ from effasr.distributed.gossip import wire
 from effasr.distributed.gossip.mixer import Mixer
 from effasr.distributed.gossip.peers import Peers
 from effasr.distributed.gossip.transport import PeerLost, Transport
+
+# Of the time for which a neighbour may be silent.
+_SIGN_OF_LIFE = 1 / 4
 
 
 class Active:
@@ -74,13 +78,15 @@ class Active:
     def _run(self) -> None:
         peer = None
         try:
-            got = torch.empty(self._mixer.count)
+            got, told = torch.empty(self._mixer.count), time.monotonic()
             while (kind := self._next()) != wire.STOP:
-                if kind == wire.ALIVE:
-                    self._tell_all(wire.ALIVE)
-                elif self._peers.living:
+                if kind == wire.EXCHANGE and self._peers.living:
                     peer = self._choose(self._peers.living, self.exchanges)
                     self._exchange(peer, got)
+                # Among many neighbours, one may not be chosen for longer than it is patient.
+                if time.monotonic() - told >= self._timeout_s * _SIGN_OF_LIFE:
+                    self._tell_all(wire.ALIVE)
+                    told = time.monotonic()
             self._tell_all(wire.STOP)
         except Exception as error:
             self._peers.fail(peer, error)
@@ -90,7 +96,7 @@ class Active:
         with self._changed:
             # A passive learner cannot tell one that computes for long from one that is gone.
             self._changed.wait_for(
-                lambda: self._published or self._stopping, timeout=self._timeout_s / 4
+                lambda: self._published or self._stopping, timeout=self._timeout_s * _SIGN_OF_LIFE
             )
             if self._stopping:
                 return wire.STOP
