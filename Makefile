@@ -58,7 +58,7 @@ test: $(VENV)/.test
 	@echo; echo "The kernels as compiled for a GPU, instruction by instruction:"; echo
 	EFFASR_EMULATE=90 $(BIN)/pytest $(SHARED) tests/gpu -k "bfloat16 or not float16"
 	@echo; echo "Some of them in Triton's interpreter:"; echo
-	TRITON_INTERPRET=1 $(BIN)/pytest $(SHARED) tests/gpu -k contract
+	TRITON_INTERPRET=1 $(BIN)/pytest $(SHARED) tests/gpu -k "contract and not transducer"
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -85,7 +85,7 @@ def test_compiles_for_every_kind(
 
 
 def test_the_most_taps_fit_in_registers(compiled_ok: Check) -> None:
-    for taps in (11, 17, 32):
+    for taps in (17, 32):
         causal = taps % 2 == 0
         compiled_ok(_launches(90, taps, 512, torch.float32, causal=causal), 90)
 
