@@ -26,6 +26,9 @@ NCCL = "cpu:gloo,cuda:nccl"
 
 _FIRST_FAILURE = "first_failure"
 
+_GRACE_S = 0.1
+"""For gloo's threads to let go of the last calls."""
+
 
 class PeerFailed(RuntimeError):
     """Another process of the run says why it failed: this one need not."""
@@ -157,6 +160,7 @@ def joined(
         yield world
         # So that no rank takes the store down while another still talks to it.
         world.barrier()
+        _let_go()
     except BaseException as error:
         # Before this rank's connections close, for that makes the others fail.
         earlier, said = None, " ".join(str(error).split()) or type(error).__name__
@@ -164,11 +168,23 @@ def joined(
             earlier = earlier_failure(world.store or store, rank, said)
         # NCCL's teardown would wait for peers that may be gone; the end of the process will do.
         if here.type != "cuda":
+            _let_go()
             dist.destroy_process_group()
         if earlier is not None:
             raise PeerFailed(earlier) from error
         raise
     dist.destroy_process_group()
+
+
+def _let_go() -> None:
+    """Wait, before a process group may end, until its threads have forgotten the last call.
+
+    What ends the group holds the interpreter's lock and waits for these threads, and a thread needs
+    the lock to let go of a call's tensors: gloo's barrier, followed at once by the end of the group
+    or of a `DistributedDataParallel` that has it, left one process of two waiting for ever in 1 of
+    12 cases (torch 2.13).
+    """
+    time.sleep(_GRACE_S)
 
 
 @contextmanager
