@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import Decoder, DecoderLayer
 from effasr.model.encoder import ConformerLayer, Encoder
-from effasr.model.transformer_encoder import TransformerEncoder, TransformerLayer
+from effasr.model.transformer_encoder import TransformerEncoder
 from effasr.nn.attention import CrossAttention, RelativeSelfAttention, SelfAttention
 from effasr.nn.convolution import Convolution
 from effasr.nn.norms import BatchNorm
 from effasr.nn.positions import relative_sinusoids, sinusoids
 from effasr.nn.subsampling import Subsampling
+from effasr.nn.transformer_layer import TransformerLayer
 from effasr_kernels import Rotary
 
 

@@ -6,15 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from effasr import ranges
 from effasr.model.checks import check, check_positive, check_probabilities
-from effasr.nn.attention import SelfAttention
-from effasr.nn.feed_forward import FeedForward
 from effasr.nn.positions import decoder_sinusoids
-from effasr.nn.stack import Layer, is_empty, is_sharded, layer_forward, pass_by
-from effasr_kernels import PackedLayout, PackedSequence
+from effasr.nn.stack import is_empty, is_sharded, pass_by
+from effasr.nn.transformer_layer import TransformerLayer
+from effasr_kernels import PackedSequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,35 +57,6 @@ class TextEncoderConfig:
         check(width >= 4, "encoder.width", "be at least 4 with a `text_encoder`", width)
 
 
-class TextEncoderLayer(Layer):
-    """Self-attention and a feed-forward network, each after a LayerNorm."""
-
-    def __init__(self, config: TextEncoderConfig, width: int):
-        super().__init__()
-        self.dropout = config.residual_dropout
-        self.norm_self_att = nn.LayerNorm(width)
-        self.self_attn = SelfAttention(
-            width,
-            config.heads,
-            width // config.heads,
-            bias=config.bias,
-            dropout=config.attention_dropout,
-        )
-        self.norm_feed_forward = nn.LayerNorm(width)
-        self.feed_forward = FeedForward(
-            width, config.feed_forward, activation="relu", dropout=config.activation_dropout
-        )
-
-    @layer_forward
-    def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
-        """Transform (T, width)."""
-        x = x + self._drop(self.self_attn(self.norm_self_att(x), layout))
-        return x + self._drop(self.feed_forward(self.norm_feed_forward(x)))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
-
-
 class TextEncoder(nn.Module):
     """From the tokens of sentences to what the decoder attends to."""
 
@@ -106,7 +76,19 @@ class TextEncoder(nn.Module):
         self.config, self.width = config, width
         self.embed_tokens = nn.Embedding(vocab_size, width)
         self.embedding_layernorm = nn.LayerNorm(width)
-        self.layers = nn.ModuleList(TextEncoderLayer(config, width) for _ in range(config.layers))
+        self.layers = nn.ModuleList(
+            TransformerLayer(
+                width,
+                heads=config.heads,
+                feed_forward=config.feed_forward,
+                activation="relu",
+                bias=config.bias,
+                residual_dropout=config.residual_dropout,
+                activation_dropout=config.activation_dropout,
+                attention_dropout=config.attention_dropout,
+            )
+            for _ in range(config.layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.reset_parameters()
 

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from effasr import ranges
 from effasr.data.features import MelFrames
 from effasr.model.checks import check, check_positive, check_probabilities
-from effasr.nn.attention import SelfAttention
-from effasr.nn.feed_forward import FeedForward
 from effasr.nn.positions import whisper_sinusoids
-from effasr.nn.stack import Layer, is_empty, is_sharded, layer_forward, pass_by
-from effasr_kernels import PackedLayout, PackedSequence
+from effasr.nn.stack import is_empty, is_sharded, pass_by
+from effasr.nn.transformer_layer import TransformerLayer
+from effasr_kernels import PackedSequence
 
 _KIND = "transformer"
 
@@ -78,37 +77,6 @@ class TransformerEncoderConfig:
         return 2
 
 
-class TransformerLayer(Layer):
-    """Self-attention and a feed-forward network, each after a LayerNorm."""
-
-    def __init__(self, config: TransformerEncoderConfig):
-        super().__init__()
-        width = config.width
-        self.dropout = config.residual_dropout
-        self.norm_self_att = nn.LayerNorm(width)
-        self.self_attn = SelfAttention(
-            width,
-            config.heads,
-            width // config.heads,
-            bias=config.bias,
-            key_bias=config.key_bias,
-            dropout=config.attention_dropout,
-        )
-        self.norm_feed_forward = nn.LayerNorm(width)
-        self.feed_forward = FeedForward(
-            width, config.feed_forward, activation="gelu", dropout=config.activation_dropout
-        )
-
-    @layer_forward
-    def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
-        """Transform (T, width)."""
-        x = x + self._drop(self.self_attn(self.norm_self_att(x), layout))
-        return x + self._drop(self.feed_forward(self.norm_feed_forward(x)))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
-
-
 class ConvolutionStem(nn.Module):
     """Two convolutions of three taps in time, the second of stride 2, each before GELU.
 
@@ -156,7 +124,7 @@ class TransformerEncoder(nn.Module):
         self.stem = ConvolutionStem(mel_bins, config.width)
         learned = config.positions == "learned"
         self.embed_positions = nn.Embedding(config.max_frames, config.width) if learned else None
-        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(_layer(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
 
     @torch.no_grad()
@@ -203,6 +171,20 @@ class TransformerEncoder(nn.Module):
             with ranges.range(f"encoder.{number}"):
                 x = layer(x, layout)
         return PackedSequence(self.norm(x), layout)
+
+
+def _layer(config: TransformerEncoderConfig) -> TransformerLayer:
+    return TransformerLayer(
+        config.width,
+        heads=config.heads,
+        feed_forward=config.feed_forward,
+        activation="gelu",
+        bias=config.bias,
+        key_bias=config.key_bias,
+        residual_dropout=config.residual_dropout,
+        activation_dropout=config.activation_dropout,
+        attention_dropout=config.attention_dropout,
+    )
 
 
 def _product(rows: Tensor, conv: nn.Conv1d) -> Tensor:
