@@ -1,9 +1,9 @@
 """Connections between learners: TCP, one for each pair of neighbours.
 
 Not a process group of gloo, which would offer messages as well. Where a connection breaks in the
-midst of a message, gloo wakes nobody who receives that message, and a timeout of one call closes
-the connections to all. Here the loss of a neighbour is an error in the calls that concern it, at
-once, and `SocketTransport.close` ends every call that waits.
+midst of a message, gloo often does not wake who receives that message, and a timeout of one call
+closes the connections to all. Here the loss of a neighbour is an error in the calls that concern
+it, at once, and `SocketTransport.close` ends every call that waits.
 """
 
 from __future__ import annotations
