@@ -8,9 +8,9 @@ A model directory is what import, export, evaluation and training exchange:
                         which are merged when they are read
     tokenizer/          its tokenizer
 
-A checkpoint of a run is a model directory, too: see `effasr.training.run_checkpoints`. Folders are
-written under another name, flushed to the disk and then renamed, so a power cut leaves the
-previous one.
+A checkpoint of a run is a model directory, too: see
+`effasr.training.checkpointing.run_checkpoints`. Folders are written under another name, flushed to
+the disk and then renamed, so a power cut leaves the previous one.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 import sys
 
-from effasr.cli import main
+from effasr.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["train", *sys.argv[1:]]))

@@ -34,8 +34,8 @@ import numpy as np
 from bench_planning import draw_lengths
 
 from effasr.data.config import DataConfig
-from effasr.data.corpus import Corpus
-from effasr.data.corpus_cache import CorpusCache
+from effasr.data.index.corpus import Corpus
+from effasr.data.index.corpus_cache import CorpusCache
 from effasr.data.tokenizer import load_tokenizer, train_tokenizer
 
 WORDS_PER_SECOND = 2.2

@@ -33,12 +33,12 @@ from bench.workload import LISTED, read_durations
 from bench_ops import provenance
 
 from effasr.data.batch import Batch, Example, collate
-from effasr.data.features import FeatureConfig
-from effasr.inference.engine import Engine, Utterance
-from effasr.inference.packed_weights import PackedWeights
+from effasr.data.features.log_mel import FeatureConfig
+from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
+from effasr.transcription.packed_weights import PackedWeights
 
 TOKENS_PER_SECOND = 3.6
 PROMPT = (7, 4, 16, 5)
@@ -231,7 +231,7 @@ class Peer:
     def __init__(self, model: ASRModel, spoken: Utterances) -> None:
         from transformers import CanaryForConditionalGeneration, ParakeetFeatureExtractor
 
-        from effasr.model.huggingface import export_canary
+        from effasr.interop.huggingface.checkpoint import export_canary
 
         device = next(model.parameters()).device
         with tempfile.TemporaryDirectory() as folder:

@@ -36,15 +36,15 @@ import soundfile
 from bench.workload import LISTED, read_durations
 from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 
-from effasr.data.audio import TarMember
-from effasr.data.audio_augment.config import (
+from effasr.data.audio.augmentation.config import (
     AudioAugmentConfig,
     NoiseConfig,
     ReverberationConfig,
     TelephoneConfig,
 )
+from effasr.data.audio.waveform import TarMember
 from effasr.data.config import DataConfig
-from effasr.data.corpus import Corpus
+from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
 from effasr.data.tokenizer.training import train_tokenizer
 

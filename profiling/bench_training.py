@@ -39,8 +39,8 @@ from effasr.model.encoder import EncoderConfig
 from effasr.model.presets import PRESET_VOCABULARIES, PRESETS
 from effasr.optim.adamw import OptimizerConfig
 from effasr.training.config import LoopConfig, TrainConfig, resolve_losses
+from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from effasr.training.flops import peak_flops, work_of
-from effasr.training.recovery import OutOfMemory
 
 PADDED = ("random", "bucketed", "sync_bucketed", "sync_bucketed_2d")
 SYSTEMS = ("packed_static", "packed", *PADDED, "transformers")

@@ -32,13 +32,13 @@ from effasr import config as configuration
 from effasr.checkpoint import load_model
 from effasr.data.config import DataConfig
 from effasr.data.tokenizer import train_tokenizer
-from effasr.distributed.saved_tensors import read_whole
+from effasr.distributed.tensor_files import read_whole
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
+from effasr.training.checkpointing.run_checkpoints import TENSORS
 from effasr.training.config import LoopConfig, TrainConfig
-from effasr.training.run_checkpoints import TENSORS
-from effasr.training.run_directory import read_lines
+from effasr.training.run_dir.run_directory import read_lines
 
 _MEASURED = {
     "data_wait_s", "step_s", "useful_tflops", "peak_memory_bytes", "slowest_rank", "rank_wait_s",
@@ -254,7 +254,7 @@ def _seen(path: Path) -> dict[int, dict[int, set[str]]]:
 
 def _train(recipe: str, seen: str) -> int:
     """One rank: trains, and writes down on what."""
-    from effasr.cli import main
+    from effasr.cli.main import main
     from effasr.training import trainer
 
     train_step = trainer.train_step

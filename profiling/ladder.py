@@ -30,9 +30,9 @@ import numpy as np
 import torch
 
 from effasr import config
+from effasr.data.atomic_files import write_atomically
 from effasr.data.batch import Batch, Example, StaticShape, collate
-from effasr.data.files import write_atomically
-from effasr.data.framing import Framing
+from effasr.data.features.frame_geometry import Framing
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.cost import CostModel
 from effasr.data.sampling.plan import UtteranceLengths
@@ -42,7 +42,7 @@ from effasr.planning.request import Request
 from effasr.planning.selection import Selection
 from effasr.planning.study import LADDER, Outcome, Planned, StudyOptions, compare, plan_by
 from effasr.planning.text import percent
-from effasr.training.assembly import build_model, build_trainee
+from effasr.training.build import build_model, build_trainee
 from effasr.training.calibration.runner import measure
 from effasr.training.calibration.search import Search, bucket_sizes, load_of
 from effasr.training.calibration.settings import CalibrationConfig

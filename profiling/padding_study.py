@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from effasr.data.files import write_atomically
+from effasr.data.atomic_files import write_atomically
 from effasr.planning.picture import Panel, draw
 from effasr.planning.request import Request
 from effasr.planning.study import LADDER, StudyOptions, compare

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench import rows as table
 
-from effasr.data.files import write_atomically
+from effasr.data.atomic_files import write_atomically
 from effasr.planning.picture import Panel, draw
 
 RESULTS = Path(__file__).parent / "results"

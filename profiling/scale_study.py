@@ -29,7 +29,7 @@ from scale.gossip import GossipCosts
 from scale.strategies import Prediction, Strategy, predict
 from scale.workload import Stragglers, Workload, count_parameters, observe
 
-from effasr.data.files import write_atomically
+from effasr.data.atomic_files import write_atomically
 from effasr.planning.picture import Panel, draw
 
 STRATEGIES = ("ddp", "fsdp2", "local_sgd:8", "hierarchical:2x8,16", "delayed", "adpsgd", "h_adpsgd")

@@ -43,7 +43,7 @@ from straggler.outcome import Outcome, at_samples, at_time, outcome
 from straggler.settings import Settings
 
 from effasr import config as configuration
-from effasr.data.files import write_atomically
+from effasr.data.atomic_files import write_atomically
 from effasr.planning.picture import Panel, draw
 from effasr.training.config import TrainConfig
 

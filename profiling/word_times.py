@@ -25,9 +25,9 @@ from effasr.data.demo import phrases
 from effasr.data.demo.acoustics import SAMPLE_RATE, record
 from effasr.data.demo.espeak import Espeak, SpokenWords
 from effasr.data.demo.plan import Recording, plan
-from effasr.inference.decoding_config import DecodingConfig
-from effasr.inference.results import Transcription
-from effasr.inference.transcribe import Waveform, transcribe
+from effasr.decoding.config import DecodingConfig
+from effasr.transcription.results import Transcription
+from effasr.transcription.transcribe import Waveform, transcribe
 
 _DIGITS = frozenset(phrase["en"] for phrase in phrases.DIGITS)
 

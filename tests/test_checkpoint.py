@@ -18,7 +18,7 @@ from effasr.data.tokenizer import train_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
-from effasr.training.run_checkpoints import RunCheckpoints
+from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
 
 CONFIG = ModelConfig(
     encoder=EncoderConfig(width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4),

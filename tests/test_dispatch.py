@@ -54,7 +54,7 @@ def gpu() -> Iterator[Tensor]:
 
 @pytest.fixture
 def _allowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("effasr_kernels.dispatch._ReferenceOnGPU.warned", set())
+    monkeypatch.setattr("effasr_kernels.runtime.dispatch._ReferenceOnGPU.warned", set())
     before = allow_reference_on_gpu()
     yield
     allow_reference_on_gpu(before)

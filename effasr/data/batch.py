@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from effasr.data.framing import FASTCONFORMER, SAMPLE_RATE, Framing
+from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr_kernels import PackedLayout, PackedSequence
 
 IGNORED = -100

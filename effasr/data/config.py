@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from effasr.data.audio_augment.config import AudioAugmentConfig
-from effasr.data.filter_config import FilterConfig
-from effasr.data.framing import FASTCONFORMER, Framing
-from effasr.data.limits import Limits
-from effasr.data.mixing import MixConfig, leaves
+from effasr.data.audio.augmentation.config import AudioAugmentConfig
+from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
+from effasr.data.filters.config import FilterConfig
+from effasr.data.filters.limits import Limits
+from effasr.data.mixture import MixConfig, leaves
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.packing import EpochEnd
 from effasr.data.sampling.strategies import Strategy, StrategyOptions
@@ -20,7 +20,7 @@ class DataConfig:
     """Manifests, tokenizer, budgets and loading.
 
     Attributes:
-        train: Manifests to train on, of any kind that `effasr.data.manifests.read` takes.
+        train: Manifests to train on, of any kind that `effasr.data.manifest.reader.read` takes.
         mix: Sources with shares, in place of ``train``.
         validation: Manifests to evaluate on during training.
         tokenizer: Folder of the tokenizer.

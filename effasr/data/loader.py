@@ -21,13 +21,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from effasr.data import worker_processes
-from effasr.data.audio import audio_path
-from effasr.data.audio_augment.augmenter import Augmenter
+from effasr.data.audio.augmentation.augmenter import Augmenter
+from effasr.data.audio.waveform import audio_path
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.config import DataConfig
-from effasr.data.corpus import Corpus
-from effasr.data.filters import Dropped
-from effasr.data.micro_batches import Failure, Loaded, MicroBatches, Place, Turn, checked
+from effasr.data.filters.rules import Dropped
+from effasr.data.index.corpus import Corpus
+from effasr.data.micro_batch_loader import Failure, Loaded, MicroBatches, Place, Turn, checked
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.plan import EpochPlan
 from effasr.data.sampling.strategies import planner

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from effasr.distributed.generation import agree
+from effasr.distributed.restart_id import agree
 
 T = TypeVar("T")
 

@@ -10,23 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from effasr import ranges
-from effasr.data.augment import AugmentConfig, spec_augment
 from effasr.data.batch import Batch
-from effasr.data.features import FeatureConfig, LogMel
+from effasr.data.features.log_mel import FeatureConfig, LogMel
+from effasr.data.features.spec_augment import AugmentConfig, spec_augment
 from effasr.model.checks import check
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import Encoder, EncoderConfig
 from effasr.model.losses import Losses, gather_losses
 from effasr.model.text_encoder import TextEncoder, TextEncoderConfig
 from effasr.model.transducer import Transducer, TransducerConfig
-from effasr.model.transformer_encoder import TransformerEncoder, TransformerEncoderConfig
+from effasr.model.whisper_encoder import TransformerEncoder, TransformerEncoderConfig
 from effasr.nn.attention import RelativeSelfAttention
-from effasr.nn.cache import DecoderState
+from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.convolution import DepthwiseConv
 from effasr.nn.norms import BatchNorm
-from effasr.nn.participation import with_participants
+from effasr.nn.parameters.patterns import evaluate_frozen
+from effasr.nn.parameters.unused import with_participants
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
-from effasr.nn.selection import evaluate_frozen
 from effasr.nn.stack import is_empty, pass_by
 from effasr_kernels import PackedSequence, ctc_loss, linear_cross_entropy
 
@@ -93,9 +93,9 @@ class ModelConfig:
 class ASRModel(nn.Module):
     """Packed audio in; losses, hidden states or scores out.
 
-    Without a CTC head, and where `effasr.model.huggingface` can express the configuration, this is
-    the same function as transformers' ``CanaryForConditionalGeneration``, or its
-    ``WhisperForConditionalGeneration`` with an encoder of kind transformer.
+    Without a CTC head, and where `effasr.interop.huggingface.checkpoint` can express the
+    configuration, this is the same function as transformers' ``CanaryForConditionalGeneration``, or
+    its ``WhisperForConditionalGeneration`` with an encoder of kind transformer.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int):

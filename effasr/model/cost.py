@@ -8,7 +8,7 @@ from effasr.data.sampling.cost import CostModel
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.transducer import TransducerConfig
-from effasr.model.transformer_encoder import TransformerEncoderConfig
+from effasr.model.whisper_encoder import TransformerEncoderConfig
 
 
 def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from effasr import ranges
 from effasr.model.checks import check
 from effasr.model.decoder_layer import DecoderConfig, DecoderLayer
-from effasr.nn.cache import CacheSizes, DecoderState, KeysValues
+from effasr.nn.cache.decoder_state import CacheSizes, DecoderState, KeysValues
 from effasr.nn.positions import decoder_sinusoids
 from effasr.nn.stack import is_empty, is_sharded, pass_by
 from effasr_kernels import PackedLayout, PackedSequence, projected_top_k

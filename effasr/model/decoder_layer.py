@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.attention import CrossAttention, SelfAttention
-from effasr.nn.cache import DecoderState, KeysValues
+from effasr.nn.cache.decoder_state import DecoderState, KeysValues
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.stack import Layer, layer_forward
 from effasr_kernels import PackedLayout, PackedSequence

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr import ranges
-from effasr.data.features import MelFrames
+from effasr.data.features.log_mel import MelFrames
 from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.attention import RelativeSelfAttention, SelfAttention
 from effasr.nn.convolution import Convolution
@@ -30,7 +30,7 @@ class EncoderConfig:
 
     Attributes:
         kind: Tells it from the others that a model may have: see
-            `effasr.model.transformer_encoder`.
+            `effasr.model.whisper_encoder`.
         width: Channels of the encoder frames; even.
         layers: Conformer layers.
         heads: Of self-attention; they divide the width.

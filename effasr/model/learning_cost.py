@@ -12,7 +12,7 @@ from effasr.data.sampling.cost import CostModel
 from effasr.model.asr import ASRModel
 from effasr.model.cost import cost_model, predictor_cost, subsampling_cost, text_cost_model
 from effasr.model.decoder import Decoder
-from effasr.model.transformer_encoder import TransformerEncoder
+from effasr.model.whisper_encoder import TransformerEncoder
 from effasr.nn.lora import LoRALinear
 
 _FORWARD_AND_BACKWARD = 3

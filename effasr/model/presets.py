@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from effasr.data.augment import AugmentConfig
-from effasr.data.features import FeatureConfig
+from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.spec_augment import AugmentConfig
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from effasr.nn.contiguous_cache import ContiguousCache
+from effasr.nn.cache.contiguous import ContiguousCache
+from effasr.nn.cache.paged import PagedCache
 from effasr.nn.linear import joined_linear
-from effasr.nn.paged_cache import PagedCache
 from effasr_kernels import PackedLayout, RelativeBias, Rotary, attention, guided_attention
 
 

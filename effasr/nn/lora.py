@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr.nn.linear import whole_bias
-from effasr.nn.selection import matching
+from effasr.nn.parameters.patterns import matching
 
 _PROJECTIONS = ("qkv_proj", "q_proj", "kv_proj", "o_proj", "linear1", "linear2")
 """Of attention and feed-forward networks; the first and third are several in one matrix."""

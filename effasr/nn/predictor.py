@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effasr.nn.lanes import Lanes
+from effasr.nn.padded_view import Lanes
 from effasr.nn.recurrent import LSTM
 from effasr_kernels import PackedLayout, depthwise_conv
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
-from effasr_kernels import checks
-from effasr_kernels.library import recording
+from effasr_kernels.runtime import checks
+from effasr_kernels.runtime.torch_op import recording
 
 _SHUT = -1e4
 """Added to a gate, it makes the sigmoid exactly 0, and its gradient too, in every dtype."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from effasr import ranges
-from effasr.nn.participation import with_participants
-from effasr.nn.sharding import is_sharded_tensor
+from effasr.nn.parameters.sharded import is_sharded_tensor
+from effasr.nn.parameters.unused import with_participants
 from effasr_kernels import PackedLayout, PackedSequence
 
 # Of the thread, for autograd computes again in its own.

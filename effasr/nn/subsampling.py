@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effasr.data.features import MelFrames
+from effasr.data.features.log_mel import MelFrames
 from effasr_kernels import strided_depthwise, subsampling_stem
 
 

@@ -13,15 +13,15 @@ import numpy as np
 from lhotse import MonoCut, SupervisionSegment
 from lhotse.cut import Cut
 
-from effasr.data.audio import AudioError
-from effasr.data.filters import Dropped, Limits, check_copies, text_of
-from effasr.data.manifests import named
-from effasr.data.sources import nemo
-from effasr.data.sources.cuts import CUTS_FILE
-from effasr.data.sources.fields import optional_text, prompt_fields, seconds_field, text_field
-from effasr.data.sources.lines import numbered_lines, parse_object
-from effasr.data.sources.utterance import FileUtterance, Utterance, custom_fields
-from effasr.data.speeds import duration_at, name_at
+from effasr.data.audio.speed_perturbation import duration_at, name_at
+from effasr.data.audio.waveform import AudioError
+from effasr.data.filters.rules import Dropped, Limits, check_copies, text_of
+from effasr.data.manifest import nemo
+from effasr.data.manifest.cuts import CUTS_FILE
+from effasr.data.manifest.fields import optional_text, prompt_fields, seconds_field, text_field
+from effasr.data.manifest.lines import numbered_lines, parse_object
+from effasr.data.manifest.reader import named
+from effasr.data.manifest.utterance import FileUtterance, Utterance, custom_fields
 from effasr.data.tokenizer import Tokenizer
 from effasr.planning.tables import MOST_TOKENS, Row, is_number, read_durations, read_table
 
@@ -83,7 +83,7 @@ def read_listing(
 ) -> Listing:
     """Read the lengths of utterances.
 
-    A path is a manifest of any kind that `effasr.data.manifests.read` takes, or a file of
+    A path is a manifest of any kind that `effasr.data.manifest.reader.read` takes, or a file of
 
     - JSON lines with ``duration``, and ``num_tokens`` or ``text``;
     - a table, see `effasr.planning.tables.read_table`;
@@ -95,7 +95,8 @@ def read_listing(
 
     Args:
         paths: Manifests and lists.
-        limits: What texts are checked against; see `effasr.data.filters.check`. Their speeds are
+        limits: What texts are checked against; see `effasr.data.filters.rules.check`. Their speeds
+        are
             those at which every utterance is listed.
         tokenizer: For texts and prompts.
         prompt_tokens: Tokens of a prompt, where no tokenizer says.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from effasr.data.files import write_atomically
+from effasr.data.atomic_files import write_atomically
 from effasr.planning.study import Outcome
 from effasr.planning.text import percent
 

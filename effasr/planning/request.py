@@ -9,15 +9,15 @@ from pathlib import Path
 
 from effasr import config
 from effasr.data.config import DataConfig
-from effasr.data.filters import Limits
+from effasr.data.filters.rules import Limits
+from effasr.data.manifest.pairs import is_text_only
 from effasr.data.sampling.cost import CostModel
-from effasr.data.sources.pairs import is_text_only
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.model.cost import cost_model
 from effasr.model.presets import PRESET_VOCABULARIES
 from effasr.planning.listing import PROMPT_TOKENS, Listing, read_listing
 from effasr.planning.selection import Selection, select
-from effasr.training.assembly import find_tokenizer, resolve
+from effasr.training.build import find_tokenizer, resolve
 from effasr.training.config import TrainConfig
 
 _MODEL = "canary_180m_flash"

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from effasr.data.batch import StaticShape
-from effasr.data.blend import Mixture
-from effasr.data.filters import Dropped, Limits, Reason
-from effasr.data.framing import SAMPLE_RATE
-from effasr.data.mixing import MixConfig
+from effasr.data.features.frame_geometry import SAMPLE_RATE
+from effasr.data.filters.rules import Dropped, Limits, Reason
+from effasr.data.mixture import MixConfig
+from effasr.data.mixture_summary import Mixture
 from effasr.data.sampling.packing import suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sampling.population import Population
@@ -66,7 +66,7 @@ def select(
     mix: MixConfig | None = None,
     sources: Sequence[int] | None = None,
 ) -> Selection:
-    """Leave out what `effasr.data.corpus.Corpus.load` leaves out, as far as lengths tell.
+    """Leave out what `effasr.data.index.corpus.Corpus.load` leaves out, as far as lengths tell.
 
     Args:
         listing: The utterances.
@@ -179,7 +179,7 @@ def _over(
 
 
 def _samples(seconds: np.ndarray) -> np.ndarray:
-    """At `SAMPLE_RATE`, int64 (n,): as `effasr.data.filters.frames_of` rounds."""
+    """At `SAMPLE_RATE`, int64 (n,): as `effasr.data.filters.rules.frames_of` rounds."""
     return np.floor(seconds * SAMPLE_RATE + 0.5).astype(np.int64)
 
 

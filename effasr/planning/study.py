@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from effasr.data.batch import StaticShape
-from effasr.data.blend import Blend, planned
+from effasr.data.mixture_summary import Blend, planned
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.cost import CostModel
 from effasr.data.sampling.packing import EpochEnd

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from effasr.data.sampling.packing import suggest_token_budget
-from effasr.inference.tables import to_text
+from effasr.evaluation.tables import to_text
 from effasr.planning.listing import BYTES_PER_TOKEN, TOKENS_PER_SECOND, Listing
 from effasr.planning.selection import Selection
 from effasr.planning.study import Outcome, StudyOptions, blend_of

@@ -10,21 +10,21 @@ from typing import Any, Literal
 from effasr import checkpoint
 from effasr import config as configuration
 from effasr.data.config import DataConfig
-from effasr.distributed.delayed import DelayedConfig
-from effasr.distributed.gossip.config import GossipConfig
+from effasr.decoding.config import DecodingConfig
+from effasr.distributed.async_sgd.gossip.config import GossipConfig
+from effasr.distributed.delayed_averaging import DelayedConfig
 from effasr.distributed.local_sgd import HierarchicalConfig, LocalSGDConfig
-from effasr.inference.decoding_config import DecodingConfig
 from effasr.model.asr import ModelConfig
 from effasr.nn.lora import LoRAConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training.calibration.settings import CalibrationConfig
-from effasr.training.capture import ProfileConfig
-from effasr.training.objective import (
+from effasr.training.loss import (
     DEFAULT_CTC_WEIGHT,
     DEFAULT_TRANSDUCER_WEIGHT,
     LossConfig,
 )
+from effasr.training.profiler import ProfileConfig
 
 LEARNING_APART = ("adpsgd", "h_adpsgd")
 """The strategies with learners that do not wait for each other."""
@@ -208,7 +208,7 @@ class TrainConfig:
 
         If that is gone, the run itself may have begun, and has it. Without ``init_from``, and where
         ``model`` is not given at all, there is nothing to do: see
-        `effasr.training.assembly.resolve`. If no model can be read, that is said there as well.
+        `effasr.training.build.resolve`. If no model can be read, that is said there as well.
         """
         given, source = mapping.get("model"), mapping.get("init_from")
         if not given or not isinstance(given, Mapping) or not isinstance(source, str):

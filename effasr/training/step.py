@@ -18,20 +18,17 @@ from effasr.data.batch import Batch
 from effasr.data.sampling.cost import CostModel
 from effasr.distributed.averager import Averager
 from effasr.distributed.batch_norm import restore_unless
-from effasr.distributed.exchange import GradientExchange
-from effasr.distributed.gradient_sum import GradientSum
+from effasr.distributed.ddp import without_exchange
+from effasr.distributed.ddp_comm_hook import GradientExchange
+from effasr.distributed.flat_grad_all_reduce import GradientSum
+from effasr.distributed.fsdp import whole
 from effasr.distributed.process_group import World
-from effasr.distributed.replicate import without_exchange
-from effasr.distributed.shard import whole
 from effasr.model.losses import Losses
 from effasr.optim.adamw import apply_update, set_learning_rate
 from effasr.optim.adascale import AdaScale, Reading
 from effasr.optim.ema import WeightAverage
-from effasr.training.activity import Activity
-from effasr.training.counts import Counts, HostCopy
-from effasr.training.graph import MicroBatchGraph
-from effasr.training.objective import Objective
-from effasr.training.recovery import (
+from effasr.training.cuda_graph.graph import MicroBatchGraph
+from effasr.training.fault_tolerance.oom_recovery import (
     Failure,
     Outcome,
     OutOfMemory,
@@ -40,6 +37,9 @@ from effasr.training.recovery import (
     gradients_of,
     redo,
 )
+from effasr.training.fault_tolerance.phase_tracker import Activity
+from effasr.training.loss import Objective
+from effasr.training.step_stats import Counts, HostCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def train_step(
     The host queues the work and does not wait for it. A loss or gradient that is not finite
     leaves the weights, the statistics and the optimizer as they were, on every rank. Where memory
     does not suffice for a micro-batch, this rank computes it in pieces; see
-    `effasr.training.recovery`.
+    `effasr.training.fault_tolerance.oom_recovery`.
 
     Args:
         trainee: What is trained.

@@ -16,36 +16,36 @@ import torch
 
 from effasr import config as configuration
 from effasr import ranges
-from effasr.data.corpus import Corpus
-from effasr.data.filter_config import TooManyDropped
+from effasr.data.filters.config import TooManyDropped
+from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader, Step
 from effasr.distributed.batch_norm import average
 from effasr.distributed.process_group import World, joined
-from effasr.inference.evaluation import Evaluation, merge
-from effasr.inference.evaluation import save as save_evaluation
+from effasr.evaluation.result import Evaluation, merge
+from effasr.evaluation.result import save as save_evaluation
 from effasr.model.cost import cost_model
 from effasr.nn.lora import merged
-from effasr.training import assembly
-from effasr.training.activity import LOADING, WAITING
-from effasr.training.assembly import Saved
+from effasr.training import build
+from effasr.training.async_sgd.sync_point import Pace, form_learners, meet, steps_of
+from effasr.training.build import Saved
 from effasr.training.calibration.calibrate import settle as settle_budgets
-from effasr.training.capture import PROFILE_FOLDER, Capture
+from effasr.training.checkpointing.resume import check_same_plan, check_same_ranks, check_same_run
+from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
+from effasr.training.checkpointing.state import restore, state_of
 from effasr.training.config import LEARNING_APART, TrainConfig
-from effasr.training.drawn import DrawnBlend
-from effasr.training.guard import NonFiniteGuard, TrainingFailed
-from effasr.training.meeting import Pace, form_learners, meet, steps_of
-from effasr.training.meter import Meter
-from effasr.training.parallel import is_sharded, settle, whole
-from effasr.training.progress import ProgressDisplay, SilentDisplay
-from effasr.training.resume import check_same_plan, check_same_ranks, check_same_run
-from effasr.training.run_checkpoints import RunCheckpoints
-from effasr.training.run_directory import RunDirectory
-from effasr.training.state import restore, state_of
+from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, TrainingFailed
+from effasr.training.fault_tolerance.phase_tracker import LOADING, WAITING
+from effasr.training.fault_tolerance.stop import StopRequest, listening
+from effasr.training.fault_tolerance.watchdog import Watchdog
+from effasr.training.metrics import Meter
+from effasr.training.mixture_stats import DrawnBlend
+from effasr.training.profiler import PROFILE_FOLDER, Capture
+from effasr.training.run_dir.progress import ProgressDisplay, SilentDisplay
+from effasr.training.run_dir.run_directory import RunDirectory
+from effasr.training.run_dir.summary import summarise
 from effasr.training.step import StepReport, train_step
-from effasr.training.stop import StopRequest, listening
-from effasr.training.summary import summarise
+from effasr.training.strategies import is_sharded, settle, whole
 from effasr.training.validation import Validator, averaged
-from effasr.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -108,13 +108,13 @@ class Trainer:
             self.directory.checkpoints, config.training.keep, background=config.training.async_save
         )
         saved = self._find_checkpoint(restart=config.training.restart)
-        self.config = config = assembly.resolve(config, saved)
+        self.config = config = build.resolve(config, saved)
         if saved is not None:
             before = configuration.complete(TrainConfig, saved.state["config"])
             for change in check_same_run(before, configuration.to_mapping(config)):
                 log.warning("not as in the checkpoint: %s", change)
             check_same_ranks(saved.state, config.data.strategy, world.size)
-        self.tokenizer = assembly.find_tokenizer(config, saved)
+        self.tokenizer = build.find_tokenizer(config, saved)
         self.config = config = settle_budgets(config, self.tokenizer, world)
         self.corpus = self._load_corpus(saved)
         self.loader = Loader(
@@ -128,10 +128,10 @@ class Trainer:
         )
         if saved is not None:
             check_same_plan(saved.state, self.loader.fingerprint)
-        self.model = assembly.build_model(config, self.tokenizer.vocab_size, saved, world.device)
+        self.model = build.build_model(config, self.tokenizer.vocab_size, saved, world.device)
         self.learners = form_learners(config, world)
         own = world if self.learners is None else self.learners.own
-        self.trainee = assembly.build_trainee(config, self.model, own, self.learners)
+        self.trainee = build.build_trainee(config, self.model, own, self.learners)
         if is_sharded(self.trainee):
             self.checkpoints.share(world, config.training.timeout_s)
         self.validator = None
@@ -206,7 +206,7 @@ class Trainer:
     def _load_corpus(self, saved: Saved | None) -> Corpus:
         """The utterances; what a filter took too much of is listed all the same."""
         try:
-            return assembly.load_corpus(self.config, self.tokenizer, saved)
+            return build.load_corpus(self.config, self.tokenizer, saved)
         except TooManyDropped as error:
             if self.world.is_main:
                 self.directory.path.mkdir(parents=True, exist_ok=True)

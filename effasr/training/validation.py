@@ -7,16 +7,16 @@ from itertools import islice
 
 from lhotse.cut import Cut
 
-from effasr.data.manifests import iterate
+from effasr.data.manifest.reader import iterate
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import World
-from effasr.inference.evaluate import evaluate, shard
-from effasr.inference.evaluation import Evaluation, merge, set_name
-from effasr.inference.normalizer import get_normalizer
-from effasr.inference.recognizer import Recognizer
+from effasr.evaluation.evaluate import evaluate, shard
+from effasr.evaluation.normalizer import get_normalizer
+from effasr.evaluation.result import Evaluation, merge, set_name
 from effasr.model.asr import ASRModel
 from effasr.optim.ema import WeightAverage
 from effasr.training.config import TrainConfig
+from effasr.transcription.recognizer import Recognizer
 
 
 class Validator:

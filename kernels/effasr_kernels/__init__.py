@@ -10,13 +10,6 @@ from effasr_kernels.decode_attention import decode_attention
 from effasr_kernels.decode_attention import op as _decode_attention
 from effasr_kernels.depthwise_conv import depthwise_conv
 from effasr_kernels.depthwise_conv import op as _depthwise_conv
-from effasr_kernels.dispatch import (
-    Backend,
-    BackendUnavailable,
-    Op,
-    ReferenceOnGPUWarning,
-    allow_reference_on_gpu,
-)
 from effasr_kernels.guided_attention import guided_attention
 from effasr_kernels.guided_attention import op as _guided_attention
 from effasr_kernels.linear_cross_entropy import linear_cross_entropy
@@ -24,6 +17,13 @@ from effasr_kernels.linear_cross_entropy import op as _linear_cross_entropy
 from effasr_kernels.packed import PackedLayout, PackedSequence, pack
 from effasr_kernels.projected_top_k import op as _projected_top_k
 from effasr_kernels.projected_top_k import projected_top_k
+from effasr_kernels.runtime.dispatch import (
+    Backend,
+    BackendUnavailable,
+    Op,
+    ReferenceOnGPUWarning,
+    allow_reference_on_gpu,
+)
 from effasr_kernels.strided_depthwise import op as _strided_depthwise
 from effasr_kernels.strided_depthwise import strided_depthwise
 from effasr_kernels.subsampling_stem import op as _subsampling_stem

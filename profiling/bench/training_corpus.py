@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.workload import LISTED, read_durations
 from effasr.data.batch import Batch, Example, StaticShape, collate
-from effasr.data.framing import Framing
+from effasr.data.features.frame_geometry import Framing
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sampling.shuffle import shuffled

@@ -19,9 +19,9 @@ from effasr import ranges
 from effasr.data.batch import IGNORED, Batch, Example, collate
 from effasr.distributed.process_group import World
 from effasr.model.asr import ASRModel, ModelConfig
-from effasr.training.assembly import build_trainee
-from effasr.training.capture import Capture, ProfileConfig
+from effasr.training.build import build_trainee
 from effasr.training.config import TrainConfig
+from effasr.training.profiler import Capture, ProfileConfig
 from effasr.training.step import StepReport, train_step
 
 
@@ -106,7 +106,7 @@ class Transformers:
     def __init__(self, config: TrainConfig, model: ASRModel, device: torch.device) -> None:
         from transformers import CanaryForConditionalGeneration, ParakeetFeatureExtractor
 
-        from effasr.model.huggingface import export_canary
+        from effasr.interop.huggingface.checkpoint import export_canary
 
         with tempfile.TemporaryDirectory() as folder:
             export_canary(model, folder)

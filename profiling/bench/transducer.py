@@ -14,7 +14,7 @@ from bench import transducer_torch as torchs
 from bench.contender import Case, Contender
 from bench.transducer_batch import Batch, draw
 from bench.workload import Workload
-from effasr_kernels.transducer_loss.registration import call
+from effasr_kernels.transducer_loss.torch_op import call
 
 _JUDGED = [60, 41, 7], [12, 5, 3]
 """Frames and labels of the utterances on which results of large batches are compared."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from effasr_kernels import PackedLayout, lattice
+from effasr_kernels import PackedLayout
+from effasr_kernels.shared import lattice
 from effasr_kernels.transducer_loss.lattice import occupancies
 
 Planes = tuple[Tensor, Tensor, Tensor]

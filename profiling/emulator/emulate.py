@@ -8,8 +8,8 @@ from functools import partial
 
 from torch import Tensor
 
-from effasr_kernels import aot
-from effasr_kernels.launch import Launch, diverted
+from effasr_kernels.runtime.launch import Launch, diverted
+from effasr_kernels.testing import aot
 from emulator.machine import Binary, load, run
 from emulator.parse import encode
 

@@ -2,11 +2,11 @@
 
 Each learner is a group of neighbouring GPUs that work as with ddp. It claims a share of work, makes
 an update, and claims the next. Threads of its own exchange weights by the CPU, as those of
-`effasr.distributed.gossip`: a learner at an even place begins an exchange with its neighbours in
-turn, as soon as it has published its weights since the last one began; those at odd places answer
-each neighbour at once. Computing never waits for that, but it adds what has arrived to the weights,
-and that takes its time (Lian et al. 2018, "Asynchronous decentralized parallel stochastic gradient
-descent"; Zhang et al. 2019, arXiv 1907.05701).
+`effasr.distributed.async_sgd.gossip`: a learner at an even place begins an exchange with its
+neighbours in turn, as soon as it has published its weights since the last one began; those at odd
+places answer each neighbour at once. Computing never waits for that, but it adds what has arrived
+to the weights, and that takes its time (Lian et al. 2018, "Asynchronous decentralized parallel
+stochastic gradient descent"; Zhang et al. 2019, arXiv 1907.05701).
 """
 
 from __future__ import annotations

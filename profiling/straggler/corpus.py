@@ -17,7 +17,7 @@ from effasr.model.encoder import EncoderConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training.config import LoopConfig, TrainConfig
-from effasr.training.objective import LossConfig
+from effasr.training.loss import LossConfig
 
 _WORDS = {
     name: 300.0 * 1.35**n

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from effasr.data.batch import Batch
-from effasr.data.corpus import Corpus
+from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel

@@ -2,7 +2,7 @@
 
 import argparse
 
-from effasr.cli import build_parser
+from effasr.cli.main import build_parser
 
 RUN = ["--run RUN!"]
 DECODING = [

@@ -12,7 +12,7 @@ import pytest
 import soundfile
 
 from effasr.checkpoint import resolve
-from effasr.cli import main
+from effasr.cli.main import main
 
 WORDS = {"low": 300.0, "middle": 700.0, "high": 1500.0, "top": 3000.0}
 

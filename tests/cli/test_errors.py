@@ -2,7 +2,7 @@
 
 import pytest
 
-from effasr.training.run_directory import read_lines
+from effasr.training.run_dir.run_directory import read_lines
 
 CHINESE = {"text": "你好世界"}
 

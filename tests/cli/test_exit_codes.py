@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from effasr import commands
+from effasr.cli import commands
 
 
 def outputs(workplace, out: Path) -> dict[str, tuple]:
@@ -87,7 +87,7 @@ def test_a_mistake_in_the_program_keeps_its_traceback(effasr, monkeypatch) -> No
 
 def test_interrupted(effasr, workplace, tmp_path, monkeypatch) -> None:
     """As by ctrl-C in the middle of a file."""
-    from effasr.data import prepare
+    from effasr.data.manifest import prepare
 
     check = prepare._check_audio
 
@@ -113,7 +113,7 @@ def test_warnings_bear_the_name_of_the_command(monkeypatch, capsys) -> None:
         return 0
 
     monkeypatch.setattr(commands, "doctor", warn)
-    from effasr.cli import main
+    from effasr.cli.main import main
 
     assert main(["doctor"]) == 0
     assert capsys.readouterr().err == "effasr doctor: mind the gap\n"

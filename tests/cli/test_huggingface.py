@@ -9,7 +9,7 @@ import soundfile
 import torch
 
 from effasr.checkpoint import load_model, resolve, save_model
-from effasr.inference.decoding_config import DecodingConfig
+from effasr.decoding.config import DecodingConfig
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from effasr.checkpoint import load_model, save_model
-from effasr.training.run_directory import read_lines
+from effasr.training.run_dir.run_directory import read_lines
 
 
 def damage(model: Path, what: str) -> str:

@@ -1,4 +1,4 @@
-"""Models of NeMo come in, are trained on, and go out again; see `tests/model/nemo/make.py`."""
+"""Models of NeMo come in, are trained on, and go out again; see `tests/interop/nemo/make.py`."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 
 from effasr.checkpoint import load_model, resolve
 
-CASES = Path(__file__).parents[1] / "model" / "nemo"
+CASES = Path(__file__).parents[1] / "interop" / "nemo"
 CLASSES = {
     "ctc": "EncDecCTCModelBPE",
     "hybrid": "EncDecHybridRNNTCTCBPEModel",

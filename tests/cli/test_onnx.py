@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from effasr.checkpoint import load_model, resolve
 from effasr.data.batch import Example, collate
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
-from effasr.inference.greedy import attention_greedy
+from effasr.decoding.greedy import attention_greedy
+from effasr.interop.onnx.export import check_onnx, export_onnx
 from effasr.model.asr import ASRModel
-from effasr.model.onnx_files import check_onnx, export_onnx
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")

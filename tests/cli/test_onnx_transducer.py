@@ -13,17 +13,17 @@ import soundfile
 import torch
 
 from effasr.checkpoint import save_model
-from effasr.cli import main
+from effasr.cli.main import main
 from effasr.data.batch import Example, collate
-from effasr.data.features import FeatureConfig, mel_filterbank
+from effasr.data.features.log_mel import FeatureConfig, mel_filterbank
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
-from effasr.inference.decoding_config import DecodingConfig
-from effasr.inference.greedy import decode
+from effasr.decoding.config import DecodingConfig
+from effasr.decoding.greedy import decode
+from effasr.interop.onnx.description import describe
+from effasr.interop.onnx.export import check_transducer, write_transducer
+from effasr.interop.onnx.padded_model import PaddedEncoder
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.encoder import EncoderConfig
-from effasr.model.onnx_description import describe
-from effasr.model.onnx_files import check_transducer, write_transducer
-from effasr.model.padded import PaddedEncoder
 from effasr.model.transducer import Transducer, TransducerConfig
 
 pytest.importorskip("onnx")

@@ -10,7 +10,7 @@ import soundfile
 import torch
 
 from effasr.checkpoint import load_model, resolve
-from effasr.training.run_directory import read_lines
+from effasr.training.run_dir.run_directory import read_lines
 
 METRICS = {
     "step", "epoch", "loss", "lr", "grad_norm", "audio_seconds", "tokens", "padding_frames",

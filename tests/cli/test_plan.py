@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from effasr import config as configuration
-from effasr.cli_plan import _STRATEGIES
+from effasr.cli.plan import _STRATEGIES
 from effasr.data.loader import Loader
 from effasr.data.sampling.strategies import STRATEGIES
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.cost import cost_model
-from effasr.training import assembly
+from effasr.training import build
 from effasr.training.config import TrainConfig
 
 RATIOS = (
@@ -216,7 +216,7 @@ def test_shares_of_sources_are_planned_as_they_are_trained_on(effasr, workplace,
     assert wild["realised"] == pytest.approx(0.75, abs=0.02)
     assert found["planned"] == read["drawn_utterances"] + wild["drawn_utterances"]
     config = configuration.load(TrainConfig, path, [])
-    corpus = assembly.load_corpus(config, load_tokenizer(config.data.tokenizer), None)
+    corpus = build.load_corpus(config, load_tokenizer(config.data.tokenizer), None)
     assert found["token_budget"] == corpus.shape.token_budget
     cost = cost_model(config.model, load_tokenizer(config.data.tokenizer).vocab_size)
     plan = Loader(corpus, config.data, seed=config.seed, pin_memory=False, cost=cost).plan(0)

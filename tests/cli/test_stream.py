@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from effasr.inference.recognizer import Recognizer
-from effasr.inference.results import Segment, Transcription
+from effasr.transcription.recognizer import Recognizer
+from effasr.transcription.results import Segment, Transcription
 
 RATE = 16_000
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import effasr.train
-from effasr.training.run_directory import read_lines
+from effasr.training.run_dir.run_directory import read_lines
 
 TRAIN = str(Path(effasr.train.__file__))
 TORCHRUN = [str(Path(sysconfig.get_path("scripts")) / "torchrun"), "--standalone"]
@@ -72,8 +72,8 @@ def test_what_one_rank_finds_wrong_is_not_lost_among_what_follows(workplace, tmp
     (tmp_path / "gone.py").write_text(
         "import os, sys\n"
         "from effasr.data import loader\n"
-        "from effasr.data.audio import AudioError, AudioProblem\n"
-        "from effasr.cli import main\n"
+        "from effasr.data.audio.waveform import AudioError, AudioProblem\n"
+        "from effasr.cli.main import main\n"
         "if os.environ['RANK'] == '1':\n"
         "    def checked(item):\n"
         "        raise AudioError(AudioProblem.MISSING, 'u7: it is gone.')\n"

@@ -68,7 +68,9 @@ def test_wrong_arguments_are_one_line(effasr, arguments, line) -> None:
 
 def test_help_comes_at_once() -> None:
     """Not after the seconds that PyTorch takes."""
-    code = "import sys; from effasr.cli import main; main([]); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from effasr.cli.main import main; main([]); sys.exit('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -10,7 +10,7 @@ import torch
 
 from effasr.checkpoint import load_model, resolve
 from effasr.data.prompt import Prompt
-from tests.model.whisper import EOS, make_whisper, transformers
+from tests.interop.whisper import EOS, make_whisper, transformers
 
 
 @pytest.fixture(scope="module")

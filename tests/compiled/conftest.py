@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from effasr_kernels import aot
-from effasr_kernels.launch import Launch
+from effasr_kernels.runtime.launch import Launch
+from effasr_kernels.testing import aot
 
 ARCHITECTURES = (80, 90, 100)
 _MOST_REGISTERS = 255

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from effasr_kernels import aot
 from effasr_kernels.append_to_pages import _triton
-from effasr_kernels.launch import Launch, recording
+from effasr_kernels.runtime.launch import Launch, recording
+from effasr_kernels.testing import aot
 
 
 def _launches(

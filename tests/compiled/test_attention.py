@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from effasr_kernels import PackedLayout, RelativeBias, Rotary, aot
+from effasr_kernels import PackedLayout, RelativeBias, Rotary
 from effasr_kernels.attention import _triton
-from effasr_kernels.launch import Launch, recording
+from effasr_kernels.runtime.launch import Launch, recording
+from effasr_kernels.testing import aot
 
 HEADS, REACH = 8, 200
 KERNELS = {"attention_forward", "attention_backward_kv", "attention_backward_q"}

@@ -9,10 +9,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from effasr_kernels import RelativeBias, aot, launch
+from effasr_kernels import RelativeBias
 from effasr_kernels.attention._relative import relative_backward, relative_scores
-from effasr_kernels.launch import Launch
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime import launch
+from effasr_kernels.runtime.launch import Launch
+from effasr_kernels.testing import aot
 
 _KERNELS = ("scores", "grad_queries", "grad_table")
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from effasr_kernels import aot
 from effasr_kernels.ctc_loss import _triton
-from effasr_kernels.launch import Launch, recording
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime.launch import Launch, recording
+from effasr_kernels.testing import aot
 
 CLASSES, WIDTH = 1024, 512
 OWN = {

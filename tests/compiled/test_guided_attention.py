@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from effasr_kernels import aot
 from effasr_kernels.guided_attention import _triton
-from effasr_kernels.launch import Launch, recording
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime.launch import Launch, recording
+from effasr_kernels.testing import aot
 
 HEADS = 8
 KERNELS = {"guided_forward", "guided_backward_q", "guided_backward_kv"}

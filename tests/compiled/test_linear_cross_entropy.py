@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from effasr_kernels import aot, projection
-from effasr_kernels.launch import Launch, recording
 from effasr_kernels.linear_cross_entropy import _triton
+from effasr_kernels.runtime.launch import Launch, recording
+from effasr_kernels.shared import projection
+from effasr_kernels.testing import aot
 
 PRODUCT = "_partial_normalizers"
 

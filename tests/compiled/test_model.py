@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from effasr_kernels import aot, library
-from effasr_kernels.launch import recording
+from effasr_kernels.runtime import torch_op
+from effasr_kernels.runtime.launch import recording
+from effasr_kernels.testing import aot
 from tests.gpu.small_training import SHAPE, make_batch, make_trainee
 
 
@@ -28,7 +29,7 @@ class Sizes(TorchDispatchMode):
 @pytest.fixture
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     # A dispatch mode would see each operation as one call, and not what it allocates.
-    monkeypatch.setattr(library, "is_in_torch_dispatch_mode", lambda: False)
+    monkeypatch.setattr(torch_op, "is_in_torch_dispatch_mode", lambda: False)
 
 
 @pytest.mark.usefixtures("_eager")

@@ -5,8 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from effasr_kernels import PackedLayout, aot, launch
+from effasr_kernels import PackedLayout
+from effasr_kernels.runtime import launch
 from effasr_kernels.subsampling_stem import _triton
+from effasr_kernels.testing import aot
 
 Check = Callable[..., dict[str, aot.Resources]]
 NAMES = {"stem_patches", "stem_forward", "stem_backward"}

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from effasr_kernels import aot
-from effasr_kernels.launch import Launch, recording
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime.launch import Launch, recording
+from effasr_kernels.testing import aot
 from effasr_kernels.transducer_loss import _triton, set_workspace
 
 USUAL = (0, 1, 2, 3, 4)

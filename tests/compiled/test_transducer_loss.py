@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from effasr_kernels import aot
-from effasr_kernels.launch import Launch, recording
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime.launch import Launch, recording
+from effasr_kernels.testing import aot
 from effasr_kernels.transducer_loss import _triton, set_workspace
 
 CLASSES, WIDTH = 1024, 640

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from effasr_kernels import launch
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime import launch
 from effasr_kernels.transducer_loss import _sums, _triton, set_workspace
 from tests.gpu.live_memory import Live
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import effasr_kernels
-from effasr_kernels import lattice
+from effasr_kernels.shared import lattice
 from effasr_kernels.transducer_loss.lattice import occupancies
 from tests.csrc.native import ctc_reference, offsets, random_planes, random_transcript, skew, unskew
 

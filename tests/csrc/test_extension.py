@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from effasr_kernels import BackendUnavailable, lattice
+from effasr_kernels import BackendUnavailable
+from effasr_kernels.shared import lattice
 from tests.csrc.build import build, run
 
 LIST = (

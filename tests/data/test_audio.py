@@ -6,7 +6,7 @@ import pytest
 import soundfile
 from lhotse import AudioSource, MonoCut, Recording
 
-from effasr.data.audio import (
+from effasr.data.audio.waveform import (
     AudioError,
     AudioProblem,
     load_audio,

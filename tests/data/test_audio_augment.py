@@ -8,22 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+from effasr.data.audio.augmentation import clips
 from lhotse import CutSet, Recording, RecordingSet
 
 from effasr.config import ConfigError, from_mapping, to_mapping
-from effasr.data.audio import AudioError
-from effasr.data.audio_augment import clips
-from effasr.data.audio_augment.augmenter import Augmenter, Moment
-from effasr.data.audio_augment.clips import Clips
-from effasr.data.audio_augment.config import (
+from effasr.data.audio.augmentation.augmenter import Augmenter, Moment
+from effasr.data.audio.augmentation.clips import Clips
+from effasr.data.audio.augmentation.config import (
     AudioAugmentConfig,
     NoiseConfig,
     ReverberationConfig,
     TelephoneConfig,
 )
-from effasr.data.audio_augment.noise import mean_power
+from effasr.data.audio.augmentation.noise import mean_power
+from effasr.data.audio.waveform import AudioError
 from effasr.data.config import DataConfig
-from effasr.data.corpus import Corpus
+from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader, Step
 from effasr.data.tokenizer import Tokenizer
 

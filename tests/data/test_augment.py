@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from effasr.data.augment import AugmentConfig, spec_augment
-from effasr.data.features import MelFrames
+from effasr.data.features.log_mel import MelFrames
+from effasr.data.features.spec_augment import AugmentConfig, spec_augment
 from effasr_kernels import PackedLayout
 
 

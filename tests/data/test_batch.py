@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effasr.data.batch import IGNORED, Example, StaticShape, collate
-from effasr.data.framing import Framing
+from effasr.data.features.frame_geometry import Framing
 
 EOS, PAD = 2, 1
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from effasr.data.column_file import Damaged, map_columns, remove_unused, write_columns
+from effasr.data.index.column_file import Damaged, map_columns, remove_unused, write_columns
 
 COLUMNS = {
     "bytes": np.arange(5000, dtype=np.uint8),

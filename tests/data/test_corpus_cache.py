@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from effasr.data import corpus_cache
+from effasr.data.atomic_files import atomic_file
 from effasr.data.config import DataConfig
-from effasr.data.corpus import Corpus
-from effasr.data.corpus_cache import CorpusCache
-from effasr.data.files import atomic_file
-from effasr.data.filter_config import FilterConfig, TooManyDropped
-from effasr.data.gather import gather
+from effasr.data.filters.config import FilterConfig, TooManyDropped
+from effasr.data.index import corpus_cache
+from effasr.data.index.corpus import Corpus
+from effasr.data.index.corpus_cache import CorpusCache
+from effasr.data.index.index_reader import gather
 from effasr.data.loader import Loader
-from effasr.data.prepare import prepare
+from effasr.data.manifest.prepare import prepare
 from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer, train_tokenizer
 
 Options = dict[str, Any]

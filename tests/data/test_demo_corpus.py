@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from effasr.data import manifests
 from effasr.data.demo import DemoCorpus, build, corpus, workers
 from effasr.data.demo.plan import SPLITS
+from effasr.data.manifest import reader
 from effasr.data.prompt import Prompt
 
 SMALL: dict[str, Any] = {"utterances": 12, "seed": 1}
@@ -91,12 +91,12 @@ def test_german_audio_is_transcribed_and_translated(multilingual: DemoCorpus) ->
 
 
 def test_the_data_layer_reads_it(multilingual: DemoCorpus) -> None:
-    cuts = {cut.id: cut for cut in manifests.iterate(multilingual.dev)}
+    cuts = {cut.id: cut for cut in reader.iterate(multilingual.dev)}
     assert len(cuts) == multilingual.statistics["dev"].rows
     for row in rows(multilingual.dev):
         cut = cuts[row["id"]]
         assert cut.supervisions[0].text == row["text"]
-        assert manifests.request(cut) == Prompt(
+        assert reader.request(cut) == Prompt(
             row["lang"], row["target_lang"], row["task"], punctuation=False
         )
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from effasr.data.features import FeatureConfig, LogMel, MelFrames, mel_filterbank
+from effasr.data.features.log_mel import FeatureConfig, LogMel, MelFrames, mel_filterbank
 from effasr_kernels import PackedLayout, pack
 
 
@@ -116,7 +116,7 @@ def test_without_normalisation_the_log_of_the_energy_stays() -> None:
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     audio = utterances(9000, 4000)
     whole = log_mel(FeatureConfig(), audio).values
-    monkeypatch.setattr("effasr.data.features._CHUNK_ROWS", {"cpu": 24})
+    monkeypatch.setattr("effasr.data.features.log_mel._CHUNK_ROWS", {"cpu": 24})
     torch.testing.assert_close(log_mel(FeatureConfig(), audio).values, whole, atol=1e-6, rtol=0)
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from effasr.data.config import DataConfig
-from effasr.data.corpus import Corpus
-from effasr.data.filter_config import FilterConfig, TooManyDropped, check_share
-from effasr.data.filters import Dropped
+from effasr.data.filters.config import FilterConfig, TooManyDropped, check_share
+from effasr.data.filters.rules import Dropped
+from effasr.data.index.corpus import Corpus
 from effasr.data.tokenizer import Tokenizer
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from lhotse.cut import Cut
 
-from effasr.data.filters import Limits, Reason, Unfit, check, frames_for_ctc, rate_outliers
-from effasr.data.manifests import read
+from effasr.data.filters.rules import Limits, Reason, Unfit, check, frames_for_ctc, rate_outliers
+from effasr.data.manifest.reader import read
 from effasr.data.tokenizer import Tokenizer
 
 

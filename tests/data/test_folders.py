@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from effasr.data.manifests import read, request
+from effasr.data.manifest.reader import read, request
 
 
 def write_kaldi(folder: Path, **files: str) -> Path:

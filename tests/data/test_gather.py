@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from effasr.data import gather as gathering
-from effasr.data.gather import gather
-from effasr.data.limits import Limits
-from effasr.data.prepare import prepare
+from effasr.data.filters.limits import Limits
+from effasr.data.index import index_reader as gathering
+from effasr.data.index.index_reader import gather
+from effasr.data.index.utterance_table import LinesInFile
+from effasr.data.manifest.prepare import prepare
 from effasr.data.tokenizer import Tokenizer
-from effasr.data.utterance_table import LinesInFile
 
 LIMITS = Limits(min_duration=0.6, max_duration=1.0, speeds=(0.9, 1.0))
 Check = Callable[[Any, Any], None]

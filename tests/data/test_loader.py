@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from effasr.data.audio import AudioError
+from effasr.data.audio.waveform import AudioError
 from effasr.data.batch import Batch
 from effasr.data.config import DataConfig
 from effasr.data.loader import Corpus, Loader, Step, Turn

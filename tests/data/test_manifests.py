@@ -9,9 +9,9 @@ import pytest
 import soundfile
 from lhotse import CutSet
 
-from effasr.data.manifests import load_audio, read, request
+from effasr.data.manifest.reader import load_audio, read, request
+from effasr.data.manifest.utterance import absolute
 from effasr.data.prompt import Prompt
-from effasr.data.sources.utterance import absolute
 
 
 @pytest.fixture

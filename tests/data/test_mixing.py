@@ -5,7 +5,7 @@ import pytest
 from effasr import config as configuration
 from effasr.config import ConfigError
 from effasr.data.config import DataConfig
-from effasr.data.mixing import MixConfig, SourceConfig, leaves, shares
+from effasr.data.mixture import MixConfig, SourceConfig, leaves, shares
 
 
 def mix(**fields) -> MixConfig:

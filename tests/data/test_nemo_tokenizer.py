@@ -1,4 +1,4 @@
-"""NeMo's own classes say which ids a text and a prompt have: see `tests/model/nemo/make.py`."""
+"""NeMo's own classes say which ids a text and a prompt have: see `tests/interop/nemo/make.py`."""
 
 import json
 import pickle
@@ -11,9 +11,9 @@ import sentencepiece
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import NeMoTokenizer, UnknownLanguageError, load_tokenizer
 from effasr.data.tokenizer.nemo import NEMO_FILE, SPECIAL, UNIFIED
-from effasr.model.nemo_import import import_nemo
+from effasr.interop.nemo.importer import import_nemo
 
-FOLDER = Path(__file__).parents[1] / "model" / "nemo"
+FOLDER = Path(__file__).parents[1] / "interop" / "nemo"
 CASES = ("ctc", "rnnt", "canary", "flash", "unified")
 TEXTS = {"en": "a dog ran to the red barn", "de": "der rote hund lief zum haus"}
 

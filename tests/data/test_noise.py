@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effasr.data.audio import AudioError
-from effasr.data.audio_augment.noise import add_noise, looped, mean_power
-from effasr.data.audio_augment.reverberation import ImpulseResponse, convolve, reverberate
-from effasr.data.audio_augment.rooms import simulated_room
-from effasr.data.audio_augment.telephone import telephone
+from effasr.data.audio.augmentation.noise import add_noise, looped, mean_power
+from effasr.data.audio.augmentation.reverberation import ImpulseResponse, convolve, reverberate
+from effasr.data.audio.augmentation.rooms import simulated_room
+from effasr.data.audio.augmentation.telephone import telephone
+from effasr.data.audio.waveform import AudioError
 
 RATE = 16_000
 

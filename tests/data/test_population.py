@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effasr.data.blend import Mixture, planned
-from effasr.data.mixing import MixConfig, shares
+from effasr.data.mixture import MixConfig, shares
+from effasr.data.mixture_summary import Mixture, planned
 from effasr.data.sampling.population import population
 
 

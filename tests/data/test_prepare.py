@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from effasr.data.filters import Limits
-from effasr.data.manifests import load_audio, read
-from effasr.data.prepare import prepare
+from effasr.data.filters.rules import Limits
+from effasr.data.manifest.prepare import prepare
+from effasr.data.manifest.reader import load_audio, read
 from effasr.data.tokenizer import Tokenizer
 
 

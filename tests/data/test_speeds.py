@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lhotse import MonoCut, Recording
 
-from effasr.data.audio import load_audio, read_audio, samples_in
+from effasr.data.audio.speed_perturbation import duration_at, load_at, name_at
+from effasr.data.audio.waveform import load_audio, read_audio, samples_in
 from effasr.data.config import DataConfig
-from effasr.data.corpus import Corpus
-from effasr.data.corpus_cache import CorpusCache
-from effasr.data.filter_config import FilterConfig
-from effasr.data.framing import Framing
-from effasr.data.manifests import read
-from effasr.data.mixing import MixConfig
-from effasr.data.speeds import duration_at, load_at, name_at
+from effasr.data.features.frame_geometry import Framing
+from effasr.data.filters.config import FilterConfig
+from effasr.data.index.corpus import Corpus
+from effasr.data.index.corpus_cache import CorpusCache
+from effasr.data.manifest.reader import read
+from effasr.data.mixture import MixConfig
 from effasr.data.tokenizer import Tokenizer
 from effasr.planning.listing import read_listing
 from effasr.planning.selection import select

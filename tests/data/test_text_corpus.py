@@ -10,11 +10,11 @@ import torch
 from effasr import config as configuration
 from effasr.data.batch import IGNORED
 from effasr.data.config import DataConfig
-from effasr.data.manifests import read
-from effasr.data.mixing import MixConfig
+from effasr.data.index.text_corpus import TextCorpus
+from effasr.data.manifest.pairs import is_text_only, pairs
+from effasr.data.manifest.reader import read
+from effasr.data.mixture import MixConfig
 from effasr.data.prompt import Prompt
-from effasr.data.sources.pairs import is_text_only, pairs
-from effasr.data.text_corpus import TextCorpus
 from effasr.data.tokenizer import Tokenizer, train_tokenizer
 
 EN = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from effasr.data.augment import AugmentConfig, spec_augment
-from effasr.data.features import FeatureConfig, LogMel
-from effasr.data.framing import Framing
+from effasr.data.features.frame_geometry import Framing
+from effasr.data.features.log_mel import FeatureConfig, LogMel
+from effasr.data.features.spec_augment import AugmentConfig, spec_augment
 from effasr_kernels import PackedLayout, PackedSequence
 
 transformers = pytest.importorskip("transformers")
@@ -62,7 +62,7 @@ def test_rows_are_those_of_transformers(minimum_s: float, tail: int, bins: int) 
 def test_chunks_are_one_computation(monkeypatch) -> None:
     config = FeatureConfig(**WHISPER, minimum_s=2.0)
     whole = compute(config, waves())[1].values
-    monkeypatch.setattr("effasr.data.features._CHUNK_ROWS", {"cpu": 37})
+    monkeypatch.setattr("effasr.data.features.log_mel._CHUNK_ROWS", {"cpu": 37})
     assert torch.equal(compute(config, waves())[1].values, whole)
 
 

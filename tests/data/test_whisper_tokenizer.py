@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import soundfile
 
-from effasr.data.prepare import prepare
+from effasr.data.manifest.prepare import prepare
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import UnknownLanguageError, WhisperTokenizer, load_tokenizer
-from tests.model.whisper import SPECIALS, make_tokenizer, transformers
+from tests.interop.whisper import SPECIALS, make_tokenizer, transformers
 
 TEXTS = ("low middle high", "Grüße, 世界! 😀", "  spaced  out ", "")
 

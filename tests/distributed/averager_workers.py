@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from effasr.distributed.delayed import DelayedAveraging
-from effasr.distributed.exchange import GradientExchange
+from effasr.distributed.ddp import replicate
+from effasr.distributed.ddp_comm_hook import GradientExchange
+from effasr.distributed.delayed_averaging import DelayedAveraging
 from effasr.distributed.local_sgd import LocalSGD
 from effasr.distributed.process_group import World, joined
-from effasr.distributed.replicate import replicate
 
 
 def learner(world: World) -> tuple[nn.Module, torch.optim.Optimizer, list[Tensor]]:

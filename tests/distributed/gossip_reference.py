@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from effasr.distributed.gossip.mixer import Mixer
-from effasr.distributed.gossip.topology import is_active, neighbours
-from effasr.distributed.gossip.transport import PeerLost
+from effasr.distributed.async_sgd.gossip.mixer import Mixer
+from effasr.distributed.async_sgd.gossip.topology import is_active, neighbours
+from effasr.distributed.async_sgd.gossip.transport import PeerLost
 
 
 def edges(topology: str, learners: int) -> list[tuple[int, int]]:

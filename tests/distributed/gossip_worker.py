@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from effasr.distributed.gossip.config import GossipConfig
-from effasr.distributed.gossip.consensus import consensus_distance
-from effasr.distributed.gossip.flat import apply
-from effasr.distributed.gossip.gossip import Gossip
-from effasr.distributed.gossip.sockets import SocketTransport
-from effasr.distributed.gossip.topology import neighbours
+from effasr.distributed.async_sgd.gossip.config import GossipConfig
+from effasr.distributed.async_sgd.gossip.consensus import consensus_distance
+from effasr.distributed.async_sgd.gossip.flat import apply
+from effasr.distributed.async_sgd.gossip.gossip import Gossip
+from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
+from effasr.distributed.async_sgd.gossip.topology import neighbours
 from effasr.distributed.process_group import World, joined
 
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from effasr.distributed.delayed import DelayedConfig
+from effasr.distributed.delayed_averaging import DelayedConfig
 from effasr.distributed.local_sgd import HierarchicalConfig
 
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from effasr.distributed.claims import Claims
-from effasr.distributed.members import BEAT_S, LeftOut, Members
+from effasr.distributed.async_sgd.membership import BEAT_S, LeftOut, Members
+from effasr.distributed.async_sgd.work_queue import Claims
 
 
 @pytest.fixture

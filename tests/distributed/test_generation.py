@@ -4,7 +4,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from effasr.distributed.generation import agree
+from effasr.distributed.restart_id import agree
 
 
 @pytest.fixture

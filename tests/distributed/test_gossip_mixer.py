@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effasr.distributed.gossip import mixer as mixer_module
-from effasr.distributed.gossip.flat import FlatWeights, Landed, apply
-from effasr.distributed.gossip.mixer import Mixer
+from effasr.distributed.async_sgd.gossip import mixer as mixer_module
+from effasr.distributed.async_sgd.gossip.flat import FlatWeights, Landed, apply
+from effasr.distributed.async_sgd.gossip.mixer import Mixer
 from tests.distributed.gossip_reference import Learner, pair_matrix
 
 # Learners 0 and 2 begin exchanges, 1 answers.

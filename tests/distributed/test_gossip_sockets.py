@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from effasr.distributed.gossip import sockets
-from effasr.distributed.gossip.addresses import own_addresses
-from effasr.distributed.gossip.sockets import SocketTransport
-from effasr.distributed.gossip.transport import PeerLost
+from effasr.distributed.async_sgd.gossip import sockets
+from effasr.distributed.async_sgd.gossip.addresses import own_addresses
+from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
+from effasr.distributed.async_sgd.gossip.transport import PeerLost
 
 MUCH = 10_000_000
 """More numbers than the buffers of a connection hold."""

@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
-from effasr.distributed.gossip.config import GossipConfig
-from effasr.distributed.gossip.flat import apply
-from effasr.distributed.gossip.gossip import Gossip
+from effasr.distributed.async_sgd.gossip.config import GossipConfig
+from effasr.distributed.async_sgd.gossip.flat import apply
+from effasr.distributed.async_sgd.gossip.gossip import Gossip
 from tests.distributed.gossip_reference import MemoryNetwork
 
 

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effasr.distributed.gossip.config import GossipConfig
-from effasr.distributed.gossip.topology import choose, contraction, is_active, neighbours
+from effasr.distributed.async_sgd.gossip.config import GossipConfig
+from effasr.distributed.async_sgd.gossip.topology import choose, contraction, is_active, neighbours
 from tests.distributed.gossip_reference import edges, pair_matrix
 
 topologies = st.sampled_from(["ring", "random"])

@@ -14,7 +14,7 @@ from effasr.distributed.process_group import World
 from effasr.distributed.torchft import Replicas
 from effasr.model.asr import ASRModel
 from effasr.optim.adamw import OptimizerConfig
-from effasr.training import assembly
+from effasr.training import build
 from effasr.training.step import Trainee, train_step
 from tests.training.conftest import VOCABULARY
 from tests.training.scaling_workers import quiet_config, uneven_batch
@@ -26,8 +26,8 @@ MOST_STEPS = 400
 
 def make(seed: int) -> tuple[ASRModel, Trainee]:
     config = replace(quiet_config(OptimizerConfig(lr=1e-2, eps=1e-4)), seed=seed)
-    model = assembly.build_model(config, VOCABULARY, None, ALONE.device)
-    return model, assembly.build_trainee(config, model, ALONE)
+    model = build.build_model(config, VOCABULARY, None, ALONE.device)
+    return model, build.build_trainee(config, model, ALONE)
 
 
 def make_step(trainee: Trainee, world: World, step: int) -> bool:

@@ -10,7 +10,7 @@ from effasr.distributed.process_group import World, joined
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
-from effasr.training import assembly
+from effasr.training import build
 from effasr.training.config import TrainConfig
 from effasr.training.step import train_step
 
@@ -31,13 +31,13 @@ def uneven() -> None:
         decoder=DecoderConfig(**layer),
         ctc=True,
     )
-    config = assembly.resolve(TrainConfig(model=model_config), None)
+    config = build.resolve(TrainConfig(model=model_config), None)
     with joined("cpu") as world:
         models = []
         own = batches[world.rank :: world.size]
         for ranks, share in ((world, own), (World(0, 1, world.device), batches[:3])):
-            model = assembly.build_model(config, 12, None, world.device)
-            trainee = assembly.build_trainee(config, model, ranks)
+            model = build.build_model(config, 12, None, world.device)
+            trainee = build.build_trainee(config, model, ranks)
             for step in range(2):
                 report = train_step(trainee, share, step)
                 assert report.values.read()[6], "the step was not finite"

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from effasr.distributed.batch_norm import average, running_statistics
+from effasr.distributed.ddp import replicate, without_exchange
 from effasr.distributed.process_group import joined
-from effasr.distributed.replicate import replicate, without_exchange
 
 
 def talk() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from effasr_kernels.testing import AWKWARD_LENGTHS
+from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED = int(os.environ.get("EFFASR_EMULATE", "0"))

@@ -6,15 +6,15 @@ from functools import partial
 import numpy as np
 import torch
 
-from effasr.data.augment import AugmentConfig
 from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.features.spec_augment import AugmentConfig
 from effasr.distributed.process_group import World
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import cost_model
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
 from effasr.model.transducer import TransducerConfig
-from effasr.training.objective import LossConfig, Objective
+from effasr.training.loss import LossConfig, Objective
 from effasr.training.step import Trainee
 
 SHAPE = StaticShape(24, 20, 3, longest_frames=16, longest_tokens=10)

@@ -10,10 +10,17 @@ from torch import Tensor
 
 from effasr_kernels import PackedLayout, RelativeBias, Rotary, attention
 from effasr_kernels.attention import reference
-from effasr_kernels.conformance import Case, Packed, Shared, Variation, check_kernel, evaluate
-from effasr_kernels.launch import launch
-from effasr_kernels.philox import keep_mask
-from effasr_kernels.testing import assert_no_worse
+from effasr_kernels.runtime.launch import launch
+from effasr_kernels.shared.philox import keep_mask
+from effasr_kernels.testing.conformance import (
+    Case,
+    Packed,
+    Shared,
+    Variation,
+    check_kernel,
+    evaluate,
+)
+from effasr_kernels.testing.tolerance import assert_no_worse
 
 HEADS = 2
 _WORD = 2**32 - 1

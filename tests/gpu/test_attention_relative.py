@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from effasr_kernels import RelativeBias
 from effasr_kernels.attention._relative import bias_width, relative_backward, relative_scores
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.testing import assert_no_worse
+from effasr_kernels.testing.tolerance import assert_no_worse
 
 _SCALE = 0.3
 

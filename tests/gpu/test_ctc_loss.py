@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from effasr_kernels import BackendUnavailable, PackedLayout, ctc_loss, projection
-from effasr_kernels.conformance import Case, Packed, Shared, check_kernel
+from effasr_kernels import BackendUnavailable, PackedLayout, ctc_loss
 from effasr_kernels.ctc_loss import _triton
-from effasr_kernels.testing import assert_no_worse
+from effasr_kernels.shared import projection
+from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
+from effasr_kernels.testing.tolerance import assert_no_worse
 
 # NumPy says so where Triton's interpreter finds the maximum of a row of NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from effasr_kernels import decode_attention
 from effasr_kernels.decode_attention import _triton
-from effasr_kernels.testing import assert_no_worse
+from effasr_kernels.testing.tolerance import assert_no_worse
 from tests.ops.pages import Paged, draw
 
 # None, one, a page and one more, a tile of 32 keys and one more, all pages full.

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from effasr.inference.decoded import Decoded
-from effasr.inference.engine import Engine, Utterance
+from effasr.decoding.continuous_batching.engine import Engine, Utterance
+from effasr.decoding.decoded import Decoded
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig

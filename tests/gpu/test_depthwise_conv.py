@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from effasr_kernels import BackendUnavailable, PackedLayout, depthwise_conv
-from effasr_kernels.conformance import Case, check_kernel
-from effasr_kernels.testing import assert_no_worse
+from effasr_kernels.testing.conformance import Case, check_kernel
+from effasr_kernels.testing.tolerance import assert_no_worse
 from tests.gpu.conftest import EMULATED
 
 

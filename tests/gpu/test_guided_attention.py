@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels import BackendUnavailable, PackedLayout, guided_attention
-from effasr_kernels.conformance import Case, Packed, Shared, check_kernel
-from effasr_kernels.launch import launch
-from effasr_kernels.philox import keep_mask
-from effasr_kernels.testing import assert_no_worse
+from effasr_kernels.runtime.launch import launch
+from effasr_kernels.shared.philox import keep_mask
+from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
+from effasr_kernels.testing.tolerance import assert_no_worse
 
 HEADS, WIDTH, SIGMA, DROPPED = 2, 16, 0.3, 0.375
 TOKENS, FRAMES = (17, 0, 3, 2), (40, 5, 33, 0)

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from effasr_kernels import BackendUnavailable, PackedLayout, depthwise_conv
-from effasr_kernels.launch import INTERPRETED, launch, recording
-from effasr_kernels.tiles import count_tiles, find_tile
+from effasr_kernels.runtime.launch import INTERPRETED, launch, recording
+from effasr_kernels.runtime.tiles import count_tiles, find_tile
 
 
 @triton.jit(do_not_specialize=["sequences", "rows"])

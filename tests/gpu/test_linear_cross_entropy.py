@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from effasr_kernels import linear_cross_entropy, projection
-from effasr_kernels.conformance import Case, check_kernel
+from effasr_kernels import linear_cross_entropy
 from effasr_kernels.linear_cross_entropy import _triton
+from effasr_kernels.shared import projection
+from effasr_kernels.testing.conformance import Case, check_kernel
 
 # NumPy says so where Triton's interpreter finds the maximum of a row of NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")

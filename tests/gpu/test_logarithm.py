@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from effasr_kernels.launch import launch
-from effasr_kernels.logarithm import log2_of_more
+from effasr_kernels.runtime.launch import launch
+from effasr_kernels.shared.logarithm import log2_of_more
 
 
 @triton.jit

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from effasr_kernels import projection
-from effasr_kernels.projection import project_backward, row_statistics
-from effasr_kernels.testing import assert_no_worse
+from effasr_kernels.shared import projection
+from effasr_kernels.shared.projection import project_backward, row_statistics
+from effasr_kernels.testing.tolerance import assert_no_worse
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from effasr_kernels import PackedLayout, strided_depthwise
-from effasr_kernels.conformance import Case, check_kernel
 from effasr_kernels.strided_depthwise import _triton
-from effasr_kernels.testing import assert_no_worse
+from effasr_kernels.testing.conformance import Case, check_kernel
+from effasr_kernels.testing.tolerance import assert_no_worse
 
 
 def _case_for(slots: tuple[int, ...], channels: int = 3, bins: int = 4) -> Callable[[str], Case]:

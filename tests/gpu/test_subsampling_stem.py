@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from effasr_kernels import BackendUnavailable, PackedLayout, subsampling_stem
-from effasr_kernels.conformance import Case, check_kernel
 from effasr_kernels.subsampling_stem import _triton
-from effasr_kernels.testing import assert_no_worse
+from effasr_kernels.testing.conformance import Case, check_kernel
+from effasr_kernels.testing.tolerance import assert_no_worse
 
 BINS = 8
 NAMES = ("y", "dweight", "dbias", "dtaps", "doffset")

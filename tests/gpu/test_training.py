@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from effasr.model.transducer import TransducerConfig
-from effasr.training.graph import MicroBatchGraph
+from effasr.training.cuda_graph.graph import MicroBatchGraph
 from effasr.training.step import Trainee, run_micro_batch, train_step
-from effasr_kernels import OPERATIONS, Op, launch
-from effasr_kernels.kernel import Kernel
+from effasr_kernels import OPERATIONS, Op
+from effasr_kernels.runtime import launch
+from effasr_kernels.runtime.autograd import Kernel
 from tests.gpu.small_training import make_batch, make_trainee
 
 

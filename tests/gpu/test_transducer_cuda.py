@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from effasr_kernels import BackendUnavailable, PackedLayout, lattice, transducer_loss
-from effasr_kernels.conformance import Case, Packed, Shared, check_kernel
-from effasr_kernels.testing import assert_no_worse
+from effasr_kernels import BackendUnavailable, PackedLayout, transducer_loss
+from effasr_kernels.shared import lattice
+from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
+from effasr_kernels.testing.tolerance import assert_no_worse
 from effasr_kernels.transducer_loss import _cuda, op, set_workspace
 from tests.csrc.native import _Transducer
 from tests.gpu.conftest import INTERPRETED

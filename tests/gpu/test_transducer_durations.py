@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, transducer_loss
-from effasr_kernels.conformance import Case, Packed, Shared, check_kernel
-from effasr_kernels.testing import assert_no_worse
+from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
+from effasr_kernels.testing.tolerance import assert_no_worse
 from effasr_kernels.transducer_loss import _duration_lattice, _triton, set_workspace
 from effasr_kernels.transducer_loss._plan import Cost, Lattices
 from effasr_kernels.transducer_loss._work import Work

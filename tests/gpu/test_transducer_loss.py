@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, transducer_loss
-from effasr_kernels.conformance import Case, Packed, Shared, check_kernel
-from effasr_kernels.testing import AWKWARD_LENGTHS, assert_no_worse
+from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
+from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS, assert_no_worse
 from effasr_kernels.transducer_loss import _lattice, _triton, set_workspace
 from effasr_kernels.transducer_loss._plan import Cost, Lattices, first_nodes
 from effasr_kernels.transducer_loss.lattice import occupancies

@@ -20,15 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from effasr.data.augment import AugmentConfig
 from effasr.data.batch import Batch, Example, StaticShape, collate
-from effasr.data.features import FeatureConfig, LogMel
-from effasr.data.framing import Framing
+from effasr.data.features.frame_geometry import Framing
+from effasr.data.features.log_mel import FeatureConfig, LogMel
+from effasr.data.features.spec_augment import AugmentConfig
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
 from effasr.model.transducer import TransducerConfig
-from effasr.model.transformer_encoder import TransformerEncoderConfig
+from effasr.model.whisper_encoder import TransformerEncoderConfig
 from effasr_kernels import PackedLayout, PackedSequence
 
 DEVICE = "fakegpu"

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from effasr.data.augment import AugmentConfig
 from effasr.data.batch import Batch, Example
+from effasr.data.features.spec_augment import AugmentConfig
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.encoder import EncoderConfig
 from effasr.model.losses import Losses

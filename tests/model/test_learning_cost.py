@@ -14,7 +14,7 @@ from effasr.model.learning_cost import learning_cost, learning_text_cost, unreac
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.nn.lora import LoRAConfig, adapt
-from effasr.nn.selection import freeze
+from effasr.nn.parameters.patterns import freeze
 from effasr.nn.stack import recompute_layers
 
 VOCABULARY = 40

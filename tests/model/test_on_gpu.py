@@ -11,7 +11,7 @@ from effasr.data.batch import Batch, Example
 from effasr.model.asr import ASRModel
 from effasr.model.losses import Losses
 from effasr_kernels import allow_reference_on_gpu
-from effasr_kernels.dispatch import ReferenceOnGPUWarning
+from effasr_kernels.runtime.dispatch import ReferenceOnGPUWarning
 
 pytestmark = [
     pytest.mark.gpu,

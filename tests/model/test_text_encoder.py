@@ -7,11 +7,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from effasr.data.batch import IGNORED, StaticShape
 from effasr.data.text_batch import TextExample, collate_text
+from effasr.interop.huggingface.checkpoint import export_canary
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import text_cost_model
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
-from effasr.model.huggingface import export_canary
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 

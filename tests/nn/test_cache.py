@@ -3,8 +3,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from effasr.nn.cache import CacheSizes, ContiguousCache, DecoderState, KeysValues, PagedCache
-from effasr.nn.paged_cache import PAGE
+from effasr.nn.cache.decoder_state import (
+    CacheSizes,
+    ContiguousCache,
+    DecoderState,
+    KeysValues,
+    PagedCache,
+)
+from effasr.nn.cache.paged import PAGE
 from effasr_kernels import PackedLayout
 
 LAYERS, HEADS, WIDTH = 2, 3, 8

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from effasr.data.augment import AugmentConfig, spec_augment
 from effasr.data.batch import Example, StaticShape, collate
-from effasr.data.features import FeatureConfig, LogMel
+from effasr.data.features.log_mel import FeatureConfig, LogMel
+from effasr.data.features.spec_augment import AugmentConfig, spec_augment
 from effasr.model.losses import gather_losses
-from effasr.model.transformer_encoder import ConvolutionStem
+from effasr.model.whisper_encoder import ConvolutionStem
 from effasr.nn.norms import BatchNorm
 from effasr.nn.positions import decoder_sinusoids, relative_sinusoids, whisper_sinusoids
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor

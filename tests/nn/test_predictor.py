@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr.nn.lanes import Lanes
+from effasr.nn.padded_view import Lanes
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor, after_start
 from effasr.nn.recurrent import lstm
 from effasr_kernels import PackedLayout

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from effasr.data.features import MelFrames
+from effasr.data.features.log_mel import MelFrames
 from effasr.nn.subsampling import Subsampling
 from effasr_kernels import PackedLayout
 

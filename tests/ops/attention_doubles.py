@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from effasr_kernels import PackedLayout, attention
-from effasr_kernels.library import recording
-from effasr_kernels.testing import poison
+from effasr_kernels.runtime.torch_op import recording
+from effasr_kernels.testing.tolerance import poison
 
 
 class Library:

@@ -3,8 +3,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from effasr_kernels.conformance import CHECKS
-from effasr_kernels.testing import AWKWARD_LENGTHS
+from effasr_kernels.testing.conformance import CHECKS
+from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from effasr_kernels import PackedLayout
-from effasr_kernels.conformance import Case, Packed, Shared
-from effasr_kernels.testing import assert_no_worse
+from effasr_kernels.testing.conformance import Case, Packed, Shared
+from effasr_kernels.testing.tolerance import assert_no_worse
 
 Arguments = dict[str, Any]
 Run = Callable[..., Tensor]

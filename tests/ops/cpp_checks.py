@@ -14,10 +14,10 @@ from torch import Tensor
 
 import effasr_kernels
 from effasr_kernels import BackendUnavailable, Op, PackedLayout, ctc_loss, transducer_loss
-from effasr_kernels.conformance import check_kernel
 from effasr_kernels.ctc_loss import _cpp as ctc_cpp
 from effasr_kernels.ctc_loss import op as ctc_op
-from effasr_kernels.testing import AWKWARD_LENGTHS
+from effasr_kernels.testing.conformance import check_kernel
+from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
 from effasr_kernels.transducer_loss import _cpp, _cpp_nodes, set_workspace
 from effasr_kernels.transducer_loss import op as transducer_op
 from tests.gpu.live_memory import Live

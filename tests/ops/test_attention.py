@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, RelativeBias, Rotary, attention, pack
-from effasr_kernels.conformance import Case, Packed, Shared, check_compiler
+from effasr_kernels.testing.conformance import Case, Packed, Shared, check_compiler
 
 HEADS, WIDTH, REACH = 2, 4, 40
 POSITIONS = ("none", "rotary", "relative")

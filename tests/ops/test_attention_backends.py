@@ -24,9 +24,9 @@ from effasr_kernels import (
     attention,
 )
 from effasr_kernels.attention import _varlen, order, packages
-from effasr_kernels.attention.registration import op
-from effasr_kernels.conformance import Case, Packed, Shared, check_kernel
-from effasr_kernels.testing import poison
+from effasr_kernels.attention.torch_op import op
+from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
+from effasr_kernels.testing.tolerance import poison
 from tests.ops.attention_doubles import Library, torchs, version_2, version_3, version_4
 
 HEADS, WIDTH = 2, 8

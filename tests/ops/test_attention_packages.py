@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from effasr_kernels import BackendUnavailable, PackedLayout, attention
-from effasr_kernels.conformance import (
+from effasr_kernels.testing.conformance import (
     Case,
     Packed,
     Shared,
@@ -20,7 +20,7 @@ from effasr_kernels.conformance import (
     check_static_shape,
     check_strides,
 )
-from effasr_kernels.testing import assert_no_worse
+from effasr_kernels.testing.tolerance import assert_no_worse
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from effasr_kernels import PackedLayout, depthwise_conv
-from effasr_kernels.conformance import (
+from effasr_kernels.shared.ragged import join_rows, split_rows
+from effasr_kernels.testing.conformance import (
     CHECKS,
     Case,
     Packed,
@@ -23,8 +24,7 @@ from effasr_kernels.conformance import (
     check_static_shape,
     check_strides,
 )
-from effasr_kernels.ragged import join_rows, split_rows
-from effasr_kernels.testing import AWKWARD_LENGTHS, assert_no_worse, poison
+from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS, assert_no_worse, poison
 
 
 def _case(run: Callable[[Packed, Shared], Tensor]) -> Case:

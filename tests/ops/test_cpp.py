@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from effasr_kernels import BackendUnavailable, PackedLayout, ctc_loss, lattice
-from effasr_kernels.cpp import groups, refusal
+from effasr_kernels import BackendUnavailable, PackedLayout, ctc_loss
+from effasr_kernels.shared import lattice
+from effasr_kernels.shared.cpp import groups, refusal
 from tests.csrc.build import run
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, ctc_loss, pack
-from effasr_kernels.conformance import Case, Packed, Shared, check_compiler
+from effasr_kernels.testing.conformance import Case, Packed, Shared, check_compiler
 
 WIDTH = 3
 

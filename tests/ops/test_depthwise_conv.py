@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from effasr_kernels import PackedLayout, depthwise_conv, pack
-from effasr_kernels.conformance import Case, check_compiler
+from effasr_kernels.testing.conformance import Case, check_compiler
 
 CHANNELS = 3
 

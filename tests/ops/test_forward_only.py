@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from effasr_kernels import OPERATIONS, append_to_pages, decode_attention, projected_top_k
-from effasr_kernels.forward_only import ForwardOnly
+from effasr_kernels.runtime.forward_only import ForwardOnly
 
 HEADS, WIDTH, CLASSES = 2, 4, 6
 KEYS = (3, 0, 6)
@@ -81,7 +81,7 @@ each_call = pytest.mark.parametrize("name", CALLS)
 
 
 def _registered(name: str) -> Any:
-    return importlib.import_module(f"effasr_kernels.{name}.registration").call
+    return importlib.import_module(f"effasr_kernels.{name}.torch_op").call
 
 
 def _results(outcome: Any) -> list[Tensor]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, attention, guided_attention, pack
-from effasr_kernels.conformance import Case, check_compiler
+from effasr_kernels.testing.conformance import Case, check_compiler
 
 HEADS, WIDTH, SIGMA = 2, 3, 0.3
 

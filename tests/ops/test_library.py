@@ -25,7 +25,7 @@ from effasr_kernels import (
     subsampling_stem,
     transducer_loss,
 )
-from effasr_kernels.library import Registered
+from effasr_kernels.runtime.torch_op import Registered
 
 HEADS, WIDTH, CLASSES = 2, 4, 6
 FRAMES, TOKENS = (5, 0, 3), (2, 0, 1)
@@ -33,7 +33,7 @@ PAIRS = 5 * 2 + 3 * 1
 
 
 def _registered(name: str) -> Registered:
-    return importlib.import_module(f"effasr_kernels.{name}.registration").call
+    return importlib.import_module(f"effasr_kernels.{name}.torch_op").call
 
 
 def _layouts() -> tuple[PackedLayout, PackedLayout]:

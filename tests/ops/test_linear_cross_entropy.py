@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effasr_kernels import linear_cross_entropy
-from effasr_kernels.conformance import Case, check_compiler
+from effasr_kernels.testing.conformance import Case, check_compiler
 
 WIDTH, CLASSES = 4, 6
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, pack, subsampling_stem
-from effasr_kernels.conformance import Case, check_compiler
+from effasr_kernels.testing.conformance import Case, check_compiler
 
 BINS, CHANNELS = 8, 3
 

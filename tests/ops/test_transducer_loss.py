@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, pack, transducer_loss
-from effasr_kernels.conformance import Case, Packed, Shared, check_compiler
+from effasr_kernels.testing.conformance import Case, Packed, Shared, check_compiler
 from effasr_kernels.transducer_loss.lattice import log_likelihood, occupancies
 
 JOINT, CLASSES = 3, 5

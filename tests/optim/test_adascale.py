@@ -4,7 +4,7 @@ from torch import nn
 
 from effasr.optim.adamw import OptimizerConfig, apply_update, set_learning_rate
 from effasr.optim.adascale import AdaScale, AdaScaleConfig
-from effasr.training.counts import HostCopy
+from effasr.training.step_stats import HostCopy
 
 TRUE = torch.tensor(True)
 

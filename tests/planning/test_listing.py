@@ -10,8 +10,8 @@ import pytest
 import soundfile
 
 from effasr.data.config import DataConfig
-from effasr.data.corpus import Corpus
-from effasr.data.filters import Limits
+from effasr.data.filters.rules import Limits
+from effasr.data.index.corpus import Corpus
 from effasr.data.tokenizer import train_tokenizer
 from effasr.planning.listing import read_listing
 from effasr.planning.selection import select

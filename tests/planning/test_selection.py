@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effasr.data.audio import samples_in
-from effasr.data.filters import Limits
-from effasr.data.framing import Framing
+from effasr.data.audio.waveform import samples_in
+from effasr.data.features.frame_geometry import Framing
+from effasr.data.filters.rules import Limits
 from effasr.planning.listing import Listing
 from effasr.planning.selection import select
 

@@ -144,7 +144,7 @@ from bench.training_corpus import Workload, plan_of
 workload = Workload.of(30, 100, 8.0)
 for system in ("packed_static", "packed", "random"):
     assert plan_of(system, workload, workload.shape(200))
-import effasr.training.assembly
+import effasr.training.build
 assert not absent & set(sys.modules)
 """
     profiling = str(Path(bench_training.__file__).parent)

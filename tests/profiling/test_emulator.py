@@ -15,8 +15,8 @@ from emulator.machine import Fault
 from emulator.parse import Unknown, encode
 from torch import Tensor
 
-from effasr_kernels import aot
-from effasr_kernels.launch import Launch, launch, recording
+from effasr_kernels.runtime.launch import Launch, launch, recording
+from effasr_kernels.testing import aot
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="runs what is compiled"),

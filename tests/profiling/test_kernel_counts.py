@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from emulator.emulate import binaries, emulated
 
-from effasr_kernels.launch import launch
+from effasr_kernels.runtime.launch import launch
 from tests.profiling.test_emulator import pytestmark  # noqa: F401 (where it can run)
 
 

@@ -13,9 +13,9 @@ import word_times
 from word_times import Errors, Spoken, compare
 
 from effasr.data.demo.espeak import SpokenWords
-from effasr.inference.results import Segment, Transcription
-from effasr.inference.transcribe import Waveform
-from effasr.inference.words import Word
+from effasr.transcription.results import Segment, Transcription
+from effasr.transcription.transcribe import Waveform
+from effasr.transcription.word_timestamps import Word
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,8 +27,8 @@ from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
 import word_times
-from effasr.inference.results import Segment, Transcription
-from effasr.inference.words import Word
+from effasr.transcription.results import Segment, Transcription
+from effasr.transcription.word_timestamps import Word
 
 output, made, speak = Path(sys.argv[1]), [], word_times.speak
 

@@ -8,18 +8,18 @@ import pytest
 import soundfile
 import torch
 
-from effasr.data.augment import AugmentConfig
 from effasr.data.batch import Batch, Example, StaticShape, collate
 from effasr.data.config import DataConfig
+from effasr.data.features.spec_augment import AugmentConfig
 from effasr.data.tokenizer import train_tokenizer
 from effasr.distributed.process_group import World
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
 from effasr.optim.schedules import ScheduleConfig
-from effasr.training import assembly
+from effasr.training import build
 from effasr.training.config import LoopConfig, TrainConfig
-from effasr.training.objective import LossConfig
+from effasr.training.loss import LossConfig
 from effasr.training.step import Trainee
 
 VOCABULARY = 12
@@ -42,10 +42,10 @@ def model_config() -> ModelConfig:
 def make_trainee(model_config) -> Callable[..., tuple[ASRModel, Trainee]]:
     def make(**settings) -> tuple[ASRModel, Trainee]:
         defaults = {"model": model_config, "training": LoopConfig(max_steps=20)}
-        config = assembly.resolve(TrainConfig(**defaults | settings), None)
+        config = build.resolve(TrainConfig(**defaults | settings), None)
         world = World(0, 1, torch.device("cpu"))
-        model = assembly.build_model(config, VOCABULARY, None, world.device)
-        return model, assembly.build_trainee(config, model, world)
+        model = build.build_model(config, VOCABULARY, None, world.device)
+        return model, build.build_trainee(config, model, world)
 
     return make
 

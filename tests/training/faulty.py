@@ -4,8 +4,8 @@ import os
 import sys
 import time
 
-from effasr.cli import main
-from effasr.data import corpus
+from effasr.cli.main import main
+from effasr.data.index import corpus
 from effasr.training import step
 
 

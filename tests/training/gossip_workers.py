@@ -18,8 +18,8 @@ import torch
 
 from effasr import config as configuration
 from effasr.training import trainer
+from effasr.training.async_sgd.weight_averaging import Mixing
 from effasr.training.config import TrainConfig
-from effasr.training.mixing import Mixing
 from effasr.training.step import train_step
 
 

@@ -11,10 +11,11 @@ from effasr.data.batch import StaticShape, collate
 from effasr.distributed.local_sgd import LocalSGDConfig
 from effasr.distributed.process_group import World, joined
 from effasr.optim.adamw import OptimizerConfig
-from effasr.training import assembly, graph
+from effasr.training import build
 from effasr.training.config import TrainConfig
-from effasr.training.parallel import settle, whole
+from effasr.training.cuda_graph import graph
 from effasr.training.step import Trainee, train_step
+from effasr.training.strategies import settle, whole
 from tests.training.conftest import VOCABULARY
 from tests.training.scaling_workers import quiet_config, uneven_batch
 from tests.training.test_graph import record
@@ -23,8 +24,8 @@ STEPS = 20
 
 
 def make(config: TrainConfig, world: World) -> tuple[nn.Module, Trainee]:
-    model = assembly.build_model(config, VOCABULARY, None, world.device)
-    return model, assembly.build_trainee(config, model, world)
+    model = build.build_model(config, VOCABULARY, None, world.device)
+    return model, build.build_trainee(config, model, world)
 
 
 def train(model: nn.Module, trainee: Trainee, steps: range, own: slice) -> list[float]:
@@ -84,11 +85,11 @@ def recorded(world: World) -> None:
             cuda_graph=is_recorded,
             clip=0.5,
         )
-        model = assembly.build_model(config, VOCABULARY, None, world.device)
+        model = build.build_model(config, VOCABULARY, None, world.device)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(world.rank)  # All begin with the weights of rank 0.
-        trainee = assembly.build_trainee(config, model, world)
+        trainee = build.build_trainee(config, model, world)
         assert (trainee.graph is not None) == (trainee.total is not None) == is_recorded
         assert (trainee.exchange is None) == is_recorded
         losses = train(model, trainee, range(6), share)
@@ -187,7 +188,7 @@ def broken(world: World) -> None:
 
 def everything() -> None:
     # A recording that a CPU can replay.
-    assembly.check_recordable = lambda model, world: None
+    build.check_recordable = lambda model, world: None
     graph._capture = record
     with joined("cpu", timeout_s=60) as world:
         for scenario in (equal, recorded, half_precision, local, broken):

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from effasr.checkpoint import save_model
-from effasr.distributed.delayed import DelayedConfig
+from effasr.distributed.delayed_averaging import DelayedConfig
 from effasr.distributed.local_sgd import LocalSGDConfig
 from effasr.distributed.process_group import World, joined
 from effasr.nn.lora import LoRAConfig
 from effasr.optim.adamw import OptimizerConfig
-from effasr.training.assembly import build_model
+from effasr.training.build import build_model
 from effasr.training.config import TrainConfig
-from effasr.training.parallel import settle, whole
+from effasr.training.strategies import settle, whole
 from tests.training.conftest import VOCABULARY
 from tests.training.parallel_workers import make, train
 from tests.training.scaling_workers import quiet_config

@@ -9,15 +9,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from effasr.data.batch import Batch
-from effasr.distributed.exchange import GradientExchange
+from effasr.distributed.ddp import replicate
+from effasr.distributed.ddp_comm_hook import GradientExchange
 from effasr.distributed.process_group import World, joined
-from effasr.distributed.replicate import replicate
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
-from effasr.training import assembly
+from effasr.training import build
 from effasr.training.config import LoopConfig, TrainConfig
-from effasr.training.recovery import OutOfMemory
+from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from effasr.training.step import Trainee, train_step
 from tests.training.conftest import VOCABULARY, make_batch
 from tests.training.shortage import shortage
@@ -36,9 +36,9 @@ def quiet(world: World, *, one_bucket: bool) -> tuple[ASRModel, Trainee]:
         ctc=True,
     )  # fmt: skip
     config = TrainConfig(model=model_config, training=LoopConfig(max_steps=20))
-    config = assembly.resolve(config, None)
-    model = assembly.build_model(config, VOCABULARY, None, world.device)
-    trainee = assembly.build_trainee(config, model, World(0, 1, world.device))
+    config = build.resolve(config, None)
+    model = build.build_model(config, VOCABULARY, None, world.device)
+    trainee = build.build_trainee(config, model, World(0, 1, world.device))
     wrapped = replicate(model, world)
     if not one_bucket:
         wrapped = DistributedDataParallel(

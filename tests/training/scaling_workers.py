@@ -14,10 +14,10 @@ from effasr.model.encoder import EncoderConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.adascale import AdaScaleConfig
 from effasr.optim.schedules import ScheduleConfig
-from effasr.training import assembly
+from effasr.training import build
 from effasr.training.config import LoopConfig, TrainConfig
-from effasr.training.counts import Counts
 from effasr.training.step import train_step
+from effasr.training.step_stats import Counts
 from tests.training.conftest import VOCABULARY
 
 SCALE, CLIP, STEPS = 8.0, 0.1, 3
@@ -54,7 +54,7 @@ def quiet_config(optimizer: OptimizerConfig, **training) -> TrainConfig:
     loop = LoopConfig(max_steps=20, **training)
     schedule = ScheduleConfig(warmup_steps=3)
     config = TrainConfig(model=model, training=loop, optimizer=optimizer, schedule=schedule)
-    return assembly.resolve(
+    return build.resolve(
         replace(config, data=replace(config.data, micro_batches=4, frame_budget=60)), None
     )
 
@@ -85,10 +85,10 @@ def gain() -> None:
     with joined("cpu", timeout_s=60) as world:
         models, trainees = [], []
         for ranks in (world, World(0, 1, world.device)):
-            model = assembly.build_model(config, VOCABULARY, None, world.device)
+            model = build.build_model(config, VOCABULARY, None, world.device)
             models.append(model)
-            trainees.append(assembly.build_trainee(config, model, ranks))
-        plain = assembly.build_model(config, VOCABULARY, None, world.device)
+            trainees.append(build.build_trainee(config, model, ranks))
+        plain = build.build_model(config, VOCABULARY, None, world.device)
         averages, progress = None, 0.0
         for step in range(STEPS):
             batches = [uneven_batch(4 * step + n) for n in range(4)]

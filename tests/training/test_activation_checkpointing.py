@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from effasr.optim.adamw import OptimizerConfig
-from effasr.training import assembly
-from effasr.training import meter as meters
+from effasr.training import build
+from effasr.training import metrics as meters
 from effasr.training.calibration import store
 from effasr.training.calibration.calibrate import read_population
 from effasr.training.config import LoopConfig
-from effasr.training.run_directory import read_lines
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
 from tests.training.shortage import shortage
@@ -75,7 +75,7 @@ def test_a_run_logs_what_it_computes_again(make_config, tmp_path, monkeypatch) -
 
 def test_a_calibration_is_for_as_many_layers(make_config) -> None:
     config = make_config()
-    population = read_population(config, assembly.find_tokenizer(config, None))
+    population = read_population(config, build.find_tokenizer(config, None))
     names = set()
     for recomputed in (False, True, 2):
         training = replace(config.training, activation_checkpointing=recomputed)

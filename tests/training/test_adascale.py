@@ -6,7 +6,7 @@ from effasr.checkpoint import load_model, resolve
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.adascale import AdaScaleConfig
 from effasr.training import trainer
-from effasr.training.run_directory import read_lines
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 from tests.training.ranks import run_ranks
 

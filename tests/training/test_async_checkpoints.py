@@ -14,10 +14,11 @@ import torch
 from effasr.checkpoint import load_model, resolve
 from effasr.data.tokenizer import train_tokenizer
 from effasr.model.asr import ASRModel
-from effasr.training import run_checkpoints, trainer
-from effasr.training.background import Background
-from effasr.training.guard import TrainingFailed
-from effasr.training.run_checkpoints import RunCheckpoints
+from effasr.training import trainer
+from effasr.training.checkpointing import run_checkpoints
+from effasr.training.checkpointing.background_task import Background
+from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
+from effasr.training.fault_tolerance.nonfinite_guard import TrainingFailed
 from effasr.training.trainer import run
 
 

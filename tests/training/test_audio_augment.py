@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file
 
 from effasr import config as configuration
-from effasr.data.audio_augment.config import (
+from effasr.data.audio.augmentation.config import (
     AudioAugmentConfig,
     NoiseConfig,
     ReverberationConfig,
     TelephoneConfig,
 )
+from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
 from effasr.training.config import TrainConfig
-from effasr.training.run_checkpoints import RunCheckpoints
 from effasr.training.trainer import run
 
 

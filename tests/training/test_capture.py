@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from effasr import ranges
-from effasr.training.capture import Capture, ProfileConfig
+from effasr.training.profiler import Capture, ProfileConfig
 from effasr.training.trainer import run
 
 CPU = SimpleNamespace(device=torch.device("cpu"), rank=0)

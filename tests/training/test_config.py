@@ -5,16 +5,16 @@ import torch
 
 from effasr import config as configuration
 from effasr.checkpoint import save_model
-from effasr.data.features import FeatureConfig
+from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
-from effasr.training import assembly
+from effasr.training import build
 from effasr.training.config import EvaluationConfig, LoopConfig, TrainConfig, resolve_losses
-from effasr.training.objective import LossConfig
+from effasr.training.loss import LossConfig
 
 BOTH = ModelConfig(ctc=True)
 CTC = ModelConfig(ctc=True, decoder=None)
@@ -61,7 +61,7 @@ def test_losses_that_the_model_has_not_are_refused(loss, model, message) -> None
 
 
 def test_the_defaults_are_a_configuration_that_survives_yaml(tmp_path) -> None:
-    config = assembly.resolve(TrainConfig(), None)
+    config = build.resolve(TrainConfig(), None)
     path = tmp_path / "config.yaml"
     path.write_text(configuration.dump(config))
     assert configuration.load(TrainConfig, path) == config
@@ -90,11 +90,11 @@ def test_a_model_to_begin_with_brings_its_architecture_and_tokenizer(
     tokenizer = load_tokenizer(tones / "tokenizer")
     model = ASRModel(model_config, tokenizer.vocab_size)
     save_model(tmp_path / "model", model, tokenizer)
-    config = assembly.resolve(TrainConfig(init_from=str(tmp_path / "model")), None)
+    config = build.resolve(TrainConfig(init_from=str(tmp_path / "model")), None)
     assert config.model == model_config
     assert config.loss.ctc_weight == 0.3
-    assert assembly.find_tokenizer(config, None).vocab_size == tokenizer.vocab_size
-    loaded = assembly.build_model(config, tokenizer.vocab_size, None, torch.device("cpu"))
+    assert build.find_tokenizer(config, None).vocab_size == tokenizer.vocab_size
+    loaded = build.build_model(config, tokenizer.vocab_size, None, torch.device("cpu"))
     assert loaded.training
     for name, parameter in model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter)
@@ -123,19 +123,19 @@ def test_a_recipe_may_change_fields_of_the_model_to_begin_with(
 
 def test_without_data_or_tokenizer_the_message_says_what_is_missing(tones) -> None:
     with pytest.raises(ValueError, match=r"`data\.tokenizer` must be a folder"):
-        assembly.find_tokenizer(TrainConfig(), None)
+        build.find_tokenizer(TrainConfig(), None)
     with pytest.raises(ValueError, match=r"`data\.train` must name at least one manifest"):
-        assembly.load_corpus(TrainConfig(), load_tokenizer(tones / "tokenizer"), None)
+        build.load_corpus(TrainConfig(), load_tokenizer(tones / "tokenizer"), None)
 
 
 def test_precision_follows_the_device() -> None:
     cpu = torch.device("cpu")
     for precision, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
-        with assembly.make_autocast(precision, cpu)():
+        with build.make_autocast(precision, cpu)():
             product = torch.ones(2, 2) @ torch.ones(2, 2)
         assert product.dtype == expected
     with torch.no_grad():
-        gpu = assembly.make_autocast("auto", torch.device("cuda"))
+        gpu = build.make_autocast("auto", torch.device("cuda"))
         assert gpu.args == ("cuda", torch.bfloat16)
 
 
@@ -144,4 +144,4 @@ def test_a_model_of_audio_that_is_not_loaded_is_refused(field, value) -> None:
     features = FeatureConfig(**{"window": 400, field: value})
     config = TrainConfig(model=ModelConfig(features=features))
     with pytest.raises(ValueError, match=rf"`model\.features\.{field}` must be .* is {value}"):
-        assembly.resolve(config, None)
+        build.resolve(config, None)

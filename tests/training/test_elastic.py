@@ -9,7 +9,7 @@ import pytest
 
 from effasr import config as configuration
 from effasr.optim.adamw import OptimizerConfig
-from effasr.training.run_directory import read_lines
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 from tests.training.ranks import ROOT, started
 from tests.training.test_faults import wait_for

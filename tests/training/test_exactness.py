@@ -13,9 +13,9 @@ import torch
 
 from effasr import config as configuration
 from effasr.checkpoint import load_model
-from effasr.distributed import saved_tensors
+from effasr.distributed import tensor_files
 from effasr.training.config import TrainConfig
-from effasr.training.run_directory import read_lines
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 
 MEASURED = {
@@ -43,7 +43,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
                 walk(item, f"{name}.{key}")
 
     walk(torch.load(path / "training.pt", weights_only=True), "state")
-    walk(saved_tensors.read_whole(path / "training"), "state")
+    walk(tensor_files.read_whole(path / "training"), "state")
     return found
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from effasr import config as configuration
-from effasr.training.activity import Activity
-from effasr.training.run_directory import read_lines
-from effasr.training.watchdog import EX_TEMPFAIL
+from effasr.training.fault_tolerance.phase_tracker import Activity
+from effasr.training.fault_tolerance.watchdog import EX_TEMPFAIL
+from effasr.training.run_dir.run_directory import read_lines
 from tests.training.ranks import started
 
 TIMEOUT_S = 3.0

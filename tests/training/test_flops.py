@@ -5,10 +5,10 @@ import torch
 from effasr.data.batch import Example, StaticShape, collate
 from effasr.data.sampling.cost import CostModel
 from effasr.distributed.process_group import World
-from effasr.training import meter as meters
-from effasr.training.counts import Counts
+from effasr.training import metrics as meters
 from effasr.training.flops import peak_flops, peak_of, work_of
-from effasr.training.meter import Meter
+from effasr.training.metrics import Meter
+from effasr.training.step_stats import Counts
 
 COST = CostModel(frame=100, frame_pair=3, token=50, token_pair=2, token_frame=7)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from effasr.checkpoint import load_model, resolve
-from effasr.distributed.saved_tensors import read_whole
+from effasr.distributed.tensor_files import read_whole
 from effasr.training.config import LoopConfig
 from effasr.training.step import train_step
 from effasr.training.trainer import run

@@ -14,13 +14,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from effasr import config as configuration
 from effasr.checkpoint import load_model, resolve
 from effasr.data.loader import Loader
-from effasr.distributed.gossip.config import GossipConfig
+from effasr.distributed.async_sgd.gossip.config import GossipConfig
 from effasr.distributed.process_group import World
 from effasr.model.cost import cost_model
-from effasr.training import assembly
+from effasr.training import build
+from effasr.training.async_sgd.sync_point import form_learners
 from effasr.training.config import TrainConfig
-from effasr.training.meeting import form_learners
-from effasr.training.run_directory import read_lines
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 from tests.training.ranks import ROOT
 
@@ -68,8 +68,8 @@ def noted(folder: Path, rank: int) -> list[dict]:
 
 def check_trained_once(config: TrainConfig, folder: Path, steps: int, ranks: int) -> None:
     """Each utterance of each step of the plan was trained on once, by whichever learner."""
-    tokenizer = assembly.find_tokenizer(config, None)
-    corpus = assembly.load_corpus(config, tokenizer, None)
+    tokenizer = build.find_tokenizer(config, None)
+    corpus = build.load_corpus(config, tokenizer, None)
     cost = cost_model(config.model, tokenizer.vocab_size)
     loader = Loader(corpus, config.data, seed=config.seed, pin_memory=False, cost=cost)
     expected = defaultdict(Counter)

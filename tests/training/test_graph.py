@@ -11,7 +11,7 @@ from torch import Tensor
 
 from effasr.model.transducer import TransducerConfig
 from effasr.training.config import LoopConfig
-from effasr.training.graph import MicroBatchGraph
+from effasr.training.cuda_graph.graph import MicroBatchGraph
 from effasr.training.step import run_micro_batch, train_step
 from tests.training.conftest import make_batch
 

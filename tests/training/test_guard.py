@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from effasr.distributed.process_group import World
-from effasr.training.counts import HostCopy
-from effasr.training.guard import NonFiniteGuard, TrainingFailed
-from effasr.training.run_directory import RunDirectory, read_lines
+from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, TrainingFailed
+from effasr.training.run_dir.run_directory import RunDirectory, read_lines
 from effasr.training.step import StepReport, train_step
+from effasr.training.step_stats import HostCopy
 
 WORLD = World(0, 1, torch.device("cpu"))
 

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from effasr import config as configuration
-from effasr.averaging import average
 from effasr.checkpoint import CheckpointError, load_model, read_description, resolve
-from effasr.distributed.gossip.config import GossipConfig
-from effasr.distributed.saved_tensors import read_whole
-from effasr.inference.evaluate import evaluate
+from effasr.distributed.async_sgd.gossip.config import GossipConfig
+from effasr.distributed.tensor_files import read_whole
+from effasr.evaluation.evaluate import evaluate
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.nn.lora import LoRAConfig, adapters, merged
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.adascale import AdaScaleConfig
-from effasr.training import assembly, trainer
+from effasr.training import build, trainer
+from effasr.training.checkpointing.averaging import average
 from effasr.training.config import LoopConfig
-from effasr.training.run_directory import read_lines
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
 from tests.training.ranks import run_ranks
@@ -115,7 +115,7 @@ def test_validation_sees_what_the_checkpoint_gives(
     assert seen[1].keys() == loaded.model.state_dict().keys()
     for name, value in loaded.model.state_dict().items():
         assert torch.equal(seen[1][name], value), name
-    from effasr.data.manifests import read
+    from effasr.data.manifest.reader import read
 
     found = evaluate(loaded.model, loaded.tokenizer, list(read(data["validation"][0])))
     (_, line) = read_lines(tmp_path / "run" / "validation.jsonl")
@@ -125,9 +125,9 @@ def test_validation_sees_what_the_checkpoint_gives(
 def test_the_next_run_begins_with_merged_weights(make_lora_config, tmp_path) -> None:
     assert run(make_lora_config()) == 0
     config = make_lora_config(name="next", init_from=str(tmp_path / "run"))
-    config = assembly.resolve(config, None)
+    config = build.resolve(config, None)
     size = read_description(resolve(tmp_path / "run")).vocab_size
-    model = assembly.build_model(config, size, None, torch.device("cpu"))
+    model = build.build_model(config, size, None, torch.device("cpu"))
     with merged(model):
         state = model.state_dict()
         for name, value in weights(tmp_path / "run").items():
@@ -135,7 +135,7 @@ def test_the_next_run_begins_with_merged_weights(make_lora_config, tmp_path) -> 
         # As it is decoded on a GPU.
         assert model.decoder is not None
         assert model.decoder.cast(torch.bfloat16).embed_tokens is not None
-    plain = assembly.build_model(replace(config, lora=None), size, None, torch.device("cpu"))
+    plain = build.build_model(replace(config, lora=None), size, None, torch.device("cpu"))
     assert not adapters(plain)
 
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from effasr.training.counts import Counts, HostCopy
-from effasr.training.meter import Meter
+from effasr.training.metrics import Meter
 from effasr.training.step import StepReport
+from effasr.training.step_stats import Counts, HostCopy
 
 CPU = torch.device("cpu")
 

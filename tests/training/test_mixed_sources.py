@@ -9,12 +9,12 @@ import torch
 
 from effasr import config as configuration
 from effasr.data.config import DataConfig
-from effasr.data.corpus import Corpus
+from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
-from effasr.data.mixing import MixConfig
-from effasr.training import assembly
+from effasr.data.mixture import MixConfig
+from effasr.training import build
+from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
 from effasr.training.config import TrainConfig
-from effasr.training.run_checkpoints import RunCheckpoints
 from effasr.training.trainer import run
 
 SEED = 3
@@ -45,8 +45,8 @@ def make_mixed(make_config, parts):
 
 
 def loader(config: TrainConfig, **options) -> Loader:
-    tokenizer = assembly.find_tokenizer(config, None)
-    corpus = assembly.load_corpus(config, tokenizer, None)
+    tokenizer = build.find_tokenizer(config, None)
+    corpus = build.load_corpus(config, tokenizer, None)
     return Loader(corpus, config.data, seed=SEED, pin_memory=False, **options)
 
 
@@ -161,7 +161,7 @@ def test_a_source_of_which_nothing_is_left_is_named(make_mixed, parts) -> None:
 def test_the_token_budget_is_that_of_the_blend(make_mixed, parts, tones) -> None:
     """A source with much text has more of it in an epoch than in the corpus."""
     config = make_mixed().data
-    tokenizer = assembly.find_tokenizer(make_mixed(), None)
+    tokenizer = build.find_tokenizer(make_mixed(), None)
     lines = (parts / "tiny.jsonl").read_text().splitlines()
     wordy = [json.dumps(json.loads(line) | {"text": "low high " * 4}) for line in lines]
     (parts / "tiny.jsonl").write_text("\n".join(wordy) + "\n")

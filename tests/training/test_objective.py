@@ -3,7 +3,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from effasr.training.objective import LossConfig, Objective
+from effasr.training.loss import LossConfig, Objective
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from effasr.distributed.local_sgd import LocalSGDConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.adascale import AdaScaleConfig
 from effasr.training.config import LoopConfig
-from effasr.training.run_directory import read_lines
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 from tests.training.ranks import run_ranks
 

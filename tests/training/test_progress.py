@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from effasr.training.progress import ProgressDisplay, SilentDisplay, describe
+from effasr.training.run_dir.progress import ProgressDisplay, SilentDisplay, describe
 
 LINE = {
     "step": 50,

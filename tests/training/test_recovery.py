@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from effasr.model.asr import ASRModel
-from effasr.training.guard import NonFiniteGuard
-from effasr.training.recovery import OutOfMemory, is_out_of_memory
-from effasr.training.run_directory import read_lines
-from effasr.training.split import split
+from effasr.training.fault_tolerance.batch_split import split
+from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard
+from effasr.training.fault_tolerance.oom_recovery import OutOfMemory, is_out_of_memory
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import StepReport, Trainee, train_step
 from effasr.training.trainer import run
 from tests.training.conftest import make_batch

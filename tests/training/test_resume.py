@@ -3,9 +3,9 @@ import json
 import pytest
 import torch
 
-from effasr.training import run_checkpoints
-from effasr.training.resume import check_same_run
-from effasr.training.run_directory import read_lines
+from effasr.training.checkpointing import run_checkpoints
+from effasr.training.checkpointing.resume import check_same_run
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 
 SAVED = {

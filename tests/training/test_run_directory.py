@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from effasr.training.run_directory import RunDirectory, read_lines
+from effasr.training.run_dir.run_directory import RunDirectory, read_lines
 
 
 def steps(path) -> list[int]:

@@ -18,9 +18,9 @@ from types import SimpleNamespace
 import pytest
 
 from effasr import config as configuration
-from effasr.training import run_lock
-from effasr.training.run_directory import RunDirectory
-from effasr.training.run_lock import LOCK, RunLock
+from effasr.training.run_dir import run_lock
+from effasr.training.run_dir.run_directory import RunDirectory
+from effasr.training.run_dir.run_lock import LOCK, RunLock
 from effasr.training.trainer import run
 from tests.training.ranks import ROOT, started
 from tests.training.test_faults import wait_for
@@ -30,7 +30,7 @@ ONE = {"max_steps": 100_000, "checkpoint_every": 5, "threads": 1}
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from effasr.training.run_lock import RunLock
+from effasr.training.run_dir.run_lock import RunLock
 
 lock = RunLock(Path(sys.argv[1]), sys.argv[2])
 if "fork" not in sys.argv:

@@ -7,7 +7,7 @@ import torch
 
 from effasr import config as configuration
 from effasr.checkpoint import load_model
-from effasr.distributed.saved_tensors import read_whole
+from effasr.distributed.tensor_files import read_whole
 from tests.training.ranks import run_ranks
 
 

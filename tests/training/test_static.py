@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from effasr.data.augment import AugmentConfig
 from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.features.spec_augment import AugmentConfig
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.training.step import train_step
 

@@ -5,9 +5,9 @@ from effasr.data.batch import StaticShape, collate
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training.config import LoopConfig
-from effasr.training.counts import Counts
-from effasr.training.objective import LossConfig
+from effasr.training.loss import LossConfig
 from effasr.training.step import micro_batch_seed, train_step
+from effasr.training.step_stats import Counts
 
 
 def weights(model) -> torch.Tensor:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from effasr.training.stop import listening
+from effasr.training.fault_tolerance.stop import listening
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -8,13 +8,13 @@ import torch
 
 from effasr import config as configuration
 from effasr.checkpoint import load_model, resolve
-from effasr.data.augment import AugmentConfig
 from effasr.data.batch import IGNORED, Example, collate
+from effasr.data.features.spec_augment import AugmentConfig
 from effasr.data.sampling.strategies import STRATEGIES
 from effasr.model.asr import ASRModel
-from effasr.training import assembly, trainer
-from effasr.training.resume import check_same_plan, check_same_ranks
-from effasr.training.run_directory import read_lines
+from effasr.training import build, trainer
+from effasr.training.checkpointing.resume import check_same_plan, check_same_ranks
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
 
@@ -44,8 +44,8 @@ def test_padded_training_reports_its_padding(make_config, tmp_path, capsys, stra
     assert run(config) == 0
     shown = capsys.readouterr().err
     assert f"2 micro-batches a step, {strategy}, padded, each on average" in shown
-    tokenizer = assembly.find_tokenizer(config, None)
-    corpus = assembly.load_corpus(config, tokenizer, None)
+    tokenizer = build.find_tokenizer(config, None)
+    corpus = build.load_corpus(config, tokenizer, None)
     plan = trainer.Loader(corpus, config.data, seed=config.seed).plan(0)
     for step, line in enumerate(read_lines(tmp_path / "run" / "metrics.jsonl")[: plan.num_steps]):
         for name in ("frames", "tokens"):

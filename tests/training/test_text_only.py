@@ -14,22 +14,22 @@ import torch
 from effasr import config as configuration
 from effasr.checkpoint import load_model, resolve
 from effasr.data.config import DataConfig
+from effasr.data.index.text_corpus import TextCorpus
 from effasr.data.loader import Loader
-from effasr.data.mixing import MixConfig
-from effasr.data.text_corpus import TextCorpus
+from effasr.data.mixture import MixConfig
 from effasr.data.tokenizer import load_tokenizer, train_tokenizer
 from effasr.distributed.process_group import World
 from effasr.model.cost import cost_model, text_cost_model
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
-from effasr.training import assembly
+from effasr.training import build
+from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
 from effasr.training.config import LoopConfig, TrainConfig
+from effasr.training.fault_tolerance.batch_split import split
 from effasr.training.flops import work_of
-from effasr.training.objective import LossConfig
-from effasr.training.run_checkpoints import RunCheckpoints
-from effasr.training.run_directory import read_lines
-from effasr.training.split import split
+from effasr.training.loss import LossConfig
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
 
@@ -89,13 +89,13 @@ def test_a_toy_translation_is_learnt(pairs, model_config) -> None:
         loss=LossConfig(label_smoothing=0.0),
         training=LoopConfig(max_steps=40),
     )
-    config = assembly.resolve(config, None)
+    config = build.resolve(config, None)
     world = World(0, 1, torch.device("cpu"))
     tokenizer = load_tokenizer(pairs / "tokenizer")
     data = DataConfig(micro_batches=2, text_share=0.5)
     corpus = TextCorpus.load([pairs / "pairs.jsonl"], tokenizer, data, token_budget=600)
-    trained = assembly.build_model(config, tokenizer.vocab_size, None, world.device)
-    trainee = assembly.build_trainee(config, trained, world)
+    trained = build.build_model(config, tokenizer.vocab_size, None, world.device)
+    trainee = build.build_trainee(config, trained, world)
     plan = corpus.plan(0, steps=30, micro_batches=1, seed=0)
     losses = []
     for step in range(30):
@@ -150,7 +150,7 @@ def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_mixed, tmp_path
 
 def test_a_step_is_the_same_on_any_number_of_ranks(make_mixed) -> None:
     config = make_mixed()
-    corpus = assembly.load_corpus(config, assembly.find_tokenizer(config, None), None)
+    corpus = build.load_corpus(config, build.find_tokenizer(config, None), None)
     seen = []
     for size in (1, 2, 4):
         loaders = [
@@ -181,7 +181,7 @@ def test_a_step_is_the_same_on_any_number_of_ranks(make_mixed) -> None:
 
 def test_batches_of_each_kind_have_one_shape(make_mixed) -> None:
     config = make_mixed()
-    corpus = assembly.load_corpus(config, assembly.find_tokenizer(config, None), None)
+    corpus = build.load_corpus(config, build.find_tokenizer(config, None), None)
     shapes: dict[bool, set] = {False: set(), True: set()}
     for step in Loader(corpus, config.data, seed=3, pin_memory=False).steps():
         for batch in step.batches:
@@ -193,11 +193,11 @@ def test_batches_of_each_kind_have_one_shape(make_mixed) -> None:
 
 def test_a_batch_without_memory_is_computed_in_parts(make_mixed) -> None:
     config = make_mixed()
-    corpus = assembly.load_corpus(config, assembly.find_tokenizer(config, None), None)
+    corpus = build.load_corpus(config, build.find_tokenizer(config, None), None)
     assert corpus.text is not None
     whole = corpus.text.batch(corpus.text.plan(0, steps=3, micro_batches=1, seed=0).step(0)[0])
     parts = split(whole)
-    model = assembly.build_model(config, 60, None, torch.device("cpu")).eval()
+    model = build.build_model(config, 60, None, torch.device("cpu")).eval()
     losses = [model(batch).cross_entropy.item() for batch in (whole, *parts)]
     assert losses[0] == pytest.approx(losses[1] + losses[2], rel=1e-5)
     assert whole.num_frames == parts[0].num_frames + parts[1].num_frames
@@ -252,12 +252,12 @@ def test_text_needs_a_share_and_an_encoder(make_mixed, tones, pairs, data, model
     config = make_mixed(data=data)
     config = replace(config, model=replace(config.model, **model))
     with pytest.raises(ValueError, match=message):
-        assembly.load_corpus(config, load_tokenizer(pairs / "tokenizer"), None)
+        build.load_corpus(config, load_tokenizer(pairs / "tokenizer"), None)
 
 
 def test_work_on_text_is_counted_by_the_text_encoder(make_mixed) -> None:
     config = make_mixed()
-    corpus = assembly.load_corpus(config, assembly.find_tokenizer(config, None), None)
+    corpus = build.load_corpus(config, build.find_tokenizer(config, None), None)
     assert corpus.text is not None
     batch = corpus.text.batch(np.arange(2))
     cost, text_cost = cost_model(config.model, 60), text_cost_model(config.model, 60)
@@ -272,7 +272,7 @@ def test_work_on_text_is_counted_by_the_text_encoder(make_mixed) -> None:
 
 def test_what_is_recorded_has_one_shape(make_mixed) -> None:
     with pytest.raises(ValueError, match=r"`training.cuda_graph` must be false where `data.text_"):
-        assembly.resolve(make_mixed(training={"cuda_graph": True}), None)
+        build.resolve(make_mixed(training={"cuda_graph": True}), None)
 
 
 def test_manifests_without_shares_may_be_text_as_well(make_mixed, tones, pairs, tmp_path) -> None:
@@ -287,9 +287,9 @@ def test_a_model_without_text_encoder_gets_one(make_mixed, make_config, pairs, t
     data = {"tokenizer": f"{pairs}/tokenizer"}
     assert run(make_config(name="base", data=data, training={"max_steps": 2})) == 0
     config = make_mixed(init_from=str(tmp_path / "base"), data={"tokenizer": ""})
-    config = assembly.resolve(config, None)
+    config = build.resolve(config, None)
     world = World(0, 1, torch.device("cpu"))
-    model = assembly.build_model(config, 30, None, world.device)
+    model = build.build_model(config, 30, None, world.device)
     before = load_model(resolve(tmp_path / "base")).model.state_dict()
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)

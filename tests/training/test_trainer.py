@@ -11,14 +11,14 @@ import torch
 
 from effasr import config as configuration
 from effasr.checkpoint import load_model, resolve, save_model
-from effasr.data.filter_config import FilterConfig
-from effasr.data.manifests import read
-from effasr.inference.evaluate import evaluate
+from effasr.data.filters.config import FilterConfig
+from effasr.data.manifest.reader import read
+from effasr.evaluation.evaluate import evaluate
 from effasr.optim.adamw import OptimizerConfig
 from effasr.training import trainer
 from effasr.training.config import TrainConfig
-from effasr.training.progress import ProgressDisplay
-from effasr.training.run_directory import read_lines
+from effasr.training.run_dir.progress import ProgressDisplay
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 
 FIELDS = {

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from effasr.checkpoint import load_model, resolve
-from effasr.cli import main
-from effasr.data.augment import AugmentConfig
+from effasr.cli.main import main
+from effasr.data.features.spec_augment import AugmentConfig
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.transducer import TransducerConfig
-from effasr.training.objective import LossConfig
-from effasr.training.run_directory import read_lines
+from effasr.training.loss import LossConfig
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
 from tests.training.test_static import Sizes, make_batch

@@ -7,9 +7,9 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from effasr.distributed.process_group import World
-from effasr.training.activity import Activity
-from effasr.training.guard import TrainingFailed
-from effasr.training.watchdog import RankLost, Watchdog
+from effasr.training.fault_tolerance.nonfinite_guard import TrainingFailed
+from effasr.training.fault_tolerance.phase_tracker import Activity
+from effasr.training.fault_tolerance.watchdog import RankLost, Watchdog
 
 LOST = "[/pytorch/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:1. Advice. More."
 
@@ -17,7 +17,7 @@ LOST = "[/pytorch/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:1. Adv
 @pytest.fixture
 def make(monkeypatch):
     """Watchdogs of ranks of a run, each with its activity."""
-    monkeypatch.setattr("effasr.training.watchdog._BEAT_S", 0.1)
+    monkeypatch.setattr("effasr.training.fault_tolerance.watchdog._BEAT_S", 0.1)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def make(rank: int, size: int = 2, reading: tuple[str, ...] = ()) -> tuple[Watchdog, Activity]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from effasr.data.atomic_files import write_atomically
 from effasr.data.batch import StaticShape
-from effasr.data.files import write_atomically
-from effasr.data.framing import FASTCONFORMER, SAMPLE_RATE, Framing
+from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr.data.sampling.plan import UtteranceLengths
 
 _BINS, _SIZES = "bucket_duration_bins", "bucket_batch_size"
@@ -70,7 +70,7 @@ class BucketTable:
         """
         frames, tokens = np.maximum(lengths.frames, 1), np.maximum(lengths.tokens, 1)
         # Here, so that a configuration needs none of the packages that read data.
-        from effasr.data.filters import rate_outliers
+        from effasr.data.filters.rules import rate_outliers
 
         usual = ~rate_outliers(tokens / frames, frames.astype(np.float64))
         edges = _edges(frames, buckets)

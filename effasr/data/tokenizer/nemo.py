@@ -10,7 +10,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
-from effasr.data.files import write_atomically
+from effasr.data.atomic_files import write_atomically
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer.base import Tokenizer, check_ids, check_language
 from effasr.data.tokenizer.sentence_piece import load_processor

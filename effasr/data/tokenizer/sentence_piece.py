@@ -11,7 +11,7 @@ from typing import Any
 
 import sentencepiece
 
-from effasr.data.files import write_atomically
+from effasr.data.atomic_files import write_atomically
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer.base import Tokenizer, check_ids, check_language
 

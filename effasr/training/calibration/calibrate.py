@@ -15,7 +15,7 @@ from effasr import config as configuration
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import World
-from effasr.training import assembly
+from effasr.training import build
 from effasr.training.calibration import store
 from effasr.training.calibration.runner import measure
 from effasr.training.calibration.search import Found, Search, bucket_sizes
@@ -186,7 +186,7 @@ def read_population(config: TrainConfig, tokenizer: Tokenizer) -> Population:
         ValueError: There is no utterance to train on.
     """
     data = replace(config.data, frame_budget=_AMPLE)
-    corpus = assembly.load_corpus(replace(config, data=data), tokenizer, None)
+    corpus = build.load_corpus(replace(config, data=data), tokenizer, None)
     return Population.of(
         corpus.lengths,
         config.data.token_budget,

@@ -14,8 +14,8 @@ from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.speed_model import SpeedModel
 from effasr.training.calibration.trial import Measurement
 from effasr.training.calibration.workload import Population, Workload, cells
+from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from effasr.training.memory import gib
-from effasr.training.recovery import OutOfMemory
 
 LimitedBy = Literal["memory", "throughput", "corpus"]
 Measure = Callable[[Workload], Measurement]

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from effasr import config as configuration
-from effasr.data.files import write_atomically
-from effasr.data.framing import Framing
+from effasr.data.atomic_files import write_atomically
+from effasr.data.features.frame_geometry import Framing
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.training.calibration.workload import Population
 from effasr.training.config import TrainConfig

@@ -23,12 +23,12 @@ import torch
 
 from effasr import config as configuration
 from effasr.data.batch import StaticShape
-from effasr.data.framing import Framing
+from effasr.data.features.frame_geometry import Framing
 from effasr.distributed.process_group import World
-from effasr.training import assembly
+from effasr.training import build
 from effasr.training.calibration.workload import Workload, batch_of
 from effasr.training.config import TrainConfig
-from effasr.training.recovery import Failure, OutOfMemory, attempt
+from effasr.training.fault_tolerance.oom_recovery import Failure, OutOfMemory, attempt
 from effasr.training.step import Trainee, train_step
 from effasr_kernels import allow_reference_on_gpu
 
@@ -135,8 +135,8 @@ def run(request: Request) -> Measurement:
         torch.cuda.set_device(device)
     allow_reference_on_gpu()
     _limit(device, request.limit_bytes)
-    model = assembly.build_model(config, request.vocab_size, None, device)
-    trainee = assembly.build_trainee(config, model, World(0, 1, device))
+    model = build.build_model(config, request.vocab_size, None, device)
+    trainee = build.build_trainee(config, model, World(0, 1, device))
     work = request.workload
     seconds, audio = [], []
     for step, lengths in enumerate([work.timed[0], *work.timed, work.extreme]):

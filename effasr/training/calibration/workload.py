@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from effasr.data.batch import Batch, Example, StaticShape, collate
-from effasr.data.framing import FASTCONFORMER, Framing
+from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.model.asr import ModelConfig

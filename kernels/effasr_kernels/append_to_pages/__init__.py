@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels import checks, paged
-from effasr_kernels.append_to_pages.registration import call, op
-from effasr_kernels.dispatch import Backend
+from effasr_kernels.append_to_pages.torch_op import call, op
+from effasr_kernels.runtime import checks
+from effasr_kernels.runtime.dispatch import Backend
+from effasr_kernels.shared import paged
 
 __all__ = ["append_to_pages", "op"]
 
@@ -44,7 +45,7 @@ def append_to_pages(
             checked on a CPU only, as a check would wait for a GPU: there, a row without a place is
             not written.
         RuntimeError: A tensor requires a gradient, and autograd is on.
-        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
     """
     checks.check_shape(op.name, "k", k, "(N, H, D)", None, None, None)
     checks.check_shape(op.name, "v", v, "(N, H, D)", *k.shape)

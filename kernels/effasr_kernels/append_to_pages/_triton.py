@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effasr_kernels.launch import launch, refusal
-from effasr_kernels.paged import refuse_pages
+from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.shared.paged import refuse_pages
 
 _BLOCK = 1024
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels.checks import wrong
-from effasr_kernels.paged import check_page_numbers
+from effasr_kernels.runtime.checks import wrong
+from effasr_kernels.shared.paged import check_page_numbers
 
 
 def why_not(*args: object, **kwargs: object) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels import checks
 from effasr_kernels.attention.position import RelativeBias, Rotary
-from effasr_kernels.attention.registration import call, op
-from effasr_kernels.dispatch import Backend
-from effasr_kernels.dropout import draw_seed
+from effasr_kernels.attention.torch_op import call, op
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime import checks
+from effasr_kernels.runtime.dispatch import Backend
+from effasr_kernels.shared.dropout import draw_seed
 
 __all__ = ["RelativeBias", "Rotary", "attention", "op"]
 
@@ -58,7 +58,7 @@ def attention(
 
     Raises:
         ValueError: An argument is not as above.
-        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
 
     References:
         Vaswani et al., 2017, https://arxiv.org/abs/1706.03762.

@@ -7,8 +7,8 @@ import triton.language as tl
 
 from effasr_kernels.attention._forward import as_scores
 from effasr_kernels.attention._rotary import store_back
-from effasr_kernels.philox import keep_mask
-from effasr_kernels.tiles import find_sequence, find_tile
+from effasr_kernels.runtime.tiles import find_sequence, find_tile
+from effasr_kernels.shared.philox import keep_mask
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.attention._config import padded_width
-from effasr_kernels.launch import launch
+from effasr_kernels.runtime.launch import launch
 
 _ELEMENTS = 4096
 """Of a block of rows."""

@@ -21,9 +21,9 @@ from effasr_kernels.attention import _relative_grads as backward
 from effasr_kernels.attention import _relative_scores as forward
 from effasr_kernels.attention._config import padded_width
 from effasr_kernels.attention.position import RelativeBias
-from effasr_kernels.launch import launch
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.tiles import count_tiles
+from effasr_kernels.runtime.launch import launch
+from effasr_kernels.runtime.tiles import count_tiles
 
 _STEP = forward.STEP.value
 _PROGRAMS = 1024

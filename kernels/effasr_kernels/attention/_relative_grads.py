@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from effasr_kernels.attention._relative_scores import STEP, is_below, is_spare
-from effasr_kernels.tiles import find_sequence, find_tile
+from effasr_kernels.runtime.tiles import find_sequence, find_tile
 
 
 @triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths"])

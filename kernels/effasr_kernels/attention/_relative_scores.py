@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from effasr_kernels.tiles import find_tile
+from effasr_kernels.runtime.tiles import find_tile
 
 STEP = tl.constexpr(2)
 """The queries of a tile are every second one, so that the skew moves them by whole pairs of keys.

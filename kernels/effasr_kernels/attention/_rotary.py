@@ -15,9 +15,9 @@ from torch import Tensor
 
 from effasr_kernels.attention._config import next_power_of_two
 from effasr_kernels.attention.position import Rotary
-from effasr_kernels.launch import launch
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.tiles import count_tiles, find_tile
+from effasr_kernels.runtime.launch import launch
+from effasr_kernels.runtime.tiles import count_tiles, find_tile
 
 _ELEMENTS = 4096
 """Of a tile of `turn`."""

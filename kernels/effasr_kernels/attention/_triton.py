@@ -22,11 +22,11 @@ from effasr_kernels.attention._forward import attention_forward
 from effasr_kernels.attention._relative import bias_width, relative_backward, relative_scores
 from effasr_kernels.attention._rotary import table, turned
 from effasr_kernels.attention.position import RelativeBias, Rotary
-from effasr_kernels.attention.registration import call
-from effasr_kernels.dropout import seed_tensor
-from effasr_kernels.launch import capability, launch, refusal
+from effasr_kernels.attention.torch_op import call
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.tiles import count_tiles
+from effasr_kernels.runtime.launch import capability, launch, refusal
+from effasr_kernels.runtime.tiles import count_tiles
+from effasr_kernels.shared.dropout import seed_tensor
 
 _WIDEST = 256
 

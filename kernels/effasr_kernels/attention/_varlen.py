@@ -15,7 +15,7 @@ from torch import Tensor
 
 from effasr_kernels.attention import packages
 from effasr_kernels.attention.position import RelativeBias, Rotary
-from effasr_kernels.attention.registration import call
+from effasr_kernels.attention.torch_op import call
 from effasr_kernels.packed import PackedLayout
 
 _FUNCTION = (

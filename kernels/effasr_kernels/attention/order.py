@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from effasr_kernels.attention.packages import capability
-from effasr_kernels.dispatch import Backend
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime.dispatch import Backend
 
 UNMEASURED = (
     Backend.CUDA,

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from effasr_kernels.attention.position import RelativeBias, Rotary
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.ragged import zeroed
+from effasr_kernels.shared.ragged import zeroed
 
 _OLDEST = (8, 0)
 _WIDEST = 256

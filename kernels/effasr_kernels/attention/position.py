@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from effasr_kernels.checks import wrong
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime.checks import wrong
 
 
 @dataclass(frozen=True, slots=True)

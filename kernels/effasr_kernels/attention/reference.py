@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effasr_kernels.attention.position import RelativeBias, Rotary
-from effasr_kernels.dropout import Dropout
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.ragged import join_rows, split_attention, split_rows, widen, zeroed
+from effasr_kernels.shared.dropout import Dropout
+from effasr_kernels.shared.ragged import join_rows, split_attention, split_rows, widen, zeroed
 
 
 def why_not(*args: object, **kwargs: object) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels import checks
-from effasr_kernels.ctc_loss.registration import call, op
-from effasr_kernels.dispatch import Backend
+from effasr_kernels.ctc_loss.torch_op import call, op
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime import checks
+from effasr_kernels.runtime.dispatch import Backend
 
 __all__ = ["ctc_loss", "op"]
 
@@ -50,7 +50,7 @@ def ctc_loss(
     Raises:
         ValueError: An argument is not as above. The values of ``targets`` are checked on a CPU
             only, as a check would wait for a GPU.
-        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
 
     References:
         Graves et al., 2006, https://www.cs.toronto.edu/~graves/icml_2006.pdf.

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from effasr_kernels import lattice
-from effasr_kernels.checks import check_labels
-from effasr_kernels.cpp import differentiable, groups, refusal
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.ragged import widen
+from effasr_kernels.runtime.checks import check_labels
+from effasr_kernels.shared import lattice
+from effasr_kernels.shared.cpp import differentiable, groups, refusal
+from effasr_kernels.shared.ragged import widen
 
 _GROUP_BYTES = 64 * 2**20
 
@@ -61,7 +61,7 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Losses:
-    """See `effasr_kernels.cpp.Losses`; inputs are hidden, weight and, if there is one, bias."""
+    """As `effasr_kernels.shared.cpp.Losses`; inputs are hidden, weight and, if given, bias."""
 
     frames: PackedLayout
     labels: PackedLayout

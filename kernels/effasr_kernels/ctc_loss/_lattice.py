@@ -31,7 +31,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from effasr_kernels.logarithm import log2_of_more
+from effasr_kernels.shared.logarithm import log2_of_more
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)

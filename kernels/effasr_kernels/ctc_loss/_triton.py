@@ -7,9 +7,10 @@ projection's gradient, some frames at a time, from softmax minus occupancy.
 
 With K labels in the longest transcript (`PackedLayout.bound`), 8 T (K + 1) bytes are kept for the
 backward, which takes 4 T (K + 1) more, and a chunk of logits of a fixed size: for 24,000 frames and
-K = 200, 39 MB, 19 MB and `effasr_kernels.projection`'s. The sweeps hold one row of the lattice in
-registers, as many as a power of two above K, from 64 to 2,048: the only way in which code depends
-on a length. It depends on the bound, not on the lengths, so a run of static shape compiles once.
+K = 200, 39 MB, 19 MB and `effasr_kernels.shared.projection`'s. The sweeps hold one row of the
+lattice in registers, as many as a power of two above K, from 64 to 2,048: the only way in which
+code depends on a length. It depends on the bound, not on the lengths, so a run of static shape
+compiles once.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from effasr_kernels.ctc_loss._labels import (
     softmax_gradient,
 )
 from effasr_kernels.ctc_loss._lattice import sweep_backward, sweep_forward
-from effasr_kernels.ctc_loss.registration import call
-from effasr_kernels.launch import launch, refusal
+from effasr_kernels.ctc_loss.torch_op import call
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.projection import project_backward, row_statistics
-from effasr_kernels.tiles import count_tiles
+from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.runtime.tiles import count_tiles
+from effasr_kernels.shared.projection import project_backward, row_statistics
 
 _NARROWEST, _WIDEST = 64, 2048
 _MERGED_FRAMES = 32

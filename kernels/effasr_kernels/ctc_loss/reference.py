@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effasr_kernels.checks import check_labels
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.ragged import split_rows, widen, zeroed
+from effasr_kernels.runtime.checks import check_labels
+from effasr_kernels.shared.ragged import split_rows, widen, zeroed
 
 
 def why_not(*args: object, **kwargs: object) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effasr_kernels import checks, paged
-from effasr_kernels.decode_attention.registration import call, op
-from effasr_kernels.dispatch import Backend
+from effasr_kernels.decode_attention.torch_op import call, op
+from effasr_kernels.runtime import checks
+from effasr_kernels.runtime.dispatch import Backend
+from effasr_kernels.shared import paged
 
 __all__ = ["decode_attention", "op"]
 
@@ -65,7 +66,7 @@ def decode_attention(
             checked on a CPU only, as a check would wait for a GPU: there, a needed page that does
             not exist makes its row NaN, and a longer length counts as ``M * B``.
         RuntimeError: A tensor requires a gradient, and autograd is on.
-        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
 
     References:
         Kwon et al., 2023, https://arxiv.org/abs/2309.06180 (pages); Dao et al., 2023,

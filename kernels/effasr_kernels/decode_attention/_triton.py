@@ -16,8 +16,8 @@ from torch import Tensor
 
 from effasr_kernels.decode_attention._kernels import attend_one, attend_several
 from effasr_kernels.decode_attention._parts import merge_parts
-from effasr_kernels.launch import launch, multiprocessors, refusal
-from effasr_kernels.paged import refuse_pages
+from effasr_kernels.runtime.launch import launch, multiprocessors, refusal
+from effasr_kernels.shared.paged import refuse_pages
 
 _WIDEST = 256
 _BLOCK_G = 16

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effasr_kernels.checks import wrong
-from effasr_kernels.paged import check_page_numbers
-from effasr_kernels.ragged import wide_dtype, widen
+from effasr_kernels.runtime.checks import wrong
+from effasr_kernels.shared.paged import check_page_numbers
+from effasr_kernels.shared.ragged import wide_dtype, widen
 
 
 def why_not(*args: object, **kwargs: object) -> None:

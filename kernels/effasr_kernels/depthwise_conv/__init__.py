@@ -6,10 +6,10 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from effasr_kernels import checks
-from effasr_kernels.depthwise_conv.registration import call, op
-from effasr_kernels.dispatch import Backend
+from effasr_kernels.depthwise_conv.torch_op import call, op
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime import checks
+from effasr_kernels.runtime.dispatch import Backend
 
 __all__ = ["depthwise_conv", "op"]
 
@@ -84,7 +84,7 @@ def depthwise_conv(
 
     Raises:
         ValueError: An argument is not as above.
-        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
     """
     x, weight, bias = checks.under_autocast(x, weight, bias)
     checks.check_shape(op.name, "x", x, "(T, 2C)" if gated else "(T, C)", None, None)

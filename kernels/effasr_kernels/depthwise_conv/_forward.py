@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from effasr_kernels.depthwise_conv._rows import gate, load_taps, span
-from effasr_kernels.tiles import find_tile
+from effasr_kernels.runtime.tiles import find_tile
 
 
 @triton.jit(do_not_specialize=["sequences", "rows"])

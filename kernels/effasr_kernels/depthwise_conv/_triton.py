@@ -16,10 +16,10 @@ from torch import Tensor
 
 from effasr_kernels.depthwise_conv._backward import convolve_backward
 from effasr_kernels.depthwise_conv._forward import convolve, merge
-from effasr_kernels.depthwise_conv.registration import call
-from effasr_kernels.launch import launch, refusal
+from effasr_kernels.depthwise_conv.torch_op import call
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.tiles import count_tiles
+from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.runtime.tiles import count_tiles
 
 _MOST_TAPS = 32
 _GROUPS, _STEP = 4, 4

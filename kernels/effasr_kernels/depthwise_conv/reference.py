@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.ragged import widen
+from effasr_kernels.shared.ragged import widen
 
 
 def why_not(*args: object, **kwargs: object) -> None:

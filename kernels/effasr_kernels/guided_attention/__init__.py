@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels import checks
-from effasr_kernels.dispatch import Backend
-from effasr_kernels.dropout import draw_seed
-from effasr_kernels.guided_attention.registration import call, op
+from effasr_kernels.guided_attention.torch_op import call, op
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime import checks
+from effasr_kernels.runtime.dispatch import Backend
+from effasr_kernels.shared.dropout import draw_seed
 
 __all__ = ["guided_attention", "op"]
 
@@ -57,7 +57,7 @@ def guided_attention(
 
     Raises:
         ValueError: An argument is not as above.
-        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
 
     References:
         Tachibana, Uenoyama and Aihara, 2017, https://arxiv.org/abs/1710.08969.

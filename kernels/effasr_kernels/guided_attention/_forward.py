@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from effasr_kernels.guided_attention._diagonal import COUNTS, distance, in_tile
-from effasr_kernels.philox import keep_mask
-from effasr_kernels.tiles import find_sequence, find_tile
+from effasr_kernels.runtime.tiles import find_sequence, find_tile
+from effasr_kernels.shared.philox import keep_mask
 
 
 @triton.jit(do_not_specialize=COUNTS)

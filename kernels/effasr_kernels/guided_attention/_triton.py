@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from effasr_kernels.dropout import seed_tensor
 from effasr_kernels.guided_attention._backward import guided_backward_kv, guided_backward_q
 from effasr_kernels.guided_attention._forward import guided_forward
-from effasr_kernels.guided_attention.registration import call
-from effasr_kernels.launch import capability, launch, refusal
+from effasr_kernels.guided_attention.torch_op import call
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.tiles import count_tiles
+from effasr_kernels.runtime.launch import capability, launch, refusal
+from effasr_kernels.runtime.tiles import count_tiles
+from effasr_kernels.shared.dropout import seed_tensor
 
 _WIDEST = 256
 

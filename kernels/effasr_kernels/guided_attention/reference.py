@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effasr_kernels.dropout import Dropout
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.ragged import join_rows, split_attention, widen, zeroed
+from effasr_kernels.shared.dropout import Dropout
+from effasr_kernels.shared.ragged import join_rows, split_attention, widen, zeroed
 
 
 def why_not(*args: object, **kwargs: object) -> None:

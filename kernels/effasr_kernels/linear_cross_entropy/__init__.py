@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels import checks
-from effasr_kernels.dispatch import Backend
-from effasr_kernels.linear_cross_entropy.registration import call, op
+from effasr_kernels.linear_cross_entropy.torch_op import call, op
+from effasr_kernels.runtime import checks
+from effasr_kernels.runtime.dispatch import Backend
 
 __all__ = ["linear_cross_entropy", "op"]
 
@@ -48,7 +48,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: An argument is not as above. The values of ``targets`` are checked on a CPU
             only, as a check would wait for a GPU: there, one out of range makes its loss NaN.
-        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
 
     References:
         Szegedy et al., 2015, https://arxiv.org/abs/1512.00567 (smoothing); Chowdhery et al., 2022,

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effasr_kernels import projection
-from effasr_kernels.launch import launch, refusal
-from effasr_kernels.linear_cross_entropy.registration import call
+from effasr_kernels.linear_cross_entropy.torch_op import call
+from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.shared import projection
 
 _BLOCK_V = 1024
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from effasr_kernels.checks import check_labels
-from effasr_kernels.ragged import widen
+from effasr_kernels.runtime.checks import check_labels
+from effasr_kernels.shared.ragged import widen
 
 _LARGEST = 2**24
 """Logits that may exist at a time: 64 MiB in float32."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels import checks
-from effasr_kernels.dispatch import Backend
-from effasr_kernels.projected_top_k.registration import call, op
+from effasr_kernels.projected_top_k.torch_op import call, op
+from effasr_kernels.runtime import checks
+from effasr_kernels.runtime.dispatch import Backend
 
 __all__ = ["MOST", "op", "projected_top_k"]
 
@@ -48,7 +48,7 @@ def projected_top_k(
     Raises:
         ValueError: An argument is not as above.
         RuntimeError: A tensor requires a gradient, and autograd is on.
-        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
     """
     hidden, weight, bias = checks.under_autocast(hidden, weight, bias)
     checks.check_shape(op.name, "hidden", hidden, "(N, C)", None, None)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effasr_kernels.launch import launch, multiprocessors, refusal
 from effasr_kernels.projected_top_k._kernels import merge_parts, rank_parts
+from effasr_kernels.runtime.launch import launch, multiprocessors, refusal
 
 _BLOCK = 1024
 _PROGRAMS = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from effasr_kernels.ragged import widen
+from effasr_kernels.shared.ragged import widen
 
 _TILE = 16
 """Rows that are padded to. MKL takes other routines for fewer than 4, or 8 with several threads."""

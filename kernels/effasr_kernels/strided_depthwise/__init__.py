@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels import checks
-from effasr_kernels.dispatch import Backend
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.strided_depthwise.registration import call, op
+from effasr_kernels.runtime import checks
+from effasr_kernels.runtime.dispatch import Backend
+from effasr_kernels.strided_depthwise.torch_op import call, op
 
 __all__ = ["op", "strided_depthwise"]
 
@@ -46,7 +46,7 @@ def strided_depthwise(
 
     Raises:
         ValueError: An argument is not as above.
-        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
     """
     x, weight, bias = checks.under_autocast(x, weight, bias)
     checks.check_shape(op.name, "x", x, "(2 T, G, C)", 2 * layout.rows, None, None)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effasr_kernels.launch import launch, refusal
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.runtime.tiles import count_tiles
 from effasr_kernels.strided_depthwise._kernels import strided_backward, strided_forward
-from effasr_kernels.strided_depthwise.registration import call
-from effasr_kernels.tiles import count_tiles
+from effasr_kernels.strided_depthwise.torch_op import call
 
 _PROGRAMS = 528
 """Rows of the backward's partial sums: four programs for each of an H200's 132 processors."""

@@ -5,8 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.ragged import widen
-from effasr_kernels.strided import StridedTaps, by_pieces, first_rows, slot_table, unreal_rows
+from effasr_kernels.shared.ragged import widen
+from effasr_kernels.shared.strided import (
+    StridedTaps,
+    by_pieces,
+    first_rows,
+    slot_table,
+    unreal_rows,
+)
 
 _SLOTS = 4_096
 """Slots that are widened at a time."""

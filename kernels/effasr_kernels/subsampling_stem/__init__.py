@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels import checks
-from effasr_kernels.dispatch import Backend
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.subsampling_stem.registration import call, op
+from effasr_kernels.runtime import checks
+from effasr_kernels.runtime.dispatch import Backend
+from effasr_kernels.subsampling_stem.torch_op import call, op
 
 __all__ = ["op", "subsampling_stem"]
 
@@ -56,7 +56,7 @@ def subsampling_stem(
 
     Raises:
         ValueError: An argument is not as above.
-        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
     """
     x, weight, bias, depthwise_weight, depthwise_bias = checks.under_autocast(
         x, weight, bias, depthwise_weight, depthwise_bias

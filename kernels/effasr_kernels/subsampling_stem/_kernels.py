@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from effasr_kernels.tiles import find_tile
+from effasr_kernels.runtime.tiles import find_tile
 
 
 @triton.jit

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effasr_kernels.launch import capability, launch, refusal
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime.launch import capability, launch, refusal
+from effasr_kernels.runtime.tiles import count_tiles
 from effasr_kernels.subsampling_stem._kernels import stem_backward, stem_forward, stem_patches
-from effasr_kernels.subsampling_stem.registration import call
-from effasr_kernels.tiles import count_tiles
+from effasr_kernels.subsampling_stem.torch_op import call
 
 _PROGRAMS = 198
 """Rows of the backward's partial sums. With 256 channels, of which a program has 64, an H200 runs

@@ -7,8 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.ragged import widen
-from effasr_kernels.strided import StridedTaps, by_pieces, first_rows, slot_table, unreal_rows
+from effasr_kernels.shared.ragged import widen
+from effasr_kernels.shared.strided import (
+    StridedTaps,
+    by_pieces,
+    first_rows,
+    slot_table,
+    unreal_rows,
+)
 
 _SLOTS = 1_024
 """Slots whose first convolution exists at a time."""

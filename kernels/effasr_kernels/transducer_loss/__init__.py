@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from effasr_kernels import checks
-from effasr_kernels.dispatch import Backend
-from effasr_kernels.overwriting import check_overwritable
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.transducer_loss.registration import call, op
+from effasr_kernels.runtime import checks
+from effasr_kernels.runtime.dispatch import Backend
+from effasr_kernels.runtime.inplace_grad import check_overwritable
+from effasr_kernels.transducer_loss.torch_op import call, op
 from effasr_kernels.transducer_loss.workspace import set_workspace
 
 __all__ = ["op", "set_workspace", "transducer_loss"]
@@ -99,7 +99,7 @@ def transducer_loss(
     Raises:
         ValueError: An argument is not as above. The values of ``targets`` are checked on a CPU
             only, as a check would wait for a GPU.
-        BackendUnavailable: See `effasr_kernels.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
 
     References:
         Graves, 2012, https://arxiv.org/abs/1211.3711; Li et al., 2019,

@@ -19,11 +19,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from effasr_kernels import lattice
-from effasr_kernels.checks import check_labels
-from effasr_kernels.cpp import differentiable, groups, refusal
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.ragged import widen
+from effasr_kernels.runtime.checks import check_labels
+from effasr_kernels.shared import lattice
+from effasr_kernels.shared.cpp import differentiable, groups, refusal
+from effasr_kernels.shared.ragged import widen
 from effasr_kernels.transducer_loss._cpp_nodes import Joint, Sequence
 from effasr_kernels.transducer_loss.workspace import workspace
 
@@ -87,7 +87,7 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Losses:
-    """See `effasr_kernels.cpp.Losses`; inputs are encoded, predicted, weight and bias."""
+    """See `effasr_kernels.shared.cpp.Losses`; inputs are encoded, predicted, weight and bias."""
 
     frames: PackedLayout
     labels: PackedLayout

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effasr_kernels.ragged import widen
+from effasr_kernels.shared.ragged import widen
 
 _CHUNK_BYTES = 2**20
 

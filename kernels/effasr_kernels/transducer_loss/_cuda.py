@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from effasr_kernels import lattice
-from effasr_kernels.launch import refusal
+from effasr_kernels.runtime.launch import refusal
+from effasr_kernels.shared import lattice
 from effasr_kernels.transducer_loss import _passes
 from effasr_kernels.transducer_loss._plan import Group
 from effasr_kernels.transducer_loss._sweeps import Scores, Sweeps, Trace
-from effasr_kernels.transducer_loss.registration import call
+from effasr_kernels.transducer_loss.torch_op import call
 
 if TYPE_CHECKING:
     from effasr_kernels.transducer_loss._work import Work

@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effasr_kernels.launch import launch
-from effasr_kernels.logarithm import log2_of_more
+from effasr_kernels.runtime.launch import launch
+from effasr_kernels.shared.logarithm import log2_of_more
 from effasr_kernels.transducer_loss._lattice import _LN2, _NOTHING, _extent, _log2
 from effasr_kernels.transducer_loss._plan import Group
 from effasr_kernels.transducer_loss._sweeps import Scores, Trace

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effasr_kernels.launch import launch
+from effasr_kernels.runtime.launch import launch
 
 ROWS = 64
 """Rows of a program."""

@@ -2,7 +2,7 @@
 
 `fold` reads each row once and takes both sums of a tile of frames by states; `finish_frames` and
 `finish_states` add the tiles up, in order. Tiles have numbers with gaps, as in
-`effasr_kernels.tiles`, so that no table says where a sequence's begin.
+`effasr_kernels.runtime.tiles`, so that no table says where a sequence's begin.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def fold(
     """
     tile = tl.program_id(0)
     strip = tl.program_id(1)
-    # As in `effasr_kernels.tiles.find_tile`, for the frames of the chunk alone.
+    # As in `effasr_kernels.runtime.tiles.find_tile`, for the frames of the chunk alone.
     index = tl.arange(0, 128)
     before = tl.zeros((128,), dtype=tl.int32)
     for first in range(0, sequences, 128):

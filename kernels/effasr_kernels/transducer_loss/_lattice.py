@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effasr_kernels.launch import launch
-from effasr_kernels.logarithm import log2_of_more
+from effasr_kernels.runtime.launch import launch
+from effasr_kernels.shared.logarithm import log2_of_more
 from effasr_kernels.transducer_loss._plan import Group
 
 _NARROWEST, _WIDEST = 64, 1024

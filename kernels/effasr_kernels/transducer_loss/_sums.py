@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from effasr_kernels.launch import capability, launch
-from effasr_kernels.projection import multiply, multiply_add
+from effasr_kernels.runtime.launch import capability, launch
+from effasr_kernels.shared.projection import multiply, multiply_add
 from effasr_kernels.transducer_loss import _fold
 from effasr_kernels.transducer_loss._gradient import differentiate, differentiate_kept
 from effasr_kernels.transducer_loss._plan import Chunk, Group

@@ -37,12 +37,12 @@ from functools import partial
 
 from torch import Tensor
 
-from effasr_kernels.launch import refusal
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime.launch import refusal
 from effasr_kernels.transducer_loss import _passes
 from effasr_kernels.transducer_loss._duration_lattice import LONGEST, DurationSweeps
 from effasr_kernels.transducer_loss._sweeps import LabelSweeps, Sweeps
-from effasr_kernels.transducer_loss.registration import call
+from effasr_kernels.transducer_loss.torch_op import call
 
 
 def why_not(

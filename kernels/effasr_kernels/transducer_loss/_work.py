@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from effasr_kernels.launch import capability, launch
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.projection import aligned, product_tiles, row_statistics
+from effasr_kernels.runtime.launch import capability, launch
+from effasr_kernels.shared.projection import aligned, product_tiles, row_statistics
 from effasr_kernels.transducer_loss import _fold
 from effasr_kernels.transducer_loss._durations import score_durations
 from effasr_kernels.transducer_loss._joint import join, place_nodes

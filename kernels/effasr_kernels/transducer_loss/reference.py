@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from effasr_kernels import overwriting
-from effasr_kernels.checks import check_labels
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.ragged import widen
+from effasr_kernels.runtime import inplace_grad
+from effasr_kernels.runtime.checks import check_labels
+from effasr_kernels.shared.ragged import widen
 from effasr_kernels.transducer_loss import duration_lattice, lattice
 
 
@@ -90,7 +90,7 @@ class _TransducerLoss(torch.autograd.Function):
         """Scale the gradient of the sum, or compute another weighting afresh."""
         (grad,) = grad_outputs
         overwritten = ctx.settings.overwritten
-        overwriting.begin(ctx, "transducer_loss", overwritten)
+        inplace_grad.begin(ctx, "transducer_loss", overwritten)
         inputs, gradients = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         if overwritten:
             _, gradients = _losses(inputs, grad, replace(ctx.settings, with_gradient=True))

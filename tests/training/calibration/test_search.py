@@ -10,7 +10,7 @@ from effasr.training.calibration.search import Search, bucket_sizes, describe
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.speed_model import SpeedModel
 from effasr.training.calibration.workload import Population, cells
-from effasr.training.recovery import OutOfMemory
+from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from tests.training.calibration.conftest import MODEL, lengths
 
 MEMORY = MemoryModel(2e9, 4e5, 2e5, 20.0)

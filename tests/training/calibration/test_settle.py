@@ -10,7 +10,7 @@ import torch
 from effasr import config as configuration
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.distributed.process_group import World
-from effasr.training import assembly
+from effasr.training import build
 from effasr.training.calibration import calibrate as module
 from effasr.training.calibration import store
 from effasr.training.calibration.calibrate import read_population, settle, target_bytes
@@ -20,9 +20,9 @@ from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.speed_model import SpeedModel
 from effasr.training.calibration.trial import Measurement
 from effasr.training.config import TrainConfig
+from effasr.training.loss import LossConfig
 from effasr.training.memory import total_bytes
-from effasr.training.objective import LossConfig
-from effasr.training.run_directory import read_lines
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 from tests.training.ranks import run_ranks
 
@@ -106,15 +106,15 @@ def test_what_it_depends_on_makes_it_stale(make_config, trials, model_config, ch
     )
     counts = []
     for config in (base, base, other):
-        config = assembly.resolve(config, None)
-        settle(config, assembly.find_tokenizer(config, None), ALONE)
+        config = build.resolve(config, None)
+        settle(config, build.find_tokenizer(config, None), ALONE)
         counts.append(len(trials))
     assert counts[0] == counts[1] < counts[2]
 
 
 def test_the_trials_are_of_the_run(make_config, trials) -> None:
-    config = assembly.resolve(make_config(data={**AUTO, "micro_batches": 4}), None)
-    settle(config, assembly.find_tokenizer(config, None), ALONE)
+    config = build.resolve(make_config(data={**AUTO, "micro_batches": 4}), None)
+    settle(config, build.find_tokenizer(config, None), ALONE)
     (request, *_) = trials
     assert request.micro_batches == 2
     assert request.limit_bytes == int(0.9 * total_bytes(ALONE.device))
@@ -124,8 +124,8 @@ def test_the_trials_are_of_the_run(make_config, trials) -> None:
 
 
 def test_what_cannot_be_read_is_made_anew(make_config, trials, cache, caplog) -> None:
-    config = assembly.resolve(make_config(data=AUTO), None)
-    tokenizer = assembly.find_tokenizer(config, None)
+    config = build.resolve(make_config(data=AUTO), None)
+    tokenizer = build.find_tokenizer(config, None)
     first = settle(config, tokenizer, ALONE)
     (file,) = (path for path in cache.iterdir() if not path.name.endswith(".buckets.json"))
     file.write_text(file.read_text()[:100])
@@ -141,15 +141,15 @@ def test_what_cannot_be_kept_is_used_all_the_same(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    config = assembly.resolve(make_config(data=AUTO), None)
-    settled = settle(config, assembly.find_tokenizer(config, None), ALONE)
+    config = build.resolve(make_config(data=AUTO), None)
+    settled = settle(config, build.find_tokenizer(config, None), ALONE)
     assert isinstance(settled.data.frame_budget, int)
     assert "XDG_CACHE_HOME names another folder" in caplog.text
 
 
 def test_the_bucket_table_is_one_that_data_can_read(make_config, trials, cache) -> None:
-    config = assembly.resolve(make_config(data=AUTO), None)
-    tokenizer = assembly.find_tokenizer(config, None)
+    config = build.resolve(make_config(data=AUTO), None)
+    tokenizer = build.find_tokenizer(config, None)
     settle(config, tokenizer, ALONE)
     (path,) = cache.glob("*.buckets.json")
     kept = store.find(path.name.removesuffix(".buckets.json"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from effasr import config as configuration
-from effasr.training import assembly
+from effasr.training import build
 from effasr.training.calibration import runner
 from effasr.training.calibration.runner import TrialFailed, measure
 from effasr.training.calibration.search import Search
@@ -22,7 +22,7 @@ from tests.training.calibration.conftest import MODEL
 def request_of(population):
     def make(frames: int, limit: int = 4 << 30) -> Request:
         training = LoopConfig(device="cpu", threads=1)
-        config = assembly.resolve(TrainConfig(model=MODEL, training=training), None)
+        config = build.resolve(TrainConfig(model=MODEL, training=training), None)
         work = population.workload(frames, batches=2)
         return Request(configuration.to_mapping(config), 12, "cpu", limit, 2, work)
 

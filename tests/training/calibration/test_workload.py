@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from effasr.data.corpus import Corpus
+from effasr.data.index.corpus import Corpus
 from effasr.data.tokenizer import load_tokenizer
 from effasr.training.calibration.workload import Population, batch_of, cells, together
 from tests.training.calibration.conftest import MODEL, lengths

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from effasr.distributed.process_group import joined
 from effasr.training.calibration.calibrate import on_rank_zero
-from effasr.training.recovery import OutOfMemory
+from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 
 
 def wait() -> None:

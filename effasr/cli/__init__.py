@@ -1,0 +1,1 @@
+"""The command line: `effasr COMMAND`, also ``python -m effasr.cli``."""

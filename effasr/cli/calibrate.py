@@ -1,0 +1,114 @@
+"""``effasr calibrate``: the budgets that a run can have on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from effasr.training.calibration.store import Calibration
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    one = command(
+        "calibrate",
+        run,
+        "Find the budgets that fit this machine, by a few short trials.",
+        "What it finds is kept in ~/.cache/effasr/calibration, where `effasr train` with",
+        "data.frame_budget=auto looks for it; without one, training calibrates by itself.",
+    )
+    one.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe")
+    one.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="path.to.field=value",
+        help="a field to change, as for train",
+    )
+    target = one.add_mutually_exclusive_group()
+    target.add_argument(
+        "--target-bytes", metavar="N", help="memory that training may take, in bytes"
+    )
+    target.add_argument(
+        "--target-share",
+        metavar="X",
+        help="the same as a share of the GPU, or of the host's memory",
+    )
+    one.add_argument(
+        "--objective",
+        choices=("throughput", "memory"),
+        help="throughput: the smallest budget that is nearly the fastest (default); memory: the "
+        "largest that fits",
+    )
+    one.add_argument("--json", action="store_true", help="one JSON object: calibration.json")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Calibrate, and show what was found."""
+    from effasr import config as configuration
+    from effasr.distributed.process_group import choose_device
+    from effasr.training import build
+    from effasr.training.calibration.calibrate import calibrate, read_population, target_bytes
+    from effasr.training.config import TrainConfig
+
+    given = [
+        f"calibration.{name}={value}"
+        for name in ("target_bytes", "target_share", "objective")
+        if (value := getattr(options, name)) is not None
+    ]
+    overrides = [*options.overrides, *given, "data.frame_budget=auto"]
+    config = build.resolve(configuration.load(TrainConfig, options.recipe, overrides), None)
+    device = choose_device(config.training.device)
+    tokenizer = build.find_tokenizer(config, None)
+    population = read_population(config, tokenizer)
+    target = target_bytes(config.calibration, device, os.environ)
+    found = calibrate(config, tokenizer.vocab_size, population, device, target, note=_note)
+    shown = found.to_json() if options.json else text(found, [*options.overrides, *given]) + "\n"
+    sys.stdout.write(shown)
+    return 0
+
+
+def text(found: Calibration, overrides: Sequence[str] = ()) -> str:
+    """What was found, for a person.
+
+    Args:
+        found: The calibration.
+        overrides: Without which training would look for another one.
+    """
+    from effasr.training.calibration.store import buckets_path_of, path_of
+    from effasr.training.memory import gib
+
+    why = {
+        "memory": "more does not fit",
+        "throughput": f"more is hardly faster; {found.largest_frame_budget} would fit",
+        "corpus": "the corpus fills no larger step",
+    }[found.limited_by]
+    lines = [
+        f"frame budget   {found.frame_budget} ({why})",
+        f"token budget   {found.token_budget}",
+        f"peak memory    {gib(found.measured_bytes)} with the longest utterances together; "
+        f"predicted {gib(found.predicted_bytes)} ({100 * found.prediction_error:+.1f} %)",
+        f"target         {gib(found.target_bytes)}, of which predictions leave "
+        f"{100 * found.margin:.0f} % free",
+        f"speed          {found.audio_seconds_per_second:.0f} s of audio per second",
+        f"trials         {len(found.trials)} in {found.seconds:.0f} s",
+        "",
+        f"kept           {path_of(found.fingerprint)}",
+        f"buckets        {buckets_path_of(found.fingerprint)}",
+        "",
+        "effasr train finds it with",
+        f"  {' '.join(['data.frame_budget=auto', *overrides])}",
+        "or is told",
+        f"  data.frame_budget={found.frame_budget} data.token_budget={found.token_budget} "
+        f"data.max_sequences={found.max_sequences}",
+    ]
+    return "\n".join(lines)
+
+
+def _note(message: str) -> None:
+    sys.stderr.write(f"effasr calibrate: {message}\n")
+    sys.stderr.flush()

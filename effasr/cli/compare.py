@@ -1,0 +1,39 @@
+"""``effasr compare``: several runs in one table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    one = command(
+        "compare",
+        run,
+        "Show the error rates of several runs side by side.",
+        "A run is runs/NAME, with all sets on which `effasr evaluate` tested it, or the folder of",
+        "`effasr evaluate --output`. The first system of each set is the one to compare with:",
+        "utterances are drawn again and again, alike for both, to see how often it is beaten.",
+    )
+    one.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="at least one")
+    one.add_argument(
+        "--normalizer", help="score the texts anew with this one (default: that of each evaluation)"
+    )
+    one.add_argument("--set", dest="only", metavar="NAME", help="only this set")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read the evaluations and show the table."""
+    from effasr.evaluation.comparison import compare, read_run
+
+    scored = [one for path in options.runs for one in read_run(path, options.normalizer)]
+    if options.only is not None:
+        names = sorted({one.set_name for one in scored})
+        scored = [one for one in scored if one.set_name == options.only]
+        if not scored:
+            raise ValueError(f"`--set` must be one of {', '.join(names)}, but is {options.only!r}.")
+    sys.stdout.write(compare(scored))
+    return 0

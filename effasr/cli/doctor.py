@@ -1,0 +1,185 @@
+"""What this machine has, and which implementation each operation would use on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+
+import soundfile
+import torch
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from effasr.cli.doctor_probes import PROBES, Inputs, Probe
+from effasr.evaluation.tables import to_text
+from effasr.optim.adamw import why_not_apex
+from effasr_kernels import OPERATIONS, Backend, BackendUnavailable
+from effasr_kernels.shared import cpp, lattice
+
+_PACKAGES = {
+    "lhotse": "manifests and audio",
+    "sentencepiece": "tokenizers",
+    "jiwer": "word error rates",
+    "tensorboard": "curves",
+    "nvtx": "ranges for Nsight Systems",
+    "flash-attn": "attention (FlashAttention 2)",
+    "flash-attn-3": "attention (FlashAttention 3)",
+    "flash-attn-4": "attention (FlashAttention 4)",
+    "transformers": "effasr import and export",
+    "tokenizers": "tokenizers of Hugging Face",
+    "whisper-normalizer": "normalizer whisper_english",
+    "espeakng-loader": "the speech of the demo",
+    "pytorch_optimizer": "LAMB",
+}
+_REQUIRED = frozenset({"lhotse", "sentencepiece", "jiwer", "tensorboard", "nvtx"})
+# The other backends are for some operations alone.
+_EXPECTED = (Backend.CUDA, Backend.TRITON, Backend.REFERENCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the report.
+
+    Attributes:
+        section: ``system``, ``packages`` or ``operations``.
+        name: What it is about.
+        value: A version, a size, or the backend that would be used.
+        note: What it serves, or the reason why it is not as one may expect.
+    """
+
+    section: str
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that `report` found."""
+
+    rows: tuple[Row, ...]
+
+    def text(self) -> str:
+        """A table for each section."""
+        parts = []
+        for section in dict.fromkeys(row.section for row in self.rows):
+            table = Table(section, "", "note", box=box.MARKDOWN)
+            for row in self.rows:
+                if row.section == section:
+                    table.add_row(Text(row.name), Text(row.value), Text(row.note))
+            parts.append(to_text(table))
+        return "\n\n".join(parts) + "\n"
+
+
+def report() -> Report:
+    """Look at the machine, the packages, and the operations on the CPU and on the first GPU.
+
+    Each backend of each operation is called once with a small input, so that the answer is what
+    would happen, not what should: on a GPU this compiles kernels, which takes a while.
+    """
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        devices.append(torch.device("cuda", 0))
+    rows = [*_system(), *_packages()]
+    for device in devices:
+        rows += [_operation(probe, device) for probe in PROBES]
+    return Report(tuple(rows))
+
+
+def _system() -> list[Row]:
+    rows = [
+        Row("system", "python", platform.python_version()),
+        Row("system", "platform", platform.platform()),
+        Row("system", "cpus", str(os.cpu_count())),
+        Row("system", "torch", torch.__version__),
+        Row("system", "triton", _version("triton") or "missing", "kernels for the GPU"),
+        Row("system", "cuda", torch.version.cuda or "none", "that torch was built with"),
+        Row("system", "libsndfile", soundfile.__libsndfile_version__, "reads audio files"),
+    ]
+    for tool, purpose in (("nvcc", "builds csrc/"), ("nsys", "profiling/nsys_train.sh")):
+        rows.append(Row("system", tool, shutil.which(tool) or "not on the path", purpose))
+    rows.append(_extension())
+    if not torch.cuda.is_available():
+        rows.append(Row("system", "gpu", "none", "torch sees no CUDA device"))
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        note = (
+            f"compute capability {properties.major}.{properties.minor}, "
+            f"{properties.multi_processor_count} multiprocessors, "
+            f"{properties.total_memory / 2**30:.0f} GiB"
+        )
+        rows.append(Row("system", f"gpu {index}", properties.name, note))
+    return rows
+
+
+def _extension() -> Row:
+    """Whether the lattices of csrc/ are built, for what, and else how to build them."""
+    backends: tuple[lattice.Extension, ...] = "cpu-extension", "cuda-extension"
+    reasons = [lattice.why_not(backend) for backend in backends]
+    built = [
+        backend.removesuffix("-extension")
+        for backend, reason in zip(backends, reasons, strict=True)
+        if reason is None
+    ]
+    note = "lattices of ctc_loss and transducer_loss, csrc/"
+    if not built:
+        note += f"; {reasons[0]} ({cpp.HOW_TO_BUILD})"
+    return Row("system", "extension", ", ".join(built) or "not built", note)
+
+
+def _packages() -> list[Row]:
+    rows = []
+    for name, purpose in _PACKAGES.items():
+        absent = "missing" if name in _REQUIRED else "not installed"
+        rows.append(Row("packages", name, _version(name) or absent, purpose))
+    reason = why_not_apex(torch.device("cuda"))
+    note = "fused optimizers" if reason is None else f"not used: {reason}"
+    rows.append(Row("packages", "apex", _version("apex") or "not installed", note))
+    return rows
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _operation(probe: Probe, device: torch.device) -> Row:
+    """Which backend serves a call on the device, which others could, and why the rest cannot."""
+    op = OPERATIONS[probe.operation]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    label = f"{probe.label} on {device.type}"
+    notes = [f"{b.value}: not implemented" for b in _EXPECTED if b not in op.modules]
+    serving = ""
+    for backend in op.modules:
+        if serving and backend is Backend.REFERENCE:
+            continue
+        reason = _why_not(probe, Inputs(device, dtype, backend))
+        if reason is None and backend is Backend.REFERENCE and device.type == "cuda":
+            reason = "slow on a GPU, so only on request"
+        if reason is not None:
+            notes.append(f"{backend.value}: {reason}")
+        elif serving:
+            notes.append(f"{backend.value}: on request")
+        else:
+            serving = backend.value
+    return Row("operations", label, serving or "none", "; ".join(notes))
+
+
+@torch.no_grad()
+def _why_not(probe: Probe, inputs: Inputs) -> str | None:
+    """Why this backend cannot serve the call, or None if it did."""
+    try:
+        probe.call(inputs)
+    except BackendUnavailable as error:
+        before, after = f"{probe.operation}: no backend can run this call ({inputs.backend}: ", ")."
+        return str(error).removeprefix(before).removesuffix(after)
+    except Exception as error:
+        # A backend which breaks on this machine is exactly what a report is asked for.
+        return f"fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None

@@ -1,0 +1,270 @@
+"""``effasr transcribe``: recordings of any kind to texts, subtitles or times of words."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effasr.cli.options import RUN_HELP, add_decoding, at_least, decoding, folder
+
+if TYPE_CHECKING:
+    from effasr.checkpoint import LoadedModel
+    from effasr.data.prompt import Prompt
+    from effasr.transcription.inputs.sources import Source
+    from effasr.transcription.outputs.writers import Style
+    from effasr.transcription.results import Segment
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    one = command(
+        "transcribe",
+        run,
+        "Transcribe audio files of any rate and length: name, tab, text.",
+        "WAV, FLAC, Ogg, Opus, MP3 and what else libsndfile reads; with ffmpeg on the PATH also",
+        "the sound of MP4, M4A, WebM and whatever it reads. Quote a pattern such as 'in/**/*.wav'",
+        "where the shell's would be too long. Put -- before a name that begins with a dash.",
+        "With --stream, raw samples on standard input are transcribed while they arrive:",
+        "arecord -t raw -f S16_LE -r 16000 | effasr transcribe --run RUN --stream",
+        "Any --format will do: what was written so far is a whole file at any time.",
+        "",
+        "What cannot be read is reported in a line of its own and the rest goes on; the exit code",
+        "is 1 then. Standard output has results alone.",
+    )
+    one.add_argument("--run", type=Path, required=True, help=RUN_HELP)
+    one.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="an audio file, a folder of such, a pattern (*, ?, [..] and ** for any depth), or - "
+        "for a list of them on standard input, one a line",
+    )
+    one.add_argument(
+        "--manifest",
+        type=Path,
+        help="recordings to transcribe as well, in the languages that it names: NeMo JSONL, lhotse "
+        "cuts, a Kaldi or prepared folder",
+    )
+    one.add_argument(
+        "--language",
+        metavar="LANG",
+        help="that is spoken, where no manifest says so (default: what the model was trained on "
+        "most)",
+    )
+    one.add_argument(
+        "--target-language", metavar="LANG", help="to write; another one than spoken translates"
+    )
+    one.add_argument(
+        "--punctuation",
+        action=argparse.BooleanOptionalAction,
+        help="ask for punctuation and capitals, or for plain text (default: as trained)",
+    )
+    one.add_argument(
+        "--format",
+        choices=("text", "json", "srt", "vtt", "ctm"),
+        default="text",
+        help="text (the default), JSON lines with the times of segments, subtitles, or NIST's CTM",
+    )
+    one.add_argument("--json", action="store_true", help="the same as --format json")
+    one.add_argument(
+        "--words", action="store_true", help="find when each word is said; needs a CTC head"
+    )
+    one.add_argument(
+        "--output",
+        type=folder,
+        metavar="FOLDER",
+        help="write a file for each recording, in folders as theirs (default: all to standard "
+        "output)",
+    )
+    one.add_argument(
+        "--continue",
+        dest="continued",
+        action="store_true",
+        help="leave out recordings whose file is in --output already",
+    )
+    stream = one.add_argument_group("standard input as audio")
+    stream.add_argument(
+        "--stream",
+        action="store_true",
+        help="transcribe raw samples from standard input, a line for each stretch between pauses",
+    )
+    stream.add_argument("--sample-rate", type=at_least(1), metavar="HZ", help="default: 16000")
+    stream.add_argument("--channels", type=at_least(1), metavar="N", help="default: 1")
+    stream.add_argument(
+        "--encoding", choices=("s16le", "f32le"), help="of the samples (default: s16le)"
+    )
+    stream.add_argument(
+        "--latency",
+        type=float,
+        metavar="S",
+        help="wait no longer than this for a pause (default: 10 seconds)",
+    )
+    add_decoding(one)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Texts to standard output or to files, what failed to standard error."""
+    from effasr.checkpoint import load_model, resolve
+    from effasr.data.prompt import Prompt
+    from effasr.distributed.process_group import choose_device
+    from effasr.transcription.outputs.writers import Sink
+    from effasr.transcription.progress import TranscriptionProgress
+    from effasr.transcription.results import Failure, Transcription
+    from effasr.transcription.transcribe import transcribe
+
+    _check(options)
+    loaded = load_model(resolve(options.run), choose_device(options.device))
+    source = options.language or loaded.prompt.source
+    target = source if options.language else loaded.prompt.target
+    task = "transcribe" if target == source else "translate"
+    default = Prompt(source, target, task, loaded.prompt.punctuation)
+    if options.stream:
+        return _live(options, loaded, _asked(default, options))
+    sources = _sources(options, default)
+    sink = Sink(_style(options), options.output, sources)
+    if options.continued:
+        every, sources = len(sources), sink.missing(sources)
+        _note(f"{every - len(sources)} of {every} are there already")
+    failed, untimed = 0, _Untimed()
+    # Results on the terminal that shows the bar would end up in the middle of it.
+    shared = options.output is None and sys.stdout.isatty()
+    with TranscriptionProgress(len(sources)) as progress:
+        results = transcribe(
+            loaded.model,
+            loaded.tokenizer,
+            sources,
+            prompt=_asked(default, options),
+            config=decoding(options, words=options.words),
+            on_audio=progress.heard,
+        )
+        for result in results:
+            with progress.aside() if shared else nullcontext():
+                problem = sink.write(result)
+            if isinstance(result, Transcription):
+                untimed.add(result.segments)
+            problem = result if isinstance(result, Failure) else problem
+            if problem is not None:
+                failed += 1
+                with progress.aside():
+                    _note(problem.reason)
+            progress.done()
+    untimed.tell(options)
+    sys.stderr.write(
+        f"{results.audio_seconds:.1f} s of audio in {results.seconds:.1f} s, RTFx "
+        f"{results.rtfx:.1f}" + (f", {failed} failed\n" if failed else "\n")
+    )
+    return 1 if failed else 0
+
+
+def _live(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) -> int:
+    """What is said on standard input, each segment as it comes."""
+    from effasr.transcription.outputs.writers import LiveSink
+    from effasr.transcription.recognizer import Recognizer
+    from effasr.transcription.streaming import RawFormat, raw_blocks, transcribe_live
+
+    form = RawFormat(
+        sample_rate=options.sample_rate or 16_000,
+        channels=options.channels or 1,
+        encoding=options.encoding or "s16le",
+    )
+    recognizer = Recognizer(loaded.model, loaded.tokenizer, decoding(options, words=options.words))
+    blocks = raw_blocks(sys.stdin.buffer, form, recognizer.sample_rate)
+    latency = 10.0 if options.latency is None else options.latency
+    segments = transcribe_live(recognizer, blocks, prompt, latency_seconds=latency)
+    untimed, sink = _Untimed(), LiveSink(_style(options), "stream")
+    for segment in segments:
+        sink.write(segment)
+        untimed.add([segment])
+    untimed.tell(options)
+    return 0
+
+
+def _style(options: argparse.Namespace) -> Style:
+    return "json" if options.json else options.format
+
+
+class _Untimed:
+    """Counts segments that have no times of words."""
+
+    def __init__(self) -> None:
+        self._count = self._all = 0
+
+    def add(self, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            self._count += segment.words is None or bool(segment.text and not segment.words)
+            self._all += 1
+
+    def tell(self, options: argparse.Namespace) -> None:
+        """Say how many, where times were asked for."""
+        as_ctm = _style(options) == "ctm"
+        if self._count and (options.words or as_ctm):
+            what = f"{self._count} of {self._all} segments have no times of words"
+            _note(what + (", and their words share their time evenly" if as_ctm else ""))
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.stream:
+        _check_stream(options)
+        return
+    for name in ("sample_rate", "channels", "encoding", "latency"):
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"`--{name.replace('_', '-')}` must be left out without `--stream`: files say "
+                "themselves what they hold."
+            )
+    if not options.files and options.manifest is None:
+        raise ValueError("`FILE` or `--manifest` must say what to transcribe, but neither does.")
+    if options.continued and options.output is None:
+        raise ValueError("`--continue` must have `--output FOLDER`, to see what is there already.")
+
+
+def _check_stream(options: argparse.Namespace) -> None:
+    if options.files not in ([], ["-"]) or options.manifest is not None:
+        raise ValueError("`--stream` must have no other input than standard input: leave out FILE.")
+    if options.output is not None or options.continued:
+        raise ValueError("`--stream` must write to standard output: leave out `--output`.")
+
+
+def _sources(options: argparse.Namespace, default: Prompt) -> list[Source]:
+    from effasr.transcription.inputs.sources import find, of_manifest
+
+    names = [
+        name
+        for argument in options.files
+        for name in (_listed() if argument == "-" else [argument])
+    ]
+    sources = find(names)
+    if options.manifest is not None:
+        # A line that names no language is asked for as a file is, where both are the same.
+        listed = of_manifest(options.manifest, language=default.source)
+        sources += [replace(one, prompt=_asked(one.prompt or default, options)) for one in listed]
+    return sources
+
+
+def _listed() -> list[str]:
+    """Names on standard input, one a line, or each with a zero byte behind it."""
+    text = os.fsdecode(sys.stdin.buffer.read())
+    return [name for name in text.split("\0" if "\0" in text else "\n") if name.strip()]
+
+
+def _asked(prompt: Prompt, options: argparse.Namespace) -> Prompt:
+    """A prompt with what the options ask for instead."""
+    if options.target_language is not None:
+        target = options.target_language
+        task = "transcribe" if target == prompt.source else "translate"
+        prompt = replace(prompt, target=target, task=task)
+    if options.punctuation is not None:
+        prompt = replace(prompt, punctuation=options.punctuation)
+    return prompt
+
+
+def _note(text: str) -> None:
+    from effasr.transcription.json_files import one_line
+
+    sys.stderr.write(f"effasr transcribe: {one_line(text)}\n")

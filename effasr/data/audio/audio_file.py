@@ -1,0 +1,187 @@
+"""Audio files opened: only those whose headers can be believed, or an error that says why not."""
+
+from __future__ import annotations
+
+import enum
+import io
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import soundfile
+
+from effasr.data.audio.wave_header import missing_share
+
+DURATION_TOLERANCE = 0.1
+"""Seconds by which a file may miss the length that its manifest states.
+
+Manifests round durations, and an MP3 header may be one codec frame off."""
+
+RATES = range(1_000, 1_000_001)
+"""Sample rates in Hz that are believed: a header of 1 Hz makes an hour of every kilobyte."""
+
+_SAMPLES_PER_BYTE = 8192
+"""No codec does better: FLAC's longest block of silence is 65,535 samples in about 11 bytes."""
+
+
+class AudioProblem(enum.StrEnum):
+    """What can be wrong with a recording."""
+
+    MISSING = "missing_audio"
+    UNREADABLE = "unreadable_audio"
+    EMPTY = "empty_audio"
+    NOT_FINITE = "not_finite_audio"
+    SILENT = "silent_audio"
+    DURATION = "duration_mismatch"
+
+
+class AudioError(ValueError):
+    """A recording cannot be used.
+
+    Attributes:
+        problem: The kind of fault, for counting.
+    """
+
+    def __init__(self, problem: AudioProblem, message: str) -> None:
+        super().__init__(message)
+        self.problem = problem
+
+
+class UnknownFormat(AudioError):
+    """A file is none that soundfile can read; another program may."""
+
+
+@dataclass(frozen=True, slots=True)
+class TarMember:
+    """An audio file inside an uncompressed tar file.
+
+    Attributes:
+        tar: The tar file.
+        offset: Where the audio file begins in it, in bytes.
+        size: Bytes of the audio file.
+    """
+
+    tar: str
+    offset: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.tar}[{self.offset}:{self.offset + self.size}]"
+
+    @classmethod
+    def parse(cls, text: str) -> TarMember | None:
+        """The inverse of ``str``; None where the text is no such place."""
+        found = _TAR_MEMBER.fullmatch(text)
+        return found and cls(found[1], int(found[2]), int(found[3]) - int(found[2]))
+
+
+_TAR_MEMBER = re.compile(r"(.+)\[(\d+):(\d+)\]", re.DOTALL)
+
+
+def open_audio(path: str | Path | TarMember) -> soundfile.SoundFile:
+    """Open a file whose header can be believed; see `read_audio`.
+
+    Raises:
+        AudioError: There is none, it is no regular file, or it is not audio.
+    """
+    if isinstance(path, TarMember):
+        return _checked_file(_open(_bytes_of(path), path), path, path.size)
+    size = regular_file_size(path)
+    # soundfile would encode the name strictly, and not all names are text.
+    return _checked_file(_open(os.fsencode(path), path), path, size)
+
+
+def regular_file_size(path: str | Path) -> int:
+    """Bytes of a file that is there and can be read without waiting for somebody to write it.
+
+    Raises:
+        AudioError: It is missing, empty, a folder, a pipe or a device.
+    """
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        raise AudioError(AudioProblem.MISSING, f"{path}: there is no such file.") from None
+    except OSError as error:
+        raise AudioError(AudioProblem.MISSING, f"{path}: {error.strerror}.") from error
+    if stat.S_ISDIR(found.st_mode):
+        raise AudioError(AudioProblem.UNREADABLE, f"{path}: not an audio file but a folder.")
+    if not stat.S_ISREG(found.st_mode):
+        raise AudioError(AudioProblem.UNREADABLE, f"{path}: not a file but a pipe or a device.")
+    if not os.access(path, os.R_OK):
+        raise AudioError(AudioProblem.UNREADABLE, f"{path}: Permission denied.")
+    if found.st_size == 0:
+        raise AudioError(AudioProblem.EMPTY, f"{path}: the file is empty.")
+    return found.st_size
+
+
+def _bytes_of(member: TarMember) -> io.BytesIO:
+    try:
+        with open(member.tar, "rb") as file:
+            file.seek(member.offset)
+            data = file.read(member.size)
+    except OSError as error:
+        raise AudioError(AudioProblem.MISSING, f"{member}: {one_line(error)}") from error
+    if len(data) < member.size or not data:
+        raise AudioError(AudioProblem.UNREADABLE, f"{member}: the tar file ends before.")
+    return io.BytesIO(data)
+
+
+def _open(file: Any, path: str | Path | TarMember) -> soundfile.SoundFile:
+    try:
+        return soundfile.SoundFile(file)
+    # TypeError for a name that ends in .raw, of which soundfile wants to be told the rate.
+    except (soundfile.SoundFileError, OSError, TypeError) as error:
+        raise UnknownFormat(
+            AudioProblem.UNREADABLE, f"{path}: not a readable audio file: {reason(error)}"
+        ) from error
+
+
+def _checked_file(
+    file: soundfile.SoundFile, path: str | Path | TarMember, size: int
+) -> soundfile.SoundFile:
+    if file.frames <= 0 or file.samplerate <= 0:
+        file.close()
+        raise AudioError(AudioProblem.EMPTY, f"{path}: the file holds no samples.")
+    claim = None
+    if file.samplerate not in RATES:
+        claim = f"a sample rate of {file.samplerate} Hz, which is not from 1 kHz to 1 MHz"
+    elif file.frames > _SAMPLES_PER_BYTE * size:
+        claim = f"{file.frames} samples, which {size} bytes cannot hold"
+    if claim is not None:
+        file.close()
+        raise AudioError(AudioProblem.UNREADABLE, f"{path}: the header claims {claim}.")
+    return file
+
+
+def check_not_cut_short(file: soundfile.SoundFile, path: str | Path | TarMember) -> None:
+    """See that a WAV file holds what its header promises, where its length is taken from it.
+
+    Raises:
+        AudioError: More than `DURATION_TOLERANCE` is missing.
+    """
+    if file.format not in ("WAV", "WAVEX") or isinstance(path, TarMember):
+        return
+    with open(path, "rb") as opened:
+        share = missing_share(opened, os.fstat(opened.fileno()).st_size)
+    there = file.frames / file.samplerate
+    missing = there * share / (1 - share)
+    if missing > DURATION_TOLERANCE:
+        raise AudioError(
+            AudioProblem.DURATION,
+            f"{path}: the file was cut short: {missing:.3f} s of {there + missing:.3f} s are "
+            "missing.",
+        )
+
+
+def reason(error: Exception) -> str:
+    """What soundfile says, as one short sentence."""
+    return f"{one_line(getattr(error, 'error_string', error)).rstrip('.')}."
+
+
+def one_line(error: object) -> str:
+    """A message on one line, and not a long one."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,178 @@
+"""What an utterance gets: a pure function of the seed and of where in the run it is trained on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from effasr.data.audio.augmentation.clips import Clips
+from effasr.data.audio.augmentation.config import AudioAugmentConfig
+from effasr.data.audio.augmentation.noise import add_noise, looped
+from effasr.data.audio.augmentation.reverberation import ImpulseResponse, reverberate
+from effasr.data.audio.augmentation.rooms import simulated_room
+from effasr.data.audio.augmentation.telephone import telephone
+from effasr.data.audio.waveform import AudioError, audio_path
+from effasr.data.filters.rules import Dropped
+
+_REVERBERATION, _NOISE, _TELEPHONE = range(3)
+"""Each kind draws numbers of its own, so that what one does is the same without the others."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where in a run an utterance is trained on.
+
+    Attributes:
+        epoch: Counted from 0.
+        step: Counted from 0 in each epoch; an utterance may come more than once in an epoch.
+        index: Of the utterance in its corpus.
+    """
+
+    epoch: int
+    step: int
+    index: int
+
+
+class UnreadableRecording(AudioError):
+    """What is wrong is not the utterance, but what it was to be changed with."""
+
+
+class Augmenter:
+    """Changes audio as configured."""
+
+    def __init__(self, config: AudioAugmentConfig, *, seed: int, skip_unreadable: bool) -> None:
+        """List recordings and check them.
+
+        Args:
+            config: What to do.
+            seed: Of the run.
+            skip_unreadable: Whether an utterance goes without noise or room where their recording
+                cannot be read, in place of an error.
+
+        Raises:
+            ValueError: See `Clips.load`.
+        """
+        self._config = config
+        self._seed = seed
+        self._skip = skip_unreadable
+        noise, room = config.noise, config.reverberation
+        self._noises = None
+        if noise is not None:
+            self._noises = Clips.load(noise.manifests, "data.augment.noise.manifests")
+        self._responses = None
+        if room is not None and room.manifests:
+            where = "data.augment.reverberation.manifests"
+            self._responses = Clips.load(room.manifests, where)
+        steps = (
+            (_REVERBERATION, config.reverberation, self._reverberate),
+            (_NOISE, config.noise, self._add_noise),
+            (_TELEPHONE, config.telephone, self._telephone),
+        )
+        self._steps = [(kind, apply) for kind, section, apply in steps if section is not None]
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._steps)
+
+    def __str__(self) -> str:
+        """What is done to which share of the utterances, for people."""
+        room, noise = self._config.reverberation, self._config.noise
+        parts = []
+        if room is not None:
+            rooms = "simulated" if self._responses is None else f"{len(self._responses)} recorded"
+            parts.append(f"{100 * room.probability:g} % in {rooms} rooms")
+        if noise is not None and self._noises is not None:
+            low, high = noise.snr
+            share = f"{100 * noise.probability:g} % with noise at {low:g} to {high:g} dB"
+            parts.append(f"{share} from {len(self._noises)} recordings")
+        if (telephone := self._config.telephone) is not None:
+            parts.append(f"{100 * telephone.probability:g} % over the telephone")
+        return ", ".join(parts)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes if the number, order or length of a recording does; empty without any."""
+        used = [clips.fingerprint for clips in (self._noises, self._responses) if clips]
+        return hashlib.sha256(" ".join(used).encode()).hexdigest() if used else ""
+
+    def __call__(self, audio: np.ndarray, moment: Moment) -> tuple[np.ndarray, list[Dropped]]:
+        """Change the audio of an utterance.
+
+        Args:
+            audio: float32 (samples,), mono, at `SAMPLE_RATE`; left as it is.
+            moment: When it is trained on.
+
+        Returns:
+            float32 (samples,), as many; and the recordings that could not be read.
+
+        Raises:
+            UnreadableRecording: A recording cannot be read, and is not to be skipped.
+        """
+        unreadable: list[Dropped] = []
+        for kind, apply in self._steps:
+            key = (self._seed, moment.epoch, moment.step, moment.index, kind)
+            audio = apply(audio, np.random.default_rng(key), unreadable)
+        return audio, unreadable
+
+    def _reverberate(
+        self, audio: np.ndarray, rng: np.random.Generator, unreadable: list[Dropped]
+    ) -> np.ndarray:
+        config, responses = self._config.reverberation, self._responses
+        if config is None or rng.random() >= config.probability:
+            return audio
+        if responses is None:
+            return reverberate(audio, simulated_room(rng, config.decay_time))
+        index = int(rng.integers(len(responses)))
+        response = self._tried(
+            responses, index, lambda: ImpulseResponse.of(responses.read(index)), unreadable
+        )
+        return audio if response is None else reverberate(audio, response)
+
+    def _add_noise(
+        self, audio: np.ndarray, rng: np.random.Generator, unreadable: list[Dropped]
+    ) -> np.ndarray:
+        config, noises = self._config.noise, self._noises
+        if config is None or noises is None or rng.random() >= config.probability:
+            return audio
+        snr = rng.uniform(*config.snr)
+        index = int(rng.integers(len(noises)))
+        length = int(noises.samples[index])
+        spare = length - len(audio)
+        # Of a long clip a stretch; a short one is repeated from anywhere in it.
+        start = int(rng.integers(spare + 1 if spare >= 0 else length))
+        if spare >= 0:
+            read = lambda: noises.read(index, start, len(audio))
+        else:
+            read = lambda: looped(noises.read(index), len(audio), start)
+        noise = self._tried(noises, index, read, unreadable)
+        return audio if noise is None else add_noise(audio, noise, snr)
+
+    def _telephone(
+        self, audio: np.ndarray, rng: np.random.Generator, unreadable: list[Dropped]
+    ) -> np.ndarray:
+        config = self._config.telephone
+        if config is None or rng.random() >= config.probability:
+            return audio
+        return telephone(audio)
+
+    def _tried(
+        self, clips: Clips, index: int, read: Callable[[], T], unreadable: list[Dropped]
+    ) -> T | None:
+        """What is read; None where it cannot be and that is listed."""
+        try:
+            return read()
+        except AudioError as error:
+            cut = clips.cut(index)
+            path = audio_path(cut) or ""
+            details = str(error) if path in str(error) else f"{path}: {error}"
+            details = f"`data.augment`: {details}"
+            if not self._skip:
+                raise UnreadableRecording(error.problem, details) from error
+            unreadable.append(Dropped(cut.id, error.problem, details, path, cut.duration))
+            return None

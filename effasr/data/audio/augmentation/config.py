@@ -1,0 +1,119 @@
+"""What is done to the audio of training utterances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Paths = str | tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoiseConfig:
+    """Noise that is added to speech.
+
+    Attributes:
+        manifests: Folders of audio files, or manifests of any kind that
+            `effasr.data.manifest.reader.read` takes; JSON lines need no texts.
+        probability: The share of utterances that get noise.
+        snr: Least and greatest signal-to-noise ratio in dB, by the root mean squares of the
+            utterance and of the noise under it; drawn uniformly.
+    """
+
+    manifests: Paths = ()
+    probability: float = 0.5
+    snr: tuple[float, float] = (5.0, 20.0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "manifests", _paths(self.manifests))
+        if not self.manifests:
+            raise ValueError(
+                "`manifests` must name at least one folder or manifest of noise, but is empty: "
+                "leave `noise` null to train without."
+            )
+        _check_probability("noise", self.probability)
+        low, high = self.snr
+        if not -50 <= low <= high <= 100:
+            raise ValueError(
+                "`snr` must be the least and the greatest ratio in dB, both from -50 to 100, but "
+                f"is [{low:g}, {high:g}]: [5, 20] is usual."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReverberationConfig:
+    """The sound of rooms.
+
+    Attributes:
+        manifests: Folders or manifests of recorded impulse responses, as those of noise.
+        simulated: Whether every utterance is heard in a simulated room of its own, in place of
+            recorded ones; see `effasr.data.audio.augmentation.rooms`.
+        probability: The share of utterances that get reverberation.
+        decay_time: Of simulated rooms, the least and the greatest time in seconds in which sound
+            decays by 60 dB (T60); drawn uniformly.
+    """
+
+    manifests: Paths = ()
+    simulated: bool = False
+    probability: float = 0.5
+    decay_time: tuple[float, float] = (0.1, 0.8)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "manifests", _paths(self.manifests))
+        if bool(self.manifests) == self.simulated:
+            both = "both are" if self.simulated else "neither is"
+            raise ValueError(
+                f"either `manifests` or `simulated: true` must be given, but {both}: leave "
+                "`reverberation` null to train without."
+            )
+        _check_probability("reverberation", self.probability)
+        low, high = self.decay_time
+        if not 0.1 <= low <= high <= 3:
+            raise ValueError(
+                "`decay_time` must be the least and the greatest time in seconds, both from 0.1 "
+                f"to 3, but is [{low:g}, {high:g}]: [0.1, 0.8] is usual."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TelephoneConfig:
+    """Sound as a telephone carries it: 8 kHz, in 8 bits of mu-law.
+
+    Attributes:
+        probability: The share of utterances that are heard so.
+    """
+
+    probability: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_probability("telephone", self.probability)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AudioAugmentConfig:
+    """What happens to the audio of training utterances, in this order; by default nothing does.
+
+    There is no random gain: features are normalised per utterance, which takes it away again.
+    Speeds are `effasr.data.config.DataConfig.speeds`, for they change lengths; masks of the
+    features are `effasr.data.features.spec_augment.AugmentConfig`.
+
+    Attributes:
+        reverberation: Of a room.
+        noise: Added.
+        telephone: Bandwidth and quantisation.
+    """
+
+    reverberation: ReverberationConfig | None = None
+    noise: NoiseConfig | None = None
+    telephone: TelephoneConfig | None = None
+
+
+def _paths(value: Paths) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _check_probability(section: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise ValueError(
+            f"`probability` must be greater than 0 and at most 1, but is {value:g}: leave "
+            f"`{section}` null to train without."
+        )

@@ -1,0 +1,34 @@
+"""Utterances at other speeds: each is a copy with a name and a length of its own.
+
+Speech at 0.9 times its speed is longer and lower, as sox and lhotse make it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from lhotse.cut import Cut
+
+from effasr.data.audio.waveform import load_audio, samples_in
+from effasr.data.features.log_mel import SAMPLE_RATE
+
+
+def name_at(name: str, speed: float) -> str:
+    """The name of an utterance at a speed; lhotse gives it the same."""
+    return name if speed == 1 else f"{name}_sp{speed}"
+
+
+def load_at(cut: Cut, speed: float) -> np.ndarray:
+    """The waveform of a cut at a speed: read at another sample rate, and played at the usual one.
+
+    Returns:
+        float32 (samples,), exactly ``samples_in(duration_at(cut.duration, speed))``.
+
+    Raises:
+        AudioError: As `load_audio`.
+    """
+    return load_audio(cut, SAMPLE_RATE / speed)
+
+
+def duration_at(duration: float, speed: float) -> float:
+    """Seconds that an utterance lasts at a speed; of another speed than 1, of whole samples."""
+    return duration if speed == 1 else samples_in(duration, SAMPLE_RATE / speed) / SAMPLE_RATE

@@ -1,0 +1,282 @@
+"""Waveforms from files: mono, float32, at one sample rate, or an error that says why not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+import soxr
+from lhotse.cut import Cut
+from lhotse.cut.data import DataCut
+
+from effasr.data.audio.audio_file import (
+    DURATION_TOLERANCE,
+    AudioError,
+    AudioProblem,
+    TarMember,
+    UnknownFormat,
+    check_not_cut_short,
+    one_line,
+    open_audio,
+    reason,
+    regular_file_size,
+)
+from effasr.data.features.log_mel import SAMPLE_RATE
+
+__all__ = [
+    "DURATION_TOLERANCE",
+    "AudioError",
+    "AudioHeader",
+    "AudioProblem",
+    "TarMember",
+    "UnknownFormat",
+    "audio_path",
+    "check_not_cut_short",
+    "load_audio",
+    "mono_blocks",
+    "open_audio",
+    "place",
+    "read_audio",
+    "read_header",
+    "regular_file_size",
+    "samples_in",
+]
+
+_BLOCK = 2**20
+"""Values that are decoded at a time: a header may claim more than there is, or than fits."""
+
+_LOUDEST = 2.0**31
+"""Full scale is 1, but some files have integers as floating point. More overflows the features."""
+
+
+@dataclass(frozen=True, slots=True)
+class AudioHeader:
+    """What the header of an audio file says."""
+
+    sample_rate: int
+    num_samples: int
+    channels: int
+
+    @property
+    def duration(self) -> float:
+        """Length in seconds."""
+        return self.num_samples / self.sample_rate
+
+
+def samples_in(seconds: float, sample_rate: float = SAMPLE_RATE) -> int:
+    """The nearest number of samples to a duration; the planner and the loader both use it."""
+    return math.floor(seconds * sample_rate + 0.5)
+
+
+def read_header(path: str | Path) -> AudioHeader:
+    """Read the header alone of a WAV, FLAC, Ogg or MP3 file.
+
+    Raises:
+        AudioError: The file is missing, is not audio, holds no samples, or was cut short.
+    """
+    with open_audio(path) as file:
+        check_not_cut_short(file, path)
+        return AudioHeader(file.samplerate, file.frames, file.channels)
+
+
+def read_audio(
+    path: str | Path | TarMember,
+    sample_rate: float = SAMPLE_RATE,
+    *,
+    offset: float = 0.0,
+    duration: float | None = None,
+    channels: Sequence[int] | None = None,
+) -> np.ndarray:
+    """Read a file, or a part of it, as one channel.
+
+    Only the wanted part is decoded.
+
+    Args:
+        path: A WAV, FLAC, Ogg or MP3 file, or one inside a tar file.
+        sample_rate: Rate of the result in Hz; other rates are resampled by soxr.
+        offset: Where to begin, in seconds.
+        duration: How much to read, in seconds; up to the end by default.
+        channels: The channels to average; all by default.
+
+    Returns:
+        float32 (samples,). With a ``duration``, exactly ``samples_in(duration, sample_rate)``.
+
+    Raises:
+        AudioError: The file is missing, damaged, empty, or ends before ``offset + duration``
+            by more than `DURATION_TOLERANCE`.
+    """
+    with open_audio(path) as file:
+        rate = file.samplerate
+        begin, wanted = place(file, path, offset, duration)
+        blocks = list(mono_blocks(file, path, begin, wanted, channels))
+    mono = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+    if rate != sample_rate:
+        mono = soxr.resample(mono, rate, sample_rate)
+    return mono if duration is None else _fit(mono, samples_in(duration, sample_rate))
+
+
+def load_audio(cut: Cut, sample_rate: float = SAMPLE_RATE) -> np.ndarray:
+    """The waveform of a lhotse cut, one channel.
+
+    Files are read with soundfile and soxr. What only lhotse can read (in-memory and remote
+    recordings, mixed cuts, recordings with transforms) is read by lhotse.
+
+    Args:
+        cut: Any cut with a recording.
+        sample_rate: Rate of the result in Hz.
+
+    Returns:
+        float32 (samples,), exactly ``samples_in(cut.duration, sample_rate)``.
+
+    Raises:
+        AudioError: The audio is missing, damaged, or shorter than the cut.
+    """
+    path = audio_path(cut) or _tar_member(cut)
+    if path is not None:
+        assert isinstance(cut, DataCut)
+        channels = [cut.channel] if isinstance(cut.channel, int) else cut.channel
+        return read_audio(
+            path, sample_rate, offset=cut.start, duration=cut.duration, channels=channels
+        )
+    try:
+        samples: Any = cut.load_audio()
+    except Exception as error:  # lhotse raises whatever the storage behind it raises
+        raise AudioError(
+            AudioProblem.UNREADABLE, f"{cut.id}: lhotse cannot read the audio: {one_line(error)}"
+        ) from error
+    if samples is None or samples.size == 0:
+        raise AudioError(AudioProblem.EMPTY, f"{cut.id}: the cut holds no audio.")
+    mono = samples.mean(axis=0, dtype=np.float32)
+    if cut.sampling_rate != sample_rate:
+        mono = soxr.resample(mono, cut.sampling_rate, sample_rate)
+    wanted = samples_in(cut.duration, sample_rate)
+    _check_complete(cut.id, mono.shape[0], wanted, sample_rate)
+    return _fit(mono, wanted)
+
+
+def audio_path(cut: Cut) -> str | None:
+    """The one plain file that a cut is a part of; None where there is no such file."""
+    if not isinstance(cut, DataCut) or cut.recording is None or cut.recording.transforms:
+        return None
+    sources = cut.recording.sources
+    if len(sources) != 1 or sources[0].type != "file":
+        return None
+    return str(sources[0].source)
+
+
+def _tar_member(cut: Cut) -> TarMember | None:
+    """Where in a tar file the audio of a cut of a Shar folder is."""
+    if not isinstance(cut, DataCut) or cut.recording is None or cut.recording.transforms:
+        return None
+    sources = cut.recording.sources
+    if len(sources) != 1 or sources[0].type != "shar":
+        return None
+    return TarMember.parse(str(sources[0].source))
+
+
+def place(
+    file: soundfile.SoundFile, path: str | Path | TarMember, offset: float, duration: float | None
+) -> tuple[int, int]:
+    """The first sample of a part of a file, and how many it has.
+
+    Raises:
+        AudioError: The file ends before.
+    """
+    rate = file.samplerate
+    begin = samples_in(offset, rate)
+    if begin >= file.frames:
+        raise AudioError(
+            AudioProblem.DURATION,
+            f"{path}: a part from {offset:g} s is wanted, but the file ends at "
+            f"{file.frames / rate:g} s.",
+        )
+    return begin, file.frames - begin if duration is None else samples_in(duration, rate)
+
+
+def mono_blocks(
+    file: soundfile.SoundFile,
+    path: str | Path | TarMember,
+    begin: int,
+    wanted: int,
+    channels: Sequence[int] | None = None,
+    values: int = _BLOCK,
+) -> Iterator[np.ndarray]:
+    """Decode a part of an open file, a block at a time.
+
+    Args:
+        file: The file.
+        path: For messages.
+        begin: The first sample of the part.
+        wanted: Samples of the part.
+        channels: The channels to average; all by default.
+        values: Samples of a block, those of all channels counted.
+
+    Yields:
+        float32 (samples,), mono, at the file's rate; no array is empty.
+
+    Raises:
+        AudioError: The file is damaged, ends before the part does, or has NaN or infinite samples.
+    """
+    rate, left = file.samplerate, wanted
+    longest = max(1, values // file.channels)
+    while left:
+        first = left == wanted
+        samples = _read_samples(file, path, begin if first else None, min(left, longest))
+        if not len(samples):
+            break
+        left -= len(samples)
+        chosen = _choose_channels(samples, path, channels)
+        if not (chosen.min() >= -_LOUDEST and chosen.max() <= _LOUDEST):  # NaN is neither
+            raise AudioError(
+                AudioProblem.NOT_FINITE, f"{path}: a sample is NaN or infinite, or nearly so."
+            )
+        yield chosen.mean(axis=1, dtype=np.float32) if chosen.shape[1] > 1 else chosen[:, 0]
+    if left == wanted:
+        raise AudioError(AudioProblem.EMPTY, f"{path}: no sample can be read.")
+    _check_complete(path, wanted - left, wanted, rate)
+
+
+def _read_samples(
+    file: soundfile.SoundFile, path: str | Path | TarMember, begin: int | None, wanted: int
+) -> np.ndarray:
+    try:
+        if begin:
+            file.seek(begin)
+        return file.read(wanted, dtype="float32", always_2d=True)
+    except (soundfile.SoundFileError, OSError) as error:
+        raise AudioError(
+            AudioProblem.UNREADABLE, f"{path}: the audio is damaged: {reason(error)}"
+        ) from error
+
+
+def _choose_channels(
+    samples: np.ndarray, path: str | Path | TarMember, channels: Sequence[int] | None
+) -> np.ndarray:
+    if channels is None or list(channels) == list(range(samples.shape[1])):
+        return samples
+    if max(channels) >= samples.shape[1]:
+        raise AudioError(
+            AudioProblem.UNREADABLE,
+            f"{path}: channel {max(channels)} is wanted, but the file has {samples.shape[1]}.",
+        )
+    return samples[:, list(channels)]
+
+
+def _check_complete(name: str | Path | TarMember, got: int, wanted: int, rate: float) -> None:
+    if got < wanted - DURATION_TOLERANCE * rate:
+        raise AudioError(
+            AudioProblem.DURATION,
+            f"{name}: {wanted / rate:.3f} s are wanted, but only {got / rate:.3f} s can be read.",
+        )
+
+
+def _fit(mono: np.ndarray, length: int) -> np.ndarray:
+    """Cut or zero-fill the few samples by which rounding missed ``length``."""
+    if mono.shape[0] >= length:
+        return np.ascontiguousarray(mono[:length])
+    return np.pad(mono, (0, length - mono.shape[0]))

@@ -1,0 +1,1 @@
+"""Log-mel features of packed audio, and SpecAugment."""

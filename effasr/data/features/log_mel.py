@@ -1,0 +1,395 @@
+"""Log-mel features of packed audio, per utterance, as Hugging Face computes them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
+from effasr.data.features.segments import segment_sum
+from effasr.data.features.whisper_mel import ReflectedWindows, compressed, log_bands
+from effasr_kernels import PackedLayout, PackedSequence
+
+_LOG_GUARD = 2.0**-24
+_NORM_EPS = 1e-5
+# Mel rows whose spectra exist at a time: what a CPU's cache holds, what a GPU fills itself with.
+_CHUNK_ROWS = {"cpu": 512}
+_CHUNK_ROWS_ELSEWHERE = 16_384
+_MOST_HOPS = {8: 14, 2: 3}
+"""That a window may span, by the mel rows of the slot which keeps utterances apart."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureConfig:
+    """How a waveform becomes mel rows.
+
+    Attributes:
+        kind: As transformers' ``ParakeetFeatureExtractor``, which is NeMo's, or as its
+            ``WhisperFeatureExtractor``.
+        sample_rate: Hz.
+        subsampling: Mel rows of an encoder frame: 8 for a FastConformer, 2 for a Transformer.
+        minimum_s: Seconds that an utterance lasts at least: silence follows a shorter one, and the
+            encoder sees it. 30 is what Whisper models were trained with; 0 for none, so that
+            nothing is computed but the utterance.
+        mel_bins: Mel bands from 0 Hz to half the sample rate; for a FastConformer a multiple of 8.
+        n_fft: Points of the Fourier transform.
+        window: Samples of the Hann window, centred in the transform.
+        hop: Samples between two mel rows.
+        preemphasis: Share of the previous sample that is subtracted; 0 turns it off.
+        normalize: Give each band zero mean and unit variance over each utterance.
+    """
+
+    kind: Literal["parakeet", "whisper"] = "parakeet"
+    sample_rate: int = SAMPLE_RATE
+    subsampling: int = 8
+    minimum_s: float = 0.0
+    mel_bins: int = 80
+    n_fft: int = 512
+    window: int = 400
+    hop: int = 160
+    preemphasis: float = 0.97
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("sample_rate", "mel_bins", "n_fft", "window", "hop"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
+        if self.kind not in ("parakeet", "whisper"):
+            raise ValueError(f"`kind` must be parakeet or whisper, but is {self.kind!r}.")
+        if self.subsampling not in (2, 8):
+            raise ValueError(
+                f"`subsampling` must be 8 (FastConformer) or 2 (Transformer), but is "
+                f"{self.subsampling}."
+            )
+        if self.subsampling == 8 and self.mel_bins % 8:
+            raise ValueError(
+                "`mel_bins` must be a multiple of 8, because the encoder halves the "
+                f"bands three times, but is {self.mel_bins}: use 64, 80 or 128."
+            )
+        if not 0 <= self.minimum_s < math.inf:
+            raise ValueError(
+                f"`minimum_s` must be at least 0, but is {self.minimum_s}: 0 adds no silence."
+            )
+        if self.minimum_s and self.kind != "whisper":
+            raise ValueError(
+                f"`minimum_s` must be 0 for features of kind {self.kind}, whose models hear no "
+                f"silence after an utterance, but is {self.minimum_s}."
+            )
+        if self.window > self.n_fft:
+            raise ValueError(
+                f"`window` must be at most n_fft = {self.n_fft}, but is {self.window}: "
+                "raise `n_fft`."
+            )
+        most = _MOST_HOPS[self.subsampling]
+        if self.window > most * self.hop:
+            raise ValueError(
+                f"`window` must be at most {most} hops = {most * self.hop}, so that a window meets "
+                f"one utterance only, but is {self.window}: raise `hop`."
+            )
+        if not 0 <= self.preemphasis <= 1:
+            raise ValueError(f"`preemphasis` must be in [0, 1], but is {self.preemphasis}.")
+        if self.kind == "whisper":
+            self._check_whisper()
+
+    def _check_whisper(self) -> None:
+        for name, only in (("preemphasis", 0.0), ("normalize", False), ("window", self.n_fft)):
+            if getattr(self, name) != only:
+                raise ValueError(
+                    f"`{name}` must be {only} for features of kind whisper, but is "
+                    f"{getattr(self, name)}: Whisper's have `n_fft` and `window` 400, "
+                    "`preemphasis` 0 and `normalize` false."
+                )
+
+    @property
+    def framing(self) -> Framing:
+        """How many encoder frames utterances have."""
+        minimum = round(self.minimum_s * self.sample_rate)
+        plain = Framing(hop=self.hop, subsampling=self.subsampling)
+        return replace(plain, minimum=plain.frames(minimum))
+
+    def mel_frames(self, samples: int) -> int:
+        """Mel frames of an utterance of this many samples; Whisper's fill encoder frames."""
+        if self.kind == "whisper":
+            return self.encoder_frames(samples) * self.subsampling
+        return samples // self.hop
+
+    def encoder_frames(self, samples: int) -> int:
+        """Encoder frames of an utterance of this many samples."""
+        return self.framing.frames(samples)
+
+
+@dataclass(frozen=True)
+class MelFrames:
+    """Mel rows in slots: of the s n rows of an utterance with n encoder frames, the first are real.
+
+    Attributes:
+        values: float32 (s T, mel_bins); zero in the rows that are not real.
+        layout: Of the encoder frames, T rows.
+        lengths: int64 (N,), real mel rows of each utterance.
+        subsampling: s, mel rows of a slot.
+        spoken: int64 (N,), those of the real rows that are no silence put behind the utterance; by
+            default all.
+        slot_ids: int64 (T,), the utterance of each slot, N in the tail.
+        slot_positions: int64 (T,), the place of each slot in its utterance.
+        row_positions: int64 (s T,), the place of each mel row in its utterance.
+        mask: bool (s T,), which mel rows are real.
+    """
+
+    values: Tensor
+    layout: PackedLayout
+    lengths: Tensor
+    subsampling: int = 8
+    spoken: Tensor | None = None
+    slot_ids: Tensor = field(init=False)
+    slot_positions: Tensor = field(init=False)
+    row_positions: Tensor = field(init=False)
+    mask: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        layout, keep = self.layout, object.__setattr__
+        keep(self, "slot_ids", layout.sequence_ids())
+        rows = torch.arange(layout.rows, device=layout.device)
+        keep(self, "slot_positions", rows - layout.cu_seqlens.long()[self.slot_ids])
+        step = torch.arange(self.subsampling, device=layout.device)
+        positions = (self.slot_positions[:, None] * self.subsampling + step).flatten()
+        keep(self, "row_positions", positions)
+        keep(self, "mask", positions < self.per_row(self.lengths))
+
+    def with_values(self, values: Tensor) -> MelFrames:
+        """Other values of the same frames."""
+        other = copy.copy(self)
+        object.__setattr__(other, "values", values)
+        return other
+
+    def per_row(self, values: Tensor) -> Tensor:
+        """Give each mel row the value of its utterance: (N, ...) to (s T, ...), 0 in the tail."""
+        padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
+        return padded[self.slot_ids].repeat_interleave(self.subsampling, 0)
+
+
+class LogMel(nn.Module):
+    """Log-mel features of packed audio, without padding utterances to a common length.
+
+    Pre-emphasis, a Hann window (symmetric) every ``hop`` samples with zeros beyond the ends of the
+    utterance, power spectrum, Slaney mel bands, ``log(x + 2**-24)``, then per utterance and band
+    zero mean and unit variance over the real rows. Equal to transformers'
+    ``ParakeetFeatureExtractor`` for each utterance alone, as long as float32 matrix products are
+    not rounded to TF32. Everything is float32, also under autocast, and nothing waits for the
+    device.
+
+    Those of kind whisper are transformers' ``WhisperFeatureExtractor``'s of each utterance with the
+    silence of ``minimum_s`` behind it: a periodic window, reflection before the beginning,
+    ``log10(max(x, 1e-10))``, at least the maximum of the utterance less 8, ``(x + 4) / 4``.
+    """
+
+    window: Tensor
+    filterbank: Tensor
+
+    def __init__(self, config: FeatureConfig):
+        super().__init__()
+        self.config = config
+        # Not persistent: a checkpoint holds what is learnt, and the configuration gives these.
+        self.register_buffer("window", torch.empty(config.window), persistent=False)
+        bins = config.n_fft // 2 + 1
+        self.register_buffer("filterbank", torch.empty(bins, config.mel_bins), persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Compute the window and the mel bands; those of a meta module come to the host."""
+        device = torch.device("cpu") if self.window.is_meta else self.window.device
+        periodic = self.config.kind == "whisper"
+        window = torch.hann_window(
+            self.config.window, periodic=periodic, dtype=torch.float32, device=device
+        )
+        bands = mel_filterbank(self.config).astype(np.float32)
+        self.window, self.filterbank = window, torch.tensor(bands, device=device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LogMel:
+        super()._apply(fn, recurse)
+        if self.window.dtype != torch.float32:
+            # Weights may be cast to another dtype; the features are float32 always.
+            self.reset_parameters()
+        return self
+
+    @torch.no_grad()
+    def forward(self, audio: PackedSequence, frames: PackedLayout) -> MelFrames:
+        """Compute the mel rows of every utterance.
+
+        Args:
+            audio: float32 (samples,), at ``config.sample_rate``.
+            frames: Layout of the encoder frames: `FeatureConfig.encoder_frames` of each utterance.
+
+        Raises:
+            ValueError: The lengths of ``frames`` are not those of ``audio``.
+        """
+        self._check(audio.layout, frames)
+        with torch.autocast(audio.values.device.type, enabled=False):
+            values, lengths = self._log_mel(audio, frames), self._lengths(audio.layout, frames)
+            spoken = self._spoken(audio.layout, lengths)
+            mel = MelFrames(values, frames, lengths, self.config.subsampling, spoken)
+            values = self._normalized(mel) if self.config.normalize else mel.values
+            mel.values.copy_(values.masked_fill_(~mel.mask[:, None], 0.0))
+            return mel
+
+    def _spoken(self, audio: PackedLayout, lengths: Tensor) -> Tensor | None:
+        if self.config.kind != "whisper":
+            return None
+        rows = torch.div(audio.cu_seqlens.long().diff(), self.config.hop, rounding_mode="floor")
+        return torch.minimum(rows, lengths)
+
+    def _lengths(self, audio: PackedLayout, frames: PackedLayout) -> Tensor:
+        """Real mel rows of each utterance: int64 (N,)."""
+        if self.config.kind == "whisper":
+            return frames.cu_seqlens.long().diff() * self.config.subsampling
+        return torch.div(audio.cu_seqlens.long().diff(), self.config.hop, rounding_mode="floor")
+
+    def _check(self, audio: PackedLayout, frames: PackedLayout) -> None:
+        if not (audio.known_on_host and frames.known_on_host):
+            return  # What is compiled or recorded must not depend on lengths.
+        expected = tuple(map(self.config.framing.frames, audio.lengths))
+        if frames.lengths != expected:
+            raise ValueError(
+                f"`frames` must have lengths {_shortened(expected)}, as the audio gives, but has "
+                f"{_shortened(frames.lengths)}: build it with FeatureConfig.encoder_frames."
+            )
+
+    def _log_mel(self, audio: PackedSequence, frames: PackedLayout) -> Tensor:
+        if frames.rows == 0:
+            # The library of Fourier transforms refuses a batch of none.
+            return audio.values.new_zeros(0, self.config.mel_bins)
+        size, slot = self._chunk_rows(frames), self.config.subsampling
+        if self.config.kind == "whisper":
+            return self._whisper(audio, frames, size)
+        windows, first_slots = self._windows(audio, frames)
+        step = torch.arange(slot, device=frames.device)
+        rows = (first_slots[:, None] * slot + step).flatten()
+        chunks = [self._log_bands(windows, chunk) for chunk in rows.split(size)]
+        return torch.cat(chunks) if len(chunks) > 1 else chunks[0]
+
+    def _chunk_rows(self, frames: PackedLayout) -> int:
+        return _CHUNK_ROWS.get(frames.device.type, _CHUNK_ROWS_ELSEWHERE)
+
+    def _whisper(self, audio: PackedSequence, frames: PackedLayout, size: int) -> Tensor:
+        config = self.config
+        slot = config.subsampling
+        windows = ReflectedWindows(
+            audio,
+            frames,
+            rows=slot,
+            hop=config.hop,
+            width=config.n_fft,
+            # An utterance that fills the minimum ends as transformers' does; a shorter one in
+            # silence, with or without it.
+            reflect_end=config.minimum_s > 0,
+        )
+        count = len(windows)
+        bands = [
+            log_bands(self._bands(windows.chunk(begin, min(begin + size, count))))
+            for begin in range(0, count, size)
+        ]
+        return compressed(torch.cat(bands), frames, slot)
+
+    def _log_bands(self, windows: Tensor, rows: Tensor) -> Tensor:
+        return self._bands(windows.index_select(0, rows)).add_(_LOG_GUARD).log_()
+
+    def _bands(self, windows: Tensor) -> Tensor:
+        # A shift inside the transform changes phases only: the window need not be centred in it.
+        spectrum = torch.fft.rfft(windows.mul_(self.window), n=self.config.n_fft)
+        power = spectrum.real.square().addcmul_(spectrum.imag, spectrum.imag)
+        return power @ self.filterbank
+
+    def _windows(self, audio: PackedSequence, frames: PackedLayout) -> tuple[Tensor, Tensor]:
+        """Spread the utterances out and view them as windows.
+
+        Every utterance is followed by one spare slot of s hops, so that no window meets two.
+
+        Returns:
+            A view (s (T + N), window) of the audio, and the spread slot of each frame (T,).
+        """
+        hop, window, samples = self.config.hop, self.config.window, self.config.framing.samples
+        spread, cu_audio = spread_layout(frames), audio.layout.cu_seqlens
+        ids, device = spread.sequence_ids(), frames.device
+        # int32, as offsets are: this index has an entry per sample.
+        slots = torch.arange(spread.rows, device=device, dtype=torch.int32)
+        within = torch.arange(samples, device=device, dtype=torch.int32)
+        # The tail has the id N: both offsets and an empty range exist there too.
+        begin = ((slots - spread.cu_seqlens[ids]) * samples)[:, None] + within
+        beyond = begin >= nn.functional.pad(cu_audio.diff(), (0, 1))[ids][:, None]
+        source = begin.add_(cu_audio[ids][:, None]).masked_fill_(beyond, audio.layout.rows)
+        values = nn.functional.pad(self._emphasized(audio), (0, 1))
+        left = self.config.n_fft // 2 - (self.config.n_fft - window) // 2
+        right = max(0, window - left - hop)
+        padded = nn.functional.pad(values.index_select(0, source.flatten()), (left, right))
+        first_slots = torch.arange(frames.rows, device=device) + frames.sequence_ids()
+        return padded.unfold(0, window, hop), first_slots
+
+    def _emphasized(self, audio: PackedSequence) -> Tensor:
+        if not self.config.preemphasis:
+            return audio.values
+        previous = nn.functional.pad(audio.values, (1, 0))
+        # An empty utterance may start one past the last row: there `previous` still has a row.
+        # `previous[...] = 0.0` would copy the number to the device, and wait.
+        previous.index_fill_(0, audio.layout.cu_seqlens.long(), 0.0)
+        return torch.sub(audio.values, previous[:-1], alpha=self.config.preemphasis)
+
+    def _normalized(self, mel: MelFrames) -> Tensor:
+        mask = mel.mask[:, None]
+        mean = _utterance_sum(mel.values * mask, mel) / mel.lengths.clamp(min=1)[:, None]
+        centred = (mel.values - mel.per_row(mean)).mul_(mask)
+        variance = _utterance_sum(centred.square(), mel) / (mel.lengths - 1).clamp(min=1)[:, None]
+        return centred.div_(mel.per_row(variance.sqrt()).add_(_NORM_EPS))
+
+
+def _utterance_sum(values: Tensor, mel: MelFrames) -> Tensor:
+    slots = values.view(mel.layout.rows, mel.subsampling, values.shape[-1]).sum(1)
+    return segment_sum(slots, mel.layout)
+
+
+def spread_layout(frames: PackedLayout) -> PackedLayout:
+    """The layout in which one spare row follows each sequence; row t moves to t + its id."""
+    return frames.lengthened(1)
+
+
+def mel_filterbank(config: FeatureConfig) -> np.ndarray:
+    """Triangular bands of unit area on Slaney's mel scale: float64 (n_fft // 2 + 1, mel_bins).
+
+    References:
+        M. Slaney, Auditory Toolbox, 1998; the same bands as ``librosa.filters.mel``.
+    """
+    top = config.sample_rate / 2
+    edges = _mel_to_hertz(np.linspace(0.0, _hertz_to_mel(top), config.mel_bins + 2))
+    bins = np.linspace(0.0, top, config.n_fft // 2 + 1)[:, None]
+    rising = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2])
+    falling = (edges[2:] - bins) / (edges[2:] - edges[1:-1])
+    return np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (edges[2:] - edges[:-2]))
+
+
+# Slaney's scale: 3 mel per 200 Hz up to 1 kHz, above it 27 mel per factor of 6.4.
+_LINEAR_HERTZ = 200.0 / 3.0
+_KNEE_HERTZ = 1_000.0
+_KNEE_MEL = _KNEE_HERTZ / _LINEAR_HERTZ
+_LOG_STEP = float(np.log(6.4)) / 27.0
+
+
+def _hertz_to_mel(hertz: float) -> float:
+    if hertz < _KNEE_HERTZ:
+        return hertz / _LINEAR_HERTZ
+    return _KNEE_MEL + float(np.log(hertz / _KNEE_HERTZ)) / _LOG_STEP
+
+
+def _mel_to_hertz(mel: np.ndarray) -> np.ndarray:
+    above = _KNEE_HERTZ * np.exp(_LOG_STEP * (mel - _KNEE_MEL))
+    return np.where(mel < _KNEE_MEL, mel * _LINEAR_HERTZ, above)
+
+
+def _shortened(lengths: tuple[int, ...], most: int = 8) -> str:
+    shown = ", ".join(map(str, lengths[:most]))
+    return f"({shown}{', ...' if len(lengths) > most else ''})"

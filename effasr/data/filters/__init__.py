@@ -1,0 +1,1 @@
+"""Which utterances a run can train on."""

@@ -1,0 +1,103 @@
+"""Which utterances a run leaves out by choice, and how many it may leave out in all."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from effasr.data.filters.rules import Dropped
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilterConfig:
+    """What an utterance must be like, beside what model and budgets can hold.
+
+    Attributes:
+        max_tokens_per_second: More text than that in the audio is an error of its transcript.
+        max_characters_per_second: Likewise, in characters.
+        rate_deviations: Utterances are left out whose tokens per second lie so many standard
+            deviations over those of others as long; see `effasr.data.filters.rules.rate_outliers`.
+            ``effasr prepare`` has done it with 4.
+        languages: The only languages wanted, of speech and of text; any by default.
+        characters: The only characters wanted in a text, as between the brackets of a regular
+            expression: ``a-z '``; any by default.
+        max_dropped: The run stops before its first step where a single reason leaves out more
+            than this share of the utterances: mostly a wrong path, tokenizer or unit.
+    """
+
+    max_tokens_per_second: float | None = None
+    max_characters_per_second: float | None = None
+    rate_deviations: float | None = None
+    languages: tuple[str, ...] = ()
+    characters: str | None = None
+    max_dropped: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens_per_second", "max_characters_per_second", "rate_deviations"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(
+                    f"`{name}` must be greater than 0, but is {value}: null turns it off."
+                )
+        if not 0 <= self.max_dropped <= 1:
+            raise ValueError(
+                f"`max_dropped` must be a share from 0 to 1, but is {self.max_dropped}: 1 allows "
+                "everything."
+            )
+        if self.characters is not None:
+            try:
+                re.compile(f"[^{self.characters}]")
+            except re.error as error:
+                raise ValueError(
+                    "`characters` must be what stands between the brackets of a regular "
+                    f'expression, such as "a-z \'", but is {self.characters!r}: {error}.'
+                ) from error
+
+
+class TooManyDropped(ValueError):
+    """A single reason leaves out more of the data than was allowed, or nothing is left.
+
+    Attributes:
+        dropped: All that was left out.
+    """
+
+    def __init__(self, message: str, dropped: Sequence[Dropped]) -> None:
+        super().__init__(message)
+        self.dropped = tuple(dropped)
+
+
+def check_share(dropped: Sequence[Dropped], utterances: int, limit: float) -> None:
+    """Check that no single reason leaves out too much.
+
+    Args:
+        dropped: What was left out.
+        utterances: How many there were.
+        limit: The share of them that a reason may leave out.
+
+    Raises:
+        TooManyDropped: A reason leaves out more; the message names it and its first utterances.
+    """
+    counts = Counter(str(one.reason) for one in dropped)
+    for reason, count in counts.most_common(1):
+        if count <= limit * utterances:
+            return
+        first = [one for one in dropped if str(one.reason) == reason][:_SHOWN]
+        examples = "; ".join(f"{one.id}: {one.details}" for one in first)
+        raise TooManyDropped(
+            f"{reason} leaves out {count} of {utterances} utterances "
+            f"({100 * count / utterances:.1f} %), over the {100 * limit:g} % that "
+            f"`data.filters.max_dropped` allows: {examples}. Mend the data or the limit behind "
+            f"it, or allow more with data.filters.max_dropped={_allowing(count, utterances)}.",
+            dropped,
+        )
+
+
+def _allowing(count: int, utterances: int) -> float:
+    """The least share, in steps of one percent, that lets them pass."""
+    return min(1.0, -(-100 * count // utterances) / 100)

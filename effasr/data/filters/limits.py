@@ -1,0 +1,86 @@
+"""What an utterance may be; checked by `effasr.data.filters.rules`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
+
+_SLOWEST, _FASTEST = 0.5, 2.0
+_MOST_SPEEDS = 8
+"""Of which nobody needs more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What an utterance may be.
+
+    Attributes:
+        min_duration: Seconds.
+        max_duration: Seconds.
+        frame_budget: Encoder frames; None for no limit.
+        token_budget: Decoder tokens, the prompt included; None for no limit.
+        max_frames: Encoder frames that the model can read; None for no limit.
+        max_positions: Decoder tokens that the model can write, the prompt included; likewise.
+        max_tokens_per_second: None for no fixed limit; see
+            `effasr.data.filters.rules.rate_outliers`.
+        max_characters_per_second: None for no fixed limit.
+        languages: The only ones of speech and text; empty for any.
+        characters: The only ones of texts, as between the brackets of a regular expression; None
+            for any.
+        ctc: Whether a transcription must leave CTC a path through its frames.
+        speeds: Those at which it is trained on, each as an utterance of its own.
+        framing: How many encoder frames the model has of it.
+    """
+
+    min_duration: float = 0.1
+    max_duration: float = 40.0
+    frame_budget: int | None = None
+    token_budget: int | None = None
+    max_frames: int | None = None
+    max_positions: int | None = None
+    max_tokens_per_second: float | None = None
+    max_characters_per_second: float | None = None
+    languages: tuple[str, ...] = ()
+    characters: str | None = None
+    ctc: bool = True
+    speeds: tuple[float, ...] = (1.0,)
+    framing: Framing = FASTCONFORMER
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_duration <= self.max_duration:
+            raise ValueError(
+                "`min_duration` must be greater than 0 and at most `max_duration`, but they are "
+                f"{self.min_duration} and {self.max_duration}."
+            )
+        for name in (
+            "frame_budget",
+            "token_budget",
+            "max_frames",
+            "max_positions",
+            "max_tokens_per_second",
+            "max_characters_per_second",
+        ):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"`{name}` must be greater than 0, but is {value}.")
+        _check_speeds(self.speeds)
+
+
+def _check_speeds(speeds: tuple[float, ...]) -> None:
+    if not 0 < len(speeds) <= _MOST_SPEEDS:
+        raise ValueError(
+            f"`speeds` must be one to {_MOST_SPEEDS} numbers, but are {len(speeds)}: "
+            "[0.9, 1.0, 1.1] is usual."
+        )
+    for speed in speeds:
+        if not _SLOWEST <= speed <= _FASTEST:
+            raise ValueError(
+                f"`speeds` must lie from {_SLOWEST:g} to {_FASTEST:g}, but one is {speed:g}: "
+                "[0.9, 1.0, 1.1] is usual."
+            )
+    if len(set(speeds)) < len(speeds):
+        raise ValueError(
+            f"`speeds` must differ from each other, but are {list(speeds)}: leave out what is "
+            "there twice."
+        )

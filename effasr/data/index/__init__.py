@@ -1,0 +1,1 @@
+"""Tables of all utterances of a run, built once and shared by processes."""

@@ -1,0 +1,372 @@
+"""What was read from manifests, kept in a file: other ranks and later starts map it.
+
+Reading is by far the slowest part of a start: every line is parsed and every text tokenized. The
+table that comes of it depends on the manifests, the tokenizer and a few limits, but on no budget.
+Its file is named after a digest of all of these, so that another table is never found under it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, astuple, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Any
+
+import numpy as np
+from lhotse.cut.set import deserialize_cut
+
+from effasr.data.audio.waveform import AudioProblem, samples_in
+from effasr.data.filters.limits import Limits
+from effasr.data.filters.rules import Dropped
+from effasr.data.index.build_lock import PATIENCE_S, building
+from effasr.data.index.column_file import Damaged, map_columns, remove_unused, write_columns
+from effasr.data.index.index_reader import gather
+from effasr.data.index.ragged import Ragged
+from effasr.data.index.utterance_table import LinesInFile, UtteranceTable
+from effasr.data.manifest.cuts import audio_of
+from effasr.data.manifest.reader import deciding_files
+from effasr.data.prompt import Prompt
+from effasr.data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_LEAST_BYTES = 4 * 2**20
+"""Smaller manifests are read anew: that takes seconds."""
+
+_GZIP = 8
+"""By how much a manifest is larger than its file."""
+
+_KEPT = 3
+"""Files of the same manifests that are kept at least: with other limits, or another tokenizer."""
+
+_MOST_JOBS = 32
+_NOTE_EVERY_S = 10.0
+_READ = "reading manifests: {:,} utterances, {:,.0f} a second"
+_PROBES = 256
+"""Audio files whose size and age are looked at, to see whether all were replaced."""
+
+_ARRAYS = tuple(name for name in UtteranceTable.__annotations__)
+_PACKAGES = ("effasr", "lhotse", "numpy", "sentencepiece", "soundfile", "tokenizers")
+
+
+class CorpusCache:
+    """Reads manifests as `index_reader.gather` does, or maps what was read before.
+
+    Of the processes that ask for the same table at once, one reads, with all processors of the
+    machine, and the others wait.
+
+    Args:
+        folder: Of the files; made when the first one is. None to read every time.
+        note: Is told every few seconds how far reading is.
+        jobs: Processes that read; as many as there are processors by default.
+        least_bytes: Smaller manifests are read anew; by default those of seconds.
+        patience_s: How long another process that reads may be silent.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        note: Callable[[str], None] = lambda text: None,
+        *,
+        jobs: int | None = None,
+        least_bytes: int | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._folder = folder
+        self._note = note
+        self._jobs = jobs or min(_MOST_JOBS, _processors())
+        self._least_bytes = _LEAST_BYTES if least_bytes is None else least_bytes
+        self._patience_s = patience_s
+
+    def __call__(
+        self,
+        paths: Sequence[str | Path],
+        tokenizer: Tokenizer,
+        limits: Limits,
+        language: str,
+        sources: Sequence[int],
+    ) -> UtteranceTable:
+        """The table: see `effasr.data.index.index_reader.gather`.
+
+        Raises:
+            ValueError: A manifest is malformed, or was changed while it was read, or there is no
+                room for the file.
+            BuilderSilent: The process that reads does not go on.
+        """
+        arguments = (paths, tokenizer, limits, language, sources)
+        folder, files = self._folder, _files(paths)
+        if folder is None or files is None or sum(map(_size, files[0])) < self._least_bytes:
+            return gather(*arguments, progress=_Progress(_READ, self._note))
+        key = _key(arguments, *files)
+        path = folder / f"{_name(arguments)}-{key}.corpus"
+        if (table := self._find(path, key)) is not None:
+            return table
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with building(path.with_suffix(".lock"), self._note, self._patience_s) as say:
+                table = self._find(path, key)
+                if table is None:
+                    table = self._build(path, key, arguments, files, say)
+                return table
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise ValueError(
+                    f"`cache`: {folder} must have room for what is read from the manifests, "
+                    f"about 1 kB for each utterance, but has not ({error.strerror}): free some, "
+                    "name another folder, or set data.cache=null."
+                ) from error
+            if error.errno in (errno.EEXIST, errno.ENOTDIR):
+                raise ValueError(
+                    f"`cache` must be a folder, but {folder} is none: name another one."
+                ) from error
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            log.warning("%s cannot be written to (%s): nothing is kept", folder, error)
+            return gather(*arguments, progress=_Progress(_READ, self._note))
+
+    def _find(self, path: Path, key: str) -> UtteranceTable | None:
+        """The table in a file, if that is there, whole, and about audio that is as it was."""
+        try:
+            columns = map_columns(path, key)
+        except FileNotFoundError:
+            return None
+        except (Damaged, OSError) as error:
+            log.warning("%s; it is made anew", error)
+            return None
+        table, meta = _restored(columns), _meta(columns)
+        if _looks_at(table) != [list(map(tuple, meta[name])) for name in ("missed", "probes")]:
+            self._note("audio files have changed since the manifests were read: they are read anew")
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        self._note(f"{len(table):,} utterances, as they were read before, from {path}")
+        return table
+
+    def _build(
+        self,
+        path: Path,
+        key: str,
+        arguments: tuple[Any, ...],
+        files: tuple[list[Path], list[Path]],
+        say: Callable[[str], None],
+    ) -> UtteranceTable:
+        """Read the manifests, keep what was read, and map it as all others do."""
+        for left in path.parent.glob(f"{path.name}.*.partial"):
+            # Of a process that was killed: only who holds the lock writes one.
+            left.unlink(missing_ok=True)
+        started = time.monotonic()
+        progress = _Progress(_READ, self._note, say)
+        with TemporaryFile(dir=path.parent) as file:
+            table = gather(*arguments, lines=LinesInFile(file), jobs=self._jobs, progress=progress)
+            say("checking that the manifests have not changed")
+            if _key(arguments, *files) != key:
+                shown = ", ".join(map(str, arguments[0]))
+                raise ValueError(
+                    f"{shown}: must not change while it is read, but did: start again."
+                )
+            written = _Progress("writing the corpus: {:,} bytes, {:,.0f} a second", self._note, say)
+            size = write_columns(path, key, _columns(table), written)
+        for old in _by_age(path)[_KEPT:]:
+            if remove_unused(old):
+                old.with_suffix(".lock").unlink(missing_ok=True)
+                self._note(f"{old} was removed: {_KEPT} newer ones are of the same manifests")
+        seconds = time.monotonic() - started
+        self._note(
+            f"read {len(table) + len(table.dropped):,} utterances in {seconds:.0f} s, kept for "
+            f"later starts in {path} ({size / 1e9:.1f} GB)"
+        )
+        return _restored(map_columns(path, key))
+
+
+class _Progress:
+    """Tells every few seconds how far something is.
+
+    Args:
+        text: What is said of a number and its growth in a second.
+        tell: Who is told.
+    """
+
+    def __init__(self, text: str, *tell: Callable[[str], None]) -> None:
+        self._text = text
+        self._tell = tell
+        self._started = self._last = time.monotonic()
+
+    def __call__(self, count: int) -> None:
+        now = time.monotonic()
+        if now - self._last >= _NOTE_EVERY_S:
+            self._last = now
+            rate = count / (now - self._started)
+            for tell in self._tell:
+                tell(self._text.format(count, rate))
+
+
+def _columns(table: UtteranceTable) -> dict[str, np.ndarray]:
+    """A table as arrays; `_restored` is the way back."""
+    columns: dict[str, np.ndarray] = {}
+    for name in _ARRAYS:
+        value = getattr(table, name)
+        if isinstance(value, np.ndarray):
+            columns[name] = value
+        elif isinstance(value, Ragged):
+            columns[name], columns[f"{name}.offsets"] = value.values, value.offsets
+    missed, probes = _looks_at(table)
+    meta = {
+        "dropped": [list(astuple(drop)) for drop in table.dropped],
+        "prompts": [[asdict(prompt), count] for prompt, count in table.prompts.items()],
+        "missed": missed,
+        "probes": probes,
+    }
+    encoded = json.dumps(meta, ensure_ascii=True).encode()
+    return columns | {"meta": np.frombuffer(encoded, np.uint8)}
+
+
+def _restored(columns: dict[str, np.ndarray]) -> UtteranceTable:
+    meta, values = _meta(columns), {}
+    for name in _ARRAYS:
+        if f"{name}.offsets" in columns:
+            values[name] = Ragged(columns[name], columns[f"{name}.offsets"])
+        elif name in columns:
+            values[name] = columns[name]
+    prompts = Counter({Prompt(**prompt): count for prompt, count in meta["prompts"]})
+    dropped = tuple(Dropped(*drop) for drop in meta["dropped"])
+    return UtteranceTable(**values, dropped=dropped, prompts=prompts)
+
+
+def _meta(columns: dict[str, np.ndarray]) -> dict[str, Any]:
+    return json.loads(columns["meta"].tobytes())
+
+
+_Look = tuple[str, int | None, int | None]
+
+
+def _looks_at(table: UtteranceTable) -> list[list[_Look]]:
+    """Audio that could not be used, which may be there by now, and some that could."""
+    problems = set(map(str, AudioProblem))
+    missed = [_look(drop.audio) for drop in table.dropped if drop.reason in problems]
+    opened = np.flatnonzero(table.opened)
+    chosen = opened[np.linspace(0, len(opened) - 1, min(_PROBES, len(opened))).astype(np.int64)]
+    cuts = (deserialize_cut(json.loads(table.lines[row].tobytes())) for row in table.rows[chosen])
+    return [missed, [_look(audio_of(cut)) for cut in cuts]]
+
+
+def _look(file: str) -> _Look:
+    """A file's size and age."""
+    try:
+        state = os.stat(file)
+    except OSError:
+        return file, None, None
+    return file, state.st_size, state.st_mtime_ns
+
+
+def _files(paths: Iterable[str | Path]) -> tuple[list[Path], list[Path]] | None:
+    """See `deciding_files`: those of all manifests."""
+    contents, archives = [], []
+    for path in paths:
+        found = deciding_files(path)
+        if found is None:
+            return None
+        contents += found[0]
+        archives += found[1]
+    return contents, archives
+
+
+def _name(arguments: tuple[Any, ...]) -> str:
+    """Of manifests, whatever is in them."""
+    paths = [str(Path(path).absolute()) for path in arguments[0]]
+    return hashlib.sha256(json.dumps(paths).encode()).hexdigest()[:8]
+
+
+def _by_age(path: Path) -> list[Path]:
+    """The files of the same manifests, that which was used last first."""
+    ages = {}
+    for file in path.parent.glob(f"{path.name.partition('-')[0]}-*.corpus"):
+        with suppress(FileNotFoundError):
+            ages[file] = file.stat().st_mtime_ns
+    return sorted(ages, key=lambda file: -ages[file])
+
+
+def _key(arguments: tuple[Any, ...], files: list[Path], archives: list[Path]) -> str:
+    """A digest of all that decides what a table holds."""
+    paths, tokenizer, limits, language, sources = arguments
+    longest = limits.framing.frames(samples_in(limits.max_duration))
+    if limits.frame_budget is not None and limits.frame_budget >= longest:
+        # It takes nothing away, so that all budgets of usual size have one table.
+        limits = replace(limits, frame_budget=None)
+    parts = {
+        "versions": _versions(),
+        "code": _code(),
+        # Relative audio paths are relative to the manifest's folder.
+        "paths": [str(Path(path).absolute()) for path in paths],
+        "tokenizer": [type(tokenizer).__qualname__, *_tokenizer_digests(tokenizer)],
+        "limits": asdict(limits),
+        "files": _digests(files),
+        "archives": [_look(str(file)) for file in archives],
+        "language": language,
+        "sources": list(sources),
+    }
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _digests(files: list[Path]) -> list[list[str]]:
+    """Names and contents."""
+    with ThreadPoolExecutor(4) as executor:
+        digests = executor.map(_digest, files)
+        return [[file.name, digest] for file, digest in zip(files, digests, strict=True)]
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}.") from error
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size * (_GZIP if path.suffix == ".gz" else 1)
+
+
+def _tokenizer_digests(tokenizer: Tokenizer) -> list[list[str]]:
+    with TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        return _digests(sorted(file for file in Path(folder).rglob("*") if file.is_file()))
+
+
+def _processors() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@cache
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+@cache
+def _code() -> str:
+    """A digest of the sources of `effasr.data`; the version alone changes too seldom."""
+    folder, digest = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,166 @@
+"""Manifests into a table of utterances, by one process or by several."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from effasr.data import worker_processes
+from effasr.data.filters.limits import Limits
+from effasr.data.index.utterance_table import Gathering, Lines, UtteranceTable
+from effasr.data.manifest.reader import Names, Part, named, parts
+from effasr.data.tokenizer import Tokenizer
+
+Reader = Callable[
+    [Sequence[str | Path], Tokenizer, Limits, str, Sequence[int]],
+    UtteranceTable,
+]
+"""Reads manifests as `gather` does, with its first five arguments."""
+
+PART = 2_000
+"""Lines that a process is given at a time."""
+
+_AHEAD = 4
+"""Parts for each process that are read before their turn."""
+
+
+def gather(
+    paths: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    limits: Limits,
+    language: str,
+    sources: Sequence[int],
+    *,
+    lines: Lines | None = None,
+    jobs: int = 1,
+    progress: Callable[[int], None] = lambda count: None,
+) -> UtteranceTable:
+    """Read manifests, tokenize their texts and leave out what cannot be trained on.
+
+    Args:
+        paths: Manifests of any kind; audio is opened only where a manifest is not lhotse's.
+        tokenizer: For texts and prompts.
+        limits: What an utterance may be.
+        language: The language of utterances that name none.
+        sources: The number of each manifest's source.
+        lines: Where the lines go; into memory by default.
+        jobs: Processes that read; the table does not depend on it.
+        progress: Called with the number of utterances read so far.
+
+    Raises:
+        ValueError: A manifest is malformed.
+        RuntimeError: A process was killed.
+    """
+    gathering, count = Gathering(lines), 0
+    for path, source in zip(paths, sources, strict=True):
+        work = _Work(tokenizer, limits, language, source)
+        if jobs > 1 and worker_processes.context() is not None:
+            done = _in_parallel(Path(path), work, jobs)
+        else:
+            done = _in_turn(path, work)
+        for part in done:
+            gathering.extend(part)
+            count += len(part.rows) + len(part.dropped)
+            progress(count)
+    return gathering.table()
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is done with each utterance of a manifest."""
+
+    tokenizer: Tokenizer
+    limits: Limits
+    language: str
+    source: int
+
+    def of(self, part: Part, names: Sequence[str] | None) -> tuple[Gathering, list[str]]:
+        """Gather a part; without ``names``, each utterance has that which the source gives it."""
+        gathering, own = Gathering(), []
+        for place, utterance in enumerate(part.utterances(self.language)):
+            own.append(utterance.id)
+            name = utterance.id if names is None else names[place]
+            gathering.add(name, utterance, self.limits, self.tokenizer, self.source)
+        return gathering, own
+
+
+def _in_turn(path: str | Path, work: _Work) -> Iterator[Gathering]:
+    utterances = named(path, language=work.language)
+    while some := list(islice(utterances, PART)):
+        gathering = Gathering()
+        for name, utterance in some:
+            gathering.add(name, utterance, work.limits, work.tokenizer, work.source)
+        yield gathering
+
+
+def _in_parallel(path: Path, work: _Work, jobs: int) -> Iterator[Gathering]:
+    """Parts of a manifest, in order.
+
+    The processes take names as they are, and only here is seen whether one is taken. A source whose
+    names are not unique from the start, such as files with several utterances each, is named first.
+    """
+    names, every = Names(), parts(path, work.language, PART)
+    first = next(every, None)
+    if first is None:
+        return
+    given = names.take_all(first.utterances(work.language))
+    gathering, own = work.of(first, given)
+    yield gathering
+    names_first = given != own
+    executor = ProcessPoolExecutor(jobs, worker_processes.context(), _begin, (work, os.getpid()))
+    try:
+        for part, given, (gathering, own) in _in_order(
+            executor, every, work, names if names_first else None, jobs
+        ):
+            if given is None and not names.take_as_they_are(own):
+                given = names.take_all(part.utterances(work.language))
+                gathering, _ = work.of(part, given)
+            yield gathering
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            f"{path}: a process that read it was killed: if memory ran out, start where there is "
+            "more of it."
+        ) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _in_order(
+    executor: ProcessPoolExecutor,
+    every: Iterator[Part],
+    work: _Work,
+    names: Names | None,
+    jobs: int,
+) -> Iterator[tuple[Part, list[str] | None, tuple[Gathering, list[str]]]]:
+    """Parts with their names, where ``names`` gives them, and what came of them."""
+    pending: deque[tuple[Part, list[str] | None, Future[tuple[Gathering, list[str]]]]] = deque()
+    for part in every:
+        given = None if names is None else names.take_all(part.utterances(work.language))
+        pending.append((part, given, executor.submit(_run, part, given)))
+        if len(pending) >= _AHEAD * jobs:
+            earlier, given, future = pending.popleft()
+            yield earlier, given, future.result()
+    while pending:
+        earlier, given, future = pending.popleft()
+        yield earlier, given, future.result()
+
+
+_work: _Work | None = None
+"""Of a process that reads, for all of its parts."""
+
+
+def _begin(work: _Work, parent: int) -> None:
+    global _work
+    _work = work
+    worker_processes.end_with_parent(parent, 0)
+
+
+def _run(part: Part, names: Sequence[str] | None) -> tuple[Gathering, list[str]]:
+    assert _work is not None
+    return _work.of(part, names)

@@ -1,0 +1,245 @@
+"""Text pairs of a run, from which text-only micro-batches are made."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.config import DataConfig
+from effasr.data.filters.rules import Dropped, Reason, TokenizedText, Unfit, spells_something
+from effasr.data.index.ragged import Ragged, ragged
+from effasr.data.manifest.pairs import TextPair, pairs
+from effasr.data.mixture import MixConfig
+from effasr.data.mixture_summary import SOURCE_DTYPE, Mixture
+from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
+from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
+from effasr.data.sampling.population import population
+from effasr.data.text_batch import TextExample, collate_text
+from effasr.data.tokenizer import Tokenizer, UnknownLanguageError
+
+_SEED = 0x7E47
+"""Added to the seed of the run, so that text is not drawn in the order of speech."""
+
+_FILL = 0.98
+"""How full micro-batches are asked to be: what the planner surely reaches."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextCorpus:
+    """Text pairs that can be trained on; made by `TextCorpus.load`.
+
+    Attributes:
+        lengths: As ``frames``, the tokens that the text encoder reads, its end token included;
+            as ``tokens``, the decoder's, prompt and translation.
+        shape: The static shape of every text-only batch; its frames are the text encoder's rows.
+        dropped: What the manifests hold beside, and why it was left out.
+        sources: uint16 (n,), the source of each pair.
+        mixture: What share of the text encoder's tokens each source is to get.
+        fingerprint: Changes if a length, a text, a source or the order does.
+        eos_id: The tokenizer's.
+        pad_id: The tokenizer's.
+    """
+
+    lengths: UtteranceLengths
+    shape: StaticShape
+    dropped: tuple[Dropped, ...]
+    sources: np.ndarray
+    mixture: Mixture
+    fingerprint: str
+    eos_id: int
+    pad_id: int
+    _ids: Ragged
+    _read: Ragged
+    _written: Ragged
+    _prompt_lengths: np.ndarray
+
+    @classmethod
+    def load(
+        cls,
+        paths: Sequence[str | Path],
+        tokenizer: Tokenizer,
+        config: DataConfig,
+        *,
+        token_budget: int,
+        max_positions: int | None = None,
+        sources: Sequence[int] | None = None,
+    ) -> TextCorpus:
+        """Read manifests of text pairs and tokenize them.
+
+        Args:
+            paths: See `effasr.data.manifest.pairs.pairs`.
+            tokenizer: For texts and prompts.
+            config: The sources, and ``text_token_budget``.
+            token_budget: Decoder tokens of a micro-batch where the configuration leaves it open.
+            max_positions: Most decoder tokens that the model can write; None for no limit.
+            sources: The number of each manifest's source among the leaves of ``config.mix``; by
+                default all are of one.
+
+        Raises:
+            ValueError: A manifest is malformed, or no pair is left.
+        """
+        budget = config.text_token_budget or token_budget
+        gathered = _Gathered(tokenizer, budget, max_positions)
+        sources = sources or [0] * len(paths)
+        for path, source in zip(paths, sources, strict=True):
+            for pair in pairs(path):
+                gathered.add(pair, source)
+        if not gathered.written_lengths:
+            first = f"; the first: {gathered.dropped[0].details}" if gathered.dropped else ""
+            raise ValueError(
+                f"{', '.join(map(str, paths))}: no text pair can be trained on "
+                f"({len(gathered.dropped)} dropped{first})."
+            )
+        # Without shares, all is one source.
+        mix = config.mix or MixConfig(sources={"text": tuple(map(str, paths))})
+        corpus = gathered.corpus(mix)
+        corpus.mixture.check(sources)
+        return corpus
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        """Pack pairs, int (m,), into a text-only batch of the static shape, on the CPU."""
+        examples = [self._example(index) for index in indices.tolist()]
+        return collate_text(examples, self.shape, eos_id=self.eos_id, pad_id=self.pad_id)
+
+    def plan(self, epoch: int, *, steps: int, micro_batches: int, seed: int) -> EpochPlan:
+        """Plan the text-only micro-batches that go with an epoch of speech.
+
+        The sources are endless: each epoch goes on where the one before ended.
+
+        Args:
+            epoch: Number of the epoch of speech.
+            steps: Global steps that every epoch of speech has, about.
+            micro_batches: Text-only micro-batches of a global step, over all ranks.
+            seed: Seed of the run.
+
+        Returns:
+            A plan of about as many steps.
+        """
+        read, shape = self.lengths.frames, self.shape
+        whole, written = int(read.sum(dtype=np.int64)), int(self.lengths.tokens.sum(dtype=np.int64))
+        rows = _FILL * min(shape.frame_budget, shape.token_budget * whole / written)
+        quotas = [round(share * rows * steps * micro_batches) for share in self.mixture.asked]
+        seed += _SEED
+        return plan_epoch(
+            self.lengths,
+            shape=shape,
+            micro_batches=micro_batches,
+            seed=seed,
+            epoch=epoch,
+            population=population(self.sources, read, quotas, seed=seed, epoch=epoch),
+        )
+
+    def _example(self, index: int) -> TextExample:
+        written, split = self._written[index].tolist(), int(self._prompt_lengths[index])
+        name = self._ids[index].tobytes().decode()
+        return TextExample(name, self._read[index].tolist(), written[:split], written[split:])
+
+
+class _Gathered:
+    """Text pairs while they are read."""
+
+    def __init__(self, tokenizer: Tokenizer, token_budget: int, max_positions: int | None) -> None:
+        self.tokenizer = tokenizer
+        self.token_budget = token_budget
+        self.max_positions = max_positions
+        self.dropped: list[Dropped] = []
+        self.ids = bytearray()
+        self.read = array("i")
+        self.written = array("i")
+        self.id_lengths = array("i")
+        self.read_lengths = array("i")
+        self.written_lengths = array("i")
+        self.prompt_lengths = array("i")
+        self.sources = array("H")
+
+    def add(self, pair: TextPair, source: int) -> None:
+        """Keep a pair, or note why not."""
+        try:
+            read, prompt, text = self._tokenize(pair)
+        except Unfit as error:
+            self.dropped.append(Dropped(pair.id, error.reason, str(error), pair.origin))
+            return
+        name = pair.id.encode()
+        self.ids += name
+        self.id_lengths.append(len(name))
+        self.read.extend(read)
+        self.read_lengths.append(len(read))
+        self.written.extend(prompt)
+        self.written.extend(text)
+        self.written_lengths.append(len(prompt) + len(text))
+        self.prompt_lengths.append(len(prompt))
+        self.sources.append(source)
+
+    def corpus(self, mix: MixConfig) -> TextCorpus:
+        """The corpus, with as many rows for the text encoder as go with the decoder's."""
+        read, written = _int32(self.read_lengths), _int32(self.written_lengths)
+        sources = np.array(self.sources, dtype=SOURCE_DTYPE)
+        texts = ragged(_int32(self.written), written), ragged(_int32(self.read), read)
+        digest = hashlib.sha256()
+        for values in (read, written, sources, *(text.values for text in texts)):
+            digest.update(np.ascontiguousarray(values).data)
+        # As many rows as go with the decoder's tokens, but no pair may be too long for them.
+        rows = suggest_token_budget(UtteranceLengths(written, read), self.token_budget)
+        shape = StaticShape(
+            max(rows, int(read.max())),
+            self.token_budget,
+            max(8, -(-self.token_budget // 8)),
+            longest_frames=int(read.max()),
+            longest_tokens=int(written.max()),
+        )
+        return TextCorpus(
+            lengths=UtteranceLengths(read, written),
+            shape=shape,
+            dropped=tuple(self.dropped),
+            sources=sources,
+            mixture=Mixture.of(mix, sources, read, unit="tokens"),
+            fingerprint=digest.hexdigest(),
+            eos_id=self.tokenizer.eos_id,
+            pad_id=self.tokenizer.pad_id,
+            _ids=ragged(np.frombuffer(self.ids, dtype=np.uint8), self.id_lengths),
+            _read=texts[1],
+            _written=texts[0],
+            _prompt_lengths=_int32(self.prompt_lengths),
+        )
+
+    def _tokenize(self, pair: TextPair) -> tuple[list[int], list[int], list[int]]:
+        """What the text encoder reads, what the decoder is given, and what it must write.
+
+        Raises:
+            Unfit: The pair cannot be trained on; the first reason found.
+        """
+        if not pair.source or not pair.text:
+            raise Unfit(Reason.EMPTY_TEXT, "the text or its translation is empty")
+        tokenizer = self.tokenizer
+        try:
+            prompt = tokenizer.prompt(pair.prompt)
+            read = tokenizer.encode(pair.source, pair.prompt.source)
+            text = tokenizer.encode(pair.text, pair.prompt.target)
+        except UnknownLanguageError as error:
+            raise Unfit(Reason.UNKNOWN_LANGUAGE, str(error)) from error
+        for tokens, spelt in ((read, pair.source), (text, pair.text)):
+            tokenized = TokenizedText(prompt, tokens, False, tokenizer.count_unknown(tokens))
+            if not spells_something(tokenized, tokenizer):
+                raise Unfit(Reason.UNKNOWN_TEXT, f"the vocabulary spells nothing of {spelt[:60]!r}")
+        count = len(prompt) + len(text)
+        if max(count, len(read) + 1) > self.token_budget:
+            raise Unfit(
+                Reason.TOKEN_BUDGET,
+                f"{len(read) + 1} tokens to read and {count} to write, over {self.token_budget}",
+            )
+        if self.max_positions is not None and count > self.max_positions:
+            raise Unfit(Reason.MODEL, f"{count} tokens, over `max_positions` {self.max_positions}")
+        return [*read, tokenizer.eos_id], prompt, text
+
+
+def _int32(values: array[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int32)

@@ -1,0 +1,100 @@
+"""lhotse's cut manifests, and the folders that `effasr prepare` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lhotse.cut import Cut
+from lhotse.cut.data import DataCut
+from lhotse.cut.set import deserialize_cut
+
+from effasr.data.manifest.fields import prompt_fields
+from effasr.data.manifest.lines import parse_object
+from effasr.data.manifest.utterance import CutUtterance, absolute, custom_fields
+from effasr.data.prompt import Prompt
+
+CUTS_FILE = "cuts.jsonl.gz"
+"""What makes a folder a prepared one."""
+
+
+def utterances(
+    lines: Iterable[tuple[int, str]], path: Path, language: str
+) -> Iterator[CutUtterance]:
+    """Read the lines of a cut manifest.
+
+    Args:
+        lines: Line numbers and lines, blank ones left out.
+        path: The manifest; relative audio paths are relative to its folder.
+        language: The language of cuts that name none.
+
+    Raises:
+        ValueError: A line is no cut, or has not exactly one supervision with a text.
+    """
+    for number, line in lines:
+        origin = f"{path}:{number}"
+        row = parse_object(line, origin)
+        try:
+            cut = deserialize_cut(row)
+        except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+            raise ValueError(
+                f"{origin}: not a cut that lhotse can read ({type(error).__name__}: {error})."
+            ) from error
+        changed = _complete(cut, origin, path.parent, language)
+        yield CutUtterance(origin, cut, audio_of(cut), None if changed else line.strip())
+
+
+def cut_prompt(cut: Cut, origin: str, language: str) -> Prompt:
+    """The request that a cut's supervision and ``custom`` fields make.
+
+    Raises:
+        ValueError: The fields contradict each other.
+    """
+    own: dict[str, Any] = dict(getattr(cut, "custom", None) or {})
+    spoken = cut.supervisions[0].language
+    row = {**own, "lang": spoken} if spoken else own
+    # lhotse's `language` is what is spoken: as a `source_lang` it never stands for the target.
+    return prompt_fields({"source_lang": spoken or own.get("lang"), **row}, origin, language)
+
+
+def _complete(cut: Cut, origin: str, folder: Path, language: str) -> bool:
+    """Check a cut and fill in the fields that the project reads; whether any had to be."""
+    if len(cut.supervisions) != 1:
+        raise ValueError(
+            f"{origin}: cut {cut.id!r} must have one supervision, but has "
+            f"{len(cut.supervisions)}: use `cuts.trim_to_supervisions()`."
+        )
+    supervision = cut.supervisions[0]
+    if not isinstance(supervision.text, str):
+        raise ValueError(
+            f"{origin}: cut {cut.id!r}: `supervisions[0].text` must be a string, "
+            f"but is {supervision.text!r}."
+        )
+    if not isinstance(cut, DataCut):
+        raise ValueError(
+            f"{origin}: cut {cut.id!r} must be a MonoCut or a MultiCut, but is a "
+            f"{type(cut).__name__}: save the mixed audio with `cuts.save_audios()`."
+        )
+    if cut.recording is None:
+        raise ValueError(f"{origin}: cut {cut.id!r} has no recording: features are not read.")
+    prompt = cut_prompt(cut, origin, language)
+    own = cut.custom or {}
+    wanted = {**own, **custom_fields(prompt)}
+    text = supervision.text.strip()
+    changed = (supervision.language, supervision.text, own) != (prompt.source, text, wanted)
+    supervision.language, supervision.text, cut.custom = prompt.source, text, wanted
+    for source in cut.recording.sources:
+        if source.type == "file":
+            path = absolute(str(source.source), folder)
+            changed |= path != source.source
+            source.source = path
+    return changed
+
+
+def audio_of(cut: Cut) -> str:
+    """Where the audio of a cut with a recording is, for messages."""
+    assert isinstance(cut, DataCut)
+    assert cut.recording is not None
+    sources = cut.recording.sources
+    return ", ".join(s.source if isinstance(s.source, str) else s.type for s in sources)

@@ -1,0 +1,114 @@
+"""Folders of audio files with transcripts: beside them, in a table, or as in LibriSpeech."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from effasr.data.manifest.fields import optional_text, prompt_fields, seconds_field, text_field
+from effasr.data.manifest.lines import numbered_lines, parse_object
+from effasr.data.manifest.utterance import FileUtterance, absolute
+from effasr.data.prompt import Prompt
+
+AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3")
+_TEXT_FIELDS = ("text", "transcription", "sentence")
+
+
+def utterances(folder: Path, language: str) -> Iterator[FileUtterance]:
+    """Read a folder in one of three arrangements, in a fixed order.
+
+    - ``metadata.csv`` or ``metadata.jsonl`` with ``file_name`` and ``text``, ``transcription``
+      or ``sentence``, as Hugging Face's audiofolder has it;
+    - LibriSpeech's ``*.trans.txt``, lines of ``name TEXT`` beside the audio files;
+    - ``NAME.txt`` beside each ``NAME.wav`` (or .flac, .ogg, .opus, .mp3), at any depth.
+
+    Args:
+        folder: The folder.
+        language: The language of utterances that name none.
+
+    Raises:
+        ValueError: There is no audio, or a transcript is missing or malformed.
+    """
+    for name in ("metadata.jsonl", "metadata.csv"):
+        if (folder / name).is_file():
+            return _from_table(folder / name, language)
+    transcripts = sorted(folder.rglob("*.trans.txt"))
+    if transcripts:
+        return _from_librispeech(transcripts, language)
+    return _from_neighbours(folder, language)
+
+
+def _from_table(path: Path, language: str) -> Iterator[FileUtterance]:
+    for origin, row in _rows(path):
+        audio = text_field(row, "file_name", origin)
+        field = next((name for name in _TEXT_FIELDS if row.get(name) is not None), "text")
+        name = optional_text(row, "id", origin)
+        yield FileUtterance(
+            id=name or Path(audio).stem,
+            named=name is not None,
+            origin=origin,
+            audio=absolute(audio, path.parent),
+            text=text_field(row, field, origin).strip(),
+            prompt=prompt_fields(row, origin, language),
+            duration=None if path.suffix == ".csv" else seconds_field(row, "duration", origin),
+        )
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    if path.suffix == ".jsonl":
+        for number, line in numbered_lines(path):
+            yield f"{path}:{number}", parse_object(line, f"{path}:{number}")
+        return
+    reader = csv.DictReader(line for _, line in numbered_lines(path))
+    for count, row in enumerate(reader, 1):
+        origin = f"{path}: row {count}"
+        if None in row or None in row.values():
+            raise ValueError(
+                f"{origin}: must have {len(reader.fieldnames or ())} columns, as the first "
+                "line has: put fields with commas in double quotes."
+            )
+        yield origin, row
+
+
+def _from_librispeech(transcripts: list[Path], language: str) -> Iterator[FileUtterance]:
+    for path in transcripts:
+        for number, line in numbered_lines(path):
+            name, _, text = line.strip().partition(" ")
+            yield FileUtterance(
+                id=name,
+                named=True,
+                origin=f"{path}:{number}",
+                audio=absolute(f"{name}.flac", path.parent),
+                text=text.strip(),
+                prompt=Prompt(language, language),
+            )
+
+
+def _from_neighbours(folder: Path, language: str) -> Iterator[FileUtterance]:
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in AUDIO_SUFFIXES)
+    if not files:
+        raise ValueError(
+            f"{folder}: not a folder of utterances: it needs cuts.jsonl.gz (from `effasr "
+            f"prepare`), wav.scp (Kaldi), metadata.csv, metadata.jsonl, or audio files "
+            f"({', '.join(AUDIO_SUFFIXES)}) with a .txt beside each."
+        )
+    silent = [path for path in files if not path.with_suffix(".txt").is_file()]
+    if silent:
+        raise ValueError(
+            f"{silent[0]}: there is no {silent[0].with_suffix('.txt').name} beside it (and so for "
+            f"{len(silent)} of {len(files)} audio files): write the transcripts, or move the "
+            "files away."
+        )
+    for path in files:
+        transcript = path.with_suffix(".txt")
+        words = [word for _, line in numbered_lines(transcript) for word in line.split()]
+        yield FileUtterance(
+            id=path.stem,
+            named=False,
+            origin=str(transcript),
+            audio=str(path.absolute()),
+            text=" ".join(words),
+            prompt=Prompt(language, language),
+        )

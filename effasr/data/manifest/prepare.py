@@ -1,0 +1,296 @@
+"""`effasr prepare`: every utterance checked once, before training, and what fails listed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from operator import itemgetter
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, TypeVar
+
+import numpy as np
+from lhotse.cut import Cut
+
+from effasr.data.atomic_files import atomic_file, write_atomically
+from effasr.data.audio.waveform import AudioError, AudioProblem, load_audio
+from effasr.data.filters.rules import (
+    Dropped,
+    Limits,
+    Reason,
+    Unfit,
+    check,
+    rate_outliers,
+    text_of,
+)
+from effasr.data.manifest.cuts import CUTS_FILE
+from effasr.data.manifest.reader import named, request
+from effasr.data.manifest.utterance import Utterance
+from effasr.data.tokenizer import Tokenizer, WhisperTokenizer
+
+DROPPED_FILE = "dropped.jsonl"
+REPORT_FILE = "report.json"
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class Share:
+    """A number of utterances and their hours."""
+
+    utterances: int = 0
+    hours: float = 0.0
+
+    def add(self, seconds: float | None) -> None:
+        """Count one more; its duration may be unknown."""
+        self.utterances += 1
+        self.hours += (seconds or 0.0) / 3600
+
+
+@dataclass(slots=True)
+class PrepareReport:
+    """What `prepare` kept and left out; the same as OUT/report.json.
+
+    Attributes:
+        source: The manifest.
+        kept: Utterances that were kept.
+        dropped: Utterances that were left out; hours where their length is known.
+        by_language: Kept, by language, as ``en``, or ``de>en`` for a translation.
+        by_reason: Left out, by reason.
+        tokens: Tokens of the kept texts; 0 without a tokenizer.
+        unknown_tokens: Of these, those that the vocabulary cannot spell.
+    """
+
+    source: str
+    kept: Share = field(default_factory=Share)
+    dropped: Share = field(default_factory=Share)
+    by_language: dict[str, Share] = field(default_factory=dict)
+    by_reason: dict[str, Share] = field(default_factory=dict)
+    tokens: int = 0
+    unknown_tokens: int = 0
+
+
+def prepare(
+    source: str | Path,
+    out: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    limits: Limits | None = None,
+    language: str = "en",
+    decode: bool = True,
+    jobs: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> PrepareReport:
+    """Check a manifest and write what can be trained on.
+
+    OUT/cuts.jsonl.gz holds the kept utterances as lhotse cuts, in the order of the source, with
+    absolute audio paths and exact durations: `effasr.data.manifest.reader.read` takes OUT, from
+    anywhere, and opens no audio file. OUT/dropped.jsonl holds one object for each utterance left
+    out: id, reason, details, audio, duration. OUT/report.json holds the counts. The same source
+    gives the same files.
+
+    Left out is audio that is missing, unreadable, damaged, empty, silent or not as long as the
+    manifest says; what exceeds ``limits``; empty texts; texts with far more characters (or
+    tokens) per second than others of their length; and, with a tokenizer, unknown languages,
+    texts that it cannot spell at all, and texts too long for CTC.
+
+    Args:
+        source: A manifest of any kind that `effasr.data.manifest.reader.read` takes.
+        out: The folder to write.
+        tokenizer: For the checks that need tokens.
+        limits: Durations, budgets and rates; by default `Limits()`, without CTC's for the tokenizer
+            of a Whisper, which has no CTC head, and may have many tokens for a word.
+        language: The language of utterances that name none.
+        decode: Decode all audio. Without, headers alone are read: faster, but damage inside a
+            file goes unseen.
+        jobs: Threads; the number of processors by default.
+        progress: Called with the number of utterances checked so far.
+
+    Returns:
+        The counts.
+
+    Raises:
+        ValueError: The source is malformed or holds nothing, or OUT is a file or the source.
+    """
+    folder = Path(out)
+    if folder.exists() and (not folder.is_dir() or folder.resolve() == Path(source).resolve()):
+        raise ValueError(f"{folder}: `out` must be a folder of its own: choose another name.")
+    if limits is None:
+        limits = Limits(ctc=not isinstance(tokenizer, WhisperTokenizer))
+    check_one = _Check(tokenizer, limits, decode)
+    utterances = named(source, language=language)
+    with _made(folder), TemporaryFile(dir=folder) as file:
+        kept = _Kept(file)
+        dropped: list[tuple[int, Dropped]] = []
+        outcomes = _in_order(check_one, utterances, jobs or os.cpu_count() or 1)
+        for place, outcome in enumerate(outcomes):
+            if isinstance(outcome, Dropped):
+                dropped.append((place, outcome))
+            else:
+                kept.add(place, outcome)
+            if progress is not None:
+                progress(place + 1)
+        if not len(kept) and not dropped:
+            raise ValueError(f"{source}: holds no utterances.")
+        return _write(folder, str(source), kept, dropped, has_tokens=tokenizer is not None)
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make a folder; where nothing comes of it, an empty one does not stay behind."""
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            with suppress(OSError):  # Something has been written.
+                folder.rmdir()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """A kept utterance: its cut as JSON, and what the counts and the outliers need."""
+
+    line: bytes
+    language: str
+    duration: float
+    size: int
+    unknown: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """All checks of one utterance; run in a thread, as decoding leaves the interpreter free."""
+
+    tokenizer: Tokenizer | None
+    limits: Limits
+    decode: bool
+
+    def __call__(self, named_utterance: tuple[str, Utterance]) -> _Fit | Dropped:
+        name, utterance = named_utterance
+        duration = None
+        try:
+            cut = utterance.cut(name)
+            duration = cut.duration
+            tokens = check(cut, self.limits, self.tokenizer)
+            if self.decode:
+                _check_audio(cut)
+        except AudioError as error:
+            return Dropped(name, error.problem, str(error), utterance.audio, duration)
+        except Unfit as error:
+            return Dropped(name, error.reason, str(error), utterance.audio, duration)
+        asked = request(cut)
+        return _Fit(
+            json.dumps(cut.to_dict(), ensure_ascii=False).encode(),
+            asked.source if asked.monotonic else f"{asked.source}>{asked.target}",
+            duration,
+            len(text_of(cut)) if tokens is None else len(tokens.text),
+            0 if tokens is None else tokens.unknown,
+        )
+
+
+class _Kept:
+    """Kept utterances: lines in a file, numbers in memory, so that millions fit."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.places = array("q")
+        self.durations = array("d")
+        self.sizes = array("q")
+        self.unknown = array("q")
+        self.languages: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def add(self, place: int, fit: _Fit) -> None:
+        self._file.write(fit.line + b"\n")
+        self.places.append(place)
+        self.durations.append(fit.duration)
+        self.sizes.append(fit.size)
+        self.unknown.append(fit.unknown)
+        self.languages.append(sys.intern(fit.language))
+
+    def lines(self) -> Iterator[bytes]:
+        self._file.seek(0)
+        yield from self._file
+
+    def outliers(self) -> np.ndarray:
+        durations = np.array(self.durations)
+        return rate_outliers(np.array(self.sizes) / durations, durations)
+
+
+def _check_audio(cut: Cut) -> None:
+    audio = load_audio(cut)
+    if not audio.any():
+        raise AudioError(AudioProblem.SILENT, f"{cut.id}: every sample is zero.")
+
+
+def _in_order(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
+    """Apply a function in threads; results in order, a bounded number of items ahead."""
+    pending: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(threads) as executor:
+        for item in items:
+            pending.append(executor.submit(function, item))
+            if len(pending) >= 16 * threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def _write(
+    folder: Path, source: str, kept: _Kept, dropped: list[tuple[int, Dropped]], *, has_tokens: bool
+) -> PrepareReport:
+    report = PrepareReport(source)
+    outliers = kept.outliers()
+    with (
+        atomic_file(folder / CUTS_FILE) as file,
+        # Neither name nor time go into the header: the same cuts give the same bytes.
+        gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
+    ):
+        for index, line in enumerate(kept.lines()):
+            duration, size = kept.durations[index], kept.sizes[index]
+            if outliers[index]:
+                drop = _outlier(line, size / duration, duration, has_tokens=has_tokens)
+                dropped.append((kept.places[index], drop))
+                continue
+            packed.write(line)
+            report.kept.add(duration)
+            report.by_language.setdefault(kept.languages[index], Share()).add(duration)
+            report.tokens += size if has_tokens else 0
+            report.unknown_tokens += kept.unknown[index]
+    with atomic_file(folder / DROPPED_FILE) as file:
+        for _, drop in sorted(dropped, key=itemgetter(0)):
+            file.write(json.dumps(asdict(drop), ensure_ascii=False).encode() + b"\n")
+            report.dropped.add(drop.duration)
+            report.by_reason.setdefault(drop.reason, Share()).add(drop.duration)
+    for share in (
+        report.kept,
+        report.dropped,
+        *report.by_language.values(),
+        *report.by_reason.values(),
+    ):
+        share.hours = round(share.hours, 6)
+    text = json.dumps(asdict(report), indent=2, ensure_ascii=False)
+    write_atomically(folder / REPORT_FILE, text.encode() + b"\n")
+    return report
+
+
+def _outlier(line: bytes, rate: float, duration: float, *, has_tokens: bool) -> Dropped:
+    cut = json.loads(line)
+    reason = Reason.TOKEN_RATE if has_tokens else Reason.CHARACTER_RATE
+    details = f"{rate:.1f} per second, far more than others of {duration:.1f} s"
+    return Dropped(
+        cut["id"], reason, details, str(cut["recording"]["sources"][0]["source"]), duration
+    )

@@ -1,0 +1,255 @@
+"""Manifests of every supported kind, read as lhotse cuts.
+
+Kinds: NeMo's JSON lines, lhotse cuts (``.jsonl``, ``.jsonl.gz``) and Shar folders, folders that
+`effasr prepare` wrote, Kaldi data folders, and folders of audio files with transcripts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+
+from lhotse import CutSet
+from lhotse.cut import Cut
+
+from effasr.data.audio.waveform import AudioError, load_audio, read_audio
+from effasr.data.manifest import cuts, folder, kaldi, nemo, shar
+from effasr.data.manifest.lines import numbered_lines, parse_object
+from effasr.data.manifest.pairs import SOURCE_TEXT
+from effasr.data.manifest.utterance import Utterance
+from effasr.data.prompt import Prompt
+
+__all__ = [
+    "AudioError",
+    "Names",
+    "Part",
+    "deciding_files",
+    "iterate",
+    "load_audio",
+    "named",
+    "parts",
+    "read",
+    "read_audio",
+    "request",
+]
+
+_Read = Callable[[Iterable[tuple[int, str]], Path, str], Iterator[Utterance]]
+"""What makes utterances of the numbered lines of a manifest, given also their default language."""
+
+
+def read(path: str | Path, *, language: str = "en") -> CutSet:
+    """Read a manifest; see `iterate`.
+
+    Each cut has one supervision with ``text`` and ``language`` (the one spoken), and the custom
+    fields ``target_lang``, ``task`` and ``pnc``, which `request` puts together.
+
+    Args:
+        path: A file or folder of any supported kind. Relative audio paths in it are relative
+            to its folder.
+        language: The language of utterances that name none.
+
+    Returns:
+        The cuts, in the order of the source, with absolute audio paths and unique ids.
+
+    Raises:
+        ValueError: The path is of no known kind or holds no utterance, a line is malformed,
+            two lines have the same id, or the header of an audio file cannot be read.
+    """
+    found = CutSet.from_cuts(list(iterate(path, language=language)))
+    if not len(found):
+        raise ValueError(f"{path}: holds no utterances.")
+    return found
+
+
+def iterate(path: str | Path, *, language: str = "en") -> Iterator[Cut]:
+    """The cuts of a manifest, one at a time.
+
+    Lines that are no lhotse cuts need the header of their audio file, which is read here:
+    lengths are then exact. A prepared folder needs none and is the fast way into training.
+
+    Raises:
+        ValueError: As `read`, but for an empty manifest.
+    """
+    for name, utterance in named(path, language=language):
+        try:
+            yield utterance.cut(name)
+        except AudioError as error:
+            raise ValueError(
+                f"{utterance.origin}: {error} `effasr prepare` leaves such lines out."
+            ) from error
+
+
+def request(cut: Cut) -> Prompt:
+    """What is asked of the model for this cut.
+
+    Raises:
+        ValueError: The cut's fields contradict each other.
+    """
+    return cuts.cut_prompt(cut, cut.id, Prompt().source)
+
+
+def named(path: str | Path, *, language: str = "en") -> Iterator[tuple[str, Utterance]]:
+    """The utterances of a manifest, each with a unique name; no audio file is opened.
+
+    A name that the source gives must be unique. A name made from a file's name gets ``-2``,
+    ``-3`` ... in the order of the source where it is taken.
+
+    Raises:
+        ValueError: As `read`, but for audio and an empty manifest.
+    """
+    names = Names()
+    for utterance in _utterances(Path(path), language):
+        yield names.take(utterance), utterance
+
+
+class Names:
+    """The names of a manifest's utterances: see `named`."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+        self._counts: dict[str, int] = {}
+        """Up to which number the names made of a file's name are taken."""
+
+    def take(self, utterance: Utterance) -> str:
+        """The name of the next utterance.
+
+        Raises:
+            ValueError: It has one that is taken.
+        """
+        name = utterance.id
+        if name in self._taken:
+            if utterance.named:
+                raise ValueError(
+                    f"{utterance.origin}: the id {name!r} is taken by an earlier line: "
+                    "give every utterance its own id."
+                )
+            count = self._counts.get(utterance.id, 1) + 1
+            while (name := f"{utterance.id}-{count}") in self._taken:
+                count += 1
+            self._counts[utterance.id] = count
+        self._taken.add(name)
+        return name
+
+    def take_all(self, utterances: Iterable[Utterance]) -> list[str]:
+        """The names of the next utterances.
+
+        Raises:
+            ValueError: One has one that is taken.
+        """
+        return [self.take(utterance) for utterance in utterances]
+
+    def take_as_they_are(self, names: Sequence[str]) -> bool:
+        """Take these, if none is taken and none is there twice; whether that was so."""
+        if len(set(names)) < len(names) or not self._taken.isdisjoint(names):
+            return False
+        self._taken.update(names)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some utterances of a manifest, in a form that goes to other processes.
+
+    Attributes:
+        path: The manifest.
+        lines: Their lines, with numbers.
+        read: What reads the lines.
+        others: The utterances themselves, where they are no lines.
+    """
+
+    path: Path
+    lines: list[tuple[int, str]] = field(default_factory=list)
+    read: _Read | None = None
+    others: list[Utterance] = field(default_factory=list)
+
+    def utterances(self, language: str) -> Iterator[Utterance]:
+        """The utterances; see `named`, but for their names."""
+        if self.read is None:
+            return iter(self.others)
+        return self.read(self.lines, self.path, language)
+
+
+def parts(path: str | Path, language: str, size: int) -> Iterator[Part]:
+    """The parts of a manifest, each of ``size`` utterances at most; see `named`.
+
+    Raises:
+        ValueError: As `named`.
+    """
+    path = Path(path)
+    file = _file_of_lines(path)
+    if file is None:
+        utterances = _utterances(path, language)
+        while others := list(islice(utterances, size)):
+            yield Part(path, others=others)
+        return
+    lines, read = _reader(file)
+    while some := list(islice(lines, size)):
+        yield Part(file, some, read)
+
+
+def deciding_files(path: str | Path) -> tuple[list[Path], list[Path]] | None:
+    """The files that decide what is read from a manifest.
+
+    Returns:
+        Those whose content does, and archives of audio; None for a folder of audio files, whose
+        very listing does.
+
+    Raises:
+        ValueError: There is no such manifest.
+    """
+    path = Path(path)
+    if (file := _file_of_lines(path)) is not None:
+        return [file], []
+    if shar.is_shar(path):
+        return shar.files(path)
+    if kaldi.is_kaldi(path):
+        return [file for name in kaldi.FILES if (file := path / name).is_file()], []
+    return None
+
+
+def _utterances(path: Path, language: str) -> Iterator[Utterance]:
+    file = _file_of_lines(path)
+    if file is not None:
+        lines, read = _reader(file)
+        return read(lines, file, language)
+    if shar.is_shar(path):
+        return shar.utterances(path, language)
+    if kaldi.is_kaldi(path):
+        return kaldi.utterances(path, language)
+    return folder.utterances(path, language)
+
+
+def _file_of_lines(path: Path) -> Path | None:
+    """The file, if the manifest is one or a prepared folder."""
+    if path.is_dir():
+        file = path / cuts.CUTS_FILE
+        return file if file.is_file() else None
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file or folder.")
+    return path
+
+
+def _reader(path: Path) -> tuple[Iterator[tuple[int, str]], _Read]:
+    """The lines, and what reads them, NeMo's or lhotse's JSON: the first line tells which."""
+    lines = numbered_lines(path)
+    first = next(lines, None)
+    if first is None:
+        return iter(()), cuts.utterances
+    number, line = first
+    row = parse_object(line, f"{path}:{number}")
+    every = chain([first], lines)
+    if "audio_filepath" in row:
+        return every, nemo.utterances
+    if row.keys() & {"supervisions", "recording", "tracks"}:
+        return every, cuts.utterances
+    if SOURCE_TEXT in row:
+        raise ValueError(
+            f"{path}:{number}: a text-only line, with `{SOURCE_TEXT}` but without "
+            "`audio_filepath`: only training reads such manifests."
+        )
+    raise ValueError(
+        f"{path}:{number}: neither a NeMo line (no `audio_filepath`) nor a lhotse cut (no "
+        f"`supervisions`): its fields are {', '.join(sorted(row)) or 'none'}."
+    )

@@ -1,0 +1,200 @@
+"""The blend of sources that was asked for, beside the one that is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from effasr.data.features.log_mel import SAMPLE_RATE
+from effasr.data.mixture import MixConfig, leaves, shares
+from effasr.data.sampling.population import Population, population
+
+SOURCE_DTYPE = np.uint16
+"""Of the number of a source; there can be 65,536."""
+
+Unit = Literal["hours", "tokens"]
+_PER_UNIT: dict[Unit, int] = {"hours": SAMPLE_RATE * 3600, "tokens": 1}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixture:
+    """Sources with their shares, and how much of each an epoch has.
+
+    Attributes:
+        names: Of the sources.
+        asked: The share of each.
+        utterances: int64 (sources,), what each has.
+        amounts: int64 (sources,), samples of audio that each has; of text-only sources, tokens.
+        unit: In which that is shown.
+        quotas: Samples that each contributes to an epoch; None where an epoch has every utterance
+            once, or is not measured in hours.
+    """
+
+    names: tuple[str, ...]
+    asked: tuple[float, ...]
+    utterances: np.ndarray
+    amounts: np.ndarray
+    unit: Unit
+    quotas: tuple[int, ...] | None
+
+    @classmethod
+    def of(
+        cls, mix: MixConfig, sources: np.ndarray, amounts: np.ndarray, *, unit: Unit = "hours"
+    ) -> Mixture:
+        """Divide an epoch among sources.
+
+        Args:
+            mix: The sources.
+            sources: int (n,), the number of each utterance's source among `leaves`.
+            amounts: int (n,), samples or tokens of each utterance.
+            unit: In which amounts are shown: hours of samples, or tokens.
+        """
+        names = tuple(leaf.name for leaf in leaves(mix))
+        utterances, by_source = _sums(sources, amounts, len(names))
+        whole = int(by_source.sum())
+        if mix.epoch == "full":
+            asked = tuple(amount / whole for amount in by_source.tolist())
+            return cls(names, asked, utterances, by_source, unit, None)
+        asked = shares(mix, by_source.tolist())
+        if unit != "hours":
+            return cls(names, asked, utterances, by_source, unit, None)
+        if mix.epoch_hours is not None:
+            whole = round(mix.epoch_hours * _PER_UNIT["hours"])
+        quotas = tuple(round(share * whole) for share in asked)
+        return cls(names, asked, utterances, by_source, unit, quotas)
+
+    def check(self, sources: Iterable[int]) -> None:
+        """Check that there is something of each of these sources.
+
+        Raises:
+            ValueError: There is not.
+        """
+        lacking = [self.names[n] for n in sorted(set(sources)) if not self.utterances[n]]
+        if lacking:
+            raise ValueError(
+                "`mix`: every source must have an utterance that can be trained on, but "
+                f"{', '.join(lacking)} has none: leave it out, or look at its manifests; "
+                "`effasr prepare` lists what is dropped."
+            )
+
+    def populations(
+        self, sources: np.ndarray, amounts: np.ndarray, *, seed: int
+    ) -> Population | None:
+        """What gives the utterances of an epoch, int32 (p,).
+
+        Args:
+            sources: int (n,), the number of each utterance's source.
+            amounts: int (n,), its samples or tokens.
+            seed: Seed of the run.
+
+        Returns:
+            A function of the epoch; None where there are no quotas.
+        """
+        quotas = self.quotas
+        if quotas is None:
+            return None
+        return lambda epoch: population(sources, amounts, quotas, seed=seed, epoch=epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class BlendRow:
+    """A source in a `Blend`.
+
+    Attributes:
+        source: Its name.
+        unit: Of the amounts: ``hours`` of audio, or ``tokens`` of text to translate.
+        utterances: What it has.
+        amount: Likewise.
+        asked: The share of all amounts that it is to get.
+        drawn_utterances: What was drawn of it, repetitions included.
+        drawn_amount: Likewise.
+        realised: The share that it got.
+    """
+
+    source: str
+    unit: Unit
+    utterances: int
+    amount: float
+    asked: float
+    drawn_utterances: int
+    drawn_amount: float
+    realised: float
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """What was drawn of every source."""
+
+    rows: tuple[BlendRow, ...]
+
+    @classmethod
+    def of(cls, mixture: Mixture, drawn_utterances: np.ndarray, drawn: np.ndarray) -> Blend:
+        """Compare a mixture with what was drawn.
+
+        Args:
+            mixture: What was asked for.
+            drawn_utterances: int64 (sources,).
+            drawn: int64 (sources,), samples or tokens.
+        """
+        whole, scale = max(int(drawn.sum()), 1), _PER_UNIT[mixture.unit]
+        columns = zip(
+            mixture.names,
+            [mixture.unit] * len(mixture.names),
+            mixture.utterances.tolist(),
+            (mixture.amounts / scale).tolist(),
+            mixture.asked,
+            drawn_utterances.tolist(),
+            (drawn / scale).tolist(),
+            (drawn / whole).tolist(),
+            strict=True,
+        )
+        return cls(tuple(BlendRow(*values) for values in columns if values[2]))
+
+    def mapping(self) -> list[dict[str, Any]]:
+        """For a JSON file: one object per source."""
+        return [asdict(row) for row in self.rows]
+
+    def table(self) -> Iterator[str]:
+        """The lines of a table for people."""
+        width = max(6, *(len(row.source) for row in self.rows))
+        unit = self.rows[0].unit
+        yield (
+            f"{'source':{width}}  {unit:>9}  {'utterances':>10}  {'asked':>7}  {'drawn':>7}  times"
+        )
+        for row in self.rows:
+            amount = f"{row.amount:9.2f}" if unit == "hours" else f"{row.amount:9.0f}"
+            yield (
+                f"{row.source:{width}}  {amount}  {row.utterances:10d}  {100 * row.asked:5.1f} %  "
+                f"{100 * row.realised:5.1f} %  {row.drawn_amount / row.amount:5.2f}"
+            )
+
+
+def drawn(
+    mixture: Mixture, sources: np.ndarray, amounts: np.ndarray, indices: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Utterances and samples, or tokens, of each source among those drawn, int64 (sources,) each.
+
+    Args:
+        mixture: The sources.
+        sources: int (n,), the source of each utterance.
+        amounts: int (n,), its samples.
+        indices: int (m,), the utterances drawn, repetitions included.
+    """
+    return _sums(sources[indices], amounts[indices], len(mixture.names))
+
+
+def planned(
+    mixture: Mixture, sources: np.ndarray, amounts: np.ndarray, indices: np.ndarray
+) -> Blend:
+    """The blend of a plan, whose ``indices`` these are; the arguments are those of `drawn`."""
+    return Blend.of(mixture, *drawn(mixture, sources, amounts, indices))
+
+
+def _sums(sources: np.ndarray, amounts: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    utterances = np.bincount(sources, minlength=count)
+    # Sums of integers below 2**53 are exact in float64, whatever their order.
+    sums = np.bincount(sources, weights=amounts, minlength=count)
+    return utterances.astype(np.int64), sums.astype(np.int64)

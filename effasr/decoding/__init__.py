@@ -1,0 +1,1 @@
+"""Greedy and beam searches of CTC, transducer and attention decoders."""

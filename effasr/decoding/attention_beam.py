@@ -1,0 +1,362 @@
+"""Beam search with the attention decoder, over all hypotheses of a batch at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from effasr.decoding.coverage import Coverage
+from effasr.decoding.ctc_prefix_scorer import CTCPrefixes
+from effasr.decoding.decoded import Decoded
+from effasr.decoding.lm.ngram import TokenLM
+from effasr.decoding.suppression import FORBIDDEN, Suppression
+from effasr.model.asr import ASRModel
+from effasr.nn.cache.decoder_state import KEPT_SHARE
+from effasr_kernels import PackedSequence
+
+_NONE = -torch.inf
+
+_FEWEST_CANDIDATES = 8
+"""Tokens of each hypothesis that CTC or a language model score, or twice the beam if more."""
+
+
+def attention_beam(
+    model: ASRModel,
+    encoded: PackedSequence,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    eos_id: int,
+    classes: int | None = None,
+    *,
+    beam: int,
+    length_penalty: float = 0.0,
+    coverage_penalty: float = 0.0,
+    ctc_weight: float = 0.0,
+    lm: TokenLM | None = None,
+    lm_weight: float = 0.0,
+) -> list[Decoded]:
+    """Find a transcript that scores well for each sequence of encoder output.
+
+    Each step extends every hypothesis by every token and by the end, and keeps the best ``beam`` of
+    all of them; those that end are complete and leave the beam. So with a beam of 1 and no CTC this
+    is greedy search, and with one that is wide enough it is exact. A hypothesis of a score s and n
+    tokens, the end included, ranks by ``s / ((5 + n) / 6) ** length_penalty``. An utterance is done
+    once nothing in its beam can outrank the best complete one, however it goes on: scores only
+    fall, and none can be divided by more than at the limit. One that reaches the limit ends there.
+
+    With a ``coverage_penalty`` b, ranks gain b times the share of frames that the hypothesis covers
+    (see `Coverage`), and the beam keeps those of the best rank; hypotheses that go on are taken to
+    cover all of them in the end.
+
+    With a ``ctc_weight`` w, a score is (1 - w) times the decoder's log-probability and w times that
+    which CTC gives to all transcripts that begin so, of the tokens that the decoder likes best. To
+    this comes ``lm_weight`` times the log-probability of the language model (shallow fusion).
+
+    Args:
+        model: With a decoder, and for ``ctc_weight`` with a CTC head.
+        encoded: (T, C), from ``model.encode``; sequences past ``len(prompts)`` are not decoded.
+        prompts: At least one token each; they may differ in length.
+        limits: The most tokens each may say after its prompt, at least one.
+        eos_id: Ends a transcript.
+        classes: How many of the model's classes are tokens, where not all are.
+        beam: K, the hypotheses that are kept of each sequence.
+        length_penalty: 0 for the likeliest transcript; more favours longer ones.
+        coverage_penalty: At least 0; more favours those that leave out less speech.
+        ctc_weight: From 0 to 1.
+        lm: Over the same tokens; None for no language model.
+        lm_weight: At least 0.
+
+    Returns:
+        One result for each prompt.
+
+    References:
+        Wu et al., 2016, https://arxiv.org/abs/1609.08144 (length penalty, and how coverage is added
+        to it); Chorowski and Jaitly, 2017, https://arxiv.org/abs/1612.02695 (coverage); Watanabe et
+        al., 2017, https://doi.org/10.1109/JSTSP.2017.2763455 (joint scores).
+    """
+    found = [Decoded(())] * len(prompts)
+    if not found:
+        return found
+    classes = model.vocab_size if classes is None else classes
+    alone = ctc_weight == 0 and lm is None
+    candidates = min(beam if alone else max(_FEWEST_CANDIDATES, 2 * beam), classes - 1)
+    assert model.decoder is not None
+    scoring = _Scoring(
+        eos_id,
+        classes,
+        candidates,
+        length_penalty,
+        coverage_penalty,
+        ctc_weight,
+        lm,
+        lm_weight,
+        Suppression.of(model.decoder, classes),
+    )
+    room = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+    # Where a prompt is longer than the shortest, steps read the rest of it.
+    shortest = min(map(len, prompts))
+    state = model.start_decoding(encoded, room, [prompt[: shortest - 1] for prompt in prompts])
+    search = _Search.begin(
+        model, encoded, prompts, limits, beam, ctc=ctc_weight > 0, coverage=coverage_penalty > 0
+    )
+    state.widen(beam)
+    if search.coverage is not None:
+        state.watch()
+    while True:
+        hidden = model.decode_step(search.tokens.flatten(), state)
+        if search.coverage is not None:
+            assert state.weights is not None
+            reading = (search.starts > state.length)[:, None]
+            search = replace(search, coverage=search.coverage.extended(state.weights, reading))
+        search, parents = _advance(model.logits(hidden), search, scoring, state.length)
+        search, going = _recorded(search, scoring, limits, found)
+        if not going:
+            return found
+        if beam > 1:
+            state.reorder(parents)
+        if len(going) <= KEPT_SHARE * len(search.names):
+            state.keep(going)
+            search = search.keep(torch.tensor(going, device=search.names.device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """What makes a hypothesis good.
+
+    Attributes:
+        eos_id: Ends a transcript.
+        classes: How many of the model's classes are tokens.
+        candidates: C, the tokens that each hypothesis may be extended by.
+        length_penalty: The exponent.
+        coverage_penalty: Of the covered share in the ranks.
+        ctc_weight: Of CTC in the scores.
+        lm: The language model, if any.
+        lm_weight: Of it in the scores.
+        suppression: Tokens that are not written; None where all may be.
+    """
+
+    eos_id: int
+    classes: int
+    candidates: int
+    length_penalty: float
+    coverage_penalty: float
+    ctc_weight: float
+    lm: TokenLM | None
+    lm_weight: float
+    suppression: Suppression | None
+
+    def rank(self, scores: Tensor, tokens: Tensor, covered: Tensor | float) -> Tensor:
+        """Make scores of hypotheses of different lengths comparable.
+
+        Args:
+            scores: Of each.
+            tokens: How many each has, its end included.
+            covered: The share of frames that each covers; unused without penalty for it.
+        """
+        ranks = scores / ((5 + tokens) / 6) ** self.length_penalty
+        return ranks + self.coverage_penalty * covered if self.coverage_penalty else ranks
+
+    def score(self, spoken: Tensor, heard: Tensor | None, written: Tensor) -> Tensor:
+        """Weigh log-probabilities of the decoder, of CTC, and of the language model."""
+        score = spoken
+        if heard is not None:
+            score = (1 - self.ctc_weight) * score + self.ctc_weight * heard
+        return score if self.lm is None else score + self.lm_weight * written
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """N utterances with K hypotheses each; one of score -inf is none.
+
+    Attributes:
+        names: int64 (N,), the number of each utterance in the batch.
+        prompts: int64 (N, longest), padded.
+        starts: int64 (N,), tokens of each prompt.
+        limits: int64 (N,), of tokens after it.
+        counts: int64 (N,), tokens after it so far; 0 while it is still being read.
+        best: float64 (N,), rank of the best complete hypothesis so far.
+        scores: float64 (N, K).
+        spoken: float64 (N, K), log-probabilities of the decoder; finite, whatever the score.
+        written: float64 (N, K), log-probabilities of the language model; 0 where there is none.
+        tokens: int64 (N, K), to be read next.
+        labels: int64 (N, K, steps), what was said; -1 in steps that read a prompt.
+        ends: bool (N, K), whether the hypothesis has just ended.
+        ctc: What CTC makes of the hypotheses; None where it has no say.
+        coverage: What the hypotheses have attended to; None where that does not matter.
+    """
+
+    names: Tensor
+    prompts: Tensor
+    starts: Tensor
+    limits: Tensor
+    counts: Tensor
+    best: Tensor
+    scores: Tensor
+    spoken: Tensor
+    written: Tensor
+    tokens: Tensor
+    labels: Tensor
+    ends: Tensor
+    ctc: CTCPrefixes | None
+    coverage: Coverage | None
+
+    @classmethod
+    def begin(
+        cls,
+        model: ASRModel,
+        encoded: PackedSequence,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        beam: int,
+        *,
+        ctc: bool,
+        coverage: bool,
+    ) -> _Search:
+        """One hypothesis for each of these utterances, which has said nothing."""
+        device, shape = encoded.values.device, (len(prompts), beam)
+        starts = [len(prompt) for prompt in prompts]
+        frames = encoded.layout.lengths[: len(prompts)]
+        padded = [[*prompt, *[0] * (max(starts) - len(prompt))] for prompt in prompts]
+        table = torch.tensor(padded, device=device)
+        spoken = torch.zeros(shape, dtype=torch.float64, device=device)
+        scores = spoken + _NONE
+        scores[:, 0] = 0
+        return cls(
+            names=torch.arange(len(prompts), device=device),
+            prompts=table,
+            starts=torch.tensor(starts, device=device),
+            limits=torch.tensor(limits, device=device),
+            counts=torch.zeros_like(table[:, 0]),
+            best=spoken[:, 0] + _NONE,
+            scores=scores,
+            spoken=spoken,
+            written=torch.zeros_like(spoken),
+            tokens=table[:, min(starts) - 1, None].repeat(1, beam),
+            labels=table.new_empty(*shape, 0),
+            ends=torch.zeros(shape, dtype=torch.bool, device=device),
+            ctc=CTCPrefixes.begin(model, encoded, len(prompts), beam) if ctc else None,
+            coverage=Coverage.begin(frames, beam, device) if coverage else None,
+        )
+
+    def keep(self, index: Tensor) -> _Search:
+        """These utterances alone, int64 (M,)."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        whole = {name: parts.pop(name) for name in ("ctc", "coverage")}
+        kept = {name: part[index] for name, part in parts.items()}
+        kept |= {name: None if part is None else part.keep(index) for name, part in whole.items()}
+        return _Search(**kept)
+
+    def shares(self) -> Tensor | float:
+        """The share of frames that each hypothesis covers, float64 (N, K), where it matters."""
+        return 0.0 if self.coverage is None else self.coverage.shares()
+
+
+def _advance(
+    logits: Tensor, search: _Search, scoring: _Scoring, position: int
+) -> tuple[_Search, Tensor]:
+    """Extend every hypothesis by tokens and by the end, and keep the K best.
+
+    Args:
+        logits: (N K, V), after ``position`` tokens.
+        search: Before the step; its hypotheses have not ended.
+        scoring: What to rank by.
+        position: Tokens that were read, the prompt's included.
+
+    Returns:
+        The search after the step, and the row that each of its hypotheses comes from, int64 (N K,).
+    """
+    count, beam = search.scores.shape
+    begins = (search.starts == position).repeat_interleave(beam)
+    symbols, steps, end = _candidates(logits, scoring, begins, count)
+    spoken = torch.cat([search.spoken[..., None] + steps, (search.spoken + end)[..., None]], -1)
+    heard = None
+    if search.ctc is not None:
+        heard = torch.cat([search.ctc.extended(symbols), search.ctc.complete()[..., None]], -1)
+    written = search.written[..., None].expand_as(spoken)
+    if scoring.lm is not None:
+        written = written + scoring.lm.scores(search.labels[:, :, -scoring.lm.order :], symbols)
+    pool = scoring.score(spoken, heard, written)
+    if scoring.suppression is not None:
+        pool = pool.masked_fill(spoken <= FORBIDDEN / 2, _NONE)
+    pool = pool.masked_fill(search.scores[..., None] == _NONE, _NONE)
+    full = search.counts >= search.limits
+    pool[..., :-1].masked_fill_(full[:, None, None], _NONE)
+    counts = (position + 1 - search.starts).clamp(min=0)
+    coverage = search.coverage
+    if coverage is None:
+        scores, chosen = pool.flatten(1).topk(beam)
+    else:
+        # All have equally many tokens, so without coverage their scores rank them.
+        ranks = scoring.rank(pool, counts[:, None, None], coverage.shares()[..., None])
+        chosen = ranks.flatten(1).topk(beam).indices
+        scores = pool.flatten(1).gather(1, chosen)
+    parent, which = chosen // pool.shape[-1], chosen % pool.shape[-1]
+    # A prompt is read as it is, by the one hypothesis and its empty neighbours.
+    reading = (search.starts > position)[:, None]
+    parent = torch.where(reading, torch.arange(beam, device=parent.device), parent)
+    ends = (which == scoring.candidates) & ~reading
+    symbol = torch.where(ends, scoring.eos_id, _pick(symbols, parent, which))
+    label = torch.where(reading, -1, symbol)
+    ctc = search.ctc
+    if ctc is not None:
+        ctc = ctc.advanced(parent, label)
+    following = search.prompts[:, min(position, search.prompts.shape[1] - 1), None]
+    first = torch.arange(count, device=parent.device)[:, None]
+    after = replace(
+        search,
+        counts=counts,
+        scores=torch.where(reading, search.scores, scores),
+        spoken=torch.where(reading, search.spoken, spoken.flatten(1).gather(1, chosen)),
+        written=torch.where(reading, search.written, written.flatten(1).gather(1, chosen)),
+        tokens=torch.where(reading, following, symbol),
+        labels=torch.cat([search.labels[first, parent], label[..., None]], -1),
+        ends=ends,
+        ctc=ctc,
+        coverage=None if coverage is None else coverage.reordered(parent),
+    )
+    return after, (first * beam + parent).flatten()
+
+
+def _candidates(
+    logits: Tensor, scoring: _Scoring, begins: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The likeliest tokens: int64 and float64 (N, K, C), and the end: float64 (N, K)."""
+    logits = logits[:, : scoring.classes].float()
+    total = logits.logsumexp(-1).double()
+    if scoring.suppression is not None:
+        # After the sum, as transformers does: what is left keeps its probability.
+        logits = scoring.suppression.applied(logits, begins)
+    end = logits[:, scoring.eos_id].double() - total
+    others = logits.index_fill(1, torch.tensor([scoring.eos_id], device=logits.device), _NONE)
+    # Differences in float64 keep the order of the logits, which their float32 might not.
+    values, symbols = others.topk(scoring.candidates)
+    steps = values.double() - total[:, None]
+    return symbols.unflatten(0, (count, -1)), steps.unflatten(0, (count, -1)), end.view(count, -1)
+
+
+def _pick(symbols: Tensor, parent: Tensor, which: Tensor) -> Tensor:
+    """The chosen candidates of the parents, int64 (N, K); any where the choice is the end."""
+    number = torch.arange(len(symbols), device=symbols.device)[:, None]
+    return symbols[number, parent, which.clamp(max=symbols.shape[-1] - 1)]
+
+
+def _recorded(
+    search: _Search, scoring: _Scoring, limits: Sequence[int], found: list[Decoded]
+) -> tuple[_Search, list[int]]:
+    """Take complete hypotheses out of the beam; also tell which utterances go on."""
+    complete = scoring.rank(search.scores, search.counts[:, None], search.shares())
+    complete = complete.masked_fill(~search.ends, _NONE)
+    ranks, winner = complete.max(1)
+    better = (ranks > search.best).nonzero()[:, 0]
+    if len(better):
+        names = search.names[better].tolist()
+        for name, labels in zip(names, search.labels[better, winner[better]].tolist(), strict=True):
+            said = tuple(label for label in labels[:-1] if label >= 0)
+            found[name] = Decoded(said, truncated=len(said) == limits[name])
+    best = torch.maximum(search.best, ranks)
+    scores = search.scores.masked_fill(search.ends, _NONE)
+    going = scoring.rank(scores.max(1).values, search.limits + 1, 1.0) > best
+    return replace(search, best=best, scores=scores), going.nonzero()[:, 0].tolist()

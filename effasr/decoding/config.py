@@ -1,0 +1,129 @@
+"""How recordings become text: what to search with, and how much to hold at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+_COUNTS = "beam", "max_symbols", "frame_budget", "max_sequences", "extra_tokens", "workers"
+
+
+LENGTH_PENALTY = 0.6
+"""Where none is given. Wu et al., 2016, https://arxiv.org/abs/1609.08144, found 0.6 to 0.7 best."""
+
+
+LM_WEIGHT = 0.3
+"""Where none is given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodingConfig:
+    """How recordings are cut, batched and decoded.
+
+    Attributes:
+        method: ``attention``, ``transducer``, ``ctc``, or ``auto``: the first of them that the
+            model has.
+        beam: Hypotheses that are kept of each utterance; 1 for greedy search.
+        length_penalty: With the attention decoder and a beam, the exponent a by which a transcript
+            of score s and n tokens, its end included, ranks: ``s / ((5 + n) / 6) ** a``. 0 takes
+            the likeliest, which tends to be too short; 1 is nearly the mean over the tokens. None
+            for 0.6, and where nothing would read it.
+        coverage_penalty: With the attention decoder and a beam, what is added to the rank of a
+            transcript for the share of frames that it covers, so that it loses what it leaves out:
+            those which its tokens attend to with more than 0.5 in all; see
+            `effasr.decoding.coverage`. Each step of the search is slower, and it may take more of
+            them, because a transcript may yet cover more. None or 0 for none.
+        ctc_weight: With the attention decoder, the share of CTC in the scores, from 0 to 1; more
+            than 0 needs a model with both. It keeps the decoder from skipping and repeating speech.
+        lm: A language model over token ids for shallow fusion with the attention decoder or a beam
+            of CTC: an ARPA file of n-grams, plain or gzipped, or the folder of a causal language
+            model of transformers with the same vocabulary; None for none.
+        lm_weight: What its log-probability is multiplied by before it is added to the scores. None
+            for 0.3, and where there is no ``lm``.
+        max_symbols: Most labels that greedy search of a transducer may emit at one frame.
+        frame_budget: Encoder frames of a batch, of 80 ms each: of Whisper's, of 20 ms, it has four
+            times as many.
+        max_sequences: Utterances of a batch.
+        chunk_seconds: A longer recording is cut at pauses into chunks of at most this length, or
+            of what ``encoder.max_frames`` allows, if that is less.
+        search_seconds: How far a cut may move towards a pause.
+        gap_seconds: Where nobody speaks for so long, nothing is decoded: an attention decoder may
+            hear words in silence. Known by loudness alone: see `effasr.transcription.inputs.vad`.
+            None to decode all.
+        tokens_per_frame: With ``extra_tokens``, a bound on the length of a transcript, for the
+            attention decoder may repeat itself for ever: ``tokens_per_frame * frames + extra``. A
+            beam has it, too.
+        extra_tokens: See ``tokens_per_frame``.
+        precision: Of matrix products, in the sense of autocast.
+        workers: Threads that load audio.
+        words: Whether to find when each word is said; needs a model with a CTC head.
+    """
+
+    method: Literal["auto", "attention", "transducer", "ctc"] = "auto"
+    beam: int = 1
+    length_penalty: float | None = None
+    coverage_penalty: float | None = None
+    ctc_weight: float = 0.0
+    lm: Path | None = None
+    lm_weight: float | None = None
+    max_symbols: int = 10
+    frame_budget: int = 4096
+    max_sequences: int = 256
+    chunk_seconds: float = 30.0
+    search_seconds: float = 3.0
+    gap_seconds: float | None = 2.0
+    tokens_per_frame: float = 2.0
+    extra_tokens: int = 16
+    precision: Literal["float32", "bfloat16"] = "float32"
+    workers: int = 4
+    words: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
+        if self.chunk_seconds < 1.0:
+            raise ValueError(f"`chunk_seconds` must be at least 1, but is {self.chunk_seconds}.")
+        if not 0.0 <= self.search_seconds <= self.chunk_seconds / 2:
+            raise ValueError(
+                f"`search_seconds` must be from 0 to half of `chunk_seconds` = "
+                f"{self.chunk_seconds}, but is {self.search_seconds}."
+            )
+        if self.gap_seconds is not None and not self.gap_seconds >= 0.1:
+            raise ValueError(
+                f"`gap_seconds` must be at least 0.1, but is {self.gap_seconds}: leave it out to "
+                "decode all audio."
+            )
+        if self.length_penalty is not None and not 0.0 <= self.length_penalty < math.inf:
+            raise ValueError(
+                f"`length_penalty` must be at least 0, but is {self.length_penalty}: 0 leaves the "
+                "scores as they are, 1 favours longer transcripts."
+            )
+        if self.coverage_penalty is not None and not 0.0 <= self.coverage_penalty < math.inf:
+            raise ValueError(
+                f"`coverage_penalty` must be at least 0, but is {self.coverage_penalty}: 0 leaves "
+                "the ranks as they are, more favours transcripts that leave out less speech."
+            )
+        if not 0.0 <= self.ctc_weight <= 1.0:
+            raise ValueError(
+                f"`ctc_weight` must be from 0 to 1, but is {self.ctc_weight}: it is the share of "
+                "CTC in the scores, and the decoder has the rest."
+            )
+        if self.lm_weight is not None and self.lm is None:
+            raise ValueError(
+                f"`lm_weight` must be left out where there is no `lm`, but is {self.lm_weight}."
+            )
+        if self.lm_weight is not None and not 0.0 < self.lm_weight < math.inf:
+            raise ValueError(
+                f"`lm_weight` must be above 0, but is {self.lm_weight}: leave out `lm` for none."
+            )
+        if not self.tokens_per_frame >= 0.0:
+            raise ValueError(
+                f"`tokens_per_frame` must be at least 0, but is {self.tokens_per_frame}."
+            )
+
+    def max_tokens(self, frames: int) -> int:
+        """The most tokens that the transcript of this many encoder frames may have."""
+        return int(self.tokens_per_frame * frames) + self.extra_tokens

@@ -1,0 +1,1 @@
+"""Greedy search of the attention decoder with continuous batching."""

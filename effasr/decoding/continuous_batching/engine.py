@@ -1,0 +1,327 @@
+"""Greedy search of the attention decoder with continuous batching."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effasr import ranges
+from effasr.decoding.continuous_batching.cuda_graph import Capture, Readback, StepGraph
+from effasr.decoding.decoded import Decoded
+from effasr.decoding.suppression import Suppression
+from effasr.model.asr import ASRModel
+from effasr.nn.cache.decoder_state import GROUP, KEPT_SHARE
+from effasr_kernels import PackedSequence
+
+_AHEAD = 2
+"""Steps that a GPU may have queued while the host reads the tokens of the one before them."""
+
+_ADMITTED_SHARE = 1 / 8
+"""So many of the slots must be free before others enter: their keys are computed together."""
+
+
+@dataclass(slots=True)
+class Utterance:
+    """What is decoded in a slot.
+
+    Attributes:
+        name: Comes back with the result; of any type.
+        prompt: At least one token.
+        limit: The most tokens it may say after its prompt, at least one.
+    """
+
+    name: Any
+    prompt: Sequence[int]
+    limit: int
+    _said: list[int] = field(default_factory=list)
+    _finished: bool = False
+    _truncated: bool = False
+
+    @property
+    def room(self) -> int:
+        """Most tokens that it reads."""
+        return len(self.prompt) + self.limit
+
+    def read(self, likeliest: int, eos_id: int) -> bool:
+        """Take in what a step found likeliest next; tells whether this is the end.
+
+        Steps that were queued when the end was not known yet change nothing.
+        """
+        if self._finished:
+            return False
+        if likeliest == eos_id:
+            self._finished = True
+        else:
+            self._said.append(likeliest)
+            self._finished = self._truncated = len(self._said) == self.limit
+        return self._finished
+
+    def result(self) -> Decoded:
+        """What was said."""
+        return Decoded(tuple(self._said), self._truncated)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    utterance: Utterance
+    speech: Tensor
+
+
+class Engine:
+    """Decodes utterances in a fixed number of slots, as they come.
+
+    Each slot holds one utterance at its own position. It leaves when it is finished, and the next
+    enters, while the others stay where they are. One forward reads the prompts of those that enter
+    together, all but the last token of each: that is what the next step reads. So steps are full as
+    long as any wait, each of them says a token, and it has the same shapes whatever is in the
+    slots: an utterance's tokens do not depend on the others. On a GPU the keys and values lie in
+    pages, a step is one CUDA graph, and tokens are read some steps later; what a finished utterance
+    says until then is dropped. On a CPU the slots that are left in the end move together.
+
+    The precision is that of autocast where the engine is made.
+    """
+
+    def __init__(
+        self,
+        model: ASRModel,
+        eos_id: int,
+        classes: int | None = None,
+        *,
+        slots: int,
+        max_frames: int,
+        frame_budget: int | None = None,
+        pages: tuple[int, int] | None = None,
+        paged: bool | None = None,
+        graph: bool = True,
+        capture: Capture | None = None,
+        ahead: int | None = None,
+        within: Callable[[str], AbstractContextManager] = ranges.range,
+    ) -> None:
+        """Take the memory, and record the step.
+
+        Args:
+            model: With a decoder, in evaluation mode.
+            eos_id: Ends a transcript.
+            classes: How many of the model's classes are tokens, where not all are.
+            slots: Utterances at a time.
+            max_frames: Most encoder frames of one.
+            frame_budget: Most encoder frames of all at a time, unless one alone has more; by
+                default as many as there may be.
+            pages: For the tokens and for the frames of all at a time, where keys and values lie in
+                pages; by default as many as could be needed.
+            paged: Whether they do; by default on a GPU.
+            graph: Whether a GPU records the step, which a few utterances alone are not worth.
+            capture: Records a step, as in `StepGraph`; for tests where there is no GPU.
+            ahead: Steps that may be queued before tokens are read; by default 2 where keys and
+                values lie in pages, else 0.
+            within: Makes what surrounds ``decode.admit`` and ``decode.step``, to see or time them.
+
+        Raises:
+            ValueError: There is no slot.
+        """
+        if slots < 1:
+            raise ValueError(f"`slots` must be at least 1, but is {slots}: nothing could enter.")
+        assert model.decoder is not None
+        self._within = within
+        self._model, self._eos_id, self._classes = model, eos_id, classes
+        self._decoder = model.decoder
+        weight = self._decoder.output_weight
+        self._device = weight.device
+        self._dtype = None
+        if torch.is_autocast_enabled(self._device.type):
+            self._dtype = torch.get_autocast_dtype(self._device.type)
+            self._decoder = model.decoder.cast(self._dtype)
+        self.slots, self.max_frames = slots, max_frames
+        self._budget = slots * max_frames if frame_budget is None else frame_budget
+        self._max_tokens = self._decoder.config.max_positions
+        capacity = -(-slots // GROUP) * GROUP
+        self._waiting: deque[_Waiting] = deque()
+        with self._computing():
+            self._state = self._decoder.new_state(
+                capacity, self._max_tokens, max_frames, paged=paged, pages=pages
+            )
+            self._tokens = torch.zeros(capacity, dtype=torch.int64, device=self._device)
+            self._suppression = Suppression.of(self._decoder, classes)
+            # Rows whose next token is the first of a transcript.
+            self._begins = torch.zeros(capacity, dtype=torch.bool, device=self._device)
+            self._seats: list[Utterance | None] = [None] * capacity
+            if not self._state.paged:
+                self._resize(0)
+            if ahead is None:
+                ahead = _AHEAD if self._state.paged else 0
+            self._readback = Readback(capacity, ahead, self._device)
+            self._run = self._step
+            if graph and (capture is not None or self._device.type == "cuda"):
+                # All slots are idle: the steps before the recording change nothing that matters.
+                self._run = StepGraph(self._step, capture)
+
+    @property
+    def unfinished(self) -> list[Any]:
+        """The names of all that were submitted and have not come back."""
+        seated = [seat.name for seat in self._seats if seat is not None]
+        return [*seated, *(one.utterance.name for one in self._waiting)]
+
+    def submit(self, encoded: PackedSequence, utterances: Sequence[Utterance]) -> None:
+        """Let utterances wait for slots, the longest first: it ends with few slots empty.
+
+        Args:
+            encoded: (T, C), from ``model.encode``; sequences past the utterances are not decoded.
+            utterances: One for each sequence.
+
+        Raises:
+            ValueError: One does not fit into a slot.
+        """
+        with self._computing():
+            speech = self._model.projected(encoded).values
+        lengths, starts = encoded.layout.lengths, encoded.layout.cu_seqlens_host
+        for one, frames in zip(utterances, lengths, strict=False):
+            if not one.prompt or one.room > self._max_tokens:
+                raise ValueError(
+                    f"`utterances` must have 1 to {self._max_tokens} tokens, prompt and limit "
+                    f"together, but one has {one.room} with a prompt of {len(one.prompt)}."
+                )
+            if frames > self.max_frames or not self._state.fits([one.room], [frames], empty=True):
+                raise ValueError(
+                    f"`encoded` must have sequences of at most {self.max_frames} frames that fit "
+                    f"into the pages, but one has {frames}, and reads {one.room} tokens."
+                )
+        waiting = [
+            _Waiting(one, speech[starts[number] : starts[number] + lengths[number]])
+            for number, one in enumerate(utterances)
+        ]
+        self._waiting.extend(sorted(waiting, key=lambda one: -len(one.speech)))
+
+    def results(self, *, drain: bool = True) -> Iterator[tuple[Any, Decoded]]:
+        """Decode, and hand back names and results as utterances finish.
+
+        Args:
+            drain: Whether to go on until all are finished; else until all have a slot, so that the
+                next can be submitted before slots are empty.
+        """
+        while drain or self._waiting:
+            finished: list[Utterance] = []
+            with self._computing():
+                self._seat()
+                busy = any(seat is not None for seat in self._seats)
+                if not busy and not len(self._readback):
+                    return
+                if busy:
+                    with self._within("decode.step"):
+                        self._readback.put(self._run(), list(self._seats))
+                if self._readback.due or not busy:
+                    finished = self._read()
+            yield from ((one.name, one.result()) for one in finished)
+
+    def _step(self) -> Tensor:
+        """Read a token of each row; returns what is likeliest next, int64 (rows,)."""
+        tokens = self._tokens[: self._state.num_rows]
+        hidden = self._decoder.step(tokens, self._state)
+        likeliest = self._likeliest(hidden)
+        tokens.copy_(likeliest)
+        return likeliest
+
+    def _likeliest(self, hidden: Tensor) -> Tensor:
+        if self._suppression is None:
+            return self._decoder.likeliest(hidden, self._classes)
+        begins = self._begins[: len(hidden)]
+        found = self._suppression.likeliest(self._decoder, hidden, begins, self._classes)
+        begins.zero_()
+        return found
+
+    def _read(self) -> list[Utterance]:
+        """Take in the tokens of a step; utterances that end leave their slots."""
+        tokens, seats = self._readback.get()
+        finished = [
+            (row, one)
+            for row, (one, token) in enumerate(zip(seats, tokens, strict=True))
+            if one is not None and one.read(token, self._eos_id)
+        ]
+        for row, _ in finished:
+            self._seats[row] = None
+        if finished:
+            self._state.release([row for row, _ in finished])
+        return [one for _, one in finished]
+
+    def _seat(self) -> None:
+        """Let those in that wait, if enough can enter; else let idle slots go."""
+        taken = sum(seat is not None for seat in self._seats)
+        if not self._waiting:
+            if not self._state.paged and taken <= KEPT_SHARE * len(self._seats):
+                self._resize(taken)
+            return
+        entering = self._next(self.slots - taken, alone=not taken)
+        left = len(self._waiting) - len(entering)
+        if taken and left and len(entering) < _ADMITTED_SHARE * (taken + len(entering)):
+            return
+        if not self._state.paged and taken + len(entering) > len(self._seats):
+            self._resize(taken + len(entering))
+        for _ in entering:
+            self._waiting.popleft()
+        if entering:
+            free = (row for row, seat in enumerate(self._seats) if seat is None)
+            self._admit([next(free) for _ in entering], entering)
+
+    def _next(self, slots: int, *, alone: bool) -> list[_Waiting]:
+        """Those that wait longest and fit together into what is free."""
+        chosen: list[_Waiting] = []
+        rooms: list[int] = []
+        frames: list[int] = []
+        free = self._budget - self._state.frames
+        for one in islice(self._waiting, slots):
+            rooms, frames = [*rooms, one.utterance.room], [*frames, len(one.speech)]
+            within = sum(frames) <= free or (alone and not chosen)
+            if not within or not self._state.fits(rooms, frames):
+                break
+            chosen.append(one)
+        return chosen
+
+    def _admit(self, rows: Sequence[int], chosen: Sequence[_Waiting]) -> None:
+        """Let these into free slots; all that they need comes from the host, without waiting."""
+        sizes, utterances = self._state.sizes, [one.utterance for one in chosen]
+        layout = sizes.layout([len(one.speech) for one in chosen])
+        tail = chosen[0].speech.new_zeros(layout.rows - layout.total, chosen[0].speech.shape[1])
+        speech = torch.cat([*(one.speech for one in chosen), tail])
+        with self._within("decode.admit"):
+            self._decoder.admit(
+                self._state,
+                rows,
+                PackedSequence(speech, layout),
+                [one.prompt[:-1] for one in utterances],
+                [one.room for one in utterances],
+            )
+        last = sizes.integers([one.prompt[-1] for one in utterances])
+        places = sizes.integers(rows)
+        self._tokens.index_copy_(0, places, last)
+        self._begins.index_fill_(0, places, True)
+        for row, one in zip(rows, utterances, strict=True):
+            self._seats[row] = one
+
+    def _resize(self, taken: int) -> None:
+        """Compute whole groups of rows for so many utterances, with those that are there first."""
+        rows = max(GROUP, -(-taken // GROUP) * GROUP)
+        if rows > len(self._seats):
+            self._seats += [None] * (rows - len(self._seats))
+            self._state.extend(rows)
+        elif rows < len(self._seats):
+            behind = (row for row in range(rows, len(self._seats)) if self._seats[row] is not None)
+            order = [
+                row if self._seats[row] is not None else next(behind, row) for row in range(rows)
+            ]
+            self._state.keep(order)
+            self._tokens[:rows] = self._tokens[order]
+            self._seats = [self._seats[row] for row in order]
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        kind, half = self._device.type, self._dtype is not None
+        # Weights are in the right precision already, so there is nothing to keep.
+        autocast = torch.autocast(kind, self._dtype, enabled=half, cache_enabled=False)
+        with torch.no_grad(), autocast:
+            yield

@@ -1,0 +1,214 @@
+"""Prefix beam search with CTC, over all utterances of a batch at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effasr.decoding.ctc_greedy import ctc_log_probs
+from effasr.decoding.lm.ngram import TokenLM
+from effasr.model.asr import ASRModel
+from effasr_kernels import PackedSequence
+
+_NONE = -torch.inf
+
+
+def ctc_beam(
+    model: ASRModel,
+    encoded: PackedSequence,
+    beam: int,
+    lm: TokenLM | None = None,
+    lm_weight: float = 0.0,
+) -> list[list[int]]:
+    """Find the likeliest transcript of each sequence of encoder output.
+
+    After each frame the ``beam`` likeliest prefixes are kept. The score of a prefix is the sum over
+    all paths to it whose prefixes the beam has kept, so with one that is wide enough the search is
+    exact: unlike greedy search, it finds the likeliest transcript, not the likeliest path. With a
+    language model ``lm_weight`` times its log-probability is added (shallow fusion).
+
+    Args:
+        model: With a CTC head; the blank is its last class.
+        encoded: (T, C), from ``model.encode``.
+        beam: K, the prefixes that are kept of each sequence.
+        lm: Over the same tokens; None for no language model.
+        lm_weight: At least 0.
+
+    Returns:
+        The tokens of each sequence; none for an empty one.
+
+    References:
+        Hannun et al., 2014, https://arxiv.org/abs/1408.2873.
+    """
+    lengths = encoded.layout.lengths
+    # Longest first, so that the utterances which go on are always the first ones.
+    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+    found: list[list[int]] = [[] for _ in lengths]
+    log_probs = ctc_log_probs(model, encoded)
+    starts = encoded.layout.cu_seqlens[:-1].long()[torch.tensor(order, device=log_probs.device)]
+    going = len(order)
+    fusion = None if lm is None else _Fusion(lm, lm_weight)
+    prefixes = _Prefixes.begin(going, beam, log_probs.device)
+    for frame in range(encoded.layout.max_seqlen + 1):
+        on = sum(lengths[n] > frame for n in order[:going])
+        for place, labels in enumerate(prefixes.best(on, fusion), on):
+            found[order[place]] = labels
+        going = on
+        if not going:
+            break
+        steps = log_probs[starts[:going] + frame].double()
+        prefixes = prefixes.first(going).read(steps, fusion)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Fusion:
+    """A language model, and its weight in the scores."""
+
+    lm: TokenLM
+    weight: float
+
+    def scores(self, labels: Tensor, counts: Tensor, symbols: Tensor) -> Tensor:
+        """Weighted log-probabilities of what may follow prefixes: see `TokenLM.scores`."""
+        place = counts[..., None] + torch.arange(-self.lm.order, 0, device=labels.device)
+        if labels.shape[2]:
+            context = labels.gather(2, place.clamp(min=0)).masked_fill(place < 0, -1)
+        else:
+            context = torch.full_like(place, -1)
+        return self.weight * self.lm.scores(context, symbols)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefixes:
+    """K different prefixes of each of N utterances; one of score -inf is none.
+
+    Attributes:
+        blank: float64 (N, K), log-probability of the paths that end with a blank, or of no frames.
+        label: float64 (N, K), of the paths that end with the prefix's last token.
+        written: float64 (N, K), weighted log-probability of the language model, if any.
+        counts: int64 (N, K), tokens.
+        labels: int64 (N, K, longest), -1 after them.
+    """
+
+    blank: Tensor
+    label: Tensor
+    written: Tensor
+    counts: Tensor
+    labels: Tensor
+
+    @classmethod
+    def begin(cls, count: int, beam: int, device: torch.device) -> _Prefixes:
+        """The empty prefix of each utterance."""
+        none = torch.full((count, beam), _NONE, dtype=torch.float64, device=device)
+        blank = none.clone()
+        blank[:, 0] = 0
+        counts = torch.zeros((count, beam), dtype=torch.int64, device=device)
+        return cls(blank, none, torch.zeros_like(none), counts, counts.new_empty(count, beam, 0))
+
+    def first(self, count: int) -> _Prefixes:
+        """The first utterances alone."""
+        parts = self.blank, self.label, self.written, self.counts, self.labels
+        return _Prefixes(*(part[:count] for part in parts))
+
+    def best(self, begin: int, fusion: _Fusion | None) -> list[list[int]]:
+        """The best prefix, as a whole transcript, of each utterance from this one on."""
+        scores = (torch.logaddexp(self.blank, self.label) + self.written)[begin:]
+        if not len(scores):
+            return []
+        if fusion is not None:
+            labels, counts = self.labels[begin:], self.counts[begin:]
+            scores = (
+                scores + fusion.scores(labels, counts, counts.new_empty(*counts.shape, 0))[..., 0]
+            )
+        winner = scores.argmax(1)
+        number = torch.arange(len(scores), device=winner.device)
+        said = self.labels[begin:][number, winner].tolist()
+        return [[label for label in labels if label >= 0] for labels in said]
+
+    def read(self, steps: Tensor, fusion: _Fusion | None) -> _Prefixes:
+        """Take in a frame: log-probabilities of tokens and blank, float64 (N, V + 1)."""
+        beam = self.blank.shape[1]
+        every = torch.logaddexp(self.blank, self.label)
+        last = self._last()
+        # What stays: by a blank, or by its last token once more.
+        again = steps.gather(1, last.clamp(min=0)).masked_fill(last < 0, _NONE)
+        blank, label = every + steps[:, -1:], self.label + again
+        # What grows. Without a language model more tokens cannot win: of 2 K, K - 1 at most give a
+        # prefix that is here already, and one is a repetition, which scores less.
+        likeliest, symbols = steps[:, :-1].topk(min(2 * beam, steps.shape[1] - 1))
+        repeats = symbols[:, None] == last[..., None]
+        grown = torch.where(repeats, self.blank[..., None], every[..., None]) + likeliest[:, None]
+        follows = self._follows()
+        # (N, b, a): b is a with one token more, so both ways to it are added up.
+        before = torch.where(last[:, :, None] == last[:, None], self.blank[:, None], every[:, None])
+        joined = (before + again[..., None]).masked_fill(~follows, _NONE)
+        label = torch.cat([label[..., None], joined], -1).logsumexp(-1)
+        # (N, a, C, b)
+        same = symbols[:, None, :, None] == last[:, None, None]
+        here = (same & follows.transpose(1, 2)[:, :, None]).any(-1)
+        grown = grown.masked_fill(here, _NONE)
+        written = self.written[..., None].expand_as(grown)
+        if fusion is not None:
+            candidates = symbols[:, None].expand(-1, beam, -1)
+            written = written + fusion.scores(self.labels, self.counts, candidates)[..., :-1]
+        heard = torch.cat([torch.logaddexp(blank, label), grown.flatten(1)], 1)
+        written = torch.cat([self.written, written.flatten(1)], 1)
+        chosen = (heard + written).topk(beam).indices
+        return self._chosen(
+            chosen, blank, label, heard.gather(1, chosen), written.gather(1, chosen), symbols
+        )
+
+    def _chosen(
+        self,
+        chosen: Tensor,
+        blank: Tensor,
+        label: Tensor,
+        heard: Tensor,
+        written: Tensor,
+        symbols: Tensor,
+    ) -> _Prefixes:
+        """The prefixes that these choices make, of K that stay and of K C that grow."""
+        beam, candidates = self.blank.shape[1], symbols.shape[1]
+        grows = chosen >= beam
+        parent = torch.where(grows, (chosen - beam) // candidates, chosen)
+        symbol = symbols.gather(1, (chosen - beam).clamp(min=0) % candidates)
+        counts = self.counts.gather(1, parent)
+        room = int((counts + grows).max()) - self.labels.shape[2]
+        number = torch.arange(len(parent), device=parent.device)[:, None]
+        labels = self.labels[number, parent]
+        if room > 0:
+            labels = torch.nn.functional.pad(labels, (0, room), value=-1)
+        if labels.shape[2]:
+            # Where nothing is added, a place is overwritten with what it holds.
+            place = counts.clamp(max=labels.shape[2] - 1)[..., None]
+            held = labels.gather(2, place)
+            labels = labels.scatter(
+                2, place, torch.where(grows[..., None], symbol[..., None], held)
+            )
+        return _Prefixes(
+            blank=blank.gather(1, parent).masked_fill(grows, _NONE),
+            label=torch.where(grows, heard, label.gather(1, parent)),
+            written=written,
+            counts=counts + grows,
+            labels=labels,
+        )
+
+    def _last(self) -> Tensor:
+        """The last token of each prefix, int64 (N, K); -1 for the empty one."""
+        if not self.labels.shape[2]:
+            return self.counts - 1
+        last = self.labels.gather(2, (self.counts - 1).clamp(min=0)[..., None])[..., 0]
+        return last.masked_fill(self.counts == 0, -1)
+
+    def _follows(self) -> Tensor:
+        """Whether prefix b is prefix a with one token more: bool (N, K, K), by b and then a."""
+        alive = torch.maximum(self.blank, self.label) > _NONE
+        follows = self.counts[:, :, None] == self.counts[:, None] + 1
+        follows &= alive[:, :, None] & alive[:, None]
+        if self.labels.shape[2]:
+            before_last = (self.counts - 1).clamp(min=0)[..., None]
+            shortened = self.labels.scatter(2, before_last, -1)
+            follows &= (shortened[:, :, None] == self.labels[:, None]).all(-1)
+        return follows

@@ -1,0 +1,133 @@
+"""What CTC makes of the beginnings of transcripts, for joint scores with the attention decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from effasr.decoding.ctc_greedy import ctc_log_probs
+from effasr.model.asr import ASRModel
+from effasr_kernels import PackedSequence
+
+_NONE = -torch.inf
+
+
+@dataclass(frozen=True, slots=True)
+class CTCPrefixes:
+    """K prefixes of each of N utterances, and how likely CTC reaches them by each frame.
+
+    The forward variables of a prefix are the log-probabilities of all paths over the first t frames
+    that spell it and nothing more, t = 0 to the longest, by what they end with. They obey linear
+    recurrences over the frames, which cumulative sums solve for all frames at once.
+
+    Attributes:
+        log_probs: float32 (V + 1, T), of each symbol, the blank last, at each packed frame.
+        rows: int64 (N, longest), the packed frame of each frame of each utterance.
+        lengths: int64 (N,), frames of each utterance.
+        last: int64 (N, K), the last token; -1 where there is none.
+        label: float64 (N, K, longest + 1), paths that end with the last token.
+        blank: float64 (N, K, longest + 1), paths that end with a blank, or with nothing at t = 0.
+
+    References:
+        Graves, 2012, https://doi.org/10.1007/978-3-642-24797-2, section 7.5.2; Watanabe et al.,
+        2017, https://doi.org/10.1109/JSTSP.2017.2763455.
+    """
+
+    log_probs: Tensor
+    rows: Tensor
+    lengths: Tensor
+    last: Tensor
+    label: Tensor
+    blank: Tensor
+
+    @classmethod
+    def begin(cls, model: ASRModel, encoded: PackedSequence, count: int, beam: int) -> CTCPrefixes:
+        """Empty prefixes of the first ``count`` sequences of encoder output."""
+        # A symbol's frames are neighbours, because that is what a prefix reads.
+        log_probs = ctc_log_probs(model, encoded).t().contiguous()
+        lengths = encoded.layout.lengths[:count]
+        bounds = encoded.layout.cu_seqlens[:count].long()
+        frames = torch.arange(max(lengths, default=0), device=bounds.device)
+        # Frames past an utterance's end are read, but what comes of them is not.
+        rows = (bounds[:, None] + frames).clamp(max=max(0, log_probs.shape[1] - 1))
+        blank = log_probs[-1][rows].double().cumsum(1)[:, None].expand(-1, beam, -1)
+        blank = torch.nn.functional.pad(blank, (1, 0))
+        return cls(
+            log_probs=log_probs,
+            rows=rows,
+            lengths=torch.tensor(lengths, device=bounds.device),
+            last=torch.full((count, beam), -1, device=bounds.device),
+            label=torch.full_like(blank, _NONE),
+            blank=blank,
+        )
+
+    def extended(self, symbols: Tensor) -> Tensor:
+        """Score what begins with a prefix and one token more.
+
+        Args:
+            symbols: int64 (N, K, C).
+
+        Returns:
+            float64 (N, K, C), log-probability of all transcripts that begin so.
+        """
+        before = torch.logaddexp(self.label, self.blank)[:, :, None, :-1]
+        repeats = (symbols == self.last[..., None])[..., None]
+        before = torch.where(repeats, self.blank[:, :, None, :-1], before)
+        past = torch.arange(self.rows.shape[1], device=symbols.device) >= self.lengths[:, None]
+        first = before + self._at(symbols)
+        return first.masked_fill(past[:, None, None], _NONE).logsumexp(-1)
+
+    def complete(self) -> Tensor:
+        """Score the prefixes as whole transcripts: log-probabilities, float64 (N, K)."""
+        every = torch.logaddexp(self.label, self.blank)
+        return every.gather(2, self.lengths[:, None, None].expand(*self.last.shape, 1))[..., 0]
+
+    def advanced(self, parent: Tensor, label: Tensor) -> CTCPrefixes:
+        """Go on with these parents, each with one more token.
+
+        Args:
+            parent: int64 (N, K).
+            label: int64 (N, K), the tokens; -1 where the parent's prefix is to stay as it is.
+        """
+        number = torch.arange(len(parent), device=parent.device)[:, None]
+        last, of_label, of_blank = (
+            part[number, parent] for part in (self.last, self.label, self.blank)
+        )
+        every = torch.logaddexp(of_label, of_blank)
+        before = torch.where((label == last)[..., None], of_blank, every)
+        new_label = _solved(before, self._at(label.clamp(min=0)[..., None])[:, :, 0])
+        blanks = self.log_probs[-1][self.rows].double()[:, None]
+        new_blank = _solved(new_label, blanks.expand(-1, parent.shape[1], -1))
+        stays = label < 0
+        return replace(
+            self,
+            last=torch.where(stays, last, label),
+            label=torch.where(stays[..., None], of_label, new_label),
+            blank=torch.where(stays[..., None], of_blank, new_blank),
+        )
+
+    def keep(self, index: Tensor) -> CTCPrefixes:
+        """These utterances alone, int64 (M,)."""
+        kept = {name: getattr(self, name)[index] for name in ("lengths", "last", "label", "blank")}
+        return replace(self, rows=self.rows[index], **kept)
+
+    def _at(self, symbols: Tensor) -> Tensor:
+        """Log-probabilities of tokens at all frames: int64 (N, K, C) to float64 (N, K, C, t)."""
+        return self.log_probs[symbols[..., None], self.rows[:, None, None]].double()
+
+
+def _solved(inflow: Tensor, steps: Tensor) -> Tensor:
+    """Forward variables that begin with none: y[t] = log(exp y[t - 1] + exp inflow[t - 1]) + x[t].
+
+    Without its own steps y is a running sum, of the inflow without the steps so far. In float64
+    nothing that matters is lost by taking them out and putting them back.
+
+    Args:
+        inflow: float64 (N, K, longest + 1).
+        steps: x, float64 (N, K, longest), finite.
+    """
+    taken = torch.nn.functional.pad(steps.cumsum(-1), (1, 0))
+    summed = (inflow - taken)[..., :-1].logcumsumexp(-1)
+    return torch.nn.functional.pad(summed, (1, 0), value=_NONE) + taken

@@ -1,0 +1,286 @@
+"""Decoding of a packed batch, and the greedy search of the attention decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from effasr.data.batch import Batch
+from effasr.data.tokenizer import Tokenizer
+from effasr.decoding.attention_beam import attention_beam
+from effasr.decoding.config import LENGTH_PENALTY, LM_WEIGHT, DecodingConfig
+from effasr.decoding.continuous_batching.engine import Engine, Utterance
+from effasr.decoding.ctc_alignment import align_tokens
+from effasr.decoding.ctc_beam import ctc_beam
+from effasr.decoding.ctc_greedy import ctc_greedy
+from effasr.decoding.decoded import Decoded
+from effasr.decoding.lm.neural import load_neural_lm
+from effasr.decoding.lm.ngram import TokenLM, load_ngrams
+from effasr.decoding.tdt_beam import durations_beam
+from effasr.decoding.transducer_beam import transducer_beam
+from effasr.decoding.transducer_greedy import transducer_greedy
+from effasr.model.asr import ASRModel
+from effasr_kernels import PackedSequence
+
+_PARTS = {"attention": "decoder", "transducer": "transducer", "ctc": "CTC head"}
+"""What of a model each method needs."""
+
+
+def choose_method(model: ASRModel, method: str) -> str:
+    """Resolve ``auto``, and check that the model can be decoded in this way.
+
+    Raises:
+        ValueError: The model lacks what the method needs.
+    """
+    has = {
+        "attention": model.config.decoder is not None,
+        "transducer": model.config.transducer is not None,
+        "ctc": model.config.ctc,
+    }
+    if method == "auto":
+        method = next(name for name, there in has.items() if there)
+    if not has[method]:
+        part = _PARTS[method]
+        raise ValueError(f"`method` must not be {method}, because this model has no {part}.")
+    return method
+
+
+def check_config(model: ASRModel, config: DecodingConfig) -> str:
+    """Check that the model can be decoded in this way; return the method.
+
+    Raises:
+        ValueError: The model lacks what the method, joint scores or the times of words need, or an
+            option would change nothing with this method.
+    """
+    method = choose_method(model, config.method)
+    if config.length_penalty is not None and (method != "attention" or config.beam == 1):
+        raise ValueError(
+            f"`length_penalty` must be left out for the method {method} with a beam of "
+            f"{config.beam}, but is {config.length_penalty}: only a beam of 2 or more of the "
+            "attention decoder compares transcripts of different lengths."
+        )
+    if config.coverage_penalty is not None and (method != "attention" or config.beam == 1):
+        raise ValueError(
+            f"`coverage_penalty` must be left out for the method {method} with a beam of "
+            f"{config.beam}, but is {config.coverage_penalty}: only a beam of 2 or more of the "
+            "attention decoder compares what transcripts attend to."
+        )
+    if config.ctc_weight > 0:
+        if method != "attention":
+            raise ValueError(
+                f"`ctc_weight` must be 0 for the method {method}, but is {config.ctc_weight}: "
+                "joint scores need the attention decoder: use method attention."
+            )
+        if not model.config.ctc:
+            raise ValueError(
+                f"`ctc_weight` must be 0 for a model without CTC head, but is {config.ctc_weight}."
+            )
+    if config.lm is not None and method == "transducer":
+        raise ValueError(
+            f"`lm` must be left out for the method transducer, but is {config.lm}: only the "
+            "attention decoder and CTC can be joined with a language model."
+        )
+    if config.lm is not None and method == "ctc" and config.beam == 1:
+        raise ValueError(
+            f"`beam` must be at least 2 for CTC with the language model {config.lm}, but is 1."
+        )
+    check_words(model, config)
+    return method
+
+
+def load_lm(config: DecodingConfig, model: ASRModel, tokenizer: Tokenizer) -> TokenLM | None:
+    """Read the language model of a configuration, if it has one.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no model over the tokens of this model.
+    """
+    if config.lm is None:
+        return None
+    if config.lm.is_dir():
+        device = next(model.parameters()).device
+        return load_neural_lm(config.lm, model.vocab_size, tokenizer.eos_id, device)
+    return load_ngrams(config.lm, model.vocab_size, tokenizer.eos_id)
+
+
+def check_words(model: ASRModel, config: DecodingConfig) -> None:
+    """Check that the model can tell when words are said, if that is asked for.
+
+    Raises:
+        ValueError: It has no CTC head.
+    """
+    if config.words and not model.config.ctc:
+        raise ValueError(
+            "`words` must be false for a model without CTC head, which alone knows their times."
+        )
+
+
+@torch.no_grad()
+def decode(
+    model: ASRModel,
+    tokenizer: Tokenizer,
+    batch: Batch,
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig | None = None,
+    lm: TokenLM | None = None,
+) -> list[Decoded]:
+    """Encode and decode a batch. The model must be in evaluation mode, on the batch's device.
+
+    The result for an utterance does not depend on the others in the batch.
+
+    Args:
+        model: What to decode with.
+        tokenizer: Of this model.
+        batch: Its ``tokens`` and ``text`` are not read.
+        prompts: What the decoder reads first, for each utterance of the batch; only the attention
+            decoder reads them.
+        config: The default configuration by default.
+        lm: What `load_lm` gives for the configuration, to read it once for many batches; read here
+            by default.
+
+    Returns:
+        One result for each of ``batch.ids``.
+
+    Raises:
+        ValueError: There is not one prompt per utterance, a prompt is empty or leaves no room for
+            a transcript, or the model lacks what the method needs.
+    """
+    config = DecodingConfig() if config is None else config
+    count = len(batch.ids)
+    if len(prompts) != count:
+        raise ValueError(f"`prompts` must be {count}, one per utterance, but are {len(prompts)}.")
+    method = check_config(model, config)
+    if not count:
+        return []
+    lm = load_lm(config, model, tokenizer) if lm is None else lm
+    encoded = model.encode(batch)
+    if method != "attention":
+        texts = _aligned(model, method, encoded, config, lm)
+        decoded = [Decoded(tuple(tokens)) for tokens in texts[:count]]
+    else:
+        limits = [
+            limit_of(model, prompt, config.max_tokens(frames))
+            for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
+        ]
+        decoded = _attention(model, tokenizer, encoded, prompts, limits, config, lm)
+    if not config.words:
+        return decoded
+    spans = align_tokens(model, encoded, [one.tokens for one in decoded])
+    return [
+        replace(one, spans=None if found is None else tuple(found))
+        for one, found in zip(decoded, spans, strict=True)
+    ]
+
+
+def is_plain_greedy(config: DecodingConfig) -> bool:
+    """Whether the attention decoder alone takes the best token of each step."""
+    return config.beam == 1 and config.ctc_weight == 0 and config.lm is None
+
+
+def _aligned(
+    model: ASRModel,
+    method: str,
+    encoded: PackedSequence,
+    config: DecodingConfig,
+    lm: TokenLM | None,
+) -> list[list[int]]:
+    """What CTC or the transducer finds in each sequence."""
+    if method == "ctc" and config.beam == 1:
+        return ctc_greedy(model, encoded, blank_id=model.vocab_size)
+    if method == "ctc":
+        return ctc_beam(model, encoded, config.beam, lm, _lm_weight(config))
+    assert model.transducer is not None  # checked by choose_method
+    if config.beam == 1:
+        return transducer_greedy(model.transducer, encoded, config.max_symbols)
+    limits = [config.max_tokens(frames) for frames in encoded.layout.lengths]
+    search = transducer_beam if model.transducer.config.durations is None else durations_beam
+    return search(model.transducer, encoded, config.beam, limits)
+
+
+def _attention(
+    model: ASRModel,
+    tokenizer: Tokenizer,
+    encoded: PackedSequence,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    config: DecodingConfig,
+    lm: TokenLM | None,
+) -> list[Decoded]:
+    """What the attention decoder finds in each sequence."""
+    what = model, encoded, prompts, limits, tokenizer.eos_id, tokenizer.vocab_size
+    if is_plain_greedy(config) and lm is None:
+        return attention_greedy(*what)
+    return attention_beam(
+        *what,
+        beam=config.beam,
+        length_penalty=(LENGTH_PENALTY if config.length_penalty is None else config.length_penalty),
+        coverage_penalty=config.coverage_penalty or 0.0,
+        ctc_weight=config.ctc_weight,
+        lm=lm,
+        lm_weight=_lm_weight(config),
+    )
+
+
+def _lm_weight(config: DecodingConfig) -> float:
+    return LM_WEIGHT if config.lm_weight is None else config.lm_weight
+
+
+def attention_greedy(
+    model: ASRModel,
+    encoded: PackedSequence,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    eos_id: int,
+    classes: int | None = None,
+    *,
+    slots: int | None = None,
+) -> list[Decoded]:
+    """Decode sequences of encoder output with the attention decoder and its caches.
+
+    Prompts may differ in length: each row reads its own, then what it has said itself.
+
+    Args:
+        model: With a decoder.
+        encoded: (T, C), from ``model.encode``; sequences past ``len(prompts)`` are not decoded.
+        prompts: At least one token each.
+        limits: The most tokens each may say after its prompt, at least one.
+        eos_id: Ends a transcript.
+        classes: How many of the model's classes are tokens, where not all are.
+        slots: How many are decoded at a time; all by default.
+
+    Returns:
+        One result for each prompt.
+    """
+    every = [
+        Utterance(name, prompt, limit)
+        for name, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]
+    if not every:
+        return []
+    slots = len(every) if slots is None else slots
+    engine = Engine(
+        model, eos_id, classes, slots=slots, max_frames=encoded.layout.bound, graph=False
+    )
+    engine.submit(encoded, every)
+    found = dict(engine.results())
+    return [found[name] for name in range(len(every))]
+
+
+def limit_of(model: ASRModel, prompt: Sequence[int], wanted: int) -> int:
+    """How many tokens may follow the prompt, within the positions that the decoder knows.
+
+    Raises:
+        ValueError: The prompt is empty or leaves no room for a transcript.
+    """
+    assert model.config.decoder is not None  # checked by choose_method
+    if not prompt:
+        raise ValueError("`prompts` must not be empty: the decoder starts from a token.")
+    positions = model.config.decoder.max_positions
+    if len(prompt) >= positions:
+        raise ValueError(
+            f"`prompts` must be shorter than the decoder's {positions} positions, "
+            f"but one has {len(prompt)} tokens."
+        )
+    return min(wanted, positions - len(prompt))

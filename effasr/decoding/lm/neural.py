@@ -1,0 +1,235 @@
+"""Neural language models over the model's own tokens, for shallow fusion."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effasr.decoding.lm.prefix_cache import PrefixCache, Text
+
+log = logging.getLogger(__name__)
+
+_ROWS = 64
+"""Contexts that are computed at a time, at most."""
+_LONGEST = 1024
+"""Tokens of a context at most."""
+_CACHE_BYTES = 64 << 20
+"""Of continuations that are remembered: hypotheses of a beam have contexts in common."""
+_STATE_BYTES = 512 << 20
+_MOST_TOKENS = 1 << 15
+"""Of keys and values that are kept, at most; what has no room is computed again."""
+_PASS_BYTES = 256 << 20
+"""Of keys and values that are read at a time."""
+
+
+class NeuralLM:
+    """A causal language model of transformers: what follows the last tokens.
+
+    A `effasr.decoding.lm.ngram.TokenLM`. The text begins with the
+    model's ``bos_token_id``, or ``eos_token_id`` where it has none. Keys and values of the contexts
+    that are being scored are kept: a longer one costs its last token. With a model that cannot be
+    continued from them, and past the longest text that it reads, each costs all of its tokens.
+
+    Attributes:
+        order: One more than the tokens of the longest context.
+    """
+
+    def __init__(self, model: Any, vocab_size: int, eos_id: int):
+        """Take a model.
+
+        Args:
+            model: A causal language model of transformers, in evaluation mode.
+            vocab_size: V, of the speech model's tokens.
+            eos_id: The token that ends a text.
+
+        Raises:
+            ValueError: Its vocabulary is another one, or nothing tells how a text begins.
+        """
+        config = model.config
+        if config.vocab_size != vocab_size:
+            raise ValueError(
+                f"`lm` must have the speech model's vocabulary of {vocab_size} tokens, but has "
+                f"{config.vocab_size}: train it on texts that this model's tokenizer has encoded."
+            )
+        begin = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
+        if begin is None or not 0 <= begin < vocab_size:
+            raise ValueError(
+                "`lm` must have a `bos_token_id` or an `eos_token_id` in its vocabulary of "
+                f"{vocab_size}, which begins its texts, but has {begin}."
+            )
+        positions = getattr(config, "max_position_embeddings", None)
+        # The beam asks for contexts of this length; texts are shorter than the most.
+        self.order = min(_LONGEST, _LONGEST if positions is None else int(positions))
+        self._model, self._begin, self._eos_id = model, int(begin), eos_id
+        self._most = _CACHE_BYTES // (4 * vocab_size)
+        self._known: dict[Text, Tensor] = {}
+        self._shapes, self._cache = _shapes(model, self._begin), None
+        if self._shapes is None:
+            log.warning(
+                "the language model, %s, does not go on from the keys and values of a text: every "
+                "token costs a pass over all the text before it",
+                type(model).__name__,
+            )
+        else:
+            like = next(model.parameters())
+            self._width = sum(heads * width for heads, width in self._shapes)
+            limit = min(_MOST_TOKENS, _STATE_BYTES // (self._width * like.element_size()))
+            self._cache = PrefixCache(self._width, limit, like.dtype, like.device)
+
+    def scores(self, contexts: Tensor, symbols: Tensor) -> Tensor:
+        """Score what may follow: see `effasr.decoding.lm.ngram.TokenLM.scores`."""
+        flat = [
+            tuple(token for token in row if token >= 0)[-(self.order - 1) :]
+            for row in contexts.flatten(0, 1).tolist()
+        ]
+        new = set(flat) - self._known.keys()
+        if self._cache is None:
+            self._compute(new)
+        else:
+            self._go_on(new, set(flat))
+        rows = torch.stack([self._known[context] for context in flat]).double()
+        if len(self._known) > self._most:
+            self._known = {context: self._known[context] for context in flat}
+        asked = symbols.flatten(0, 1).to(rows.device)
+        ends = asked.new_full((len(asked), 1), self._eos_id)
+        found = rows.gather(1, torch.cat([asked, ends], 1))
+        return found.to(symbols.device).unflatten(0, symbols.shape[:2])
+
+    @torch.no_grad()
+    def _compute(self, contexts: set[Text]) -> None:
+        """Score every token behind each context, of which all tokens are read."""
+        # Of one length at a time: no padding, so no result depends on what else is asked for.
+        for length in sorted({len(context) for context in contexts}):
+            same = sorted(context for context in contexts if len(context) == length)
+            for begin in range(0, len(same), _ROWS):
+                rows = same[begin : begin + _ROWS]
+                texts = [(self._begin, *row) for row in rows]
+                self._remember(rows, self._model(input_ids=self._ids(texts), use_cache=False))
+
+    @torch.no_grad()
+    def _go_on(self, contexts: set[Text], asked: set[Text]) -> None:
+        """Score every token behind each context, from what is kept of its beginning.
+
+        Args:
+            contexts: To be scored.
+            asked: Those of all hypotheses: what is kept of others may be forgotten.
+        """
+        assert self._cache is not None
+        for length in sorted({len(context) + 1 for context in contexts}):
+            same = [(self._begin, *row) for row in sorted(contexts) if len(row) + 1 == length]
+            by_known = defaultdict(list)
+            for text in same:
+                by_known[self._cache.known(text)].append(text)
+            rows = max(1, min(_ROWS, _PASS_BYTES // (4 * self._width * length)))
+            for known, texts in by_known.items():
+                for begin in range(0, len(texts), rows):
+                    self._pass(texts[begin : begin + rows], known, asked)
+
+    def _pass(self, texts: Sequence[Text], known: int, asked: set[Text]) -> None:
+        """Read what follows ``known`` tokens of texts, of one length each."""
+        from transformers import DynamicCache
+
+        assert self._cache is not None
+        assert self._shapes is not None
+        past = DynamicCache()
+        if known:
+            kept = self._cache.read([text[:known] for text in texts])
+            parts = kept.split([heads * width for heads, width in self._shapes], dim=2)
+            parts = [
+                part.unflatten(2, shape).transpose(1, 2)
+                for part, shape in zip(parts, self._shapes, strict=True)
+            ]
+            for layer, (keys, values) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
+                past.update(keys, values, layer)
+        ids = self._ids([text[known:] for text in texts])
+        output = self._model(input_ids=ids, past_key_values=past, use_cache=True)
+        self._remember([text[1:] for text in texts], output)
+        if len(texts[0]) == self.order:
+            # The next one is cut at its beginning, where every position is another.
+            return
+        states = [part[:, :, known:].transpose(1, 2).flatten(2) for part in _parts(past)]
+        new = torch.cat(states, 2)
+        if not self._cache.write(texts, new):
+            self._cache.keep([(self._begin, *context) for context in asked])
+            self._cache.write(texts, new)
+
+    def _ids(self, texts: Sequence[Text]) -> Tensor:
+        return torch.tensor(texts, device=next(self._model.parameters()).device)
+
+    def _remember(self, contexts: Sequence[Text], output: Any) -> None:
+        """Keep the scores behind each context, float32 (V,)."""
+        for row, scores in zip(contexts, output.logits[:, -1].float().log_softmax(-1), strict=True):
+            # A view would keep those of all the others.
+            self._known[row] = scores.clone()
+
+
+def _parts(cache: Any) -> list[Tensor]:
+    """Keys and values of each layer, (texts, heads, tokens, width) each."""
+    return [part for layer in cache.layers for part in (layer.keys, layer.values)]
+
+
+@torch.no_grad()
+def _shapes(model: Any, token: int) -> list[tuple[int, int]] | None:
+    """Heads and width of the keys and the values of each layer of a transformers model.
+
+    Returns:
+        None if it keeps something else of a text, or does not score the same when it goes on.
+    """
+    from transformers import DynamicCache
+
+    device, past = next(model.parameters()).device, DynamicCache()
+    ids = torch.tensor([[token] * 3, [token] * 3], device=device)
+    try:
+        expected = model(input_ids=ids, use_cache=False).logits[:, -1]
+        model(input_ids=ids[:, :2], past_key_values=past, use_cache=True)
+        parts = _parts(past)
+        shapes = [(part.shape[1], part.shape[3]) for part in parts]
+        if not parts or any(part.shape[::2] != (2, 2) for part in parts):
+            return None
+        found = model(input_ids=ids[:, 2:], past_key_values=past, use_cache=True).logits[:, -1]
+        if any(part.shape[2] != 3 for part in _parts(past)):
+            return None
+    except Exception:  # What models without a cache raise differs from one to the other.
+        return None
+    is_same = torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    return shapes if is_same else None
+
+
+def load_neural_lm(
+    directory: str | Path, vocab_size: int, eos_id: int, device: torch.device | str = "cpu"
+) -> NeuralLM:
+    """Read a directory that ``AutoModelForCausalLM`` loads, without reaching for any network.
+
+    Raises:
+        ValueError: transformers is not installed, it is no such directory, or its vocabulary is
+            another one than the speech model's.
+    """
+    directory = Path(directory)
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError as error:
+        raise ValueError(
+            f"`lm` {directory} is a folder, a model of transformers, which is not installed: "
+            "pip install 'effasr[huggingface]', or give an ARPA file."
+        ) from error
+    disable_progress_bar()
+    try:
+        json.loads((directory / "config.json").read_text(encoding="utf-8"))["model_type"]
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        first = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise ValueError(
+            f"`lm` {directory} must be a folder of a causal language model, as transformers "
+            f"writes it, but is not: {first[0]}"
+        ) from None
+    return NeuralLM(model.eval().float().to(device), vocab_size, eos_id)

@@ -1,0 +1,1 @@
+"""Asynchronous SGD: learners that average their weights in pairs."""

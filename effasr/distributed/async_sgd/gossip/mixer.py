@@ -1,0 +1,217 @@
+"""What one learner has, has handed out, and has received: the arithmetic of asynchronous averaging.
+
+Two learners average by telling each other their weights and adding half the difference:
+
+    delta = (got - sent) / 2        on one side exactly the negative of the other's
+
+What one of them has learned since ``sent`` was copied is untouched by that, for a delta is added
+and nothing is replaced. So no update is lost, and the mean of all learners changes by nothing but
+their own updates, however late deltas are applied. (Lian et al. 2018 replace the weights under a
+lock; without it, or with a lock that is held too briefly, updates vanish silently.)
+
+The thread that computes owns the weights. The others see the learner as
+
+    view = the weights as last published + every delta received that is not in them
+
+and so they average with what the learner will have, not with what it had. It never waits for
+them: it publishes into a buffer of its own, and takes deltas only if nobody is adding to them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effasr.distributed.async_sgd.gossip.flat import Landed, Landing
+
+# Numbers that pass through the processor's cache at once.
+_PIECE = 1 << 20
+
+
+@dataclass(slots=True, eq=False)
+class _Published:
+    """A copy of the weights. ``passed``: a delta was taken since, which it does not contain."""
+
+    buffer: Tensor
+    landing: Landing
+    version: int
+    passed: bool = False
+
+
+@dataclass(slots=True)
+class _Arrivals:
+    """Deltas received and not yet taken, and the versions of the weights they were computed of."""
+
+    count: int = 0
+    versions: int = 0
+    oldest: int = 0
+
+
+class Mixer:
+    """The buffers of one learner. The thread that computes calls `publish` and `take` only.
+
+    Of the others, either one calls `snapshot` and `average` in turn (the active side), or any
+    number call `answer` (the passive side).
+
+    Args:
+        count: Of numbers.
+        pinned: Whether they are copied from and to a GPU.
+
+    Attributes:
+        applied: Deltas taken.
+        staleness_sum: Updates that the learner made between the copy of its weights that a delta
+            is computed of and the delta's being taken, summed over all ``applied``.
+        staleness_max: The most of one of them.
+        non_finite: Pieces of an exchange that were left out, on both sides, for a value in one
+            learner was infinite or not a number.
+    """
+
+    def __init__(self, count: int, *, pinned: bool = False) -> None:
+        empty = lambda: torch.zeros(count, pin_memory=pinned)
+        self._view = empty()
+        self._pending = empty()
+        self._taken = empty()
+        # Besides the view there is one that is complete, and one that is being filled.
+        self._free = [empty(), empty()]
+        self._copies: list[_Published] = []
+        # Held for a whole pass over view and pending; the thread that computes never waits for it.
+        self._mixing = threading.Lock()
+        # Held for an instant, to hand a buffer over.
+        self._handing = threading.Lock()
+        self._view_version = 0
+        self._arrivals = _Arrivals()
+        # Tells that the device has read the delta that was taken last, and that a copy contains it:
+        # the copy that followed. None until there is one.
+        self._read: Landing | None = Landed()
+        self.count = count
+        self.applied = 0
+        self.staleness_sum = 0
+        self.staleness_max = 0
+        self.non_finite = 0
+
+    def publish(self, copy_to: Callable[[Tensor], Landing], version: int) -> bool:
+        """Hand out the weights as they are now; False if the copy before is still under way.
+
+        Args:
+            copy_to: Fills a buffer with the weights, now or soon.
+            version: Updates that the learner has made.
+        """
+        with self._handing:
+            # A copy that is overtaken again and again would never be seen by anybody.
+            if self._copies and not self._copies[-1].landing.query():
+                return False
+            self._forget(self._copies[:-1])
+            if not self._free:
+                self._forget(self._copies)
+            buffer = self._free.pop()
+        landing = copy_to(buffer)
+        with self._handing:
+            self._copies.append(_Published(buffer, landing, version))
+            if self._read is None:
+                # The device makes it after all that it was asked to do before.
+                self._read = landing
+        return True
+
+    def take(self, version: int) -> Tensor | None:
+        """The sum of the deltas that arrived, to be added to the weights before the next `publish`.
+
+        Returns:
+            float32 (count,), valid until the next call; or None if nothing arrived, or cannot be
+            had without waiting, or if one was taken since the last `publish`.
+
+        Args:
+            version: Updates that the learner has made.
+        """
+        if not self._mixing.acquire(blocking=False):
+            return None
+        try:
+            with self._handing:
+                arrivals = self._arrivals
+                if not arrivals.count or self._read is None or not self._read.query():
+                    return None
+                self._taken, self._pending = self._pending, self._taken
+                self._arrivals = _Arrivals()
+                self._read = None
+                # One that was passed before is not used any more: a later one is complete.
+                for copy in self._copies:
+                    copy.passed = True
+        finally:
+            self._mixing.release()
+        self.applied += arrivals.count
+        self.staleness_sum += version * arrivals.count - arrivals.versions
+        self.staleness_max = max(self.staleness_max, version - arrivals.oldest)
+        return self._taken
+
+    def settle(self) -> None:
+        """Let the next `take` have all: no other thread is running, and the device has finished."""
+        self._forget(self._copies)
+        self._read = Landed()
+
+    def snapshot(self) -> Tensor:
+        """The view, float32 (count,), which stays as it is until `average` or the next call."""
+        with self._handing:
+            latest = self._copies[-1] if self._copies else None
+        if latest is not None:
+            latest.landing.synchronize()
+        with self._mixing:
+            self._renew()
+        return self._view
+
+    def average(self, got: Tensor) -> None:
+        """Move halfway to what another learner sent; ``got`` is overwritten by the view before."""
+        with self._mixing:
+            self._average(got)
+
+    def answer(self, got: Tensor) -> None:
+        """`snapshot` and `average` at once: ``got`` becomes what the other learner is to get."""
+        with self._mixing:
+            self._renew()
+            self._average(got)
+
+    def _renew(self) -> None:
+        """Let the view follow what was published last."""
+        with self._handing:
+            complete = [copy for copy in self._copies if copy.landing.query()]
+            if not complete:
+                return
+            latest = complete.pop()
+            self._copies.remove(latest)
+            self._forget(complete)
+        # Nothing can be taken meanwhile, so both of these stay as they are.
+        if self._arrivals.count:
+            latest.buffer.add_(self._pending)
+        if latest.passed:
+            latest.buffer.add_(self._taken)
+        old, self._view = self._view, latest.buffer
+        self._view_version = latest.version
+        with self._handing:
+            self._free.append(old)
+
+    def _forget(self, copies: Sequence[_Published]) -> None:
+        """Let the buffers of copies be used again."""
+        for copy in list(copies):
+            self._copies.remove(copy)
+            self._free.append(copy.buffer)
+
+    def _average(self, got: Tensor) -> None:
+        first = not self._arrivals.count
+        rows = (tensor.split(_PIECE) for tensor in (got, self._view, self._pending))
+        for theirs, view, pending in zip(*rows, strict=True):
+            delta = torch.sub(theirs, view).mul_(0.5)
+            theirs.copy_(view)
+            # Both sides see the same difference but for its sign, and so decide alike.
+            if not all(math.isfinite(end.item()) for end in torch.aminmax(delta)):
+                self.non_finite += 1
+                delta.zero_()
+            view.add_(delta)
+            # What was in the buffer before was taken.
+            pending.copy_(delta) if first else pending.add_(delta)
+        version = self._view_version
+        self._arrivals.oldest = version if first else min(self._arrivals.oldest, version)
+        self._arrivals.count += 1
+        self._arrivals.versions += version

@@ -1,0 +1,133 @@
+"""The exchange of gradients, made good on a rank whose backward broke off halfway."""
+
+# Annotations stay objects: torch compares those of a communication hook with its own classes.
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+
+class GradientExchange:
+    """Watches the buckets that `DistributedDataParallel` sends, and can send the rest itself.
+
+    A rank that fails must not leave the others waiting. Each of them waits for as many buckets, of
+    the same sizes and in the same order, as in any other step: so the rank that failed computes
+    its gradient in another way and sends what it has not sent yet. The others notice nothing.
+
+    Costs one call of a Python function for each bucket, and a look at each gradient, per step.
+
+    Args:
+        model: Made by `effasr.distributed.ddp.replicate`, and not used yet.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = model
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._sent: list[Tensor] = []
+        self._begun = False
+        self._on_send: Callable[[], object] = lambda: None
+        self._places: list[int | None] = []
+        model.register_comm_hook(None, self._send)
+        model.register_forward_hook(self._note)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model that is replicated."""
+        return self._model.module
+
+    def begin(self, on_send: Callable[[], object]) -> None:
+        """Forget the step before.
+
+        Args:
+            on_send: Called when the first gradients are ready, and before they are sent.
+        """
+        self._on_send = on_send
+        self._sent.clear()
+        self._begun = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether a backward that sends has begun, so that gradients may be on their way."""
+        return self._begun
+
+    def complete(self, gradients: Sequence[Tensor | None]) -> None:
+        """Average the gradients over the ranks, as the backward that failed would have.
+
+        A bucket that was sent holds the whole gradient of its parameters, as the backward computed
+        it before it failed; of these the argument is ignored.
+
+        Args:
+            gradients: Of this rank's whole step, for each parameter that is trained.
+
+        Raises:
+            RuntimeError: The failure was in the exchange itself, after the last gradient.
+        """
+        if not self._begun:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self._send_all()
+            return
+        sent = set(map(id, self._sent))
+        missing = []
+        rows = zip(self._parameters, gradients, self._places, strict=True)
+        for parameter, gradient, place in rows:
+            # What the backward had come to is in its bucket now, and no longer in its place.
+            ready = parameter.grad is not None and parameter.grad.data_ptr() != place
+            if id(parameter) not in sent:
+                gradient = torch.zeros_like(parameter) if gradient is None else gradient
+                if ready and parameter.grad is not None:
+                    parameter.grad.copy_(gradient)
+                else:
+                    parameter.grad = gradient
+            if not ready:
+                missing.append(parameter)
+        if not missing:
+            raise RuntimeError(
+                "the exchange of gradients failed after the last of them was computed, and cannot "
+                "be repeated: the run goes on from its newest checkpoint when it is started again."
+            )
+        _touch(missing).backward()
+
+    def _send_all(self) -> None:
+        """A forward and a backward that add nothing, and exchange what is there."""
+        model, inner = self._model, self._model.module
+        model.module = _Touch(self._parameters)
+        try:
+            model().backward()
+        finally:
+            model.module = inner
+
+    def _send(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        del state
+        if not self._sent:
+            self._on_send()
+        self._sent += bucket.parameters()
+        return allreduce_hook(self._model.process_group, bucket)  # type: ignore[arg-type]
+
+    def _note(self, model: nn.Module, inputs: object, output: object) -> None:
+        del inputs, output
+        self._begun = bool(model.require_backward_grad_sync)
+        if self._begun:
+            grads = (parameter.grad for parameter in self._parameters)
+            self._places = [None if grad is None else grad.data_ptr() for grad in grads]
+
+
+class _Touch(nn.Module):
+    """Reaches parameters that belong to another module."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        # In a tuple, so that they are not registered a second time.
+        self._reached = tuple(parameters)
+
+    def forward(self) -> Tensor:
+        """See `_touch`."""
+        return _touch(self._reached)
+
+
+def _touch(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """A zero whose gradient, zero as well, reaches every parameter."""
+    return torch.stack([parameter.sum() * 0.0 for parameter in parameters]).sum()

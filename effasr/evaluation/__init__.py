@@ -1,0 +1,1 @@
+"""Word error rates, alignments and comparisons of runs."""

@@ -1,0 +1,128 @@
+"""Several evaluations of the same sets side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from effasr.evaluation.bootstrap import interval, probability_of_improvement
+from effasr.evaluation.normalizer import get_normalizer
+from effasr.evaluation.tables import to_text
+from effasr.evaluation.wer import ErrorCounts, count_errors, total
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """An evaluation, read from its folder.
+
+    Attributes:
+        system: Name of the run, or of the folder.
+        set_name: Of the set.
+        errors: Of each utterance, by its name.
+        rtfx: Seconds of audio per second.
+        failed: Utterances that could not be transcribed.
+    """
+
+    system: str
+    set_name: str
+    errors: dict[str, ErrorCounts]
+    rtfx: float
+    failed: int
+
+
+def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
+    """The evaluations of a run, or the one in a folder of ``effasr evaluate --output``.
+
+    Args:
+        run: ``runs/NAME``, or a folder with wer.json and hypotheses.jsonl.
+        normalizer: Score the texts anew with this one; by default with that of the evaluation.
+
+    Raises:
+        ValueError: There is no evaluation, or a file of it is damaged.
+    """
+    run = Path(run)
+    if (run / "wer.json").is_file():
+        return [_read(run, run.parent.name, run.name, normalizer)]
+    folders = sorted(path.parent for path in run.glob("evaluation/*/wer.json"))
+    if not folders:
+        raise ValueError(
+            f"{run}: holds no evaluation: `effasr evaluate --run {run} --manifest M` makes one."
+        )
+    return [_read(folder, run.name, folder.name, normalizer) for folder in folders]
+
+
+def compare(scored: Sequence[Scored]) -> str:
+    """A table with a row for each set and system.
+
+    The last column compares with the first system that was evaluated on the set: the difference
+    of the error rates, and how probable it is that the improvement is no accident of the set.
+    Only utterances that both transcribed are compared.
+    """
+    table = Table(box=box.MARKDOWN)
+    for column in (
+        "set",
+        "system",
+        "utterances",
+        "WER %",
+        "95 %",
+        "CER %",
+        "RTFx",
+        "against first",
+    ):
+        table.add_column(column, justify="left" if column in ("set", "system") else "right")
+    for name in dict.fromkeys(one.set_name for one in scored):
+        systems = [one for one in scored if one.set_name == name]
+        for one in systems:
+            counts = total(one.errors.values())
+            low, high = interval(list(one.errors.values()))
+            table.add_row(
+                name,
+                one.system,
+                f"{counts.utterances}" + (f" (-{one.failed})" if one.failed else ""),
+                _percent(counts.wer),
+                f"{_percent(low)} - {_percent(high)}",
+                _percent(counts.cer),
+                f"{one.rtfx:.0f}",
+                "" if one is systems[0] else _against(systems[0], one),
+            )
+    return to_text(table) + "\n"
+
+
+def _against(first: Scored, one: Scored) -> str:
+    common = [name for name in first.errors if name in one.errors]
+    before = [first.errors[name] for name in common]
+    after = [one.errors[name] for name in common]
+    if not common or not total(before).words:
+        return "-"
+    difference = 100 * (total(after).wer - total(before).wer)
+    better = probability_of_improvement(before, after)
+    return f"{difference:+.2f} (better: {100 * better:.0f} %)"
+
+
+def _read(folder: Path, system: str, set_name: str, normalizer: str | None) -> Scored:
+    try:
+        summary: dict[str, Any] = json.loads((folder / "wer.json").read_text(encoding="utf-8"))
+        lines = (folder / "hypotheses.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()]
+        normalize = get_normalizer(normalizer or summary["normalizer"])
+        errors = {
+            str(row["id"]): count_errors(normalize(row["reference"]), normalize(row["hypothesis"]))
+            for row in rows
+        }
+        return Scored(system, set_name, errors, float(summary["rtfx"]), int(summary["failed"]))
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{folder}: not an evaluation that can be read ({type(error).__name__}: {error}): "
+            "make it again with `effasr evaluate`."
+        ) from error
+
+
+def _percent(rate: float) -> str:
+    return "-" if math.isnan(rate) else f"{100 * rate:.2f}"

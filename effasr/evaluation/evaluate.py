@@ -1,0 +1,134 @@
+"""How well a model transcribes a set: the same code in training and on the command line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from lhotse.cut import Cut
+
+from effasr.data.audio.waveform import AudioError, load_audio
+from effasr.data.manifest.reader import named, request
+from effasr.data.prompt import Prompt
+from effasr.data.tokenizer import Tokenizer
+from effasr.decoding.config import DecodingConfig
+from effasr.evaluation.normalizer import get_normalizer
+from effasr.evaluation.result import Evaluation, ScoredUtterance
+from effasr.evaluation.wer import count_errors
+from effasr.model.asr import ASRModel
+from effasr.transcription.recognizer import Recognizer, Request
+from effasr.transcription.results import Failure, Result
+
+
+def openable_cuts(path: str | Path, *, language: str) -> tuple[list[Cut], list[Failure]]:
+    """The cuts of a manifest, and the lines of it whose audio is not there or no audio.
+
+    Args:
+        path: See `effasr.data.manifest.reader.read`.
+        language: Of lines that name none.
+
+    Raises:
+        ValueError: It is no manifest, holds no utterance, or a line is malformed.
+    """
+    cuts, failures = [], []
+    for name, utterance in named(path, language=language):
+        try:
+            cuts.append(utterance.cut(name))
+        except AudioError as error:
+            failures.append(Failure(name, str(error)))
+    if not cuts and not failures:
+        raise ValueError(f"{path}: holds no utterances.")
+    return cuts, failures
+
+
+def evaluate(
+    model: ASRModel,
+    tokenizer: Tokenizer,
+    cuts: Iterable[Cut],
+    *,
+    normalizer: str = "basic",
+    config: DecodingConfig | None = None,
+    failures: Sequence[Failure] = (),
+    on_result: Callable[[Result], None] | None = None,
+) -> Evaluation:
+    """Transcribe cuts and compare with their references.
+
+    Each cut is decoded with the prompt that its manifest asks for. One without a reference, with
+    audio that cannot be read, in a language that the tokenizer does not know, or to be translated
+    by CTC is set aside in ``failures``, and the rest goes on. An empty reference counts: whatever
+    is heard is inserted.
+
+    Args:
+        model: Decodes on the device which holds it; its training mode is left as it was.
+        tokenizer: Of this model.
+        cuts: With one supervision each.
+        normalizer: See `get_normalizer`. Only the counts depend on it.
+        config: The default configuration by default.
+        failures: Utterances of the set that are no cuts; see `openable_cuts`.
+        on_result: Called with each result as it comes, for example to show progress.
+
+    Raises:
+        ValueError: The normaliser is unknown, or the model lacks what ``config.method`` needs.
+    """
+    started = time.perf_counter()
+    normalize = get_normalizer(normalizer)
+    recognizer = Recognizer(model, tokenizer, config)
+    scorable, unscorable = _requests(cuts, recognizer.sample_rate)
+    failed, utterances = [*failures, *unscorable], []
+    results = recognizer.results(wanted for _, wanted in scorable)
+    for (reference, wanted), result in zip(scorable, results, strict=True):
+        if isinstance(result, Failure):
+            failed.append(result)
+        else:
+            utterances.append(
+                ScoredUtterance(
+                    id=result.id,
+                    group=_group(wanted.prompt),
+                    reference=reference,
+                    hypothesis=result.text,
+                    duration=result.duration,
+                    errors=count_errors(normalize(reference), normalize(result.text)),
+                    truncated=result.truncated,
+                )
+            )
+        if on_result is not None:
+            on_result(result)
+    seconds = time.perf_counter() - started
+    return Evaluation(normalizer, tuple(utterances), tuple(failed), seconds)
+
+
+def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:
+    """The part of a set that one of ``world_size`` processes evaluates.
+
+    Cuts are dealt out in order of duration, so that all parts take about the same time. Give the
+    evaluations of all parts to `effasr.evaluation.result.merge`.
+    """
+    return sorted(cuts, key=lambda cut: (-cut.duration, cut.id))[rank::world_size]
+
+
+def _requests(
+    cuts: Iterable[Cut], sample_rate: int
+) -> tuple[list[tuple[str, Request]], list[Failure]]:
+    """References with what to transcribe, and the cuts for which there is no such pair."""
+    scorable, failures = [], []
+    for cut in cuts:
+        texts: Sequence[str | None] = [supervision.text for supervision in cut.supervisions]
+        if len(texts) != 1 or texts[0] is None:
+            failures.append(Failure(cut.id, "no reference text: the cut needs one supervision"))
+            continue
+        try:
+            prompt = request(cut)
+        except ValueError as error:
+            failures.append(Failure(cut.id, str(error)))
+            continue
+        load = partial(load_audio, cut, sample_rate)
+        scorable.append((texts[0], Request(cut.id, load, prompt)))
+    return scorable, failures
+
+
+def _group(prompt: Prompt) -> str:
+    if prompt.source == prompt.target:
+        return prompt.source
+    return f"{prompt.source}->{prompt.target}"

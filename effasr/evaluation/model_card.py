@@ -1,0 +1,210 @@
+"""What is told of a model that is handed to others: README.md, as Hugging Face's hub reads it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from effasr.evaluation.result import set_name
+
+_log = logging.getLogger(__name__)
+
+MARK = "<!-- Written by `effasr export`, which replaces the file as long as this line is in it. -->"
+
+
+@dataclass(frozen=True, slots=True)
+class TestedSet:
+    """How well a model did on a set.
+
+    Attributes:
+        name: Of the set.
+        result: The content of its ``wer.json``.
+    """
+
+    name: str
+    result: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCard:
+    """What README.md says.
+
+    Attributes:
+        name: Of the model.
+        loader: The class of transformers that loads it.
+        parameters: How many it has.
+        languages: That it writes, as codes; none where its tokenizer does not say.
+        configuration: Of the model, as YAML.
+        own_tokenizer: Whether its tokenizer is one that transformers reads.
+        data: Names of the sets that it was trained on.
+        steps: Updates of its training.
+        averaged: Checkpoints whose mean it is.
+        tested: Results of these very weights.
+        license: As the hub names it, such as ``cc-by-4.0``.
+        author: Who made it.
+    """
+
+    name: str
+    loader: str
+    parameters: int
+    languages: Sequence[str]
+    configuration: str
+    own_tokenizer: bool
+    data: Sequence[str] = ()
+    steps: int | None = None
+    averaged: int = 1
+    tested: Sequence[TestedSet] = ()
+    license: str | None = None
+    author: str | None = None
+
+    def text(self) -> str:
+        """Front matter in YAML, and Markdown."""
+        front = yaml.safe_dump(self._front(), sort_keys=False, allow_unicode=True)
+        parts = [
+            f"---\n{front}---\n\n{MARK}",
+            f"# {self.name}",
+            "A speech recognition model, trained with effasr.",
+            "\n".join(self._facts()),
+            self._usage(),
+            self._results(),
+            f"## Configuration\n\n```yaml\n{self.configuration.strip()}\n```",
+            "## Licence and author\n\n"
+            f"Licence: {self.license or 'not stated (`effasr export --license`)'}. "
+            f"Author: {self.author or 'not stated (`effasr export --author`)'}.",
+        ]
+        return "\n\n".join(parts) + "\n"
+
+    def _front(self) -> dict[str, Any]:
+        front: dict[str, Any] = {}
+        if self.license:
+            front["license"] = self.license
+        if self.languages:
+            front["language"] = list(self.languages)
+        front |= {
+            "library_name": "transformers",
+            "pipeline_tag": "automatic-speech-recognition",
+            "tags": ["automatic-speech-recognition", "speech", "effasr"],
+        }
+        results = [_result(one) for one in self.tested if one.result.get("wer") is not None]
+        if results:
+            front["metrics"] = ["wer"]
+            front["model-index"] = [{"name": self.name, "results": results}]
+        return front
+
+    def _facts(self) -> list[str]:
+        facts = [f"- {self.parameters / 1e6:.1f} M parameters, `{self.loader}`"]
+        if self.languages:
+            facts.append(f"- Languages: {', '.join(self.languages)}")
+        if self.data:
+            facts.append(f"- Trained on: {', '.join(self.data)}")
+        if self.steps is not None:
+            facts.append(f"- Updates: {self.steps}")
+        if self.averaged > 1:
+            facts.append(f"- Weights: the mean of the last {self.averaged} checkpoints")
+        return facts
+
+    def _usage(self) -> str:
+        tokenizer = (
+            "`tokenizer.json` turns its tokens into text."
+            if self.own_tokenizer
+            else "Its tokenizer is effasr's own, which transformers cannot read: it comes with the "
+            "model directory of effasr, not with this folder."
+        )
+        return (
+            "## Use\n\n```python\nfrom transformers import AutoFeatureExtractor, "
+            f"{self.loader}\n\nextractor = AutoFeatureExtractor.from_pretrained(FOLDER)\n"
+            f"model = {self.loader}.from_pretrained(FOLDER)\n```\n\n{tokenizer}"
+        )
+
+    def _results(self) -> str:
+        if not self.tested:
+            return (
+                "## Results\n\nNone of these weights: `effasr evaluate` makes them, and "
+                "`effasr export` of the run puts them here."
+            )
+        rows = [
+            "| set | utterances | words | WER % | 95 % interval | CER % | normaliser | RTFx |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
+        ]
+        for one in self.tested:
+            found = one.result
+            rows.append(
+                f"| {_cell(one.name)} | {found['utterances']} | {found['words']} | "
+                f"{_percent(found['wer'])} | {_interval(found.get('wer_interval'))} | "
+                f"{_percent(found['cer'])} | {_cell(found['normalizer'])} | {found['rtfx']:g} |"
+            )
+        note = (
+            "RTFx is seconds of audio per second, loading included, on the machine that evaluated."
+        )
+        return "\n".join(["## Results", "", *rows, "", note])
+
+
+def read_tested(run: Path, weights: Path) -> list[TestedSet]:
+    """The evaluations of a run that are of its present weights.
+
+    Args:
+        run: ``runs/NAME``, with ``evaluation/SET/wer.json``.
+        weights: The file of weights. What is older than it was said of others, and is left out
+            with a warning.
+    """
+    tested = []
+    for path in sorted((run / "evaluation").glob("*/wer.json")):
+        if path.stat().st_mtime < weights.stat().st_mtime:
+            _log.warning("%s is older than the weights, and is left out: evaluate again.", path)
+            continue
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}: evaluate again.") from error
+        tested.append(TestedSet(path.parent.name, result))
+    return tested
+
+
+def read_data(run: Path) -> list[str]:
+    """Names of what a run was trained on: the last parts of paths, which others need not know."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        return []
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))["data"]
+    train = data.get("train") or ()
+    paths = [train] if isinstance(train, str) else list(train)
+    mix = data.get("mix") or {}
+    return list(dict.fromkeys([*map(set_name, paths), *(mix.get("sources") or ())]))
+
+
+def is_replaceable(path: Path) -> bool:
+    """Whether a README.md may be overwritten: it is not there, or was written here."""
+    return not path.exists() or MARK in path.read_text(encoding="utf-8", errors="replace")
+
+
+def _result(one: TestedSet) -> dict[str, Any]:
+    normalizer = one.result["normalizer"]
+    return {
+        "task": {"type": "automatic-speech-recognition", "name": "Speech recognition"},
+        "dataset": {"type": one.name, "name": one.name},
+        "metrics": [
+            {
+                "type": "wer",
+                "value": round(100 * one.result["wer"], 2),
+                "name": f"WER % (normaliser {normalizer})",
+            }
+        ],
+    }
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{100 * rate:.2f}"
+
+
+def _interval(bounds: Sequence[float] | None) -> str:
+    return "-" if bounds is None else " to ".join(map(_percent, bounds))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

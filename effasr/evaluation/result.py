@@ -1,0 +1,198 @@
+"""The result of an evaluation: what was transcribed, its errors, and the files that record it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from effasr.evaluation.alignment import align, trn_line
+from effasr.evaluation.bootstrap import interval
+from effasr.evaluation.normalizer import get_normalizer
+from effasr.evaluation.tables import wer_table, worst_table
+from effasr.evaluation.wer import ErrorCounts, total
+from effasr.transcription.json_files import one_line, write_json, write_json_lines, write_text
+from effasr.transcription.results import Failure
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredUtterance:
+    """An utterance with its transcript.
+
+    Attributes:
+        id: Of the cut.
+        group: Its language, or ``SOURCE->TARGET`` for a translation.
+        reference: As the manifest has it.
+        hypothesis: As the model gave it.
+        duration: Seconds.
+        errors: Counted after both texts were normalised.
+        truncated: Whether the decoder was stopped at the longest text allowed.
+    """
+
+    id: str
+    group: str
+    reference: str
+    hypothesis: str
+    duration: float
+    errors: ErrorCounts
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The transcripts of a set, and their errors.
+
+    Attributes:
+        normalizer: The name of what was done to the texts before they were compared.
+        utterances: All that were transcribed.
+        failures: Those that were not. They count in no rate.
+        seconds: Of the whole call, loading of audio included.
+    """
+
+    normalizer: str
+    utterances: tuple[ScoredUtterance, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def errors(self) -> ErrorCounts:
+        """Of the whole set."""
+        return total(utterance.errors for utterance in self.utterances)
+
+    @property
+    def groups(self) -> dict[str, ErrorCounts]:
+        """Of each language, or pair of languages, in alphabetical order."""
+        parts: dict[str, list[ErrorCounts]] = defaultdict(list)
+        for utterance in self.utterances:
+            parts[utterance.group].append(utterance.errors)
+        return {group: total(parts[group]) for group in sorted(parts)}
+
+    @property
+    def wer(self) -> float:
+        """Word error rate of the whole set; NaN where no reference has a word."""
+        return self.errors.wer
+
+    @property
+    def interval(self) -> list[float] | None:
+        """In which the word error rate lies, 95 of 100 times; None where it is undefined."""
+        low, high = interval([utterance.errors for utterance in self.utterances])
+        return None if math.isnan(low) else [low, high]
+
+    @property
+    def truncated(self) -> int:
+        """Utterances whose decoder was stopped: many mean that it repeats itself."""
+        return sum(utterance.truncated for utterance in self.utterances)
+
+    @property
+    def audio_seconds(self) -> float:
+        """Of the utterances that were transcribed."""
+        return math.fsum(utterance.duration for utterance in self.utterances)
+
+    @property
+    def rtfx(self) -> float:
+        """Seconds of audio per second of the call."""
+        return self.audio_seconds / self.seconds if self.seconds else 0.0
+
+    def worst(self, count: int = 10) -> list[ScoredUtterance]:
+        """The utterances with the most word errors; among equals, the shorter reference first."""
+        order = sorted(self.utterances, key=lambda u: (-u.errors.errors, u.errors.words))
+        return [utterance for utterance in order[:count] if utterance.errors.errors]
+
+    def text(self, worst: int = 0) -> str:
+        """A table of error rates, the failures, and the ``worst`` utterances, for a person."""
+        table, listed = wer_table(self), worst_table(self, worst)
+        return f"{table}\n{listed}" if listed else table
+
+    def summary(self) -> dict[str, Any]:
+        """What ``wer.json`` holds; a rate that is undefined is None."""
+        return {
+            **_rates(self.errors),
+            "wer_interval": self.interval,
+            "rtfx": round(self.rtfx, 2),
+            "audio_seconds": round(self.audio_seconds, 3),
+            "seconds": round(self.seconds, 3),
+            "normalizer": self.normalizer,
+            "truncated": self.truncated,
+            "failed": len(self.failures),
+            "failures": [failure.as_row() for failure in self.failures],
+            "groups": {group: _rates(errors) for group, errors in self.groups.items()},
+        }
+
+
+def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
+    """Put together the evaluations of parts of a set that were made at the same time.
+
+    Counts are those of the whole set, and its time is that of the slowest part.
+
+    Raises:
+        ValueError: There is none, or they used different normalisers.
+    """
+    normalizers = {evaluation.normalizer for evaluation in evaluations}
+    if len(normalizers) != 1:
+        raise ValueError(
+            f"`evaluations` must share one normaliser, but have {sorted(normalizers)}."
+        )
+    return Evaluation(
+        normalizer=normalizers.pop(),
+        utterances=tuple(u for evaluation in evaluations for u in evaluation.utterances),
+        failures=tuple(f for evaluation in evaluations for f in evaluation.failures),
+        seconds=max(evaluation.seconds for evaluation in evaluations),
+    )
+
+
+def set_name(manifest: str | Path) -> str:
+    """What a set is called in ``runs/NAME/evaluation``: after its manifest's file or folder."""
+    name = Path(os.path.abspath(manifest)).name
+    return name.removesuffix(".gz").removesuffix(".jsonl")
+
+
+def save(evaluation: Evaluation, folder: str | Path) -> None:
+    """Write the files of an evaluation, each whole or not at all; ``wer.json`` is the last.
+
+    ``hypotheses.jsonl`` has the texts as they are. What was compared is in ``ref.trn`` and
+    ``hyp.trn``, which sclite reads, and in ``alignments.txt``, word above word.
+    """
+    folder = Path(folder)
+    rows = (
+        {
+            "id": utterance.id,
+            "reference": utterance.reference,
+            "hypothesis": utterance.hypothesis,
+            "duration": round(utterance.duration, 3),
+        }
+        for utterance in evaluation.utterances
+    )
+    write_json_lines(folder / "hypotheses.jsonl", rows)
+    _write_alignments(evaluation, folder)
+    write_json(folder / "wer.json", evaluation.summary())
+
+
+def _write_alignments(evaluation: Evaluation, folder: Path) -> None:
+    normalize = get_normalizer(evaluation.normalizer)
+    references, hypotheses, lines = [], [], []
+    for utterance in evaluation.utterances:
+        reference, hypothesis = normalize(utterance.reference), normalize(utterance.hypothesis)
+        name = one_line(utterance.id)
+        references.append(trn_line(reference, name))
+        hypotheses.append(trn_line(hypothesis, name))
+        aligned = align(reference, hypothesis)
+        lines += [f"id: ({name})", aligned.scores(), *aligned.lines(), ""]
+    write_text(folder / "ref.trn", "".join(references))
+    write_text(folder / "hyp.trn", "".join(hypotheses))
+    write_text(folder / "alignments.txt", "\n".join(lines))
+
+
+def _rates(errors: ErrorCounts) -> dict[str, Any]:
+    return {
+        "wer": None if math.isnan(errors.wer) else errors.wer,
+        "cer": None if math.isnan(errors.cer) else errors.cer,
+        "insertions": errors.insertions,
+        "deletions": errors.deletions,
+        "substitutions": errors.substitutions,
+        "words": errors.words,
+        "utterances": errors.utterances,
+    }

@@ -1,0 +1,86 @@
+"""Results as text that a person reads, valid Markdown at the same time."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from effasr.evaluation.alignment import align
+from effasr.evaluation.normalizer import get_normalizer
+from effasr.evaluation.wer import ErrorCounts
+from effasr.transcription.json_files import one_line
+
+if TYPE_CHECKING:
+    from effasr.evaluation.result import Evaluation
+
+_MOST_FAILURES = 20
+"""To be shown one by one: ``wer.json`` has them all."""
+
+_WIDE = 10_000
+"""Columns, so that nothing is wrapped: a terminal does that itself."""
+
+
+def wer_table(evaluation: Evaluation) -> str:
+    """One row per language and, where there are several, one for the whole set; then the speed."""
+    table = Table(box=box.MARKDOWN)
+    for column in ("set", "utterances", "words", "WER %", "CER %", "ins", "del", "sub"):
+        table.add_column(column, justify="left" if column == "set" else "right")
+    groups = evaluation.groups
+    for group, errors in groups.items():
+        table.add_row(Text(group), *_cells(errors))
+    if len(groups) != 1:
+        table.add_row("all", *_cells(evaluation.errors))
+    lines = [
+        to_text(table),
+        f"normaliser {evaluation.normalizer}, RTFx {evaluation.rtfx:.1f} "
+        f"({evaluation.audio_seconds:.0f} s of audio in {evaluation.seconds:.1f} s)",
+    ]
+    if (interval := evaluation.interval) is not None:
+        low, high = map(_percent, interval)
+        lines.append(f"WER of such sets, 95 of 100 times: {low} to {high} %")
+    if evaluation.truncated:
+        lines.append(f"{evaluation.truncated} stopped at the longest text allowed")
+    if evaluation.failures:
+        lines.append(f"{len(evaluation.failures)} failed and are not counted:")
+        shown = evaluation.failures[:_MOST_FAILURES]
+        lines += [f"  {one_line(failure.id)}: {one_line(failure.reason)}" for failure in shown]
+        if len(shown) < len(evaluation.failures):
+            lines.append(f"  and {len(evaluation.failures) - len(shown)} more")
+    return "\n".join(lines) + "\n"
+
+
+def worst_table(evaluation: Evaluation, count: int) -> str:
+    """The utterances with the most word errors, word above word."""
+    lines = []
+    normalize = get_normalizer(evaluation.normalizer)
+    for utterance in evaluation.worst(count):
+        errors = utterance.errors
+        aligned = align(normalize(utterance.reference), normalize(utterance.hypothesis))
+        lines += [
+            f"{one_line(utterance.id)}: {errors.errors} errors in {errors.words} words",
+            *aligned.lines("  "),
+        ]
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def to_text(table: Table) -> str:
+    """A table without colours, one line per row."""
+    file = io.StringIO()
+    Console(file=file, width=_WIDE, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines() if line.strip())
+
+
+def _cells(errors: ErrorCounts) -> list[str]:
+    counts = (errors.insertions, errors.deletions, errors.substitutions)
+    rates = (_percent(errors.wer), _percent(errors.cer))
+    return [str(errors.utterances), str(errors.words), *rates, *map(str, counts)]
+
+
+def _percent(rate: float) -> str:
+    return "-" if math.isnan(rate) else f"{100 * rate:.2f}"

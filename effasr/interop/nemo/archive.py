@@ -1,0 +1,204 @@
+"""NeMo's ``.nemo`` files, read and written without NeMo.
+
+A ``.nemo`` is a tar, in older versions gzipped, of ``model_config.yaml``, ``model_weights.ckpt``
+and files that the configuration names as ``nemo:FILE``; or a folder with the same files.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from effasr.data.atomic_files import atomic_file
+
+CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
+_PREFIX = "nemo:"
+_MOST_BYTES = 64 << 20
+"""Of a file other than the weights: a configuration, or a part of a tokenizer."""
+
+# What a damaged tar, gzip stream or checkpoint raises.
+_DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
+
+
+@dataclass(frozen=True, slots=True)
+class NemoArchive:
+    """What a ``.nemo`` holds.
+
+    Attributes:
+        path: Where it was read.
+        config: Of ``model_config.yaml``.
+        weights: Of ``model_weights.ckpt``, on the CPU, in the types that they were saved in.
+        files: The small files beside these, by name.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+    files: dict[str, bytes]
+
+    def file(self, where: str, name: Any) -> bytes:
+        """The content of a file that a field of the configuration names.
+
+        Args:
+            where: The field, for the message.
+            name: Its value, ``nemo:FILE``; old files name a path of the machine they were made on.
+
+        Raises:
+            ValueError: There is no such file.
+        """
+        file = name.removeprefix(_PREFIX).rsplit("/", 1)[-1] if isinstance(name, str) else None
+        if file is None or file not in self.files:
+            raise ValueError(
+                f"{self.path}: `{where}` must name a file in it, such as nemo:tokenizer.model, "
+                f"but is {name!r}: save the model again with NeMo."
+            )
+        return self.files[file]
+
+
+def read_archive(path: str | Path) -> NemoArchive:
+    """Read a ``.nemo`` file, or a folder with its files.
+
+    Of a tar only regular files at its top are read, and by their names alone; nothing is written
+    but the weights, under a name of our own in a temporary folder, which is gone afterwards.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no ``.nemo``, lacks a file, or is damaged.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: there is no such file.")
+    if path.is_dir():
+        files = {
+            file.name: file.read_bytes()
+            for file in path.iterdir()
+            if file.is_file() and _is_small(file.name, file.stat().st_size)
+        }
+        weights = path / WEIGHTS
+        return _archive(path, files, weights if weights.is_file() else None)
+    with tempfile.TemporaryDirectory(prefix="effasr_nemo_") as folder:
+        weights = Path(folder) / "weights"
+        try:
+            files = _unpack(path, weights)
+        except _DAMAGED as error:
+            raise ValueError(
+                f"{path} must be a .nemo file, a tar, but cannot be read: {error}: copy it again."
+            ) from error
+        # Its pages stay readable when the temporary folder is gone.
+        return _archive(path, files, weights if weights.is_file() else None)
+
+
+def _unpack(path: Path, weights: Path) -> dict[str, bytes]:
+    """Read the members in the order in which they come, as a gzipped tar can only be read so."""
+    files: dict[str, bytes] = {}
+    with tarfile.open(path, "r:*") as tar:
+        for member in tar:
+            name = member.name.removeprefix("./")
+            if not member.isfile() or "/" in name:
+                continue
+            source = tar.extractfile(member)
+            assert source is not None  # a regular file
+            if name == WEIGHTS:
+                with weights.open("wb") as file:
+                    shutil.copyfileobj(source, file, 1 << 20)
+            elif _is_small(name, member.size):
+                files[name] = source.read()
+    return files
+
+
+def _is_small(name: str, size: int) -> bool:
+    """Whether a file is no model: some have a second one, to align words, which is not read."""
+    return size <= _MOST_BYTES and not name.endswith((".ckpt", ".nemo"))
+
+
+def _archive(path: Path, files: dict[str, bytes], weights: Path | None) -> NemoArchive:
+    missing = [CONFIG] * (CONFIG not in files) + [WEIGHTS] * (weights is None)
+    if missing or weights is None:
+        raise ValueError(
+            f"{path} must be a .nemo file, but has no {' and no '.join(missing)}: give what "
+            "NeMo's `model.save_to` wrote."
+        )
+    try:
+        config = yaml.safe_load(files.pop(CONFIG))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {CONFIG} is not valid YAML: {error}.") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: {CONFIG} must be a mapping, but is {config!r}.")
+    # What is a recipe rather than a configuration has the model in a section of its own.
+    config = config.get("model", config) if "encoder" not in config else config
+    return NemoArchive(path, config, _load(path, weights), files)
+
+
+def _load(path: Path, weights: Path) -> dict[str, Tensor]:
+    try:
+        # Files of torch before 1.6 are no zip, and cannot be mapped.
+        state = torch.load(
+            weights, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(weights)
+        )
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path}: {WEIGHTS} must hold tensors alone, but does not, and is not opened as it "
+            "could run a program: load and save the model with NeMo, if you trust it."
+        ) from error
+    except _DAMAGED as error:
+        raise ValueError(f"{path}: {WEIGHTS} is damaged: {error}: copy it again.") from error
+    if not isinstance(state, Mapping) or not all(torch.is_tensor(v) for v in state.values()):
+        raise ValueError(f"{path}: {WEIGHTS} must hold tensors by name, but does not.")
+    return dict(state)
+
+
+def write_archive(
+    path: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], files: Mapping[str, bytes]
+) -> None:
+    """Write a ``.nemo`` file, in full or not at all.
+
+    Args:
+        path: The file; one that is there is replaced.
+        config: Of plain types, in the order in which they are to be read.
+        weights: By NeMo's names.
+        files: By the names that the configuration has after ``nemo:``.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    with (
+        tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as saved,
+        atomic_file(path) as file,
+    ):
+        # Beside the target: the disk that has room for one has room for the other.
+        torch.save(dict(weights), saved)
+        saved.flush()
+        with tarfile.open(fileobj=file, mode="w:") as tar:
+            _add(tar, CONFIG, text.encode())
+            for name, content in files.items():
+                _add(tar, name, content)
+            saved.seek(0)
+            _add(tar, WEIGHTS, saved, os.fstat(saved.fileno()).st_size)
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes | Any, size: int | None = None) -> None:
+    import io
+
+    source: IO[bytes] = io.BytesIO(content) if isinstance(content, bytes) else content
+    # NeMo looks for the names as `tar -c .` writes them.
+    member = tarfile.TarInfo(f"./{name}")
+    member.size = len(content) if size is None else size
+    member.mode = 0o644
+    tar.addfile(member, source)
+
+
+def file_reference(name: str) -> str:
+    """How a configuration names a file of the archive."""
+    return f"{_PREFIX}{name}"

@@ -1,0 +1,167 @@
+"""Models of NeMo, read from ``.nemo`` files without it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effasr.data.features.log_mel import LogMel
+from effasr.data.prompt import Prompt
+from effasr.data.tokenizer import NeMoTokenizer
+from effasr.interop.huggingface.files import checked
+from effasr.interop.nemo.archive import NemoArchive, read_archive
+from effasr.interop.nemo.config import HYBRID, MULTITASK, model_class, read_model
+from effasr.interop.nemo.tokenizer import read_tokenizer
+from effasr.interop.nemo.weights import from_nemo, position_table
+from effasr.model.asr import ASRModel, ModelConfig
+
+_log = logging.getLogger(__name__)
+
+_MAX_SYMBOLS = 10
+"""Labels of a frame: the default of decoding here."""
+
+_BANDS, _WINDOW = "preprocessor.featurizer.fb", "preprocessor.featurizer.window"
+_POSITIONS = "transf_decoder._embedding.position_embedding.pos_enc"
+_TIED = "transf_decoder._embedding.token_embedding.weight"
+_OUTPUT = "log_softmax.mlp.layer0.weight"
+_EMBEDDING = "decoder.embed_tokens.weight"
+_START = "transducer.predictor.embedding.weight"
+# Never used, and a table that older versions kept.
+_IGNORED = ("transf_decoder._embedding.token_type_embedding.weight", "encoder.pos_enc.pe")
+
+
+@dataclass(frozen=True, slots=True)
+class NemoModel:
+    """A model of NeMo, as this project's.
+
+    Attributes:
+        config: Its architecture.
+        vocab_size: Classes without the blank; a Canary may have more than its tokenizer has tokens.
+        state: For `ASRModel.from_state_dict`; float32.
+        tokenizer: Its tokenizer.
+        prompt: What it is asked by default.
+    """
+
+    config: ModelConfig
+    vocab_size: int
+    state: dict[str, Tensor]
+    tokenizer: NeMoTokenizer
+    prompt: Prompt
+
+
+def import_nemo(path: str | Path) -> NemoModel:
+    """Read a ``.nemo`` file, or a folder with what one holds.
+
+    The classes are `effasr.interop.nemo.config.CLASSES`: FastConformer CTC models, transducers
+    (RNN-T and TDT), both together, and Canary. Options of training that have no counterpart here
+    are named in a warning.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is damaged, or of another class, or has an option or weights that are
+            unknown here.
+    """
+    path = Path(path)
+    archive = read_archive(path)
+    try:
+        return _read(archive)
+    except ValueError as error:
+        where = "" if str(error).startswith(str(path)) else f"{path}: "
+        raise ValueError(f"{where}{error}") from error
+
+
+def _read(archive: NemoArchive) -> NemoModel:
+    name = model_class(archive.config)
+    config, unused = read_model(archive.config)
+    is_canary = name == MULTITASK
+    prompt_format = str(archive.config.get("prompt_format")) if is_canary else None
+    tokenizer = read_tokenizer(archive, prompt_format)
+    with torch.device("meta"):
+        names = list(ASRModel(config, tokenizer.vocab_size).state_dict())
+    state, rest = from_nemo(archive.weights, names, hybrid=name == HYBRID)
+    vocab_size = tokenizer.vocab_size
+    if is_canary and _EMBEDDING in state:
+        # NeMo rounds their number up.
+        vocab_size = max(len(state[_EMBEDDING]), vocab_size)
+    _check_tables(config, rest, archive.weights.get(_TIED))
+    if _START in state and state[_START][-1].any():
+        raise ValueError(
+            "`decoder.prediction.embed.weight` must be zero in its last row, the blank's, as NeMo "
+            "starts a text from zeros, but is not."
+        )
+    known = (_BANDS, _WINDOW, _POSITIONS, _OUTPUT, *_IGNORED)
+    unknown = {key: value for key, value in rest.items() if key not in known}
+    state = checked(
+        config, vocab_size, state | unknown, archive.path, described="model_config.yaml"
+    )
+    _warn(archive.config, unused)
+    return NemoModel(config, vocab_size, state, tokenizer, _prompt(archive.config, tokenizer))
+
+
+def _check_tables(config: ModelConfig, rest: Mapping[str, Tensor], tied: Tensor | None) -> None:
+    """Check that what NeMo saves is what is computed, or shared, here.
+
+    Args:
+        config: The architecture.
+        rest: NeMo's weights that are none of ours.
+        tied: The token embedding.
+    """
+    features = LogMel(config.features)
+    expected = {_BANDS: features.filterbank.T[None], _WINDOW: features.window}
+    if config.decoder is not None and _POSITIONS in rest:
+        expected[_POSITIONS] = position_table(len(rest[_POSITIONS]), config.decoder.width)
+    if tied is not None:
+        expected[_OUTPUT] = tied.float()
+    for name, wanted in expected.items():
+        if name not in rest:
+            continue
+        found, tolerance = rest[name], 4 * torch.finfo(rest[name].dtype).eps
+        if found.shape != wanted.shape or not torch.allclose(
+            found.float(), wanted, tolerance, 1e-6
+        ):
+            what = "an output layer of its own" if name == _OUTPUT else "other features"
+            raise ValueError(
+                f"`{name}` must be what the configuration says, but is not: the file was made with "
+                f"{what}, or changed."
+            )
+
+
+def _prompt(config: Mapping[str, Any], tokenizer: NeMoTokenizer) -> Prompt:
+    """What NeMo asks by default; else English, else the tokenizer's first language."""
+    language = "en"
+    if tokenizer.languages and language not in tokenizer.languages:
+        language = tokenizer.languages[0]
+    slots: Mapping[str, Any] = {}
+    for turn in config.get("prompt_defaults") or ():
+        if turn.get("role") == "user":
+            slots = turn.get("slots") or {}
+    source, target = (
+        str(slots.get(key) or language).removeprefix("<|").removesuffix("|>")
+        for key in ("source_lang", "target_lang")
+    )
+    if source not in tokenizer.sources or target not in tokenizer.languages:
+        source = target = language
+    return Prompt(
+        source,
+        target,
+        "transcribe" if source == target else "translate",
+        str(slots.get("pnc", "pnc")) in ("yes", "Yes", "true", "True", "1", "pnc", "<|pnc|>"),
+    )
+
+
+def _warn(config: Mapping[str, Any], unused: list[str]) -> None:
+    if unused:
+        _log.warning("Options of training that are not used here: %s.", ", ".join(unused))
+    most = ((config.get("decoding") or {}).get("greedy") or {}).get("max_symbols")
+    if most not in (None, _MAX_SYMBOLS):
+        _log.warning(
+            "`decoding.greedy.max_symbols` = %s is not part of a model here: decode with "
+            "`max_symbols`.",
+            most,
+        )

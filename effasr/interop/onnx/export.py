@@ -1,0 +1,214 @@
+"""A model as ONNX graphs: the encoder, and steps of the decoder and of the transducer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effasr.interop.onnx.description import DESCRIPTION, describe
+from effasr.interop.onnx.graph import Graph, check_packages, write_graph
+from effasr.interop.onnx.padded_model import PaddedDecoderStep, PaddedEncoder
+from effasr.interop.onnx.transducer_steps import JointStep, in_model_layout, predictor_step
+from effasr.model.asr import ASRModel
+from effasr.model.transducer import Transducer
+
+_GRAPHS = ("encoder.onnx", "decoder_step.onnx", "predictor.onnx", "joint.onnx")
+_STEP_INPUTS: tuple[str, ...] = (
+    "tokens",
+    "positions",
+    "past_keys",
+    "past_values",
+    "cross_keys",
+    "cross_values",
+    "encoded_lengths",
+)
+_STEP_OUTPUTS: tuple[str, ...] = ("logits", "keys", "values")
+_JOINT_INPUTS: tuple[str, ...] = ("encoder_projected", "predictor_projected")
+_CHECKED_STEPS = 5
+_EXAMPLE = (83, 40, 9)
+"""Mel rows of the utterances that are traced."""
+_OTHER = (57, 100)
+"""Of those that are checked: others in number and length, for no size may be a constant."""
+
+
+def export_onnx(model: ASRModel, directory: Path, texts: Mapping[str, Any]) -> list[str]:
+    """Write the graphs of a model and a description, ``onnx.json``.
+
+    They are ``encoder.onnx``, which gives the CTC head's log-probabilities, too, if the model has
+    one; ``decoder_step.onnx`` if there is a decoder; ``predictor.onnx`` and ``joint.onnx`` if there
+    is a transducer.
+
+    Args:
+        model: In any mode, on any device; exported in float32.
+        directory: Made if need be; files of the same names are replaced, and graphs of an earlier
+            export that this model has not are removed.
+        texts: What the description says of tokens, such as the prompt and the end.
+
+    Returns:
+        Names of the graphs.
+
+    Raises:
+        ValueError: The packages for it are missing.
+    """
+    check_packages()
+    model = _on_host(model)
+    encoder = PaddedEncoder(model).eval()
+    features, lengths = _features(model, _EXAMPLE)
+    with torch.no_grad():
+        encoded = dict(zip(encoder.outputs, encoder(features, lengths), strict=True))
+    graphs = ["encoder.onnx"]
+    write_graph(
+        encoder,
+        directory / graphs[0],
+        {"features": features, "lengths": lengths},
+        encoder.outputs,
+        {"features": {0: "batch", 1: "time"}, "lengths": {0: "batch"}},
+    )
+    if model.decoder is not None:
+        graphs.append("decoder_step.onnx")
+        _write_decoder_step(model, directory / graphs[-1], encoded)
+    if model.transducer is not None:
+        graphs += ["predictor.onnx", "joint.onnx"]
+        write_transducer(model.transducer, directory)
+    replaces = (directory / DESCRIPTION).exists()
+    describe(model, directory, encoder.outputs, texts)
+    for name in _GRAPHS if replaces else ():
+        if name not in graphs:
+            for file in (name, f"{name}.data"):
+                (directory / file).unlink(missing_ok=True)
+    return graphs
+
+
+def _write_decoder_step(model: ASRModel, path: Path, encoded: Mapping[str, Tensor]) -> None:
+    past = torch.zeros_like(encoded["cross_keys"][:, :, :, :2])
+    tokens = torch.zeros(len(_EXAMPLE), dtype=torch.int64)
+    inputs = {
+        "tokens": tokens,
+        "positions": tokens + 2,
+        "past_keys": past,
+        "past_values": past.clone(),  # the exporter joins inputs that are one tensor
+        **{name: encoded[name] for name in ("cross_keys", "cross_values", "encoded_lengths")},
+    }
+    dynamic = {
+        name: {0: "batch"}
+        if value.ndim == 1
+        else {1: "batch", 3: "past" if name.startswith("past") else "frames"}
+        for name, value in inputs.items()
+    }
+    write_graph(PaddedDecoderStep(model).eval(), path, inputs, _STEP_OUTPUTS, dynamic)
+
+
+def write_transducer(head: Transducer, directory: Path) -> None:
+    """Write ``predictor.onnx`` and ``joint.onnx``.
+
+    Args:
+        head: In evaluation mode, on the host, float32.
+        directory: Made if need be; files of the same names are replaced.
+    """
+    predictor = predictor_step(head).eval()
+    count = len(_EXAMPLE)
+    inputs = {"tokens": torch.full((count,), head.blank_id)}
+    dynamic = {"tokens": {0: "batch"}}
+    outputs = ["predictor_projected"]
+    for number, state in enumerate(predictor.states, 1):
+        inputs[f"input_states_{number}"] = state.begin(count)
+        dynamic[f"input_states_{number}"] = {state.batch_axis: "batch"}
+        outputs.append(f"output_states_{number}")
+    write_graph(predictor, directory / "predictor.onnx", inputs, outputs, dynamic)
+    frames = {name: torch.zeros(count, head.config.joint) for name in _JOINT_INPUTS}
+    write_graph(
+        JointStep(head).eval(),
+        directory / "joint.onnx",
+        frames,
+        _joint_outputs(head),
+        {name: {0: "batch"} for name in frames},
+    )
+
+
+def check_onnx(model: ASRModel, directory: Path) -> None:
+    """See that onnxruntime computes from the graphs what the model computes.
+
+    Raises:
+        ImportError: onnxruntime is not installed.
+        ValueError: An output differs.
+    """
+    model = _on_host(model)
+    encoder = PaddedEncoder(model).eval()
+    features, lengths = _features(model, _OTHER)
+    with torch.no_grad():
+        expected = dict(zip(encoder.outputs, encoder(features, lengths), strict=True))
+        inputs = {"features": features, "lengths": lengths}
+        encoded = Graph(directory / "encoder.onnx").compared(inputs, expected)
+        if model.decoder is not None:
+            _check_decoder_step(model, directory, encoded)
+        if model.transducer is not None:
+            check_transducer(model.transducer, directory, encoded["encoder_projected"])
+
+
+def _check_decoder_step(model: ASRModel, directory: Path, encoded: Mapping[str, Tensor]) -> None:
+    assert model.decoder is not None
+    step, graph = PaddedDecoderStep(model).eval(), Graph(directory / "decoder_step.onnx")
+    constant = [encoded[name] for name in ("cross_keys", "cross_values", "encoded_lengths")]
+    tokens = torch.zeros(len(_OTHER), dtype=torch.int64)
+    past = [encoded["cross_keys"][:, :, :, :0]] * 2
+    for place in range(min(_CHECKED_STEPS, model.decoder.config.max_positions)):
+        values = tokens, torch.full_like(tokens, place), *past, *constant
+        expected = dict(zip(_STEP_OUTPUTS, step(*values), strict=True))
+        found = graph.compared(dict(zip(_STEP_INPUTS, values, strict=True)), expected)
+        past = [found["keys"], found["values"]]
+        tokens = found["logits"].argmax(-1)
+
+
+@torch.no_grad()
+def check_transducer(head: Transducer, directory: Path, frames: Tensor) -> None:
+    """See that ``predictor.onnx`` and ``joint.onnx`` are the transducer, label by label.
+
+    Args:
+        head: In evaluation mode, on the host, float32.
+        directory: Of the graphs.
+        frames: (B, T, J), encoder frames as the joint network takes them.
+
+    Raises:
+        ImportError: onnxruntime is not installed.
+        ValueError: An output differs.
+    """
+    predictor, joint = Graph(directory / "predictor.onnx"), Graph(directory / "joint.onnx")
+    count = len(frames)
+    tokens = torch.full((count,), head.blank_id)
+    states = tuple(state.begin(count) for state in predictor_step(head).states)
+    for frame in frames.unbind(1)[:_CHECKED_STEPS]:
+        # The model's own step keeps an empty state where the graph has none.
+        before = in_model_layout(states) or head.predictor.begin(count)
+        predicted, after = head.step(tokens, before)
+        named = {f"input_states_{n}": state for n, state in enumerate(states, 1)}
+        expected = {"predictor_projected": predicted}
+        for number, state in enumerate(in_model_layout(after)[: len(states)], 1):
+            expected[f"output_states_{number}"] = state
+        found = predictor.compared({"tokens": tokens, **named}, expected)
+        states = tuple(found[f"output_states_{n}"] for n in range(1, len(states) + 1))
+        pair = dict(zip(_JOINT_INPUTS, (frame, found["predictor_projected"]), strict=True))
+        scores = head.logits(*pair.values()).tensor_split([head.blank_id + 1], -1)
+        names = _joint_outputs(head)
+        found = joint.compared(pair, dict(zip(names, scores[: len(names)], strict=True)))
+        tokens = found["logits"][:, : head.blank_id].argmax(-1)
+
+
+def _joint_outputs(head: Transducer) -> list[str]:
+    return ["logits"] + ["duration_logits"] * (head.config.durations is not None)
+
+
+def _on_host(model: ASRModel) -> ASRModel:
+    state = {name: value.detach().cpu().float() if value.is_floating_point() else value.cpu()
+             for name, value in model.state_dict().items()}  # fmt: skip
+    return ASRModel.from_state_dict(model.config, model.vocab_size, state).eval()
+
+
+def _features(model: ASRModel, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Random features of utterances of these lengths."""
+    draw = torch.Generator().manual_seed(len(lengths))
+    bins = model.config.features.mel_bins
+    return torch.randn(len(lengths), max(lengths), bins, generator=draw), torch.tensor(lengths)

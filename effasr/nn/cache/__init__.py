@@ -1,0 +1,1 @@
+"""Keys and values that a decoder keeps from one token to the next."""

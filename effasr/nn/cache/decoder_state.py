@@ -1,0 +1,296 @@
+"""What a decoder carries from one token to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from effasr.nn.cache.contiguous import GROUP, CacheSizes, ContiguousCache
+from effasr.nn.cache.paged import PagedCache, pages_of
+from effasr_kernels import PackedLayout
+
+__all__ = [
+    "GROUP",
+    "KEPT_SHARE",
+    "CacheSizes",
+    "ContiguousCache",
+    "DecoderState",
+    "KeysValues",
+    "PagedCache",
+]
+
+KeysValues = tuple[Tensor, Tensor]
+"""Of packed rows: (rows, H, D) each."""
+
+KEPT_SHARE = 7 / 8
+"""Finished sequences are worth dropping once no more than this share stays: it is copied."""
+
+
+class DecoderState:
+    """Keys and values of N sequences: of the tokens that each has read, and of its speech.
+
+    Sequences may come and go at different times, each at its own position (`admit`, `release`). Or
+    all start together and are searched with several hypotheses (`widen`, `reorder`, `keep`), which
+    share the keys and values of their speech. The hypotheses of a sequence are neighbours among the
+    rows that a step reads.
+
+    Attributes:
+        hypotheses: K of each sequence.
+        max_tokens: Most tokens that a sequence may have.
+        length: Steps so far; of sequences that started together, their tokens.
+        self_cache: Of the tokens.
+        cross_cache: Of the speech.
+        watched: The layer whose attention to the speech steps compute once more, for `weights`.
+        weights: Of the last step, for each row its attention to each frame in that layer, the mean
+            over heads: float64 (N K, at least the longest), 0 past the end. None if not watched.
+    """
+
+    def __init__(
+        self,
+        sizes: CacheSizes,
+        sequences: int,
+        max_tokens: int,
+        max_frames: int,
+        *,
+        paged: bool,
+        pages: tuple[int, int] | None = None,
+    ) -> None:
+        """Start with sequences that have no speech and do not go on.
+
+        Args:
+            sizes: Of the decoder.
+            sequences: N.
+            max_tokens: Most tokens of a sequence.
+            max_frames: Most encoder frames of a sequence.
+            paged: Whether keys and values lie in pages, in shapes that never change; else they lie
+                side by side, and take room as it is needed.
+            pages: For all tokens and for all frames; by default as many as could be needed.
+        """
+        self.sizes, self.max_tokens = sizes, max_tokens
+        self.hypotheses, self.length, self._together = 1, 0, False
+        self.watched: int | None = None
+        self.weights: Tensor | None = None
+        self._frames = [0] * sequences
+        self._positions = torch.zeros(sequences, dtype=torch.int64, device=sizes.device)
+        self._going = torch.zeros_like(self._positions)
+        self.self_cache: ContiguousCache | PagedCache
+        self.cross_cache: ContiguousCache | PagedCache
+        if paged:
+            most = pages or [sequences * pages_of(longest) for longest in (max_tokens, max_frames)]
+            self.self_cache = PagedCache(sizes, sequences, max_tokens, most[0])
+            self.cross_cache = PagedCache(sizes, sequences, max_frames, most[1])
+        else:
+            self.self_cache = ContiguousCache(sizes, sequences, ahead=True)
+            self.cross_cache = ContiguousCache(sizes, sequences)
+        self._look_at_speech()
+
+    @property
+    def num_sequences(self) -> int:
+        """N, the sequences that a step reads tokens of."""
+        return len(self._frames)
+
+    @property
+    def num_rows(self) -> int:
+        """Hypotheses of all sequences: what a step reads one token of each for."""
+        return self.num_sequences * self.hypotheses
+
+    @property
+    def frames(self) -> int:
+        """Of the speech of all sequences."""
+        return sum(self._frames)
+
+    @property
+    def paged(self) -> bool:
+        """Whether keys and values lie in pages."""
+        return isinstance(self.self_cache, PagedCache)
+
+    @property
+    def positions(self) -> Tensor:
+        """Tokens that each row has read: int64 (N K,), on the device."""
+        return self._positions[: self.num_rows]
+
+    @property
+    def going(self) -> Tensor:
+        """int64 (N K,), 1 for rows that are decoded, 0 for those which stay where they are."""
+        return self._going[: self.num_rows]
+
+    def fits(self, tokens: Sequence[int], frames: Sequence[int], *, empty: bool = False) -> bool:
+        """Whether there are pages for these more sequences, or would be if there were no others."""
+        return all(
+            sum(map(pages_of, lengths)) <= (cache.most if empty else cache.free)
+            for cache, lengths in ((self.self_cache, tokens), (self.cross_cache, frames))
+            if isinstance(cache, PagedCache)
+        )
+
+    def admit(
+        self,
+        rows: Sequence[int],
+        frames: Sequence[int],
+        tokens: Sequence[int],
+        keys_values: Iterable[Sequence[KeysValues]],
+        read: Sequence[int] | None = None,
+    ) -> None:
+        """Let sequences begin, in place of what these rows had.
+
+        Args:
+            rows: Where each goes.
+            frames: Of the speech of each.
+            tokens: The most that each will read.
+            keys_values: For each layer, packed: those of the speech, at least (sum of the frames,
+                H, D) each; where any token has been read, those of the tokens behind them.
+            read: How many tokens each has read; none by default.
+        """
+        read = [0] * len(rows) if read is None else read
+        if isinstance(self.self_cache, PagedCache):
+            self.self_cache.take(rows, tokens)
+        if isinstance(self.cross_cache, PagedCache):
+            self.cross_cache.take(rows, frames)
+        loaders = [self.cross_cache.loader(rows, frames)]
+        if any(read):
+            loaders.append(self.self_cache.loader(rows, read))
+        for layer, parts in zip(range(self.sizes.layers), keys_values, strict=True):
+            for load, (keys, values) in zip(loaders, parts, strict=True):
+                load(layer, keys, values)
+        for row, length in zip(rows, frames, strict=True):
+            self._frames[row] = length
+        self._look_at_speech()
+        self._set(rows, read, going=1)
+
+    def admit_all(
+        self,
+        layout: PackedLayout,
+        keys_values: Iterable[Sequence[KeysValues]],
+        read: int = 0,
+    ) -> None:
+        """Let all sequences begin together, with the speech of this layout; see `admit`.
+
+        Args:
+            layout: Of the speech.
+            keys_values: As there.
+            read: How many tokens each has read.
+        """
+        every = range(self.num_sequences)
+        count = len(every)
+        self.admit(
+            every, layout.lengths, [self.max_tokens] * count, keys_values, read=[read] * count
+        )
+        self.length, self._together = read, True
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Let these rows stay where they are, without tokens or speech, and give back pages."""
+        for cache in (self.self_cache, self.cross_cache):
+            if isinstance(cache, PagedCache):
+                cache.release(rows)
+        for row in rows:
+            self._frames[row] = 0
+        self._look_at_speech()
+        self._set(rows, [0] * len(rows), going=0)
+
+    def watch(self) -> None:
+        """Let steps tell the `weights` of the last layer from now on, which makes them slower."""
+        self.watched = self.sizes.layers - 1
+
+    def speech(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys of the speech, (N, H, places, D), and the frames of each sequence, int64 (N,)."""
+        return self.cross_cache.keys(layer), self.sizes.integers(self._frames)
+
+    def look(self) -> None:
+        """Prepare the step that reads one more token of each row.
+
+        Raises:
+            ValueError: There is no room left.
+        """
+        if self._together and self.length == self.max_tokens:
+            raise ValueError(
+                f"DecoderState: at most {self.max_tokens} tokens can be decoded: raise "
+                "`max_tokens`."
+            )
+        seen = self.positions + 1
+        if isinstance(self.self_cache, PagedCache):
+            self.self_cache.lengths.copy_(seen)
+        else:
+            self.self_cache.look(seen.tolist(), grouped=False)
+
+    def advance(self) -> None:
+        """Count the tokens that a step has read."""
+        # One that is read after the last, while nobody has looked yet, takes the last place.
+        moved = self.positions + self.going
+        self.positions.copy_(moved.clamp_(max=self.max_tokens - 1 + self._together))
+        self.length += 1
+
+    def widen(self, hypotheses: int) -> None:
+        """Give each sequence this many hypotheses, copies of the only one that it has."""
+        if self.hypotheses != 1:
+            raise ValueError(
+                f"`hypotheses` must be 1 before a state is widened, but is {self.hypotheses}."
+            )
+        self.hypotheses = hypotheses
+        if isinstance(self.self_cache, PagedCache):
+            self.self_cache = self.self_cache.widened(hypotheses, self.length)
+        else:
+            rows = torch.arange(self.num_sequences, device=self.sizes.device)
+            self.self_cache.reorder(rows.repeat_interleave(hypotheses))
+        self._positions = self._positions.repeat_interleave(hypotheses)
+        self._going = self._going.repeat_interleave(hypotheses)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let each hypothesis go on from what another of its sequence has read.
+
+        Args:
+            rows: int64 (``num_rows``,), the row of that other, of a state that started together.
+        """
+        if isinstance(self.self_cache, PagedCache):
+            self.self_cache.reorder(rows, self.length)
+        else:
+            self.self_cache.reorder(rows)
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Drop all sequences but these, which take this order.
+
+        Args:
+            indices: Into the sequences that are left now, on the host, each at least the number of
+                its new place: those before it make room. All hypotheses of a sequence go with it.
+
+        Raises:
+            ValueError: A sequence would move back.
+        """
+        wrong = next((place for place, index in enumerate(indices) if index < place), None)
+        if wrong is not None:
+            raise ValueError(
+                f"`indices` must not be less than the places they get, but {indices[wrong]} gets "
+                f"{wrong}."
+            )
+        width = self.hypotheses
+        rows = [index * width + k for index in indices for k in range(width)]
+        self.self_cache.keep(rows)
+        self.cross_cache.keep(indices)
+        index = self.sizes.integers(rows)
+        self._positions[: len(rows)] = self._positions[index]
+        self._going[: len(rows)] = self._going[index]
+        self._frames = [self._frames[sequence] for sequence in indices]
+        self._look_at_speech()
+
+    def extend(self, sequences: int) -> None:
+        """Read so many rows again after `keep`; those that are back have nothing yet.
+
+        Args:
+            sequences: At most their number at the beginning; not for pages.
+        """
+        added = range(self.num_sequences, sequences)
+        self._frames += [0] * len(added)
+        for cache in (self.self_cache, self.cross_cache):
+            assert isinstance(cache, ContiguousCache)
+            cache.rows = sequences
+        self._look_at_speech()
+        self._set(added, [0] * len(added), going=0)
+
+    def _set(self, rows: Sequence[int], read: Sequence[int], *, going: int) -> None:
+        index = self.sizes.integers(rows)
+        self._positions.index_copy_(0, index, self.sizes.integers(read))
+        self._going.index_fill_(0, index, going)
+
+    def _look_at_speech(self) -> None:
+        if isinstance(self.cross_cache, ContiguousCache):
+            self.cross_cache.look(self._frames)

@@ -1,0 +1,1 @@
+"""Patterns of parameter names, and parameters that are unused or sharded."""

@@ -1,0 +1,43 @@
+"""Parameters that a forward does not use, and data parallelism that waits for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from effasr.nn.parameters.sharded import is_sharded_tensor
+
+
+def with_participants(x: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    """Return ``x`` such that its backward also reaches parameters that it does not depend on.
+
+    Their gradient is zero. The processes of a group wait until every parameter has been reached.
+
+    Args:
+        x: Any floating-point tensor.
+        parameters: They are not read. A sharded one is left out: its layer, which has gathered it
+            for the length of its own forward, must reach it by itself.
+    """
+    reached = [parameter for parameter in parameters if not is_sharded_tensor(parameter)]
+    return _Participate.apply(x, *reached)  # type: ignore[return-value]
+
+
+class _Participate(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.forms = [(parameter.shape, parameter.dtype) for parameter in parameters]
+        # Not a view, of which FSDP2 warns; x is as small as a loss.
+        return x.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (dx,) = grad_outputs
+        # One zero each, however large the parameter.
+        return dx, *(dx.new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.forms)

@@ -1,0 +1,367 @@
+"""From a configuration to the parts that train."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from effasr import checkpoint
+from effasr import config as configuration
+from effasr.data.features.log_mel import SAMPLE_RATE, FeatureConfig
+from effasr.data.tokenizer import Tokenizer, load_tokenizer
+from effasr.distributed.batch_norm import running_statistics
+from effasr.distributed.ddp_comm_hook import GradientExchange
+from effasr.distributed.process_group import World
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.cost import recomputed_costs
+from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
+from effasr.nn.stack import compile_layers, recompute_layers
+from effasr.optim.adamw import build_adamw
+from effasr.optim.adascale import AdaScale
+from effasr.optim.batch_scaling import peak_learning_rate, relative_batch
+from effasr.optim.ema import WeightAverage
+from effasr.optim.groups import parameter_groups
+from effasr.optim.lamb import build_lamb
+from effasr.optim.schedules import learning_rate_ratio
+from effasr.training.config import TrainConfig, resolve_losses
+from effasr.training.cuda_graph.recording import check_recordable, recorded
+from effasr.training.fault_tolerance.phase_tracker import Activity
+from effasr.training.freezing import check_trained, prepare_weights
+from effasr.training.loss import Objective
+from effasr.training.step import Trainee
+from effasr.training.step_stats import HostCopy
+from effasr.training.strategies import averager, check_strategy, distribute, is_bfloat16
+
+if TYPE_CHECKING:
+    from effasr.data.index.corpus import Corpus
+    from effasr.training.async_sgd.learners import Learners
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint to go on from: its folder, and the state beside the weights."""
+
+    path: Path
+    state: dict[str, Any]
+
+
+def resolve(config: TrainConfig, saved: Saved | None) -> TrainConfig:
+    """The configuration with nothing left open: what config.yaml holds.
+
+    But for ``data.frame_budget: auto`` of a run that begins, for which the corpus must be known:
+    see `effasr.training.calibration.calibrate.settle`.
+
+    Raises:
+        ValueError: The model and the losses do not fit each other.
+    """
+    source = _source_of_model(config, saved)
+    if config.data.frame_budget == "auto" and saved is not None:
+        config = _with_saved_budgets(config, saved)
+    text_encoder = config.model.text_encoder
+    is_default = config.model == ModelConfig(text_encoder=text_encoder)
+    if source is not None and config.init_from is not None and is_default:
+        model = checkpoint.read_description(source).model
+        model = replace(model, text_encoder=text_encoder or model.text_encoder)
+        config = replace(config, model=model)
+    _check_features(config.model.features)
+    _check_static_shapes(config)
+    check_strategy(config)
+    check_trained(config)
+    if config.optimizer.adascale is not None:
+        _adascale_scale(config)
+    loss = resolve_losses(config.loss, config.model)
+    return replace(config, loss=loss, training=replace(config.training, restart=False))
+
+
+def _with_saved_budgets(config: TrainConfig, saved: Saved) -> TrainConfig:
+    """Those that the run began with: a run that goes on is not calibrated again."""
+    before = configuration.complete(TrainConfig, saved.state["config"])["data"]
+    names = ("frame_budget", "token_budget", "max_sequences")
+    return replace(config, data=replace(config.data, **{name: before[name] for name in names}))
+
+
+def _check_features(features: FeatureConfig) -> None:
+    """What the data are planned and loaded for; a filter bank for another rate would not show."""
+    for name, loaded in (("sample_rate", SAMPLE_RATE), ("hop", FeatureConfig().hop)):
+        if getattr(features, name) != loaded:
+            raise ValueError(
+                f"`model.features.{name}` must be {loaded}, with which training loads audio, "
+                f"but is {getattr(features, name)}."
+            )
+
+
+def _check_static_shapes(config: TrainConfig) -> None:
+    """What is recorded or compiled for one shape needs batches that have it."""
+    if config.training.cuda_graph and config.data.text_share is not None:
+        raise ValueError(
+            "`training.cuda_graph` must be false where `data.text_share` is given, because batches "
+            "of text have a shape of their own, but is true: set it to false."
+        )
+    if config.training.cuda_graph and config.training.activation_checkpointing:
+        raise ValueError(
+            "`training.activation_checkpointing` must be false with training.cuda_graph, because "
+            "the random numbers of a layer cannot be rewound while a graph is recorded, but is "
+            f"{config.training.activation_checkpointing}: set either to false."
+        )
+    for name in ("cuda_graph", "compile"):
+        if getattr(config.training, name) and config.data.strategy != "packed":
+            raise ValueError(
+                f"`training.{name}` must be false for `data.strategy` = {config.data.strategy}, "
+                "whose batches have a shape each, but is true: set it to false, or train with "
+                "strategy packed."
+            )
+
+
+def find_tokenizer(config: TrainConfig, saved: Saved | None) -> Tokenizer:
+    """That of the checkpoint, of the model to begin with, or of ``data.tokenizer``.
+
+    Raises:
+        ValueError: There is none, or there are two.
+    """
+    source = _source_of_model(config, saved)
+    if config.init_from is not None and config.data.tokenizer:
+        raise ValueError(
+            f"`data.tokenizer` must be left out where `init_from` is given, because the model has "
+            f"its own, but is {config.data.tokenizer!r}."
+        )
+    if source is not None:
+        return checkpoint.read_tokenizer(source)
+    if not config.data.tokenizer:
+        raise ValueError(
+            "`data.tokenizer` must be a folder that `effasr tokenizer` wrote, but is not given."
+        )
+    return load_tokenizer(config.data.tokenizer)
+
+
+def _source_of_model(config: TrainConfig, saved: Saved | None) -> Path | None:
+    if saved is not None:
+        return saved.path
+    return None if config.init_from is None else checkpoint.resolve(config.init_from)
+
+
+def build_model(
+    config: TrainConfig, vocab_size: int, saved: Saved | None, device: torch.device
+) -> ASRModel:
+    """The model, with weights drawn by the seed, or read.
+
+    Raises:
+        ValueError: Weights to read do not fit, or nothing is there to freeze or to adapt.
+    """
+    source = _source_of_model(config, saved)
+    if source is not None:
+        # A model of Hugging Face's may have more classes than its tokenizer has tokens.
+        vocab_size = checkpoint.read_description(source).vocab_size
+    torch.manual_seed(config.seed)
+    model = ASRModel(config.model, vocab_size)
+    prepare_weights(model, config, source, is_resumed=saved is not None)
+    return model.to(device).train()
+
+
+def build_trainee(
+    config: TrainConfig, model: ASRModel, world: World, learners: Learners | None = None
+) -> Trainee:
+    """The model with its optimizer and everything else that a step needs.
+
+    Args:
+        config: The run.
+        model: On the device.
+        world: The ranks that make a step together.
+        learners: Those that do not, if there are any.
+    """
+    micro_batches = config.data.micro_batches
+    peak = peak_learning_rate(config.optimizer, micro_batches)
+    schedule, steps = config.schedule, config.training.max_steps
+    every, again = int(config.training.activation_checkpointing), None
+    if every:
+        recompute_layers(model, every)
+        again = recomputed_costs(config.model, model.vocab_size, every, unreached_layers(model))
+    if config.training.compile and config.training.strategy == "fsdp2":
+        # Between two of which ranks gather parameters, which is not compiled.
+        compile_layers(model)
+    elif config.training.compile:
+        # In place: the state dict keeps its names.
+        model.compile(fullgraph=True, dynamic=False)
+    if config.training.cuda_graph:
+        check_recordable(config.model, world)
+    cost, text_cost = learning_cost(model), learning_text_cost(model)
+    trained = distribute(config, model, world)
+    is_replicated = isinstance(trained, DistributedDataParallel)
+    exchange = GradientExchange(trained) if is_replicated else None
+    # A wrapper's names are not those of the checkpoints.
+    model = model if is_replicated else cast(ASRModel, trained)
+    groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.exempt)
+    build = build_lamb if config.optimizer.name == "lamb" else build_adamw
+    optimizer = build(groups, config.optimizer, world.device)
+    statistics = running_statistics(model)
+    trainee = Trainee(
+        model=trained,
+        optimizer=optimizer,
+        learning_rate=lambda made: peak * learning_rate_ratio(schedule, made, steps),
+        objective=Objective(config.loss, world.device),
+        average=_average(config, model),
+        statistics=statistics,
+        world=world,
+        autocast=make_autocast(config.training.precision, world.device),
+        seed=config.seed,
+        clip=config.training.clip,
+        label_smoothing=config.loss.label_smoothing,
+        cost=cost,
+        exchange=exchange,
+        text_cost=text_cost,
+        again=again,
+        adascale=_adascale(config, model, world),
+        activity=Activity(on_gpu=world.device.type == "cuda"),
+        averager=averager(config, model, optimizer, statistics, world, learners),
+    )
+    return recorded(trainee, model) if config.training.cuda_graph else trainee
+
+
+def _average(config: TrainConfig, model: nn.Module) -> WeightAverage | None:
+    decay, reference = config.training.ema_decay, config.training.ema_reference_micro_batches
+    if decay is None:
+        return None
+    return WeightAverage(model, decay, relative_batch(config.data.micro_batches, reference))
+
+
+def _adascale(config: TrainConfig, model: nn.Module, world: World) -> AdaScale | None:
+    settings = config.optimizer.adascale
+    if settings is None:
+        return None
+    return AdaScale(
+        model.parameters(),
+        settings,
+        scale=_adascale_scale(config),
+        # As in `effasr.training.step.run_micro_batch`.
+        factor=world.size,
+        device=world.device,
+        copy=HostCopy,
+    )
+
+
+def _adascale_scale(config: TrainConfig) -> float:
+    """By how much the batch is larger than the reference.
+
+    Raises:
+        ValueError: It is smaller, or a step has too few micro-batches for a variance.
+    """
+    optimizer, count = config.optimizer, config.data.micro_batches
+    assert optimizer.adascale is not None
+    if count < 2:
+        raise ValueError(
+            f"`data.micro_batches` must be at least 2 with optimizer.adascale, which measures how "
+            f"their gradients differ, but is {count}: take more and smaller ones."
+        )
+    if optimizer.adascale.scale is not None:
+        return optimizer.adascale.scale
+    scale = relative_batch(count, optimizer.lr_reference_micro_batches)
+    if scale < 1:
+        raise ValueError(
+            f"`optimizer.lr_reference_micro_batches` must be at most data.micro_batches, {count}, "
+            f"with optimizer.adascale, but is {optimizer.lr_reference_micro_batches}."
+        )
+    return scale
+
+
+def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) -> Corpus:
+    """The utterances to train on.
+
+    Raises:
+        ValueError: There are none, or they are not those of the checkpoint.
+    """
+    # Here, so that a model can be trained without the packages that read data.
+    from effasr.data.index.corpus import Corpus
+    from effasr.data.index.corpus_cache import CorpusCache
+    from effasr.data.index.text_corpus import TextCorpus
+    from effasr.data.manifest.pairs import is_text_only
+
+    manifests = config.data.manifests
+    if not manifests:
+        raise ValueError("`data.train` must name at least one manifest, but is empty.")
+    where = "data.train" if config.data.mix is None else "data.mix"
+    spoken, text_only = [], []
+    for item in manifests:
+        (text_only if is_text_only(item[0]) else spoken).append(item)
+    _check_text(config, [path for path, _ in text_only])
+    decoder = config.model.decoder
+    max_positions = None if decoder is None else decoder.max_positions
+    if not spoken:
+        raise ValueError(
+            f"`{where}` must name at least one manifest with audio, but all are text-only: "
+            "training goes by epochs of speech."
+        )
+    corpus = Corpus.load(
+        [path for path, _ in spoken],
+        tokenizer,
+        config.data,
+        ctc=config.model.ctc,
+        max_frames=config.model.encoder.max_frames,
+        max_positions=max_positions,
+        framing=config.model.features.framing,
+        sources=[source for _, source in spoken],
+        read=CorpusCache(_cache_folder(config), lambda text: log.warning("%s", text)),
+    )
+    if text_only:
+        text = TextCorpus.load(
+            [path for path, _ in text_only],
+            tokenizer,
+            config.data,
+            token_budget=corpus.shape.token_budget,
+            max_positions=max_positions,
+            sources=[source for _, source in text_only],
+        )
+        corpus = corpus.with_text(text)
+    if saved is not None and saved.state["corpus"] != corpus.fingerprint:
+        raise ValueError(
+            f"`{where}` must hold the very utterances, texts and order that the checkpoint was "
+            "trained on, but it has changed. Restore it, choose another `name`, or begin anew "
+            "with training.restart=true."
+        )
+    return corpus
+
+
+def _cache_folder(config: TrainConfig) -> Path | None:
+    if config.data.cache == "auto":
+        return Path(config.output) / ".corpus"
+    return None if config.data.cache is None else Path(config.data.cache)
+
+
+def _check_text(config: TrainConfig, paths: Sequence[str]) -> None:
+    """Text pairs need a share of the steps, and the model something to read them with."""
+    share = config.data.text_share
+    if paths and share is None:
+        raise ValueError(
+            f"`data.text_share` must be given where a manifest is text-only, as {paths[0]} is: "
+            "set it to the part of the micro-batches that are to be so."
+        )
+    if share is None:
+        return
+    if not paths:
+        raise ValueError(
+            f"`data.text_share` must be null where no manifest is text-only, but is {share:g}: "
+            "leave it out, or add a manifest of lines with `source_text` and `text`."
+        )
+    if config.model.text_encoder is None:
+        raise ValueError(
+            "`model.text_encoder` must be given for text-only batches, but is null: give it, "
+            "such as model.text_encoder.layers=6, or leave out data.text_share and the manifests."
+        )
+
+
+def make_autocast(
+    precision: str, device: torch.device
+) -> Callable[[], AbstractContextManager[None]]:
+    """What makes the context for a forward: ``auto``, ``float32`` or ``bfloat16``."""
+    if not is_bfloat16(precision, device):
+        return nullcontext
+    return partial(torch.autocast, device.type, torch.bfloat16)  # type: ignore[return-value]

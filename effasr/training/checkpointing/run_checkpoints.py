@@ -1,0 +1,335 @@
+"""The checkpoints of a run: a folder each, complete or not there at all.
+
+A checkpoint is a model directory (see `effasr.checkpoint`) named after its step, with all that
+decides how the run goes on:
+
+    training.pt     position, settings, counters, ...: what is small
+    training/       moments, and weights under an average, in the format of
+                    torch.distributed.checkpoint: where they are sharded, each rank writes its part
+    manifest.json   size and checksum of every file
+
+Files are written while training goes on, from copies in host memory.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import safetensors
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from effasr.checkpoint import (
+    WEIGHTS,
+    CheckpointError,
+    Description,
+    begin_folder,
+    follow,
+    newest_first,
+    partial_folder,
+    point,
+    publish_folder,
+    restore_outdated,
+    write_model,
+    writing,
+)
+from effasr.data.prompt import Prompt
+from effasr.data.tokenizer import Tokenizer
+from effasr.distributed import tensor_files
+from effasr.distributed.process_group import World
+from effasr.model.asr import ASRModel
+from effasr.training.checkpointing.background_task import Background
+from effasr.training.checkpointing.staging import HostCopies
+
+log = logging.getLogger(__name__)
+
+TENSORS = "training"
+_STATE, _MANIFEST = "training.pt", "manifest.json"
+_CHUNK = 1 << 22
+_LINGER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What is to be written, none of which changes any more; the first four by rank 0 alone."""
+
+    description: Description
+    weights: Mapping[str, Tensor]
+    tokenizer: Tokenizer
+    state: bytes
+    tensors: Mapping[str, Tensor]
+    is_best: bool
+
+
+class RunCheckpoints:
+    """The checkpoints of one run: the newest ones, and the best.
+
+    Args:
+        folder: ``runs/NAME/checkpoints``.
+        keep: How many of the newest to keep; the best is kept besides.
+        background: Whether `save` returns when what is to be written has been copied.
+    """
+
+    def __init__(self, folder: Path, keep: int, *, background: bool = False) -> None:
+        if keep < 1:
+            raise ValueError(f"`keep` must be at least 1, but is {keep}.")
+        self.folder = folder
+        self.keep = keep
+        self._background = Background()
+        self._in_background = background
+        self._copies = HostCopies()
+        self._rank = 0
+        self._group: dist.ProcessGroup | None = None
+
+    def share(self, world: World, timeout_s: float) -> None:
+        """From here on all ranks save together, each its part of sharded tensors.
+
+        Args:
+            world: All ranks, each of which calls this.
+            timeout_s: How long one waits for another to write.
+        """
+        self._rank = world.rank
+        # A group of the thread's own: two threads must not use the same.
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.folder / f"step_{step:08d}"
+
+    def stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Copy what `save` writes later, whatever becomes of the tensors by then.
+
+        Waits for the checkpoint that is being written, whose memory is used again.
+        """
+        self._background.wait(
+            "checkpoints are due faster than the disk takes them, unless training."
+            "checkpoint_every is larger"
+        )
+        return self._copies.take(tensors)
+
+    def save(
+        self,
+        step: int,
+        model: ASRModel,
+        tokenizer: Tokenizer,
+        state: Mapping[str, Any],
+        tensors: Mapping[str, Tensor] | None = None,
+        prompt: Prompt | None = None,
+        *,
+        is_best: bool = False,
+    ) -> Path:
+        """Write a checkpoint, point ``latest`` at it, and remove those no longer kept.
+
+        Args:
+            step: Updates made so far.
+            model: With the weights to evaluate.
+            tokenizer: Its tokenizer.
+            state: What is small: tensors and plain values, nested.
+            tensors: The rest, by name, from `stage`.
+            prompt: See `effasr.checkpoint.save_model`.
+            is_best: Whether to point ``best`` at it, too.
+
+        Raises:
+            OSError: It, or the one before, cannot be written.
+        """
+        serialized = io.BytesIO()
+        weights: Mapping[str, Tensor] = {}
+        if self._rank == 0:
+            torch.save(dict(state), serialized)
+            weights = self.stage({f"model/{k}": v for k, v in model.state_dict().items()})
+        content = _Content(
+            Description(model.config, model.vocab_size, prompt or Prompt()),
+            {name.removeprefix("model/"): value for name, value in weights.items()},
+            tokenizer,
+            serialized.getvalue(),
+            tensors or {},
+            is_best,
+        )
+        what = f"{self.path(step)} to be written"
+        self._background.start(what, lambda: self._write(step, content))
+        if not self._in_background:
+            self.wait()
+        return self.path(step)
+
+    def check(self) -> None:
+        """Raise what kept the last checkpoint from being written, as soon as that is known."""
+        self._background.check()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._background.wait()
+
+    def linger(self) -> None:
+        """Give the checkpoint under way some time to be complete, where the process must end."""
+        self._background.linger(_LINGER_S)
+
+    def __enter__(self) -> Self:
+        """Nothing is written yet."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Wait until the last checkpoint is complete, also where training failed."""
+        if error is None:
+            self.wait()
+            return
+        try:
+            self.wait()
+        except Exception as other:
+            log.error("%s", other)
+
+    def mark_best(self, step: int) -> None:
+        """Point ``best`` at the checkpoint of a step, and remove those no longer kept."""
+        point(self.folder / "best", self.path(step))
+        self._prune()
+
+    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest complete checkpoint and its state; None where there never was one.
+
+        A damaged one is passed over with a warning. ``latest`` then points at the one found.
+
+        Raises:
+            CheckpointError: There are checkpoints, and all are damaged.
+        """
+        restore_outdated(self.folder)
+        reasons = []
+        for path in newest_first(self.folder):
+            try:
+                _check_files(path)
+                state = self.read(path)
+                # The process may have been killed between the checkpoint and its mark.
+                point(self.folder / "latest", path)
+                return path, state
+            except CheckpointError as error:
+                log.warning("%s Going back to the checkpoint before it.", error)
+                reasons.append(str(error))
+        if reasons:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} can be read: {' '.join(reasons)} "
+                "Restore one, or remove them all to begin again."
+            )
+        return None
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """The state in a checkpoint, without the tensors.
+
+        Raises:
+            CheckpointError: It is missing or damaged.
+        """
+        try:
+            return torch.load(path / _STATE, map_location="cpu", weights_only=True)
+        except Exception as error:  # A damaged file makes torch and zipfile raise many kinds.
+            raise CheckpointError(f"{path} is damaged or incomplete: {error!r}.") from error
+
+    def _write(self, step: int, content: _Content) -> None:
+        path, is_main = self.path(step), self._rank == 0
+        partial = begin_folder(path) if is_main else partial_folder(path)
+        with writing(path):
+            if self._group is not None:
+                # Not before the folder is there.
+                dist.barrier(self._group)
+            if is_main:
+                write_model(partial, content.description, content.weights, content.tokenizer)
+                (partial / _STATE).write_bytes(content.state)
+            if content.tensors:
+                tensor_files.write(content.tensors, partial / TENSORS, self._group)
+            sums = self._gather(_checksums(partial, self._rank))
+            if is_main:
+                (partial / _MANIFEST).write_text(json.dumps({"step": step, "files": sums}))
+        if not is_main:
+            return
+        publish_folder(path)
+        point(self.folder / "latest", path)
+        if content.is_best:
+            self.mark_best(step)
+        # Later ones are damaged, for the run went back to one before; hidden ones were left by a
+        # process that was killed while it wrote.
+        later = [other for other in newest_first(self.folder) if other.name > path.name]
+        for useless in [*later, *self.folder.glob(".step_*")]:
+            shutil.rmtree(useless, ignore_errors=True)
+        self._prune()
+
+    def _gather(self, sums: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Those of all ranks; each has read its own files."""
+        if self._group is None:
+            return sums
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, sums, group=self._group)
+        return {name: of for one in everyone for name, of in one.items()}
+
+    def _prune(self) -> None:
+        best = follow(self.folder / "best")
+        for path in newest_first(self.folder)[self.keep :]:
+            if path != best:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _checksums(folder: Path, rank: int) -> dict[str, list[int]]:
+    """Size and CRC-32 of the files that a rank has written."""
+    parts = (folder / TENSORS).glob(f"__{rank}_*")
+    files = parts if rank else (f for f in folder.rglob("*") if not _is_of_another(f))
+    return {
+        str(file.relative_to(folder)): [file.stat().st_size, _crc32(file)]
+        for file in files
+        if file.is_file()
+    }
+
+
+def _is_of_another(file: Path) -> bool:
+    """Whether another rank than 0 has written a file: torch names them ``__RANK_NUMBER``."""
+    return file.name.startswith("__") and not file.name.startswith("__0_")
+
+
+def _check_files(path: Path) -> None:
+    """Check that all files of a checkpoint are as they were written.
+
+    Raises:
+        CheckpointError: One is not.
+    """
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text())
+        if "files" not in manifest:
+            raise CheckpointError(
+                f"{path} was written by an earlier version of effasr: go on with that one, or "
+                "begin a run with its weights by `init_from`."
+            )
+        for name, (size, checksum) in manifest["files"].items():
+            if (path / name).stat().st_size != size:
+                raise CheckpointError(f"{path / name} is not of the {size} bytes written.")
+            if _crc32(path / name) != checksum:
+                raise CheckpointError(f"{path / name} has not the checksum of what was written.")
+        with safetensors.safe_open(path / WEIGHTS, framework="pt"):
+            pass
+    except CheckpointError:
+        raise
+    except Exception as error:  # Of the manifest, anything.
+        raise CheckpointError(f"{path} is damaged or incomplete: {error!r}.") from error
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum

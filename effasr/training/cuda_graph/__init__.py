@@ -1,0 +1,1 @@
+"""A micro-batch as one CUDA graph."""

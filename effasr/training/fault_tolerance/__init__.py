@@ -1,0 +1,1 @@
+"""Out-of-memory errors, non-finite gradients, stalled ranks and signals."""

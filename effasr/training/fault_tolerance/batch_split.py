@@ -1,0 +1,79 @@
+"""Two halves of a micro-batch, for when there is no memory for the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from effasr.data.batch import IGNORED, Batch
+from effasr.data.features.log_mel import SAMPLE_RATE
+from effasr_kernels import PackedLayout, PackedSequence
+
+
+def split(batch: Batch) -> tuple[Batch, Batch]:
+    """Split between two utterances, so that both parts are of like size.
+
+    The parts are as small as their utterances: without the tail of a static shape, which would
+    take the memory that there is none of.
+
+    Args:
+        batch: Of two utterances or more, on the host.
+
+    Raises:
+        ValueError: It has fewer than two utterances.
+    """
+    count = len(batch.ids)
+    if count < 2:
+        raise ValueError(f"`batch` must have two utterances or more to be split, but has {count}.")
+    sizes = [
+        frames + tokens
+        for frames, tokens in zip(batch.frames.lengths, batch.tokens.layout.lengths, strict=True)
+    ]
+    ends = list(accumulate(sizes[:count]))
+    middle = min(range(1, count), key=lambda place: abs(2 * ends[place - 1] - ends[-1]))
+    return utterances(batch, 0, middle), utterances(batch, middle, count)
+
+
+def utterances(batch: Batch, begin: int, end: int) -> Batch:
+    """Utterances ``begin`` to ``end - 1`` of a batch, exactly as they are in it."""
+    targets = _rows(batch.targets, batch.tokens.layout, begin, end)
+    tokens = _sequences(batch.tokens, begin, end)
+    monotonic = batch.monotonic[begin:end]
+    audio = _sequences(batch.audio, begin, end)
+    frames = _layout(batch.frames, begin, end)
+    counted = targets != IGNORED
+    of_transcriptions = monotonic[tokens.layout.sequence_ids()]
+    return replace(
+        batch,
+        audio=audio,
+        frames=frames,
+        tokens=tokens,
+        targets=targets,
+        text=_sequences(batch.text, begin, end),
+        monotonic=monotonic,
+        ids=batch.ids[begin:end],
+        audio_seconds=audio.layout.total / SAMPLE_RATE,
+        num_targets=int(counted.sum()),
+        num_monotonic_targets=int((counted & of_transcriptions).sum()),
+        frame_lengths=batch.frame_lengths[begin:end],
+        token_lengths=batch.token_lengths[begin:end],
+        source=None if batch.source is None else _sequences(batch.source, begin, end),
+    )
+
+
+def _sequences(packed: PackedSequence, begin: int, end: int) -> PackedSequence:
+    values = _rows(packed.values, packed.layout, begin, end)
+    return PackedSequence(values, _layout(packed.layout, begin, end))
+
+
+def _rows(values: Tensor, layout: PackedLayout, begin: int, end: int) -> Tensor:
+    offsets = layout.cu_seqlens_host
+    # Of its own, so that the whole need not be kept for the sake of a part.
+    return values[offsets[begin] : offsets[end]].clone(memory_format=torch.contiguous_format)
+
+
+def _layout(layout: PackedLayout, begin: int, end: int) -> PackedLayout:
+    return PackedLayout.from_lengths(layout.lengths[begin:end])

@@ -1,0 +1,79 @@
+"""Which weights of a model are trained: all, those that are not frozen, or adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from effasr import checkpoint
+from effasr.model.asr import ASRModel
+from effasr.nn.lora import adapt
+from effasr.nn.parameters.patterns import freeze
+from effasr.training.config import TrainConfig
+
+
+def check_trained(config: TrainConfig) -> None:
+    """Refuse what cannot be trained together.
+
+    Raises:
+        ValueError: It is asked for; the message says what to change.
+    """
+    frozen, lora = config.training.freeze, config.lora
+    if lora is not None and frozen:
+        raise ValueError(
+            "`training.freeze` must be empty with `lora`, which trains nothing but adapters and "
+            f"lora.also_train, but is {list(frozen)}: leave it out."
+        )
+    if lora is not None and config.init_from is None:
+        raise ValueError(
+            "`init_from` must be given with `lora`, whose adapters are of use only beside weights "
+            "that were trained, but is null: name a model directory or a run."
+        )
+    is_partial = lora is not None or bool(frozen)
+    shares_layers = config.training.strategy == "fsdp2" and config.data.text_share is not None
+    if is_partial and shares_layers:
+        raise ValueError(
+            "`training.strategy` must not be fsdp2 where `data.text_share` and `lora` or "
+            "`training.freeze` are given, because ranks with text and ranks with speech would then "
+            "exchange gradients in different orders: use ddp."
+        )
+
+
+def prepare_weights(
+    model: ASRModel, config: TrainConfig, source: Path | None, *, is_resumed: bool
+) -> None:
+    """Read weights, add adapters, and let those parameters require gradients that are trained.
+
+    Args:
+        model: Whose weights have been drawn.
+        config: The run.
+        source: The model directory to read; None for none.
+        is_resumed: Whether that is a checkpoint of this run, with its adapters.
+
+    Raises:
+        ValueError: Weights do not fit, a pattern matches nothing, or a part that has just been
+            drawn would never learn.
+    """
+    if source is not None and not is_resumed:
+        # A model to begin with may never have read text.
+        checkpoint.load_weights(model, source, may_lack=("text_encoder.",))
+    if config.lora is not None:
+        adapt(model, config.lora)
+    elif config.training.freeze:
+        freeze(model, config.training.freeze, "training.freeze")
+    if source is None:
+        return
+    if is_resumed:
+        checkpoint.load_weights(model, source)
+    elif checkpoint.read_description(source).model.text_encoder is None:
+        _check_drawn(model, config)
+
+
+def _check_drawn(model: ASRModel, config: TrainConfig) -> None:
+    parameters = [] if model.text_encoder is None else model.text_encoder.named_parameters()
+    stuck = [name for name, parameter in parameters if not parameter.requires_grad]
+    if stuck:
+        how = "be in `lora.also_train`" if config.lora else "not be in `training.freeze`"
+        raise ValueError(
+            f"`model.text_encoder` must {how}, because `init_from` has none and it is drawn anew, "
+            f"but {stuck[0]} would not be trained."
+        )

@@ -1,0 +1,186 @@
+"""The files of a run, written by rank 0: they are the interface to everything else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from effasr.training.run_dir.run_lock import LOCK, RunLock
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+METRICS, VALIDATION, SKIPPED, UNREADABLE, DROPPED, BLEND = (
+    "metrics.jsonl",
+    "validation.jsonl",
+    "skipped.jsonl",
+    "unreadable.jsonl",
+    "dropped.jsonl",
+    "blend.json",
+)
+
+
+class RunDirectory:
+    """``runs/NAME``.
+
+        config.yaml        the resolved configuration
+        metrics.jsonl      one object per logged step
+        validation.jsonl   one object per validation
+        skipped.jsonl      one object per update left out, with its utterances
+        unreadable.jsonl   one object per utterance or noise that could not be read when it was due
+        dropped.jsonl      one object per utterance that training cannot use
+        blend.json         what was drawn of every source, and what share it was to get
+        tensorboard/       the same curves
+        checkpoints/       see `effasr.checkpoint`
+        evaluation/        the last validation
+        lock               while somebody trains, who that is
+
+    Args:
+        path: Of the directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tensorboard: SummaryWriter | None = None
+        self._lock: RunLock | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.path / "checkpoints"
+
+    def lock(self, run: str, *, succeeds: bool = False) -> None:
+        """Let no other process train here until `close`: see `run_lock.RunLock`.
+
+        Args:
+            run: Names this start of the run.
+            succeeds: Whether the process that had the lock until now was given up.
+
+        Raises:
+            ValueError: Another process trains here.
+        """
+        self._lock = RunLock(self.path, run, succeeds=succeeds)
+
+    def set_aside(self) -> Path | None:
+        """Rename what is there to the first free ``NAME.old-1``, ``NAME.old-2``, ...
+
+        Returns:
+            The new path, or None where there was nothing.
+
+        Raises:
+            ValueError: Another process has begun to train here meanwhile.
+        """
+        if not self.path.exists() or all(file.name == LOCK for file in self.path.iterdir()):
+            return None
+        number = 1
+        while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+            number += 1
+        self.path.rename(aside)
+        if self._lock is not None:
+            # That of the new folder first, so that at no time nothing is locked.
+            before, self._lock = self._lock, None
+            before.moved(aside)
+            try:
+                self.lock(before.run)
+            finally:
+                before.release()
+        return aside
+
+    def open(self, config: str, step: int, *, tensorboard: bool) -> None:
+        """Get ready to write from ``step`` on: what a lost stretch wrote after it is removed.
+
+        Args:
+            config: The resolved configuration, YAML.
+            step: Updates that the weights have seen.
+            tensorboard: Whether to write curves for TensorBoard.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        _replace(self.path / "config.yaml", config)
+        for name in (METRICS, VALIDATION, SKIPPED, UNREADABLE):
+            _truncate(self.path / name, step)
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = str(self.path / "tensorboard")
+            self._tensorboard = SummaryWriter(folder, purge_step=step + 1)
+
+    def close(self) -> None:
+        """Write what is still held back, and let others train here."""
+        try:
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
+        self._append(METRICS, line)
+        self._draw("train", line)
+
+    def validation(self, line: Mapping[str, Any]) -> None:
+        """Add a line to validation.jsonl."""
+        self._append(VALIDATION, line)
+        self._draw("validation", line)
+
+    def skipped(self, line: Mapping[str, Any]) -> None:
+        """Add a line to skipped.jsonl."""
+        self._append(SKIPPED, line)
+
+    def unreadable(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Add lines to unreadable.jsonl."""
+        for line in lines:
+            self._append(UNREADABLE, line)
+
+    def dropped(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Write dropped.jsonl."""
+        text = "".join(_encode(line) for line in lines)
+        _replace(self.path / DROPPED, text)
+
+    def blend(self, step: int, sources: list[dict[str, Any]]) -> None:
+        """Write blend.json: what was drawn of every source until a step."""
+        content = {"step": step, "sources": sources}
+        _replace(self.path / BLEND, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(_encode(line))
+
+    def _draw(self, group: str, line: Mapping[str, Any]) -> None:
+        if self._tensorboard is None:
+            return
+        for name, value in line.items():
+            if name not in {"step", "epoch"} and isinstance(value, int | float):
+                self._tensorboard.add_scalar(f"{group}/{name}", value, line["step"])
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; a last line that was cut short is left out."""
+    if not path.is_file():
+        return []
+    lines = []
+    # Not `splitlines`: names may hold other characters that end a line for it.
+    for text in path.read_text(encoding="utf-8").removesuffix("\n").split("\n"):
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def _encode(line: Mapping[str, Any]) -> str:
+    return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _truncate(path: Path, step: int) -> None:
+    if path.is_file():
+        kept = [line for line in read_lines(path) if line["step"] <= step]
+        _replace(path, "".join(_encode(line) for line in kept))
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,1 @@
+"""From recordings of any length to transcripts."""

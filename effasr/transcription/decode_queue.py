@@ -1,0 +1,209 @@
+"""Recordings in batches to results: each batch by itself, or through slots that are never empty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from effasr.data.batch import Batch
+from effasr.data.tokenizer import Tokenizer
+from effasr.decoding.config import DecodingConfig
+from effasr.decoding.continuous_batching.engine import Engine, Utterance
+from effasr.decoding.ctc_alignment import align_tokens
+from effasr.decoding.decoded import Decoded
+from effasr.decoding.greedy import decode, limit_of
+from effasr.decoding.lm.ngram import TokenLM
+from effasr.model.asr import ASRModel
+from effasr.nn.cache.paged import PAGE
+from effasr_kernels import PackedSequence
+
+_CPU_SLOTS = 32
+"""A CPU gains nothing from more rows at a time."""
+
+_FEWEST_SLOTS = 8
+"""Of a GPU; there are twice as many whenever a batch has more utterances."""
+
+_PROMPT = 16
+"""Tokens of a prompt for which there are pages; where it is longer, fewer utterances fit."""
+
+Named = tuple[Any, Decoded]
+
+
+class Search(Protocol):
+    """Finds the transcripts of batches."""
+
+    def feed(
+        self, batch: Batch, prompts: Sequence[list[int]], names: Sequence[Any]
+    ) -> Iterator[Named]:
+        """Take a batch; hand back what is finished, of this one or of those before."""
+        ...
+
+    def finish(self) -> Iterator[Named]:
+        """Hand back all the rest."""
+        ...
+
+    def abandon(self) -> list[Any]:
+        """Let go of everything; returns the names of what has not been handed back."""
+        ...
+
+
+class BatchSearch:
+    """Decodes one batch after the other, in any way that `decode` knows."""
+
+    def __init__(
+        self,
+        model: ASRModel,
+        tokenizer: Tokenizer,
+        config: DecodingConfig,
+        lm: TokenLM | None,
+    ) -> None:
+        """Keep what `decode` takes."""
+        self._what = model, tokenizer
+        self._how = config, lm
+
+    def feed(
+        self, batch: Batch, prompts: Sequence[list[int]], names: Sequence[Any]
+    ) -> Iterator[Named]:
+        """See `Search`; all of the batch is finished."""
+        yield from zip(names, decode(*self._what, batch, prompts, *self._how), strict=True)
+
+    def finish(self) -> Iterator[Named]:
+        """See `Search`."""
+        return iter(())
+
+    def abandon(self) -> list[Any]:
+        """See `Search`."""
+        return []
+
+
+@dataclass(slots=True, eq=False)
+class _Fed:
+    """A batch of which some are not finished."""
+
+    encoded: PackedSequence
+    names: list[Any]
+    results: list[Decoded | None]
+
+
+class ContinuousSearch:
+    """Greedy search of the attention decoder, whose slots are filled from batch to batch.
+
+    Args:
+        model: With a decoder, in evaluation mode whenever this is used.
+        tokenizer: Of the model.
+        config: Of greedy search.
+        max_frames: Most encoder frames of an utterance.
+    """
+
+    def __init__(
+        self, model: ASRModel, tokenizer: Tokenizer, config: DecodingConfig, max_frames: int
+    ) -> None:
+        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._max_frames = max_frames
+        self._device = next(model.parameters()).device
+        self._engine: Engine | None = None
+        self._fed: list[_Fed] = []
+        cpu = self._device.type == "cpu"
+        self._most = min(config.max_sequences, _CPU_SLOTS) if cpu else config.max_sequences
+
+    def feed(
+        self, batch: Batch, prompts: Sequence[list[int]], names: Sequence[Any]
+    ) -> Iterator[Named]:
+        """See `Search`; hands back what finishes until all of this batch have slots."""
+        frames = batch.frames.lengths
+        utterances = [
+            Utterance(name, prompt, limit_of(self._model, prompt, self._config.max_tokens(length)))
+            for name, prompt, length in zip(names, prompts, frames, strict=False)
+        ]
+        if self._engine is not None and self._too_small(self._engine, len(names)):
+            yield from self.finish()
+            self._engine = None
+        with torch.no_grad():
+            encoded = self._model.encode(batch)
+        if self._engine is None:
+            self._engine = self._build(len(names))
+        fed = _Fed(encoded, list(names), [None] * len(names))
+        for index, one in enumerate(utterances):
+            one.name = fed, index
+        self._fed.append(fed)
+        self._engine.submit(encoded, utterances)
+        yield from self._results(drain=False)
+
+    def finish(self) -> Iterator[Named]:
+        """See `Search`."""
+        yield from self._results(drain=True)
+
+    def abandon(self) -> list[Any]:
+        """See `Search`."""
+        self._engine = None
+        fed, self._fed = self._fed, []
+        return [
+            name
+            for one in fed
+            for name, result in zip(one.names, one.results, strict=True)
+            if result is None or self._config.words
+        ]
+
+    def _results(self, *, drain: bool) -> Iterator[Named]:
+        if self._engine is None:
+            return
+        for (fed, index), result in self._engine.results(drain=drain):
+            fed.results[index] = result
+            complete = None not in fed.results
+            if complete:
+                self._fed.remove(fed)
+            if not self._config.words:
+                yield fed.names[index], result
+            elif complete:
+                yield from zip(fed.names, self._with_spans(fed), strict=True)
+
+    def _with_spans(self, fed: _Fed) -> list[Decoded]:
+        results = [one for one in fed.results if one is not None]
+        with torch.no_grad():
+            spans = align_tokens(self._model, fed.encoded, [one.tokens for one in results])
+        return [
+            replace(one, spans=None if found is None else tuple(found))
+            for one, found in zip(results, spans, strict=True)
+        ]
+
+    def _too_small(self, engine: Engine, utterances: int) -> bool:
+        return engine.slots < min(utterances, self._most)
+
+    def _build(self, utterances: int) -> Engine:
+        """Make an engine for so many utterances at a time, or for half where memory runs out."""
+        slots = self._most
+        if self._device.type != "cpu":
+            slots = min(slots, max(_FEWEST_SLOTS, 1 << (utterances - 1).bit_length()))
+        budget = self._config.frame_budget
+        while True:
+            try:
+                return self._engine_of(slots, budget)
+            except torch.OutOfMemoryError:
+                if slots == 1:
+                    raise
+            slots, budget = slots // 2, budget // 2
+            self._most = slots
+
+    def _engine_of(self, slots: int, budget: int) -> Engine:
+        """An engine with pages for as many frames as the budget, and the tokens they may have."""
+        config, model = self._config, self._model
+        assert model.config.decoder is not None  # checked by check_config
+        longest = model.config.decoder.max_positions
+        frames = max(budget, self._max_frames)
+        tokens = max(longest, config.max_tokens(frames) + slots * (config.extra_tokens + _PROMPT))
+        # A sequence leaves most of its last page empty, at worst.
+        pages = tokens // PAGE + slots + 1, frames // PAGE + slots + 1
+        return Engine(
+            model,
+            self._tokenizer.eos_id,
+            self._tokenizer.vocab_size,
+            slots=slots,
+            max_frames=self._max_frames,
+            frame_budget=budget,
+            pages=pages,
+            # A few utterances are decoded before a recording of the step pays.
+            graph=slots > _FEWEST_SLOTS,
+        )

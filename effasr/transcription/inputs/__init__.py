@@ -1,0 +1,1 @@
+"""Recordings found, read, and cut into chunks."""

@@ -1,0 +1,107 @@
+"""Recordings of any length, read a few seconds at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import soxr
+
+from effasr.data.audio.waveform import (
+    AudioError,
+    AudioProblem,
+    TarMember,
+    UnknownFormat,
+    check_not_cut_short,
+    mono_blocks,
+    open_audio,
+    place,
+)
+from effasr.transcription.inputs.ffmpeg import ffmpeg_blocks
+
+_BLOCK_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class AudioStream:
+    """Audio to be read once, from the beginning to the end.
+
+    Attributes:
+        blocks: float32 (samples,) each, mono, at the rate asked for. They raise AudioError where
+            the file is damaged.
+        total: Samples of all blocks together; None where that shows only at the end.
+    """
+
+    blocks: Iterator[np.ndarray]
+    total: int | None = None
+
+
+def open_stream(
+    path: str | Path | TarMember,
+    sample_rate: int,
+    *,
+    offset: float = 0.0,
+    duration: float | None = None,
+    channels: Sequence[int] | None = None,
+) -> AudioStream:
+    """Open a file, or a part of it, as one channel.
+
+    What soundfile cannot read is left to ffmpeg, which mixes channels down in its own way.
+
+    Args:
+        path: Of an audio or a video file, or a place in a tar file.
+        sample_rate: Rate of the result in Hz; other rates are resampled by soxr.
+        offset: Where to begin, in seconds.
+        duration: How much to read, in seconds; up to the end by default.
+        channels: The channels to average; all by default.
+
+    Returns:
+        The same samples as `effasr.data.audio.waveform.read_audio` gives at once.
+
+    Raises:
+        AudioError: The file is missing, or neither soundfile nor ffmpeg can read it.
+    """
+    try:
+        file = open_audio(path)
+    except UnknownFormat as error:
+        if isinstance(path, TarMember) or channels is not None:
+            raise
+        return AudioStream(ffmpeg_blocks(path, sample_rate, str(error), offset, duration))
+    try:
+        if duration is None:
+            check_not_cut_short(file, path)
+        begin, wanted = place(file, path, offset, duration)
+    except AudioError:
+        file.close()
+        raise
+    rate = file.samplerate
+    total = (2 * wanted * sample_rate + rate) // (2 * rate)
+    values = _BLOCK_S * rate * file.channels
+    blocks = mono_blocks(file, path, begin, wanted, channels, values)
+    return AudioStream(_resampled(file, blocks, sample_rate, str(path)), total)
+
+
+def _resampled(
+    file: soundfile.SoundFile, blocks: Iterator[np.ndarray], sample_rate: int, name: str
+) -> Iterator[np.ndarray]:
+    with closing(file):
+        if file.samplerate == sample_rate:
+            yield from blocks
+            return
+        resampler = soxr.ResampleStream(file.samplerate, sample_rate, 1, dtype="float32")
+        given, block = 0, next(blocks)
+        while block is not None:
+            following = next(blocks, None)
+            samples = resampler.resample_chunk(block, last=following is None)
+            if len(samples):
+                given += len(samples)
+                yield samples
+            block = following
+    if not given:
+        raise AudioError(
+            AudioProblem.EMPTY, f"{name}: shorter than one sample at {sample_rate} Hz."
+        )

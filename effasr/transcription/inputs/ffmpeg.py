@@ -1,0 +1,126 @@
+"""Audio of any file that ffmpeg reads, such as MP4, M4A and WebM, while it is being decoded."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from effasr.data.audio.waveform import AudioError, AudioProblem, regular_file_size
+
+PATIENCE_S = 60.0
+"""How long ffmpeg may think without a sample to show for it."""
+
+_BLOCK_S = 10
+_BYTES = 4
+"""Of a float32."""
+
+_WHO = re.compile(r"^\[[^\]]*\] ")
+"""The part of ffmpeg that speaks, and its address."""
+
+
+def ffmpeg_blocks(
+    path: str | Path,
+    sample_rate: int,
+    reason: str,
+    offset: float = 0.0,
+    duration: float | None = None,
+) -> Iterator[np.ndarray]:
+    """Decode the first audio track of a file.
+
+    Args:
+        path: A file. Whatever its name or content looks like, ffmpeg opens files alone, and no
+            addresses.
+        sample_rate: Of the result in Hz.
+        reason: What is wrong with the file, to be said where there is no ffmpeg.
+        offset: Where to begin, in seconds.
+        duration: How much to decode, in seconds; up to the end by default.
+
+    Yields:
+        float32 (samples,), mono.
+
+    Raises:
+        AudioError: ffmpeg is not there, cannot read the file, or does nothing for `PATIENCE_S`
+            seconds. It is raised here for what is known before ffmpeg runs, else by the iterator.
+    """
+    regular_file_size(path)
+    program = shutil.which("ffmpeg")
+    if program is None:
+        raise AudioError(
+            AudioProblem.UNREADABLE,
+            f"{reason} ffmpeg might read it, but is not on the PATH: install it.",
+        )
+    # To seek to 0 is not nothing: it moves some formats by the delay of their codec.
+    begin = ["-ss", repr(offset)] if offset else []
+    length = [] if duration is None else ["-t", repr(duration)]
+    command = [
+        *(program, "-nostdin", "-hide_banner", "-loglevel", "error"),
+        *("-protocol_whitelist", "file,pipe", *begin),
+        *("-i", f"file:{os.fspath(path)}", "-map", "0:a:0", "-vn", "-sn", "-dn"),
+        *length,
+        *("-ac", "1", "-ar", str(sample_rate), "-f", "f32le", "pipe:1"),
+    ]
+    return _blocks(command, str(path), _BLOCK_S * sample_rate * _BYTES)
+
+
+def _blocks(command: list[str], name: str, size: int) -> Iterator[np.ndarray]:
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log
+        )
+        assert process.stdout is not None
+        empty = True
+        try:
+            while data := _read(process.stdout, size, name):
+                samples = np.frombuffer(data[: len(data) // _BYTES * _BYTES], "<f4")
+                if not len(samples):
+                    continue
+                if not np.isfinite(samples).all():
+                    raise AudioError(
+                        AudioProblem.NOT_FINITE, f"{name}: a sample is NaN or infinite."
+                    )
+                empty = False
+                yield samples
+            code = process.wait(PATIENCE_S)
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        if code or empty:
+            raise AudioError(AudioProblem.UNREADABLE, f"{name}: ffmpeg: {_last_words(log, code)}")
+
+
+def _read(pipe: IO[bytes], size: int, name: str) -> bytes:
+    """So many bytes, or all that are left."""
+    parts, missing = [], size
+    due = time.monotonic() + PATIENCE_S
+    while missing:
+        if not select.select([pipe], [], [], max(0.0, due - time.monotonic()))[0]:
+            raise AudioError(
+                AudioProblem.UNREADABLE, f"{name}: ffmpeg gave no audio for {PATIENCE_S:g} s."
+            )
+        data = os.read(pipe.fileno(), missing)
+        if not data:
+            break
+        parts.append(data)
+        missing -= len(data)
+        due = time.monotonic() + PATIENCE_S
+    return b"".join(parts)
+
+
+def _last_words(log: IO[bytes], code: int) -> str:
+    size = log.seek(0, os.SEEK_END)
+    log.seek(max(0, size - 4096))
+    lines = log.read().decode("utf-8", "replace").split("\n")
+    said = [line.strip() for line in lines if line.strip()]
+    # The first line names the cause, the last what became of it.
+    return _WHO.sub("", said[0])[:200] if said else f"no audio (exit code {code})."

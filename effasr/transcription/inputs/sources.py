@@ -1,0 +1,205 @@
+"""What to transcribe: files, folders, patterns and manifests, each recording once."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from lhotse.cut import Cut
+from lhotse.cut.data import DataCut
+
+from effasr.data.audio.waveform import AudioError, audio_path
+from effasr.data.manifest.reader import named, request
+from effasr.data.manifest.utterance import FileUtterance
+from effasr.data.prompt import Prompt
+
+AUDIO_SUFFIXES = frozenset(
+    (
+        *(".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".aif", ".au", ".caf", ".w64"),
+        *(".m4a", ".mp4", ".m4b", ".aac", ".webm", ".mkv", ".mka", ".mov", ".avi", ".wma", ".amr"),
+        *(".3gp", ".ac3", ".ts"),
+    )
+)
+"""Files of a folder that are taken for recordings, in small or capital letters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A recording, or a part of one.
+
+    Attributes:
+        id: Names it in the result.
+        name: Of the file for its result, without suffix, relative to the folder of results.
+        audio: The file; empty for a cut that only lhotse can read.
+        offset: Where it begins in the file, in seconds.
+        duration: In seconds; None where it ends with the file.
+        channels: Of the file, to be averaged; None for all.
+        cut: The cut that it is, if it was found in a manifest of cuts.
+        prompt: What its manifest asks for.
+        problem: Why there is nothing to transcribe.
+    """
+
+    id: str
+    name: str
+    audio: str = ""
+    offset: float = 0.0
+    duration: float | None = None
+    channels: tuple[int, ...] | None = None
+    cut: Cut | None = None
+    prompt: Prompt | None = None
+    problem: str | None = None
+
+
+def find(arguments: Iterable[str]) -> list[Source]:
+    """The recordings that files, folders and patterns stand for.
+
+    A folder stands for all recordings in it, at any depth, known by their names' endings. A
+    pattern has ``*``, ``?`` or ``[...]``, and ``**`` for folders at any depth. Files and folders
+    whose names begin with a dot are found only where that is asked for, and no folder is entered
+    twice, whatever links to it. What stands for nothing is a source with a problem.
+
+    Args:
+        arguments: As given on a command line.
+
+    Returns:
+        The recordings in the order of the arguments, those of a folder or pattern sorted. A file
+        that is found twice is there once.
+    """
+    found: dict[str, Source] = {}
+    for argument in arguments:
+        for source in _expand(argument):
+            # Without links being followed: two names of a file are two recordings.
+            found.setdefault(os.path.abspath(source.id), source)
+    return list(found.values())
+
+
+def of_manifest(path: Path, *, language: str) -> list[Source]:
+    """The recordings of a manifest of any kind that `effasr.data.manifest.reader` reads.
+
+    Args:
+        path: The manifest.
+        language: Of lines that name none.
+
+    Raises:
+        ValueError: It is no manifest, or a line is malformed.
+    """
+    sources = [_of_utterance(name, one) for name, one in named(path, language=language)]
+    if not sources:
+        raise ValueError(f"{path}: holds no utterances.")
+    return sources
+
+
+def check_names(sources: Sequence[Source]) -> None:
+    """See that each has a result file of its own.
+
+    Raises:
+        ValueError: Two would be written to the same file.
+    """
+    taken: dict[str, str] = {}
+    for source in sources:
+        if source.name in taken:
+            raise ValueError(
+                f"`--output` must have a file of its own for each recording, but that of "
+                f"{taken[source.name]} and of {source.id} would be {source.name!r}: transcribe "
+                "them by separate commands."
+            )
+        taken[source.name] = source.id
+
+
+def _expand(argument: str) -> Iterator[Source]:
+    path = Path(argument)
+    if os.path.isdir(argument):
+        locked: list[OSError] = []
+        files = sorted(_walk(argument, locked))
+        for error in locked:
+            name = str(error.filename)
+            yield Source(name, _stem(Path(name)), problem=f"{name}: {error.strerror}.")
+        if not files and not locked:
+            yield Source(argument, path.name, problem=f"{argument}: a folder without recordings.")
+        for file in files:
+            yield Source(file, _below(file, argument), file)
+    elif glob.has_magic(argument) and not os.path.lexists(argument):
+        root, pattern = _split(argument)
+        files = sorted(_matches(root, pattern))
+        if not files:
+            yield Source(argument, path.name, problem=f"{argument}: no file matches.")
+        for file in files:
+            # What stands before the first wildcard is the same for all, and no part of a name.
+            yield Source(file, _below(file, root), file)
+    else:
+        yield Source(argument, _stem(path), argument)
+
+
+def _walk(folder: str, locked: list[OSError]) -> Iterator[str]:
+    entered = set()
+    for root, folders, files in os.walk(folder, onerror=locked.append, followlinks=True):
+        status = os.stat(root)
+        if (status.st_dev, status.st_ino) in entered:
+            folders.clear()
+            continue
+        entered.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (
+            os.path.join(root, name)
+            for name in files
+            if not name.startswith(".") and os.path.splitext(name)[1].lower() in AUDIO_SUFFIXES
+        )
+
+
+def _matches(root: str, pattern: str) -> Iterator[str]:
+    """Files that match; pathlib's ``**`` enters no links, where glob's would go round in them."""
+    hidden = any(part.startswith(".") for part in PurePath(pattern).parts)
+    plain = root in ("", ".")
+    for path in Path(root).glob(pattern):
+        below = path.relative_to(root)
+        if (hidden or not any(part.startswith(".") for part in below.parts)) and not path.is_dir():
+            yield str(below if plain else os.path.join(root, below))
+
+
+def _split(pattern: str) -> tuple[str, str]:
+    """The folder before the first wildcard, and the rest."""
+    parts = PurePath(pattern).parts
+    first = next(index for index, part in enumerate(parts) if glob.has_magic(part))
+    return os.path.join("", *parts[:first]), os.path.join(*parts[first:])
+
+
+def _of_utterance(name: str, utterance: object) -> Source:
+    file = _file_name(name)
+    if isinstance(utterance, FileUtterance):
+        return Source(
+            name,
+            file,
+            utterance.audio,
+            offset=utterance.offset or 0.0,
+            # Without `offset`, `duration` says how long the file is, rounded.
+            duration=None if utterance.offset is None else utterance.duration,
+            prompt=utterance.prompt,
+        )
+    try:
+        cut: Cut = utterance.cut(name)  # type: ignore[attr-defined]
+    except AudioError as error:
+        return Source(name, file, problem=str(error))
+    prompt, path = request(cut), audio_path(cut)
+    if path is None:
+        return Source(name, file, cut=cut, prompt=prompt)
+    assert isinstance(cut, DataCut)
+    channel = cut.channel
+    channels = (channel,) if isinstance(channel, int) else tuple(channel)
+    return Source(name, file, path, cut.start, cut.duration, channels, prompt=prompt)
+
+
+def _below(file: str, folder: str) -> str:
+    below = PurePath(os.path.relpath(file, folder or ".")).with_suffix("")
+    return str(PurePath(*(part for part in below.parts if part != "..")))
+
+
+def _stem(path: Path) -> str:
+    return path.stem or path.name or "recording"
+
+
+def _file_name(name: str) -> str:
+    """An utterance's name as that of one file: no folder can be reached with it."""
+    return name.replace("/", "_").replace("\0", "_") or "recording"

@@ -1,0 +1,108 @@
+"""Where somebody speaks, by loudness alone: what is far below the speech around it is a gap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from effasr.transcription.inputs.chunking import Chunk
+
+HOP_SECONDS = 0.01
+"""Loudness is known for so long a stretch each."""
+
+_SMOOTH_HOPS = 5
+_SILENT_DB = -70.0
+"""Relative to full scale: what no recording of speech is as quiet as."""
+_LEAST_RANGE_DB = 8.0
+"""Between the quiet and the loud parts of a recording in which somebody speaks now and then."""
+_SHARE = 0.3
+"""How far from the background to the loudest speech what counts as speech begins, in dB."""
+_BELOW_SPEECH_DB = 15.0
+"""Audio of even loudness that is so far below the speech before it is background."""
+
+_FORGET_DB = 3.0
+"""By so much a chunk the loudest speech before may have faded."""
+_MARGIN_HOPS = 25
+
+
+def loudness(samples: np.ndarray, sample_rate: int) -> np.ndarray:
+    """Mean power around each 10 ms in dB of full scale, averaged over 50 ms: float (hops,)."""
+    hop = max(1, round(HOP_SECONDS * sample_rate))
+    hops = -(-len(samples) // hop)
+    if not hops:
+        return np.zeros(0)
+    power = np.zeros(hops * hop)
+    np.square(samples, out=power[: len(samples)])
+    energy = power.reshape(hops, hop).sum(axis=1)
+    counts = np.full(hops, float(hop))
+    counts[-1:] = len(samples) - (hops - 1) * hop
+    window = np.ones(min(_SMOOTH_HOPS, hops))
+    smooth = np.convolve(energy, window, mode="same") / np.convolve(counts, window, mode="same")
+    return 10 * np.log10(smooth + 1e-10)
+
+
+def is_speech(levels: np.ndarray, loudest: float = -np.inf) -> np.ndarray:
+    """Tell for each hop whether it may be speech: bool (hops,).
+
+    Between background and speech lie 8 dB at least. Where they do not, loudness is even, and all
+    of it is speech, unless it is silent or far below what was heard before.
+
+    Args:
+        levels: From `loudness`, of half a minute or less.
+        loudest: Loudness of the speech before, in dB.
+    """
+    background, peak = float(np.quantile(levels, 0.1)), float(levels.max())
+    if peak < _SILENT_DB:
+        return np.zeros(len(levels), dtype=bool)
+    background = max(background, _SILENT_DB)
+    if peak - background < _LEAST_RANGE_DB:
+        return np.full(len(levels), peak > loudest - _BELOW_SPEECH_DB)
+    return levels > background + _SHARE * (peak - background)
+
+
+def without_gaps(
+    chunks: Iterable[tuple[Chunk, np.ndarray]], sample_rate: int, gap_seconds: float
+) -> Iterator[tuple[Chunk, np.ndarray]]:
+    """Leave out of the chunks of a recording where nobody speaks for long.
+
+    Args:
+        chunks: In order, each with its samples, float (samples,).
+        sample_rate: In Hz.
+        gap_seconds: What is shorter is kept, and a quarter of a second at the ends of what is left
+            out.
+
+    Yields:
+        What remains: nothing of a chunk without speech, a chunk without gaps as it is, and of
+        others the stretches between the gaps.
+    """
+    loudest = -np.inf
+    for chunk, samples in chunks:
+        levels = loudness(samples, sample_rate)
+        speech = is_speech(levels, loudest)
+        if speech.any():
+            loudest = max(loudest - _FORGET_DB, float(levels.max()))
+        for start, end in _stretches(speech, round(gap_seconds / HOP_SECONDS)):
+            hop = max(1, round(HOP_SECONDS * sample_rate))
+            begin, stop = start * hop, min(end * hop, len(samples))
+            yield Chunk(chunk.start + begin, chunk.start + stop), samples[begin:stop]
+
+
+def _stretches(speech: np.ndarray, gap: int) -> list[tuple[int, int]]:
+    """First and last hop, exclusive, of what lies between gaps of so many hops or more."""
+    places = np.flatnonzero(speech)
+    if not len(places):
+        return []
+    # The ends of the audio bound gaps as speech does.
+    bounds = np.concatenate([[-1], places, [len(speech)]])
+    long = np.flatnonzero(np.diff(bounds) - 1 >= gap)
+    margin = min(_MARGIN_HOPS, gap // 2)
+    begin, found = 0, []
+    for index in long:
+        before, after = int(bounds[index]), int(bounds[index + 1])
+        if before >= 0:
+            found.append((begin, before + 1 + margin))
+        begin = after - margin
+    if begin < len(speech) and (not len(long) or long[-1] != len(bounds) - 2):
+        found.append((begin, len(speech)))
+    return found

@@ -1,0 +1,1 @@
+"""Transcripts written as text, subtitles and JSON."""

@@ -1,0 +1,117 @@
+"""Where transcripts go: all to standard output, or each to a file of its own."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from effasr.transcription.inputs.sources import Source, check_names
+from effasr.transcription.json_files import json_line, one_line, write_text
+from effasr.transcription.outputs.subtitles import GrowingFile, ctm, srt, vtt
+from effasr.transcription.results import Failure, Result, Segment, Transcription
+from effasr.transcription.transcribe import render
+
+Style = Literal["text", "json", "srt", "vtt", "ctm"]
+
+_TIMED: dict[str, Callable[[Transcription], str]] = {"srt": srt, "vtt": vtt, "ctm": ctm}
+_SUFFIXES = {"text": ".txt", "json": ".json", "srt": ".srt", "vtt": ".vtt", "ctm": ".ctm"}
+_OF_ONE = ("srt", "vtt")
+"""Formats of a file for one recording alone."""
+
+
+class Sink:
+    """Writes results as they come.
+
+    Args:
+        style: The format.
+        folder: For a file of each recording, named after it; standard output by default.
+        sources: The recordings.
+
+    Raises:
+        ValueError: Several recordings would be mixed in one stream of subtitles, or two would be
+            written to the same file.
+    """
+
+    def __init__(self, style: Style, folder: Path | None, sources: Sequence[Source]) -> None:
+        if folder is None and style in _OF_ONE and len(sources) > 1:
+            raise ValueError(
+                f"`--format {style}` takes one recording, but there are {len(sources)}: give "
+                "`--output FOLDER` for a file of each."
+            )
+        if folder is not None:
+            check_names(sources)
+        self._style = style
+        self._folder = folder
+        self._names = {source.id: source.name for source in sources}
+
+    def missing(self, sources: Iterable[Source]) -> list[Source]:
+        """Those that have no file yet."""
+        return [source for source in sources if not self._path(source.id).is_file()]
+
+    def write(self, result: Result) -> Failure | None:
+        """Write one result; a failure has a place in JSON on standard output alone.
+
+        Returns:
+            That its name is too long for a file, if it is.
+        """
+        if isinstance(result, Failure):
+            if self._style == "json" and self._folder is None:
+                _say(render(result, "jsonl"))
+            return None
+        if self._folder is None:
+            _say(self._rendered(result))
+            return None
+        text = result.text + "\n" if self._style == "text" else self._rendered(result)
+        try:
+            write_text(self._path(result.id), text)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            return Failure(result.id, f"{result.id}: too long a name for a file in --output.")
+        return None
+
+    def _path(self, name: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{self._names[name]}{_SUFFIXES[self._style]}"
+
+    def _rendered(self, result: Transcription) -> str:
+        if self._style in _TIMED:
+            return _TIMED[self._style](result)
+        return render(result, "jsonl" if self._style == "json" else "text")
+
+
+class LiveSink:
+    """Writes the segments of speech that goes on to standard output, each as soon as it is known.
+
+    What was written by then is a whole file of its format at any time.
+
+    Args:
+        style: The format; text and JSON are a line for each segment.
+        name: Of the recording in CTM.
+    """
+
+    def __init__(self, style: Style, name: str) -> None:
+        self._style = style
+        self._file = None
+        if style != "text" and style != "json":
+            self._file = GrowingFile(style, name)
+            _say(self._file.header)
+
+    def write(self, segment: Segment) -> None:
+        """Write a segment, and hold nothing of it back."""
+        if self._file is not None:
+            _say(self._file.add(segment))
+        elif self._style == "json":
+            _say(json_line(segment.as_row()))
+        else:
+            _say(one_line(segment.text) + "\n")
+
+
+def _say(text: str) -> None:
+    # A terminal may know fewer letters than a transcript has.
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()

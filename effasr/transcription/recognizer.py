@@ -1,0 +1,318 @@
+"""From a stream of recordings to a stream of transcripts: load, cut, batch, decode, join."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import nn
+
+from effasr.data.batch import Batch, Example, collate
+from effasr.data.prompt import WITHOUT_SPACES, Prompt
+from effasr.data.tokenizer import Tokenizer
+from effasr.decoding.config import DecodingConfig
+from effasr.decoding.decoded import Decoded
+from effasr.decoding.greedy import check_config, is_plain_greedy, load_lm
+from effasr.model.asr import ASRModel
+from effasr.transcription.batching import plan_batches
+from effasr.transcription.decode_queue import BatchSearch, ContinuousSearch, Search
+from effasr.transcription.inputs.audio_stream import AudioStream
+from effasr.transcription.inputs.chunking import Chunk, cut_at_pauses
+from effasr.transcription.inputs.prefetch import prefetch
+from effasr.transcription.inputs.vad import is_speech, loudness, without_gaps
+from effasr.transcription.packed_weights import PackedWeights
+from effasr.transcription.recordings import (
+    FIRST_CHUNKS,
+    Piece,
+    Recording,
+    Request,
+    take_finished,
+)
+from effasr.transcription.results import Result
+from effasr.transcription.word_timestamps import Word, words_of
+
+_WINDOW_BATCHES = 2
+"""Batches' worth of audio which is loaded before batches are planned: sorting needs a choice."""
+
+_NO_AUDIO = np.zeros(0, np.float32)
+
+
+class Recognizer:
+    """Transcribes recordings of any length with a model, on the device which holds the model."""
+
+    def __init__(self, model: ASRModel, tokenizer: Tokenizer, config: DecodingConfig | None = None):
+        """Check that the model can be decoded as the configuration says.
+
+        Raises:
+            OSError: The language model cannot be read.
+            ValueError: It lacks what the configuration needs, an option of it would do nothing, or
+                its language model is not over the tokens of the model.
+        """
+        self.model, self.tokenizer = model, tokenizer
+        config = DecodingConfig() if config is None else config
+        self._features = model.config.features
+        budget = config.frame_budget * 8 // self._features.subsampling
+        self.config = replace(config, frame_budget=budget)
+        self._frame_samples = self._features.framing.samples
+        self._method = check_config(model, self.config)
+        self._lm = load_lm(self.config, model, tokenizer)
+        self._packed: PackedWeights | None = None
+
+    @property
+    def sample_rate(self) -> int:
+        """Of the audio that a request must load, in Hz."""
+        return self._features.sample_rate
+
+    def prompt(self, prompt: Prompt) -> list[int]:
+        """What the decoder reads first.
+
+        Raises:
+            ValueError: The tokenizer does not know a language, or the prompt asks CTC or the
+                transducer to translate.
+        """
+        if self._method != "attention" and not prompt.monotonic:
+            name = {"ctc": "CTC", "transducer": "a transducer"}[self._method]
+            raise ValueError(
+                f"`task` must be transcribe for {name}, which follows the speech, but is "
+                f"{prompt.task}: use method attention."
+            )
+        if self.config.ctc_weight > 0 and not prompt.monotonic:
+            raise ValueError(
+                "`ctc_weight` must be 0 for a translation, because CTC follows the speech, but is "
+                f"{self.config.ctc_weight}."
+            )
+        if self.config.words and not prompt.monotonic:
+            raise ValueError(
+                "`words` must be false for a translation, whose words have no place in the speech."
+            )
+        return self.tokenizer.prompt(prompt)
+
+    def results(
+        self, requests: Iterable[Request], on_audio: Callable[[float], None] | None = None
+    ) -> Iterator[Result]:
+        """Transcribe recordings, in order, with a bounded amount of audio in memory.
+
+        That holds for each recording as well, if it is a stream: its chunks are read, decoded and
+        forgotten.
+
+        The model is in evaluation mode while it decodes, and as it was when a result is yielded.
+        A recording which cannot be loaded, whose prompt is refused, or of which a chunk alone
+        exceeds the GPU's memory gives a `Failure`; the others go on.
+
+        Args:
+            requests: Read a little ahead of the results.
+            on_audio: Called after each batch, with the seconds of audio that it finished.
+        """
+        search = self._search()
+        # Streamed speech comes in many calls, each too short to pay for packing all weights.
+        if self._packed is None or not self._packed.is_current:
+            self._packed = PackedWeights(self.model)
+        enough = _WINDOW_BATCHES * self.config.frame_budget
+        window: list[Piece] = []
+        frames = 0
+        unfinished: deque[Recording] = deque()
+        for recording in prefetch(self._begin, requests, workers=self.config.workers):
+            unfinished.append(recording)
+            for piece in recording.arriving():
+                window.append(piece)
+                frames += piece.frames
+                if frames >= enough:
+                    self._decode_window(search, window, on_audio)
+                    window, frames = [], 0
+                    yield from take_finished(unfinished)
+            yield from take_finished(unfinished)
+        self._decode_window(search, window, on_audio)
+        self._finish(search, on_audio)
+        yield from take_finished(unfinished)
+
+    def _begin(self, request: Request) -> Recording:
+        """Open a recording and read its first chunks, which are all that most have."""
+        recording = Recording(request, self.sample_rate)
+        recording.coming = self._pieces(recording)
+        recording.first = list(islice(recording.coming, FIRST_CHUNKS))
+        return recording
+
+    def _pieces(self, recording: Recording) -> Iterator[Piece]:
+        # Whatever is wrong with one file must not end the transcription of the others.
+        try:
+            recording.prompt = self.prompt(recording.request.prompt)
+            audio = recording.request.load()
+            if isinstance(audio, AudioStream):
+                blocks, total = audio.blocks, audio.total
+            else:
+                _check(audio)
+                blocks, total = [audio], len(audio)
+            for chunk, samples in self._speech(recording, self._chunks(blocks, total)):
+                samples = self._at_least_one_frame(samples)
+                yield Piece(recording, chunk, samples, self._features.encoder_frames(len(samples)))
+        except Exception as error:
+            # Ours are sentences already; of others the type is half of the message.
+            ours = isinstance(error, ValueError)
+            recording.failure = str(error) if ours else f"{type(error).__name__}: {error}"
+
+    def _chunks(
+        self, blocks: Iterable[np.ndarray], total: int | None
+    ) -> Iterator[tuple[Chunk, np.ndarray]]:
+        longest = self._longest_chunk()
+        search = min(self.config.search_seconds, longest / 2)
+        return cut_at_pauses(
+            blocks, self.sample_rate, total=total, chunk_seconds=longest, search_seconds=search
+        )
+
+    def _speech(
+        self, recording: Recording, chunks: Iterable[tuple[Chunk, np.ndarray]]
+    ) -> Iterator[tuple[Chunk, np.ndarray]]:
+        """What is to be decoded of chunks, while the recording's duration is noted."""
+
+        def noted() -> Iterator[tuple[Chunk, np.ndarray]]:
+            for chunk, samples in chunks:
+                recording.duration = chunk.end / self.sample_rate
+                yield chunk, samples
+
+        if self.config.gap_seconds is None:
+            return noted()
+        return without_gaps(noted(), self.sample_rate, self.config.gap_seconds)
+
+    def _longest_chunk(self) -> float:
+        """Seconds."""
+        longest, most = self.config.chunk_seconds, self.model.config.encoder.max_frames
+        if most is not None:
+            longest = min(longest, most * self._frame_samples / self.sample_rate)
+        return longest
+
+    def _at_least_one_frame(self, audio: np.ndarray) -> np.ndarray:
+        missing = self._frame_samples - len(audio)
+        return np.pad(audio, (0, missing)) if missing > 0 else audio
+
+    def _search(self) -> Search:
+        if self._method != "attention" or not is_plain_greedy(self.config):
+            return BatchSearch(self.model, self.tokenizer, self.config, self._lm)
+        most = self._features.encoder_frames(int(self._longest_chunk() * self.sample_rate) + 1)
+        return ContinuousSearch(self.model, self.tokenizer, self.config, most)
+
+    def _decode_window(
+        self, search: Search, pieces: list[Piece], on_audio: Callable[[float], None] | None
+    ) -> None:
+        """Decode each piece, or let it enter a search that finishes it later."""
+        plan = plan_batches(
+            [piece.frames for piece in pieces], self.config.frame_budget, self.config.max_sequences
+        )
+        for indices in plan:
+            with _evaluating(self.model):
+                done = self._decode(search, [pieces[index] for index in indices])
+            if on_audio is not None and done:
+                on_audio(done)
+
+    def _finish(self, search: Search, on_audio: Callable[[float], None] | None) -> None:
+        """Decode what is left in a search."""
+        with _evaluating(self.model):
+            done = self._decode(search, [])
+        if on_audio is not None and done:
+            on_audio(done)
+
+    def _decode(self, search: Search, pieces: list[Piece]) -> float:
+        """Decode a batch, or what is left; in batches of half the size where memory runs out.
+
+        Returns:
+            Seconds of what is decoded now, of this batch or of others.
+        """
+        done, enough = self._take(search, pieces)
+        if enough:
+            return done
+        # Not inside `except`, where the traceback would keep the tensors of the failed batch.
+        waiting = search.abandon()
+        known = {id(piece) for piece in waiting}
+        waiting += [p for p in pieces if not p.decoded and id(p) not in known]
+        if len(waiting) > 1:
+            middle = len(waiting) // 2
+            for half in (waiting[:middle], waiting[middle:]):
+                done += self._decode(search, half) + self._decode(search, [])
+        for piece in waiting if len(waiting) == 1 else ():
+            piece.recording.failure = (
+                f"out of memory with one chunk of {piece.frames} frames: lower `chunk_seconds`"
+            )
+            done += self._done(piece)
+        return done
+
+    def _take(self, search: Search, pieces: list[Piece]) -> tuple[float, bool]:
+        """Give pieces their texts; returns their seconds, and whether the memory was enough."""
+        done = 0.0
+        kind, half = next(self.model.parameters()).device.type, self.config.precision == "bfloat16"
+        assert self._packed is not None
+        try:
+            with torch.autocast(kind, torch.bfloat16, enabled=half), self._packed.active():
+                fed = search.feed(*self._collated(pieces), pieces) if pieces else search.finish()
+                for piece, result in fed:
+                    piece.text = self.tokenizer.decode(list(result.tokens)).strip()
+                    piece.truncated = result.truncated
+                    piece.words = self._words(piece, result)
+                    done += self._done(piece)
+        except torch.OutOfMemoryError:
+            return done, False
+        return done, True
+
+    def _done(self, piece: Piece) -> float:
+        """Let go of the audio of a piece, and return its seconds."""
+        piece.audio, piece.decoded = _NO_AUDIO, True
+        return (piece.chunk.end - piece.chunk.start) / self.sample_rate
+
+    def _words(self, piece: Piece, result: Decoded) -> tuple[Word, ...] | None:
+        if result.spans is None:
+            return None if self.config.words else ()
+        found = words_of(
+            result.tokens,
+            result.spans,
+            self.tokenizer.decode,
+            frame_seconds=self._frame_samples / self.sample_rate,
+            speech=is_speech(loudness(piece.audio, self.sample_rate)),
+            offset=piece.chunk.start / self.sample_rate,
+            spaces=piece.recording.request.prompt.target not in WITHOUT_SPACES,
+        )
+        end = piece.chunk.end / self.sample_rate
+        # Frames are rounded up, so the last may reach past the audio.
+        return tuple(replace(word, end=min(word.end, end)) for word in found)
+
+    def _collated(self, pieces: list[Piece]) -> tuple[Batch, list[list[int]]]:
+        """The batch of these pieces on the model's device, and their prompts."""
+        examples = [
+            Example(
+                id=piece.recording.request.id,
+                audio=piece.audio,
+                prompt=piece.recording.prompt,
+                text=[],
+                monotonic=False,
+            )
+            for piece in pieces
+        ]
+        batch = collate(
+            examples,
+            eos_id=self.tokenizer.eos_id,
+            pad_id=self.tokenizer.pad_id,
+            framing=self._features.framing,
+        )
+        device = next(self.model.parameters()).device
+        return batch.to(device), [example.prompt for example in examples]
+
+
+def _check(audio: np.ndarray) -> None:
+    if audio.ndim != 1 or not len(audio):
+        raise ValueError(f"the audio must be mono and not empty, but has shape {audio.shape}")
+    if not np.isfinite(audio).all():
+        raise ValueError("the audio must be finite, but has NaN or infinite samples")
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and afterwards the mode that each module had: some may be frozen."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,125 @@
+"""Recordings on their way from audio to text: the chunks of each, and what becomes of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from effasr.data.prompt import WITHOUT_SPACES, Prompt
+from effasr.transcription.inputs.audio_stream import AudioStream
+from effasr.transcription.inputs.chunking import Chunk
+from effasr.transcription.inputs.prefetch import prefetch
+from effasr.transcription.results import Failure, Result, Segment, Transcription
+from effasr.transcription.word_timestamps import Word
+
+FIRST_CHUNKS = 2
+"""Of each recording that is loaded ahead of its turn; more of a long one come when it is due."""
+
+_AHEAD = 4
+"""Chunks that are read while others are decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A recording to transcribe.
+
+    Attributes:
+        id: Names it in the result.
+        load: Returns mono audio at the model's sample rate, float32 (samples,) or a stream; called
+            on a thread. What it raises is reported as the failure of this recording alone.
+        prompt: Its languages, and what to do with it.
+    """
+
+    id: str
+    load: Callable[[], np.ndarray | AudioStream]
+    prompt: Prompt
+
+
+@dataclass(slots=True)
+class Piece:
+    """A chunk of a recording, which gets its text when its batch is decoded."""
+
+    recording: Recording
+    chunk: Chunk
+    audio: np.ndarray
+    frames: int
+    text: str = ""
+    truncated: bool = False
+    words: tuple[Word, ...] | None = ()
+    decoded: bool = False
+
+
+@dataclass(slots=True)
+class Recording:
+    """A request, and as much of its audio as has been read.
+
+    Attributes:
+        request: What is asked.
+        sample_rate: In Hz.
+        duration: Seconds, so far.
+        prompt: What the decoder reads first.
+        pieces: Its chunks, so far.
+        failure: Why there is no transcript; None where there is one.
+        first: Chunks that were read ahead.
+        coming: The other chunks.
+        read: Whether there are no more.
+    """
+
+    request: Request
+    sample_rate: int
+    duration: float = 0.0
+    prompt: list[int] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    failure: str | None = None
+    first: list[Piece] = field(default_factory=list)
+    coming: Iterator[Piece] = field(default_factory=lambda: iter(()))
+    read: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is a result."""
+        return self.read and (self.failure is not None or all(p.decoded for p in self.pieces))
+
+    def arriving(self) -> Iterator[Piece]:
+        """Its pieces, as they are read; those after the first ones on a thread of their own."""
+        for piece in self.first:
+            self.pieces.append(piece)
+            yield piece
+        if len(self.first) == FIRST_CHUNKS:
+            following = partial(next, self.coming, None)
+            rest = prefetch(lambda _: following(), itertools.count(), workers=1, ahead=_AHEAD)
+            while self.failure is None and (piece := next(rest)) is not None:
+                self.pieces.append(piece)
+                yield piece
+            rest.close()
+        self.first, self.read = [], True
+
+    def result(self) -> Result:
+        """What became of it, when it is finished."""
+        if self.failure is not None:
+            return Failure(self.request.id, self.failure)
+        rate = self.sample_rate
+        segments = tuple(
+            Segment(
+                piece.chunk.start / rate,
+                piece.chunk.end / rate,
+                piece.text,
+                piece.truncated,
+                piece.words,
+            )
+            for piece in self.pieces
+        )
+        space = "" if self.request.prompt.target in WITHOUT_SPACES else " "
+        text = space.join(segment.text for segment in segments if segment.text)
+        return Transcription(self.request.id, self.duration, text, segments)
+
+
+def take_finished(recordings: deque[Recording]) -> Iterator[Result]:
+    """Take those recordings that are finished from the front, and give their results."""
+    while recordings and recordings[0].finished:
+        yield recordings.popleft().result()

@@ -1,0 +1,86 @@
+"""What recognition gives back: a transcript in segments, or the reason why there is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from effasr.transcription.word_timestamps import Word
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The text of one chunk of a recording: a stretch in which somebody speaks.
+
+    Attributes:
+        start: Seconds from the beginning of the recording.
+        end: Likewise.
+        text: What was recognised.
+        truncated: Whether the decoder was stopped at the longest text allowed: it probably
+            repeated itself.
+        words: Its words with their times, if they were asked for; None where they could not be
+            found.
+    """
+
+    start: float
+    end: float
+    text: str
+    truncated: bool = False
+    words: tuple[Word, ...] | None = ()
+
+    def as_row(self) -> dict[str, Any]:
+        """The object of a line of JSON: start, end, text; truncated and words where they are."""
+        row: dict[str, Any] = {
+            "start": round(self.start, 3),
+            "end": round(self.end, 3),
+            "text": self.text,
+        }
+        if self.truncated:
+            row["truncated"] = True
+        if self.words is None:
+            row["words"] = None
+        elif self.words:
+            row["words"] = [
+                {"word": word.text, "start": round(word.start, 3), "end": round(word.end, 3)}
+                for word in self.words
+            ]
+        return row
+
+
+@dataclass(frozen=True, slots=True)
+class Transcription:
+    """The text of a recording, ``duration`` seconds long, and of its chunks."""
+
+    id: str
+    duration: float
+    text: str
+    segments: tuple[Segment, ...]
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a chunk was."""
+        return any(segment.truncated for segment in self.segments)
+
+    def as_row(self) -> dict[str, Any]:
+        """The object of a line of JSON: id, duration, text, segments."""
+        return {
+            "id": self.id,
+            "duration": round(self.duration, 3),
+            "text": self.text,
+            "segments": [segment.as_row() for segment in self.segments],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A recording that could not be transcribed, and why."""
+
+    id: str
+    reason: str
+
+    def as_row(self) -> dict[str, Any]:
+        """The object of a line of JSON: id, error."""
+        return {"id": self.id, "error": self.reason}
+
+
+Result = Transcription | Failure

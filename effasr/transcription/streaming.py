@@ -1,0 +1,273 @@
+"""Speech as it is spoken: raw samples from a pipe, cut at pauses, transcribed chunk by chunk."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import BinaryIO, Literal
+
+import numpy as np
+import soxr
+
+from effasr.data.audio.waveform import AudioError, AudioProblem
+from effasr.data.prompt import Prompt
+from effasr.transcription.inputs.chunking import Chunk, quietest
+from effasr.transcription.inputs.prefetch import prefetch
+from effasr.transcription.inputs.vad import HOP_SECONDS, is_speech, loudness
+from effasr.transcription.recognizer import Recognizer, Request
+from effasr.transcription.results import Failure, Segment
+
+_SAMPLE_TYPES = {"s16le": "<i2", "f32le": "<f4"}
+_READ_SECONDS = 0.5
+_MARGIN_SECONDS = 0.25
+"""Of background that is kept before and after speech."""
+_MEMORY_SECONDS = 30.0
+"""How long it is remembered how loud the background and the speech were."""
+_SEARCH_SHARE = 0.5
+"""Where nobody pauses, the quietest moment of this last part of a chunk is its end."""
+_FEWEST_HOPS = 8
+"""What is shorter is a click."""
+_AHEAD = 1000
+"""Blocks that may wait, some minutes: then the recorder must."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawFormat:
+    """Samples without a header, channels interleaved.
+
+    Attributes:
+        sample_rate: In Hz.
+        channels: To be averaged.
+        encoding: 16-bit integers or 32-bit floating point of full scale 1, little-endian.
+    """
+
+    sample_rate: int = 16_000
+    channels: int = 1
+    encoding: Literal["s16le", "f32le"] = "s16le"
+
+    def __post_init__(self) -> None:
+        if not 1_000 <= self.sample_rate <= 1_000_000:
+            raise ValueError(
+                f"`sample_rate` must be from 1000 to 1000000 Hz, but is {self.sample_rate}."
+            )
+        if self.channels < 1:
+            raise ValueError(f"`channels` must be at least 1, but is {self.channels}.")
+        if self.encoding not in _SAMPLE_TYPES:
+            raise ValueError(
+                f"`encoding` must be one of {', '.join(_SAMPLE_TYPES)}, but is {self.encoding!r}."
+            )
+
+
+def raw_blocks(file: BinaryIO, form: RawFormat, sample_rate: int) -> Iterator[np.ndarray]:
+    """Read samples as they arrive, to the end of the file.
+
+    Args:
+        file: Unbuffered or not; only what is there is waited for.
+        form: What its bytes are.
+        sample_rate: Of the result in Hz.
+
+    Yields:
+        float32 (samples,), mono, at least one sample each.
+
+    Raises:
+        AudioError: The file begins with the header of a WAV file, or has a sample that is not
+            finite.
+    """
+    sample = np.dtype(_SAMPLE_TYPES[form.encoding])
+    frame = sample.itemsize * form.channels
+    wanted = max(1, int(_READ_SECONDS * form.sample_rate)) * frame
+    read = file.read1 if hasattr(file, "read1") else file.read  # type: ignore[attr-defined]
+    resampler = None
+    if form.sample_rate != sample_rate:
+        resampler = soxr.ResampleStream(form.sample_rate, sample_rate, 1, dtype="float32")
+    held, begun = b"", False
+    while data := read(wanted):
+        held += data
+        if not begun and len(held) >= 4:
+            begun = True
+            if held[:4] in (b"RIFF", b"RF64", b"fLaC", b"OggS"):
+                raise AudioError(
+                    AudioProblem.UNREADABLE,
+                    "the stream must be raw samples, but begins with the header of a file: "
+                    "record raw, as `arecord -t raw` and `ffmpeg -f s16le` do.",
+                )
+        whole = len(held) // frame * frame
+        if not whole:
+            continue
+        block, held = np.frombuffer(held[:whole], sample), held[whole:]
+        scale = 1 / 32768 if sample.kind == "i" else 1.0
+        mono = block.reshape(-1, form.channels).mean(axis=1, dtype=np.float32) * np.float32(scale)
+        if not np.isfinite(mono).all():
+            raise AudioError(
+                AudioProblem.NOT_FINITE, "the stream must be finite, but has NaN or infinity."
+            )
+        yield from _resampled(resampler, mono)
+    yield from _resampled(resampler, np.zeros(0, np.float32), last=True)
+
+
+def _resampled(
+    resampler: soxr.ResampleStream | None, block: np.ndarray, *, last: bool = False
+) -> Iterator[np.ndarray]:
+    if resampler is not None:
+        block = resampler.resample_chunk(block, last=last)
+    if len(block):
+        yield block
+
+
+def cut_live(
+    blocks: Iterable[np.ndarray],
+    sample_rate: int,
+    *,
+    latency_seconds: float = 10.0,
+    pause_seconds: float = 0.5,
+) -> Iterator[tuple[Chunk, np.ndarray]]:
+    """Cut audio that is still being spoken, at pauses, and leave out where nobody speaks.
+
+    Background and speech are told apart by the loudness of the last half minute.
+
+    Args:
+        blocks: float (samples,) each, mono, as they arrive; short ones keep the delay short.
+        sample_rate: Samples per second.
+        latency_seconds: No chunk is longer: one without a pause is cut at its quietest moment.
+        pause_seconds: So much without speech ends a chunk.
+
+    Yields:
+        The chunks in order, each with its samples, as soon as its end is known.
+
+    Raises:
+        ValueError: ``latency_seconds`` is under one second, or ``pause_seconds`` is under 0.1 or
+            over half of it.
+    """
+    if latency_seconds < 1.0:
+        raise ValueError(f"`latency_seconds` must be at least 1, but is {latency_seconds}.")
+    if not 0.1 <= pause_seconds <= latency_seconds / 2:
+        raise ValueError(
+            f"`pause_seconds` must be from 0.1 to half of `latency_seconds` = {latency_seconds}, "
+            f"but is {pause_seconds}."
+        )
+    return _cut(blocks, _Live(sample_rate, latency_seconds, pause_seconds))
+
+
+def _cut(blocks: Iterable[np.ndarray], live: _Live) -> Iterator[tuple[Chunk, np.ndarray]]:
+    for block in blocks:
+        live.held = np.concatenate([live.held, block])
+        yield from live.cut()
+    yield from live.cut(ended=True)
+
+
+class _Live:
+    """What was heard and not yet cut off, and how loud the half minute before was."""
+
+    def __init__(self, sample_rate: int, latency_seconds: float, pause_seconds: float) -> None:
+        self.held = np.zeros(0, np.float32)
+        self._start = 0
+        self._past = np.zeros(0)
+        self._rate = sample_rate
+        self._hop = max(1, round(HOP_SECONDS * sample_rate))
+        self._longest = int(latency_seconds * sample_rate)
+        self._pause = round(pause_seconds / HOP_SECONDS)
+        self._margin = min(round(_MARGIN_SECONDS / HOP_SECONDS), self._pause // 2)
+
+    def cut(self, *, ended: bool = False) -> Iterator[tuple[Chunk, np.ndarray]]:
+        """Cut off every chunk whose end is known, all there is if no more will come."""
+        while len(speech := self._speech()):
+            if (quiet := int(speech[0]) - self._margin) > 0:
+                self._take(quiet * self._hop)
+                speech -= quiet
+            end = self._end(speech, ended)
+            if end is None:
+                return
+            start, samples = self._take(end)
+            if np.count_nonzero(speech * self._hop < end) >= _FEWEST_HOPS:
+                yield Chunk(start, start + end), samples
+        self._take(max(0, len(self.held) - self._margin * self._hop))
+
+    def _speech(self) -> np.ndarray:
+        """The hops of the held audio that may be speech, int64, ascending."""
+        levels = loudness(self.held, self._rate)
+        heard = np.concatenate([self._past, levels])
+        if not len(heard):
+            return np.zeros(0, np.int64)
+        # Nobody speaks in an even voice: what is even is background, however loud it is.
+        return np.flatnonzero(is_speech(heard, np.inf)[len(self._past) :])
+
+    def _end(self, speech: np.ndarray, ended: bool) -> int | None:
+        """Samples of the first chunk, once its end is known."""
+        hops = -(-len(self.held) // self._hop)
+        # The end of the held audio bounds a pause as speech does.
+        following = np.append(speech[1:], hops + self._pause if ended else hops)
+        pauses = np.flatnonzero(following - speech - 1 >= self._pause)
+        end = None
+        if len(pauses):
+            end = min((int(speech[pauses[0]]) + 1 + self._margin) * self._hop, len(self.held))
+        if len(self.held) < self._longest or (end is not None and end <= self._longest):
+            return end
+        low = int((1 - _SEARCH_SHARE) * self._longest)
+        return quietest(self.held, low, self._longest, self._longest, self._rate)
+
+    def _take(self, samples: int) -> tuple[int, np.ndarray]:
+        """Cut off the first samples: where they began, and the samples."""
+        start, taken = self._start, self.held[:samples]
+        levels = loudness(taken, self._rate) if samples else self._past[:0]
+        self._past = np.concatenate([self._past, levels])[-round(_MEMORY_SECONDS / HOP_SECONDS) :]
+        self._start, self.held = start + samples, self.held[samples:]
+        return start, taken
+
+
+def transcribe_live(
+    recognizer: Recognizer,
+    blocks: Iterable[np.ndarray],
+    prompt: Prompt,
+    *,
+    latency_seconds: float = 10.0,
+) -> Iterator[Segment]:
+    """Transcribe audio that is still being spoken.
+
+    Samples are read on a thread, so that a recorder need not wait while chunks are decoded.
+
+    Args:
+        recognizer: Of the model.
+        blocks: float32 (samples,) each, mono, at the recognizer's rate, as they arrive.
+        prompt: Languages and task.
+        latency_seconds: As in `cut_live`; the time to decode a chunk comes to it.
+
+    Yields:
+        A segment for each chunk in which something was recognised, as soon as it is known.
+
+    Raises:
+        ValueError: The stream is damaged, or the prompt is refused.
+    """
+    recognizer.prompt(prompt)
+    chunks = cut_live(_ahead(blocks), recognizer.sample_rate, latency_seconds=latency_seconds)
+    return _transcribed(recognizer, chunks, prompt)
+
+
+def _transcribed(
+    recognizer: Recognizer, chunks: Iterable[tuple[Chunk, np.ndarray]], prompt: Prompt
+) -> Iterator[Segment]:
+    rate = recognizer.sample_rate
+    for chunk, samples in chunks:
+        request = Request("stream", lambda samples=samples: samples, prompt)
+        for result in recognizer.results([request]):
+            if isinstance(result, Failure):
+                raise ValueError(result.reason)
+            for segment in result.segments:
+                if segment.text:
+                    yield _later(segment, chunk.start / rate)
+
+
+def _ahead(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """The same blocks, read on a thread."""
+    source = iter(blocks)
+    for block in prefetch(lambda _: next(source, None), itertools.count(), workers=1, ahead=_AHEAD):
+        if block is None:
+            return
+        yield block
+
+
+def _later(segment: Segment, seconds: float) -> Segment:
+    words = segment.words and tuple(
+        replace(word, start=word.start + seconds, end=word.end + seconds) for word in segment.words
+    )
+    return replace(segment, start=segment.start + seconds, end=segment.end + seconds, words=words)

@@ -1,0 +1,1 @@
+"""What all operations share on the host: dispatch, autograd, launches."""

@@ -1,0 +1,170 @@
+"""Launching of Triton kernels: one place, so that a launch can be run, recorded or refused.
+
+On a GPU a launch runs. Under ``TRITON_INTERPRET=1`` it runs on the CPU, slowly, in Triton's
+interpreter. Inside `recording` it does neither, and is written down: `effasr_kernels.testing.aot`
+then compiles exactly what would have been launched, for a GPU that need not be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+INTERPRETED = bool(knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter. It is decided when a kernel's module is imported."""
+
+_OLDEST = (8, 0)
+_WITHOUT_GPU = (9, 0)
+_MULTIPROCESSORS = 132
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch that was recorded.
+
+    Attributes:
+        kernel: A function under `triton.jit`.
+        grid: Programs along each axis.
+        args: The arguments that are not constants, by name, in order.
+        constants: The compile-time arguments by name.
+        options: Of the compiler, such as ``num_warps``.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: dict[str, Any]
+    constants: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class _Recorder:
+    take: Callable[[Launch], object] | None = None
+    capability: tuple[int, int] = _WITHOUT_GPU
+
+
+@contextmanager
+def recording(capability: tuple[int, int] = _WITHOUT_GPU) -> Iterator[list[Launch]]:
+    """Write launches down instead of running them; what they would have written is undefined.
+
+    Args:
+        capability: Of the GPU for which configurations are chosen.
+    """
+    launches: list[Launch] = []
+    with diverted(launches.append, capability):
+        yield launches
+
+
+@contextmanager
+def diverted(
+    take: Callable[[Launch], object] | None, capability: tuple[int, int] = _WITHOUT_GPU
+) -> Iterator[None]:
+    """Give launches to a function instead of running them.
+
+    Args:
+        take: Called with every launch; None to run them, also where others are diverted.
+        capability: Of the GPU for which configurations are chosen.
+    """
+    before = _Recorder.take, _Recorder.capability
+    _Recorder.take, _Recorder.capability = take, capability
+    try:
+        yield
+    finally:
+        _Recorder.take, _Recorder.capability = before
+
+
+def launch(
+    kernel: Any,
+    grid: Sequence[int],
+    *args: Any,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    maxnreg: int | None = None,
+    **constants: Any,
+) -> None:
+    """Launch a kernel; a grid without programs is no launch.
+
+    Args:
+        kernel: A function under `triton.jit`, whose constants come last.
+        grid: Programs along each axis, known to the host.
+        args: Tensors, numbers or None.
+        num_warps: Warps of a program.
+        num_stages: Depth of the pipeline of loads.
+        maxnreg: The most registers of a thread; None leaves it to the compiler.
+        constants: The arguments annotated ``tl.constexpr``, by name. None may be a length: every
+            new value is a new compilation.
+
+    Raises:
+        RuntimeError: The interpreter would compute in bfloat16, which it silently does wrong.
+    """
+    # Products and sums fuse where the compiler may; later versions of Triton turn that off.
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    if maxnreg is not None:
+        options["maxnreg"] = maxnreg
+    if _Recorder.take is not None:
+        named = dict(zip(kernel.arg_names, args, strict=False))
+        _Recorder.take(Launch(kernel, tuple(grid), named, constants, options))
+        return
+    if 0 in grid:
+        return
+    if not INTERPRETED:
+        # Triton launches on the current device, which need not be that of the tensors.
+        device = next(x.device for x in args if isinstance(x, Tensor))
+        with torch.cuda.device(device):
+            kernel[tuple(grid)](*args, **constants, **options)
+        return
+    if any(isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in args):
+        raise RuntimeError(
+            f"{kernel.fn.__name__}: Triton's interpreter computes bfloat16 wrongly: use float32 or "
+            "float16, or unset TRITON_INTERPRET."
+        )
+    kernel[tuple(grid)](*args, **constants)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability for which to choose a configuration: (9, 0) for an H100 or H200."""
+    if _Recorder.take is not None:
+        return _Recorder.capability
+    if device.type != "cuda":
+        return _WITHOUT_GPU
+    return torch.cuda.get_device_capability(device)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many there are, to divide work among; those of an H200 where there is no GPU."""
+    if _Recorder.take is not None or device.type != "cuda":
+        return _MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def refusal(*tensors: Tensor | None) -> str | None:
+    """Why Triton cannot compute with these tensors, or None; for ``why_not``.
+
+    Args:
+        tensors: The floating arguments of an operation, of one dtype and device; None is passed
+            over.
+    """
+    x = next(tensor for tensor in tensors if tensor is not None)
+    if x.dtype == torch.float64:
+        return "float64 is for the reference"
+    if _Recorder.take is not None:
+        return None
+    if INTERPRETED:
+        # The interpreter copies from a GPU and back; there a test would prove nothing.
+        if x.device.type != "cpu":
+            return "TRITON_INTERPRET=1 is for tensors on the CPU"
+        if x.dtype == torch.bfloat16:
+            return "Triton's interpreter computes bfloat16 wrongly"
+        return None
+    if x.device.type != "cuda":
+        return "needs an NVIDIA GPU (or TRITON_INTERPRET=1, to test)"
+    if torch.version.hip is not None:
+        return "needs an NVIDIA GPU"
+    if torch.cuda.is_available() and capability(x.device) < _OLDEST:
+        return "needs compute capability 8.0, an A100, or later"
+    return None

@@ -1,0 +1,399 @@
+"""Projections to a vocabulary whose logits never exist whole: what losses need of them, and back.
+
+The forward is one fused pass: tiles of logits are made, reduced to a few numbers per row, and
+forgotten. The backward makes the logits again, some rows at a time, so that its three products run
+at the speed of cuBLAS and its memory does not grow with the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from effasr_kernels.runtime.launch import capability, launch
+
+_FINISHED_ROWS = 32
+_PROGRAMS = 1024
+"""Programs that fill a GPU several times over, so that the last wave costs little."""
+_WORKSPACE = 2**24
+"""Elements of float32 that the backward works in: 64 MiB."""
+
+_FEWEST_ROWS = 1024
+"""Rows that the backward takes at a time, at least: fewer would leave its products too thin."""
+
+
+class RowStatistics(NamedTuple):
+    """What is known of each row of logits z (R, V); zero in rows that do not count.
+
+    Attributes:
+        log_normalizer: L = log sum_v exp z_v, (R,), float32.
+        own: z_y for the class y of the row, (R,), float32; None without classes.
+        mean: The mean of z_v over v, (R,), float32; None unless asked for.
+    """
+
+    log_normalizer: Tensor
+    own: Tensor | None
+    mean: Tensor | None
+
+
+def row_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    classes: Tensor | None = None,
+    *,
+    ignore_index: int | None = None,
+    total: Tensor | None = None,
+    with_mean: bool = False,
+    logits: Tensor | None = None,
+) -> RowStatistics:
+    """Reduce each row of ``hidden @ weight.T + bias`` to a few numbers; see `RowStatistics`.
+
+    Rows that do not count may hold anything; a tile of rows of which none counts costs nothing. The
+    vocabulary is divided among programs, by shapes alone, and its parts are merged in order: two
+    runs agree to the bit.
+
+    Args:
+        hidden: (R, C), float32, float16 or bfloat16.
+        weight: (V, C), the dtype of ``hidden``.
+        bias: (V,), the dtype of ``hidden``, or None.
+        classes: (R,), int32 or int64. For a class outside [0, V), ``own`` is NaN, and nothing is
+            read out of bounds.
+        ignore_index: The class of rows that do not count.
+        total: int32 (1,), on the device, such as ``cu_seqlens[-1:]``: rows from there on do not
+            count.
+        with_mean: Whether the mean is wanted; it needs no classes.
+        logits: (R, V), the dtype of ``hidden``, its rows any multiple of 16 apart: takes the
+            logits of rows that count, rounded (statistics are of what is not), and any between.
+    """
+    config = product_tiles(hidden.dtype, capability(hidden.device))
+    rows, count = hidden.shape[0], weight.shape[0]
+    hidden, weight = aligned(hidden, config["BLOCK_C"]), aligned(weight, config["BLOCK_C"])
+    bias = None if bias is None else bias.contiguous()
+    classes = None if classes is None else classes.contiguous()
+    selection = classes, total, ignore_index, rows
+    strides = hidden.stride(0), weight.stride(0)
+    per_split, splits = _split(rows, count, config["BLOCK_R"], config["BLOCK_V"])
+    # Two tensors, as the second half of one would not be aligned for all numbers of rows.
+    largest = hidden.new_empty(splits, rows, dtype=torch.float32)
+    mass = torch.empty_like(largest)
+    launch(
+        _partial_normalizers,
+        (_ceil(rows, config["BLOCK_R"]), splits),
+        *(hidden, weight, bias, *selection, largest, mass, logits),
+        *(count, *strides, 0 if logits is None else logits.stride(0), per_split),
+        WIDTH=hidden.shape[1],
+        **config,
+    )
+    # The mean of the logits is the logit of the mean weight, and both are rounded to float32.
+    average = weight.mean(0, dtype=torch.float32) if with_mean else None
+    average_bias = bias.mean(dtype=torch.float32) if with_mean and bias is not None else None
+    results = [
+        hidden.new_empty(rows, dtype=torch.float32) if wanted else None
+        for wanted in (True, classes is not None, with_mean)
+    ]
+    launch(
+        _finish_statistics,
+        (_ceil(rows, _FINISHED_ROWS),),
+        *(hidden, weight, bias, *selection, largest, mass),
+        *(average, average_bias, *results),
+        *(count, *strides, splits),
+        num_warps=4,
+        num_stages=2,
+        WIDTH=hidden.shape[1],
+        BLOCK_R=_FINISHED_ROWS,
+        BLOCK_C=config["BLOCK_C"],
+    )
+    return RowStatistics(*results)  # type: ignore[arg-type]
+
+
+def project_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    counted: Tensor,
+    fill: Callable[[int, Tensor, Tensor], None],
+    *,
+    padded: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of a projection whose logits' gradient is computed from the logits.
+
+    Rows are taken `chunk_rows` at a time, a number that depends on shapes alone. The logits are
+    float32, not rounded; their gradient is rounded to the dtype of ``hidden``, as the next products
+    need it; the gradients of weight and bias are summed in float32, and rounded once. Beside the
+    results there are, at a time, 4 bytes for each element of weight and, for each logit of a chunk,
+    4 + b bytes (4 for float32), with b the bytes of an element of ``hidden``, if V is not under C.
+
+    Args:
+        hidden: (R, C), float32, float16 or bfloat16.
+        weight: (V, C), the dtype of ``hidden``.
+        bias: (V,), the dtype of ``hidden``, or None.
+        counted: (R,), bool: rows that count. The others may hold NaN.
+        fill: Called as ``fill(first, logits, d_logits)`` with ``logits`` (n, V), float32, of the
+            rows ``first:first + n``, without the bias. It writes the gradient of these logits to
+            all of ``d_logits``, (n, V), of the dtype of ``hidden``, and zeros in rows that do not
+            count, where ``logits`` is that of a row of zeros. The rows of both lie
+            ``logits.stride(0)`` elements apart; it may write between them. For float32,
+            ``d_logits`` is ``logits``: an element may then depend on its own logit alone.
+        padded: Whether the rows of ``logits`` may lie further than V elements apart: by a multiple
+            of 16, without which the products of a V that is none (1,024 classes and a blank) load
+            single elements.
+
+    Returns:
+        The gradients of hidden, weight and bias, in their dtype.
+    """
+    (rows, width), count = hidden.shape, weight.shape[0]
+    pitch = _ceil(count, 16) * 16 if padded else count
+    step = min(rows, chunk_rows(max(count, width)))
+    d_hidden = hidden.new_empty(hidden.shape)
+    d_weight = weight.new_zeros(weight.shape, dtype=torch.float32)
+    d_bias = bias if bias is None else bias.new_zeros(bias.shape, dtype=torch.float32)
+    buffer = hidden.new_empty(step * max(pitch, width), dtype=torch.float32)
+    logits = d_logits = buffer[: step * pitch].view(step, pitch)[:, :count]
+    if hidden.dtype != torch.float32:
+        d_logits = hidden.new_empty(step, pitch)[:, :count]
+    zero = hidden.new_zeros(())
+    for first in range(0, rows, step or 1):
+        n = min(step, rows - first)
+        # Zero times NaN is NaN: rows that do not count must not reach the weight's gradient. The
+        # clean rows lie where their gradient will be, so they take no memory of their own.
+        clean = d_hidden[first : first + n]
+        torch.where(counted[first : first + n, None], hidden[first : first + n], zero, out=clean)
+        multiply(clean, weight.t(), logits[:n])
+        fill(first, logits[:n], d_logits[:n])
+        multiply_add(d_logits[:n].t(), clean, d_weight)
+        if d_bias is not None:
+            d_bias += d_logits[:n].sum(0, dtype=torch.float32)
+        if d_logits is logits:
+            multiply(d_logits[:n], weight, clean)
+        else:
+            # A narrow product may have narrow partial sums. The logits are no longer needed.
+            wide = buffer[: n * width].view(n, width)
+            multiply(d_logits[:n], weight, wide)
+            clean.copy_(wide)
+    d_bias = d_bias if d_bias is None else d_bias.to(weight.dtype)
+    return d_hidden, d_weight.to(weight.dtype), d_bias
+
+
+def chunk_rows(width: int) -> int:
+    """Rows that `project_backward` takes at a time, where the larger of V and C is ``width``."""
+    # A multiple of 128 keeps each chunk's first row aligned, so that one binary serves all.
+    return max(_FEWEST_ROWS, _WORKSPACE // max(1, width) // 128 * 128)
+
+
+def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """``out = left @ right`` for a float32 ``out``."""
+    if left.dtype == torch.float32:
+        torch.mm(left, right, out=out)
+    elif left.is_cuda:
+        torch.mm(left, right, out_dtype=torch.float32, out=out)
+    else:
+        # The CPU, where the interpreter runs, has no products that widen.
+        out.copy_(torch.mm(left.float(), right.float()))
+
+
+def multiply_add(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """``out += left @ right`` for a float32 ``out``."""
+    if left.is_cuda and left.dtype != torch.float32:
+        torch.addmm(out, left, right, out_dtype=torch.float32, out=out)
+    else:
+        torch.addmm(out, left.float(), right.float(), out=out)
+
+
+def aligned(x: Tensor, block: int) -> Tensor:
+    """The same matrix, or a copy, so that rows are whole blocks long and loaded in wide pieces.
+
+    What is added to a row is zero, and changes no logit.
+    """
+    missing = -x.shape[1] % block
+    if missing:
+        return F.pad(x, (0, missing))
+    if x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _ceil(number: int, divisor: int) -> int:
+    """How many pieces of ``divisor`` hold ``number``."""
+    return -(-number // divisor)
+
+
+def _split(rows: int, count: int, block_r: int, block_v: int) -> tuple[int, int]:
+    """How many tiles of the vocabulary a program takes, and how many programs share a row."""
+    tiles = _ceil(count, block_v)
+    wanted = _ceil(_PROGRAMS, max(1, _ceil(rows, block_r)))
+    per_split = _ceil(tiles, max(1, min(wanted, tiles)))
+    return per_split, _ceil(tiles, max(1, per_split))
+
+
+def product_tiles(dtype: torch.dtype, gpu: tuple[int, int]) -> dict[str, int]:
+    """How a product of rows with a vocabulary is cut, and its ``num_warps`` and ``num_stages``."""
+    if dtype == torch.float32:
+        # Without tensor cores, which would round float32 to TF32, registers are what is scarce.
+        return {"BLOCK_R": 64, "BLOCK_V": 64, "BLOCK_C": 32, "num_warps": 4, "num_stages": 2}
+    # At 128 registers a thread, and half of the shared memory, two programs share a multiprocessor:
+    # one's exponentials hide behind the other's products. This is what fits on each generation.
+    block_c, stages = (64, 3) if gpu[0] == 9 else (32, 4)
+    tile = {"BLOCK_R": 128, "BLOCK_V": 128, "BLOCK_C": block_c}
+    return {**tile, "num_warps": 8, "num_stages": stages}
+
+
+@triton.jit
+def _is_counted(row, classes, total, ignore_index, rows):
+    counted = row < rows
+    if total is not None:
+        counted = counted & (row < tl.load(total))
+    if classes is not None and ignore_index is not None:
+        counted = counted & (tl.load(classes + row, mask=counted, other=0) != ignore_index)
+    return counted
+
+
+@triton.jit(do_not_specialize=["ignore_index", "rows", "tiles_per_split"])
+def _partial_normalizers(
+    hidden,
+    weight,
+    bias,
+    classes,
+    total,
+    ignore_index,
+    rows,
+    partial_largest,
+    partial_mass,
+    logits,
+    count,
+    hidden_stride,
+    weight_stride,
+    logits_stride,
+    tiles_per_split,
+    WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Reduce the logits of a tile of rows and one part of the vocabulary.
+
+    Program (r, s) writes, for each of its rows, the largest logit m over the classes of part s, and
+    the mass sum_v exp(z_v - m).
+    """
+    first_row = tl.program_id(0) * BLOCK_R
+    split = tl.program_id(1)
+    in_rows = tl.arange(0, BLOCK_R)
+    in_classes = tl.arange(0, BLOCK_V)
+    in_width = tl.arange(0, BLOCK_C)
+    row = first_row + in_rows
+    counted = _is_counted(row, classes, total, ignore_index, rows)
+    if tl.max(counted.to(tl.int32), axis=0) == 0:
+        return
+
+    # Rows and classes past the end read the last one instead: what comes of them is masked, and
+    # the loads of the inner loop are not.
+    h_tile = hidden + first_row.to(tl.int64) * hidden_stride + in_width[None, :]
+    h_tile += tl.minimum(in_rows, rows - 1 - first_row)[:, None] * hidden_stride
+    largest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    mass = tl.zeros((BLOCK_R,), tl.float32)
+    begin = split * tiles_per_split
+    end = tl.minimum(begin + tiles_per_split, tl.cdiv(count, BLOCK_V))
+    for tile in range(begin, end):
+        first_class = tile * BLOCK_V
+        v = first_class + in_classes
+        w_tile = weight + first_class.to(tl.int64) * weight_stride + in_width[None, :]
+        w_tile += tl.minimum(in_classes, count - 1 - first_class)[:, None] * weight_stride
+        # The sum starts from the bias, and from -inf for classes past the end.
+        start = tl.zeros((BLOCK_V,), tl.float32)
+        if bias is not None:
+            start = tl.load(bias + v, mask=v < count, other=0.0).to(tl.float32)
+        start = tl.where(v < count, start, float("-inf"))
+        z = tl.zeros((BLOCK_R, BLOCK_V), tl.float32) + start[None, :]
+        for c in range(0, WIDTH, BLOCK_C):
+            h = tl.load(h_tile + c)
+            w = tl.load(w_tile + c)
+            z = tl.dot(h, tl.trans(w), z, input_precision="ieee")
+        if logits is not None:
+            z_tile = logits + first_row.to(tl.int64) * logits_stride + first_class
+            z_tile += in_rows[:, None] * logits_stride + in_classes[None, :]
+            stored = counted[:, None] & (v < logits_stride)[None, :]  # Up to V: single elements.
+            tl.store(z_tile, z.to(logits.dtype.element_ty), mask=stored)
+        larger = tl.maximum(largest, tl.max(z, axis=1))
+        # Where all logits are -inf so far, the difference to their maximum would be NaN.
+        pivot = tl.where(larger == float("-inf"), 0.0, larger)
+        mass = mass * tl.exp(largest - pivot) + tl.sum(tl.exp(z - pivot[:, None]), axis=1)
+        largest = larger
+
+    place = split.to(tl.int64) * rows + row
+    tl.store(partial_largest + place, largest, mask=counted)
+    tl.store(partial_mass + place, mass, mask=counted)
+
+
+@triton.jit(do_not_specialize=["ignore_index", "rows", "splits"])
+def _finish_statistics(
+    hidden,
+    weight,
+    bias,
+    classes,
+    total,
+    ignore_index,
+    rows,
+    partial_largest,
+    partial_mass,
+    mean_weight,
+    mean_bias,
+    log_normalizer,
+    own,
+    mean,
+    count,
+    hidden_stride,
+    weight_stride,
+    splits,
+    WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Merge the parts of the vocabulary; add the two logits of a row that are asked for."""
+    first_row = tl.program_id(0) * BLOCK_R
+    in_rows = tl.arange(0, BLOCK_R)
+    in_width = tl.arange(0, BLOCK_C)
+    row = first_row + in_rows
+    counted = _is_counted(row, classes, total, ignore_index, rows)
+    largest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    mass = tl.zeros((BLOCK_R,), tl.float32)
+    place = row.to(tl.int64)
+    for _ in range(0, splits):
+        part = tl.load(partial_largest + place, mask=counted, other=float("-inf"))
+        part_mass = tl.load(partial_mass + place, mask=counted, other=0.0)
+        larger = tl.maximum(largest, part)
+        pivot = tl.where(larger == float("-inf"), 0.0, larger)
+        mass = mass * tl.exp(largest - pivot) + part_mass * tl.exp(part - pivot)
+        largest = larger
+        place += rows
+    normalizer = tl.where(counted, largest + tl.log(tl.where(counted, mass, 1.0)), 0.0)
+    tl.store(log_normalizer + row, normalizer, mask=row < rows)
+
+    h_tile = hidden + first_row.to(tl.int64) * hidden_stride
+    h_tile += in_rows[:, None] * hidden_stride + in_width[None, :]
+    if own is not None:
+        own_class = tl.load(classes + row, mask=counted, other=0).to(tl.int64)
+        exists = counted & (own_class >= 0) & (own_class < count)
+        logit = tl.zeros((BLOCK_R,), tl.float32)
+        if bias is not None:
+            logit = tl.load(bias + own_class, mask=exists, other=0.0).to(tl.float32)
+        w_tile = weight + own_class[:, None] * weight_stride + in_width[None, :]
+        for c in range(0, WIDTH, BLOCK_C):
+            h = tl.load(h_tile + c, mask=exists[:, None], other=0.0).to(tl.float32)
+            w = tl.load(w_tile + c, mask=exists[:, None], other=0.0).to(tl.float32)
+            logit += tl.sum(h * w, axis=1)
+        logit = tl.where(exists, logit, float("nan"))
+        tl.store(own + row, tl.where(counted, logit, 0.0), mask=row < rows)
+    if mean is not None:
+        logit = tl.zeros((BLOCK_R,), tl.float32)
+        if mean_bias is not None:
+            logit += tl.load(mean_bias)
+        for c in range(0, WIDTH, BLOCK_C):
+            h = tl.load(h_tile + c, mask=counted[:, None], other=0.0).to(tl.float32)
+            logit += tl.sum(h * tl.load(mean_weight + c + in_width)[None, :], axis=1)
+        tl.store(mean + row, tl.where(counted, logit, 0.0), mask=row < rows)

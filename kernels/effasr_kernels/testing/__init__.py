@@ -1,0 +1,1 @@
+"""Support for tests of operations: contracts, tolerances, compilation for other GPUs."""

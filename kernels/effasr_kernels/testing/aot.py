@@ -1,0 +1,146 @@
+"""Compiling recorded launches for a GPU that need not be there, and what the result needs.
+
+A launch is compiled with the types, constants and alignments that it would have had, so what is
+checked is what is shipped. Triton brings the assembler and ``cuobjdump`` along.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import backends
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_source
+from triton.runtime import JITFunction
+
+from effasr_kernels.runtime.launch import Launch
+
+_TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+_ALIGNED = [["tt.divisibility", 16]]
+SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
+"""Bytes of shared memory that one block may take, by architecture (CUDA C++ guide, table 30)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a compiled kernel needs.
+
+    Attributes:
+        registers: Of a thread.
+        stack: Bytes of a thread: spilled registers and local arrays; 0 is right.
+        shared: Bytes of a block, static and dynamic.
+        matrix_instructions: Instructions for tensor cores, in the PTX.
+        ttir: The kernel in Triton's own form, before any optimisation for a GPU.
+        ptx: The kernel as given to the assembler.
+    """
+
+    registers: int
+    stack: int
+    shared: int
+    matrix_instructions: int
+    ttir: str
+    ptx: str
+
+
+def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], tuple[int, ...]]:
+    """Types of all arguments, values of the constants, and which arguments 16 divides.
+
+    These and the options are what Triton compiles anew for: two launches in which they agree run
+    the same binary.
+    """
+    types, constants, aligned = {}, dict(launch.constants), []
+    for number, parameter in enumerate(launch.kernel.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            types[name] = "constexpr"
+            continue
+        value = launch.args[name]
+        free = parameter.do_not_specialize
+        if value is None or (isinstance(value, int) and value == 1 and not free):
+            types[name], constants[name] = "constexpr", value
+            continue
+        types[name] = _type_of(value)
+        multiple = isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
+        if multiple and not free:
+            aligned.append(number)
+    return types, constants, tuple(aligned)
+
+
+def key(launch: Launch) -> tuple[Any, ...]:
+    """Equal for two launches that run the same binary."""
+    types, constants, aligned = signature(launch)
+    options = tuple(sorted(launch.options.items()))
+    return launch.kernel.fn.__name__, tuple(types.items()), repr(constants), aligned, options
+
+
+def compile_launch(launch: Launch, architecture: int) -> Resources:
+    """Compile for ``sm_<architecture>``, such as 80, 90 or 100.
+
+    Raises:
+        RuntimeError: The kernel's module was imported under ``TRITON_INTERPRET=1``.
+    """
+    types, constants, aligned = signature(launch)
+    if not isinstance(launch.kernel, JITFunction):
+        raise RuntimeError("Nothing can be compiled under TRITON_INTERPRET=1: unset it.")
+    source = ASTSource(
+        fn=launch.kernel,
+        signature=types,
+        constexprs=constants,
+        attrs={(number,): _ALIGNED for number in aligned},
+    )
+    target = GPUTarget("cuda", architecture, 32)
+    compiled = compile_source(source, target=target, options=dict(launch.options))
+    ptx = compiled.asm["ptx"]
+    registers, stack, static = _usage(compiled.asm["cubin"])
+    return Resources(
+        registers=registers,
+        stack=stack,
+        shared=max(static, compiled.metadata.shared),
+        matrix_instructions=len(re.findall(r"wgmma\.mma|mma\.sync|tcgen05\.mma", ptx)),
+        ttir=compiled.asm["ttir"],
+        ptx=ptx,
+    )
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "*" + _TYPES[value.dtype]
+    if isinstance(value, bool):
+        return "u1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    if isinstance(value, float):
+        return "fp32"
+    raise TypeError(f"a kernel cannot take a {type(value).__name__}")
+
+
+def _usage(cubin: bytes) -> tuple[int, int, int]:
+    """Registers, stack and static shared memory, as ``cuobjdump -res-usage`` prints them."""
+    tool = Path(backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        printed = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = {name: int(n) for name, n in re.findall(r"(REG|STACK|SHARED):(\d+)", printed)}
+    return found["REG"], found["STACK"], found["SHARED"]

@@ -1,0 +1,375 @@
+"""What every operation on packed sequences must satisfy, whatever computes it.
+
+A test describes an operation by a `Case` and runs each of `CHECKS` on it. The case holds its inputs
+sequence by sequence, so that a check can pack them in another order, with a tail, or beside NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from effasr_kernels.packed import PackedSequence, pack
+from effasr_kernels.testing.tolerance import assert_no_worse, poison
+
+Packed = Mapping[str, PackedSequence]
+Shared = Mapping[str, Tensor]
+_IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A call of an operation.
+
+    Attributes:
+        run: Makes the call, from its packed and its other tensors.
+        packed: The packed arguments by name, one tensor per sequence; float64 or integer.
+        shared: The other tensors, such as weights; float64.
+        results: For each result, the packed argument whose layout it has; None if it has one
+            number for each sequence.
+        one_more: Packed arguments that have a row more than the others for each sequence, also
+            for an empty one.
+        has_true_gradient: Whether the gradient is that of the value.
+        rounds_inside: Whether narrow inputs are rounded before the results, by definition.
+    """
+
+    run: Callable[[Packed, Shared], Tensor | tuple[Tensor, ...]]
+    packed: Mapping[str, Sequence[Tensor]]
+    shared: Shared = field(default_factory=dict)
+    results: tuple[str | None, ...] = (None,)
+    one_more: frozenset[str] = frozenset()
+    has_true_gradient: bool = True
+    rounds_inside: bool = False
+
+    @property
+    def sequences(self) -> int:
+        """N."""
+        return len(next(iter(self.packed.values())))
+
+
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """A way to pack a case; the default is the plain one.
+
+    Attributes:
+        order: Which sequence comes at each place.
+        tail: Rows past the last sequence; NaN, or the number that means "ignored".
+        extra: Empty sequences at the end.
+        poisoned: A sequence to fill with NaN.
+        strided: Whether no tensor is contiguous.
+        dtype: Of the floating tensors.
+        device: Of all tensors.
+    """
+
+    order: tuple[int, ...] | None = None
+    tail: int = 0
+    extra: int = 0
+    poisoned: int | None = None
+    strided: bool = False
+    dtype: torch.dtype = torch.float64
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (a constant)
+
+
+_PLAIN = Variation()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Results and gradients, each by name and sequence, in the order of the case.
+
+    Attributes:
+        rows: Results and gradients of packed arguments, for each sequence.
+        tails: What they hold past the last sequence of the case.
+        shared: Gradients of the shared tensors.
+    """
+
+    rows: dict[str, list[Tensor]]
+    tails: dict[str, Tensor]
+    shared: dict[str, Tensor]
+
+
+def evaluate(case: Case, how: Variation, wrap: Callable[..., object] | None = None) -> Outcome:
+    """Run a case forward and backward.
+
+    The gradient of each result is the same in every variation, drawn once for each sequence.
+
+    Args:
+        case: What to run.
+        how: How to pack it.
+        wrap: Applied to ``case.run``, such as a compiler.
+    """
+    order = how.order or tuple(range(case.sequences))
+    packed = {name: _pack(case, name, order, how) for name in case.packed}
+    shared = {
+        name: _leaf(x.to(how.device, how.dtype), how.strided) for name, x in case.shared.items()
+    }
+    run = case.run if wrap is None else wrap(case.run)
+    results = run(packed, shared)  # type: ignore[operator]
+    results = (results,) if isinstance(results, Tensor) else results
+    leaves = {name: x.values for name, x in packed.items() if x.values.requires_grad} | shared
+    upstream = [_upstream(case, i, result, order, how) for i, result in enumerate(results)]
+    grads = torch.autograd.grad(results, list(leaves.values()), upstream, materialize_grads=True)
+    outcome = Outcome({}, {}, {})
+    for i, result in enumerate(results):
+        lengths = _lengths(case, case.results[i], order)
+        _record(outcome, f"result {i}", result.detach().cpu(), lengths, order)
+    for name, gradient in zip(leaves, grads, strict=True):
+        if name in shared:
+            outcome.shared[f"gradient of {name}"] = gradient.cpu()
+        else:
+            lengths = _lengths(case, name, order)
+            _record(outcome, f"gradient of {name}", gradient.cpu(), lengths, order)
+    return outcome
+
+
+def check_order(case: Case, base: Variation = _PLAIN) -> None:
+    """Permuting the sequences permutes the results."""
+    order = tuple(reversed(range(case.sequences)))
+    _assert_same(evaluate(case, replace(base, order=order)), evaluate(case, base))
+
+
+def check_static_shape(case: Case, base: Variation = _PLAIN) -> None:
+    """A tail of NaN and more, empty sequences change nothing, and get zeros."""
+    outcome = evaluate(case, replace(base, tail=5, extra=2))
+    _assert_same(outcome, evaluate(case, base))
+    for name, tail in outcome.tails.items():
+        assert tail.numel(), f"{name} has no tail"
+        assert bool((tail == 0).all()), f"{name} is not zero in the tail: {tail}"
+
+
+def check_neighbours(case: Case, base: Variation = _PLAIN) -> None:
+    """NaN in one sequence reaches no other, forward or backward."""
+    plain = evaluate(case, base)
+    for n in range(case.sequences):
+        outcome = evaluate(case, replace(base, poisoned=n))
+        for name, pieces in outcome.rows.items():
+            for other, expected in enumerate(plain.rows[name]):
+                if other != n:
+                    _assert_close(f"{name} of {other} beside {n}", pieces[other], expected)
+
+
+def check_strides(case: Case, base: Variation = _PLAIN) -> None:
+    """Tensors need not be contiguous."""
+    _assert_same(evaluate(case, replace(base, strided=True)), evaluate(case, base))
+
+
+def check_repeats(case: Case, base: Variation = _PLAIN) -> None:
+    """Two runs agree to the bit."""
+    first, second = evaluate(case, base), evaluate(case, base)
+    for name, pieces in first.rows.items():
+        assert all(map(torch.equal, pieces, second.rows[name])), name
+    for name, gradient in first.shared.items():
+        assert torch.equal(gradient, second.shared[name]), name
+
+
+def check_kernel(
+    case_for: Callable[[str], Case],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    backend: str = "triton",
+) -> None:
+    """A kernel is as right as its dtype allows, and keeps the contract.
+
+    Results and gradients err at most twice as much as the reference's in the same dtype, plus two
+    ulp, against the reference in float64; and `check_order`, `check_static_shape`,
+    `check_neighbours`, `check_strides` and `check_repeats` hold.
+
+    Args:
+        case_for: Makes the case whose call takes this backend, that of the kernel or
+            ``"reference"``, with the same tensors each time.
+        dtype: In which the kernel computes.
+        device: Where.
+        backend: The kernel's.
+    """
+    kernel = case_for(backend)
+    there = Variation(dtype=dtype, device=torch.device(device))
+    gold = evaluate(_rounded(case_for("reference"), dtype), _PLAIN)
+    baseline = evaluate(case_for("reference"), Variation(dtype=dtype))
+    actual = evaluate(kernel, there)
+    pairs = zip(_pairs(actual, gold), _pairs(baseline, gold), strict=True)
+    for (name, x, exact), (_, same_dtype, _) in pairs:
+        finite = exact.isfinite()
+        assert torch.equal(x.isfinite(), finite), f"{name} in {dtype}: not finite elsewhere"
+        try:
+            assert_no_worse(x[finite], exact[finite], same_dtype[finite])
+        except AssertionError as error:
+            raise AssertionError(f"{name} in {dtype}: {error}") from None
+    for check in (check_order, check_static_shape, check_neighbours, check_strides, check_repeats):
+        check(kernel, there)
+
+
+def check_gradients(case: Case) -> None:
+    """Every gradient agrees with finite differences along random directions."""
+    if not case.has_true_gradient:
+        return
+    order = tuple(range(case.sequences))
+    packed = {name: _pack(case, name, order, Variation()) for name in case.packed}
+    leaves = {name: x.values for name, x in packed.items() if x.values.requires_grad}
+    leaves |= {name: _leaf(x, False) for name, x in case.shared.items()}
+
+    def call(*values: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(leaves, values, strict=True))
+        again = {
+            name: PackedSequence(given.get(name, x.values), x.layout) for name, x in packed.items()
+        }
+        results = case.run(again, {name: given[name] for name in case.shared})
+        results = (results,) if isinstance(results, Tensor) else results
+        # The difference of two infinite losses is no number.
+        return tuple(torch.where(result.isinf(), 0, result) for result in results)
+
+    torch.autograd.gradcheck(call, tuple(leaves.values()), fast_mode=True)
+
+
+def check_dtypes(case: Case) -> None:
+    """Narrow inputs are summed in float32: what is lost is the rounding of the results."""
+    if case.rounds_inside:
+        return
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        gold = evaluate(_rounded(case, dtype), _PLAIN)
+        actual = evaluate(case, Variation(dtype=dtype))
+        for name, x, y in _pairs(actual, gold):
+            finite = y.isfinite()
+            assert torch.equal(x.isfinite(), finite), f"{name} in {dtype}"
+            x, y = x[finite], y[finite]
+            rounding = _spacing(y, x.dtype) + 2**-18 * y.abs().amax() if y.numel() else y
+            error = (x.double() - y).abs()
+            assert bool((error <= rounding).all()), f"{name} in {dtype} errs by {error.max()}"
+
+
+def check_dispatcher(case: Case) -> None:
+    """Through torch.library, where FLOPs are counted, the call and its gradients are the same."""
+    plain = evaluate(case, Variation())
+    _assert_same(evaluate(case, Variation(), _counted), plain)
+
+
+def check_compiler(case: Case) -> None:
+    """The compiler traces the call without a break, to the same results."""
+    torch._dynamo.reset()
+    compile_whole = lambda run: torch.compile(run, fullgraph=True, backend="aot_eager")
+    how = Variation(tail=3, extra=1)
+    _assert_same(evaluate(case, how, compile_whole), evaluate(case, how))
+
+
+CHECKS: tuple[Callable[[Case], None], ...] = (
+    check_order,
+    check_static_shape,
+    check_neighbours,
+    check_strides,
+    check_repeats,
+    check_gradients,
+    check_dtypes,
+    check_dispatcher,
+)
+"""The checks that cost little; `check_compiler` takes a second or two."""
+
+
+def _rounded(case: Case, dtype: torch.dtype) -> Case:
+    """The case with inputs that ``dtype`` can hold, still float64."""
+    return replace(
+        case,
+        packed={
+            name: [x.to(dtype).double() if x.is_floating_point() else x for x in pieces]
+            for name, pieces in case.packed.items()
+        },
+        shared={name: x.to(dtype).double() for name, x in case.shared.items()},
+    )
+
+
+def _counted(run: Callable[..., object]) -> Callable[..., object]:
+    def call(packed: Packed, shared: Shared) -> object:
+        with FlopCounterMode(display=False) as counter:
+            results = run(packed, shared)
+        counts = counter.get_flop_counts()["Global"]
+        assert all("effasr" in str(op) for op in counts), f"counted past the operation: {counts}"
+        return results
+
+    return call
+
+
+def _pack(case: Case, name: str, order: Sequence[int], how: Variation) -> PackedSequence:
+    pieces = [case.packed[name][n] for n in order]
+    floating = pieces[0].is_floating_point()
+    pieces = [piece.to(how.device) for piece in pieces]
+    total = sum(piece.shape[0] for piece in pieces)
+    tail = how.tail + (how.extra if name in case.one_more else 0)
+    packed = pack(pieces, rows=total + tail, num_sequences=len(pieces) + how.extra)
+    if not floating:
+        packed.values[total:] = _IGNORED
+        return packed
+    values = poison(packed.values, packed.layout)
+    if how.poisoned is not None:
+        values = poison(values, packed.layout, order.index(how.poisoned))
+    return PackedSequence(_leaf(values.to(how.dtype), how.strided), packed.layout)
+
+
+def _leaf(x: Tensor, strided: bool) -> Tensor:
+    if strided:
+        x = torch.stack([x, torch.full_like(x, torch.nan)], dim=-1)[..., 0]
+    return x.detach().requires_grad_()
+
+
+def _lengths(case: Case, name: str | None, order: Sequence[int]) -> list[int]:
+    """Rows of each sequence, in order; one each where there is no name."""
+    return [1 if name is None else case.packed[name][n].shape[0] for n in order]
+
+
+def _upstream(
+    case: Case, index: int, result: Tensor, order: Sequence[int], how: Variation
+) -> Tensor:
+    pieces = []
+    for n, length in zip(order, _lengths(case, case.results[index], order), strict=True):
+        generator = torch.Generator().manual_seed(1000 * index + n)
+        shape = length, *result.shape[1:]
+        pieces.append(torch.randn(shape, generator=generator, dtype=torch.float64))
+    rest = result.shape[0] - sum(piece.shape[0] for piece in pieces)
+    pieces.append(torch.ones(rest, *result.shape[1:], dtype=torch.float64))
+    # What both widths can hold, so that a narrow outcome is judged by its own rounding alone.
+    exact = torch.cat(pieces).to(torch.bfloat16).to(torch.float16)
+    return exact.to(result.device, result.dtype)
+
+
+def _record(
+    outcome: Outcome, name: str, values: Tensor, lengths: Sequence[int], order: Sequence[int]
+) -> None:
+    *pieces, tail = values.split([*lengths, values.shape[0] - sum(lengths)])
+    by_sequence = dict(zip(order, pieces, strict=True))
+    outcome.rows[name] = [by_sequence[n] for n in range(len(order))]
+    outcome.tails[name] = tail
+
+
+def _spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """One step of a dtype at each value: twice the error of rounding to it."""
+    limits = torch.finfo(dtype)
+    return limits.eps * x.abs().clamp_min(limits.smallest_normal)
+
+
+def _pairs(actual: Outcome, expected: Outcome) -> list[tuple[str, Tensor, Tensor]]:
+    found = [
+        (name, torch.cat(pieces), torch.cat(expected.rows[name]))
+        for name, pieces in actual.rows.items()
+    ]
+    return found + [(name, x, expected.shared[name]) for name, x in actual.shared.items()]
+
+
+def _assert_same(actual: Outcome, expected: Outcome) -> None:
+    for name, x, y in _pairs(actual, expected):
+        _assert_close(name, x, y)
+
+
+def _assert_close(name: str, actual: Tensor, expected: Tensor) -> None:
+    # Another order of the same sum, no more.
+    eps = torch.finfo(expected.dtype).eps
+    rtol = 2**22 * eps if expected.dtype == torch.float64 else 64 * eps
+    finite = expected[expected.isfinite()]
+    largest = finite.abs().max().item() if finite.numel() else 0.0
+    torch.testing.assert_close(
+        actual,
+        expected,
+        rtol=rtol,
+        atol=max(1e-11, rtol * largest),
+        msg=lambda text: f"{name}: {text}",
+    )

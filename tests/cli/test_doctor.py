@@ -1,0 +1,132 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from effasr.cli import doctor
+from effasr.cli.doctor_probes import PROBES, Probe
+from effasr_kernels import OPERATIONS, Backend
+from effasr_kernels.shared import cpp, lattice
+
+
+@pytest.fixture(scope="module")
+def found() -> doctor.Report:
+    return doctor.report()
+
+
+def _row(report: doctor.Report, name: str) -> doctor.Row:
+    (row,) = [row for row in report.rows if row.name == name]
+    return row
+
+
+def test_every_operation_is_probed() -> None:
+    assert {probe.operation for probe in PROBES} == set(OPERATIONS)
+
+
+def test_every_operation_can_run_on_the_cpu(found) -> None:
+    rows = [row for row in found.rows if row.name.endswith(" on cpu")]
+    assert len(rows) == len(PROBES)
+    assert {row.value for row in rows} <= {"reference", "triton", "cpp"}
+
+
+def test_versions_and_what_is_missing(found) -> None:
+    assert _row(found, "torch").value == torch.__version__
+    assert _row(found, "jiwer").value.startswith("4.")
+    assert _row(found, "apex").note.startswith(("not used: ", "fused"))
+
+
+def test_the_extension_is_there_or_how_to_build_it(monkeypatch) -> None:
+    monkeypatch.setattr(lattice, "why_not", lambda backend: "no such module")
+    row = _row(doctor.report(), "extension")
+    assert row.value == "not built"
+    assert row.note.endswith(f"no such module ({cpp.HOW_TO_BUILD})")
+    note = _row(doctor.report(), "ctc_loss on cpu").note
+    assert "cpp: no such module (EFFASR_BUILD_CPP=1 pip install" in note
+    reasons = {"cpu-extension": None, "cuda-extension": "built without CUDA"}
+    monkeypatch.setattr(lattice, "why_not", reasons.get)
+    assert _row(doctor.report(), "extension").value == "cpu"
+
+
+def test_the_text_has_a_table_for_each_section(found) -> None:
+    text = found.text()
+    assert [part.split("|")[1].strip() for part in text.split("\n\n")] == [
+        "system",
+        "packages",
+        "operations",
+    ]
+    assert all(row.name in text for row in found.rows)
+
+
+def test_another_package_named_apex_is_recognised(monkeypatch, tmp_path) -> None:
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "another package of that name" in _row(doctor.report(), "apex").note
+
+
+@pytest.fixture
+def modules() -> Iterator[dict[Backend, str]]:
+    """The implementations of an operation, to change."""
+    modules = OPERATIONS["ctc_loss"].modules
+    before = dict(modules)
+    yield modules
+    modules.clear()
+    modules.update(before)
+
+
+def test_a_backend_that_refuses_or_breaks_is_named_with_its_reason(
+    modules, monkeypatch, tmp_path
+) -> None:
+    (tmp_path / "refusing.py").write_text(
+        "def why_not(*args, **kwargs):\n    return 'wants an even day'\n"
+    )
+    (tmp_path / "breaking.py").write_text(
+        "def why_not(*args, **kwargs):\n    return None\n"
+        "def run(*args, **kwargs):\n    raise RuntimeError('illegal\\naddress')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    reference = modules[Backend.REFERENCE]
+    modules.clear()
+    modules |= {Backend.CUDA: "refusing", Backend.TRITON: "breaking"}
+    modules[Backend.REFERENCE] = reference
+    row = _row(doctor.report(), "ctc_loss on cpu")
+    assert row.value == "reference"
+    assert row.note == "cuda: wants an even day; triton: fails with RuntimeError: illegal address"
+
+
+def test_what_could_serve_on_request_is_said_as_well(modules, monkeypatch, tmp_path) -> None:
+    (tmp_path / "ready.py").write_text(
+        "def why_not(*args, **kwargs):\n    return None\n"
+        "def run(*args, **kwargs):\n    return None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    reference = modules[Backend.REFERENCE]
+    modules.clear()
+    modules |= {Backend.CUDA: "ready", Backend.TRITON: "ready", Backend.VARLEN: "no_such_module"}
+    modules[Backend.REFERENCE] = reference
+    row = _row(doctor.report(), "ctc_loss on cpu")
+    assert row.value == "cuda"
+    assert row.note.startswith("triton: on request; varlen: cannot be imported")
+
+
+def test_attention_says_why_the_packages_do_not_serve(found) -> None:
+    note = _row(found, "attention, causal on cpu").note
+    for backend in ("varlen", "flash_attn_2", "flash_attn_3", "flash_attn_4"):
+        assert f"{backend}: " in note
+    assert "flash_attn" not in _row(found, "ctc_loss on cpu").note
+
+
+def test_where_nothing_can_run_all_reasons_are_given(modules) -> None:
+    modules.clear()
+    modules[Backend.TRITON] = "no_such_module"
+    row = _row(doctor.report(), "ctc_loss on cpu")
+    assert row.value == "none"
+    assert "reference: not implemented" in row.note
+    assert "No module named 'no_such_module'" in row.note
+
+
+def test_on_a_gpu_the_reference_does_not_count_as_a_backend() -> None:
+    probe = Probe("depthwise_conv", "any", lambda inputs: None)
+    row = doctor._operation(probe, torch.device("cuda"))
+    assert row.name == "any on cuda"
+    assert "reference: slow on a GPU, so only on request" in row.note or row.value == "triton"

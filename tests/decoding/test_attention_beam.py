@@ -1,0 +1,310 @@
+import math
+from itertools import pairwise, product
+
+import pytest
+import torch
+
+from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.prompt import Prompt
+from effasr.decoding.attention_beam import attention_beam
+from effasr.decoding.config import DecodingConfig
+from effasr.decoding.decoded import Decoded
+from effasr.decoding.greedy import attention_greedy, decode
+from effasr.decoding.lm.ngram import TokenNgrams
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.decoder import Decoder, DecoderConfig
+from effasr.model.encoder import EncoderConfig
+from effasr.nn.cache.decoder_state import PagedCache
+from effasr.transcription.recognizer import Recognizer
+from effasr_kernels import pack
+
+SECONDS = (0.3, 2.1, 0.7, 3.3, 1.2, 0.08, 2.6)
+
+
+@pytest.fixture(scope="module")
+def examples(tokenizer, noise) -> list[Example]:
+    prompts = [tokenizer.prompt(Prompt(target, target)) for target in ("en", "de")]
+    return [
+        Example(str(n), noise(seconds, seed=n), prompts[n % 2], [], monotonic=False)
+        for n, seconds in enumerate(SECONDS)
+    ]
+
+
+def _batch(examples: list[Example], tokenizer, shape: StaticShape | None = None) -> Batch:
+    return collate(examples, shape, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
+
+
+def _decode(examples, model, tokenizer, shape=None, **options) -> list[Decoded]:
+    prompts = [example.prompt for example in examples]
+    config = DecodingConfig(**options)
+    return decode(model, tokenizer, _batch(examples, tokenizer, shape), prompts, config)
+
+
+def _spoken(model, encoded, prompt, said, eos_id, classes) -> float:
+    """Log-probability of a transcript and its end, by the decoder without caches."""
+    hidden, _ = model.decode(pack([torch.tensor([*prompt, *said])]), encoded)
+    steps = model.logits(hidden[len(prompt) - 1 :])[:, :classes].double().log_softmax(-1)
+    return float(steps.gather(1, torch.tensor([*said, eos_id])[:, None]).sum())
+
+
+def _rank(score: float, said, penalty: float) -> float:
+    return score / ((5 + len(said) + 1) / 6) ** penalty
+
+
+@torch.no_grad()
+def test_a_beam_of_one_is_greedy_search(examples, model, tokenizer) -> None:
+    encoded = model.encode(_batch(examples, tokenizer))
+    prompts = [example.prompt for example in examples]
+    prompts[1] = [2]
+    arguments = model, encoded, prompts, [9, 20, 25, 30, 30, 30, 30], tokenizer.eos_id
+    greedy = attention_greedy(*arguments)
+    assert {result.truncated for result in greedy} == {False, True}
+    assert attention_beam(*arguments, beam=1) == greedy
+    assert attention_beam(*arguments, beam=1, length_penalty=1.0) == greedy
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("penalty", [0.0, 0.6])
+def test_a_beam_finds_better_transcripts_than_greedy_search(
+    penalty, examples, model, tokenizer
+) -> None:
+    """A beam may lose what greedy search finds, but here it does not."""
+    greedy = _decode(examples, model, tokenizer, beam=1)
+    found = {
+        beam: _decode(examples, model, tokenizer, beam=beam, length_penalty=penalty)
+        for beam in (2, 4, 8)
+    }
+    better = 0
+    for n, example in enumerate(examples):
+        encoded = model.encode(_batch([example], tokenizer))
+
+        def rank(result: Decoded, encoded=encoded, example=example) -> float:
+            arguments = result.tokens, tokenizer.eos_id, tokenizer.vocab_size
+            return _rank(
+                _spoken(model, encoded, example.prompt, *arguments), result.tokens, penalty
+            )
+
+        base = rank(greedy[n])
+        for results in found.values():
+            assert rank(results[n]) >= base - 1e-6
+        better += rank(found[8][n]) > base + 1e-3
+    assert better > 2, "the test needs utterances that a beam improves"
+
+
+@pytest.mark.parametrize("options", [{"length_penalty": 1.2}, {"ctc_weight": 0.3}])
+def test_an_utterance_gives_the_same_tokens_in_any_company(
+    options, examples, model, tokenizer
+) -> None:
+    options = {"beam": 4, **options}
+    together = _decode(examples, model, tokenizer, **options)
+    assert len({result.tokens for result in together}) > 4, "the test needs different texts"
+    alone = [_decode([example], model, tokenizer, **options)[0] for example in examples]
+    assert alone == together
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(1)).tolist()
+    permuted = _decode([examples[n] for n in order], model, tokenizer, **options)
+    assert permuted == [together[n] for n in order]
+    shape = StaticShape(frame_budget=400, token_budget=80, max_sequences=11)
+    assert _decode(examples, model, tokenizer, shape, **options) == together
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"ctc_weight": 0.3}], ids=["attention", "joint"])
+def test_prompts_may_differ_in_length(options, examples, model, tokenizer) -> None:
+    options = {"beam": 3, **options}
+    encoded = model.encode(_batch(examples[:3], tokenizer))
+    prompts = [[2], examples[1].prompt, [2, 7, 3, 7, 5, 9, 9, 9]]
+    limits = [20, 12, 16]
+    together = attention_beam(model, encoded, prompts, limits, tokenizer.eos_id, **options)
+    for n, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        one = model.encode(_batch([examples[n]], tokenizer))
+        alone = attention_beam(model, one, [prompt], [limit], tokenizer.eos_id, **options)
+        assert alone == [together[n]]
+
+
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def tiny() -> ASRModel:
+    """A vocabulary of four tokens, the end among them."""
+    config = ModelConfig(
+        features=FeatureConfig(mel_bins=16),
+        encoder=EncoderConfig(width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4),
+        decoder=DecoderConfig(width=16, layers=1, heads=2, feed_forward=16, max_positions=16),
+        ctc=True,
+    )
+    torch.manual_seed(3)
+    model = ASRModel(config, 4).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(2.0)
+        model.decoder.output_bias[EOS] = 0.5
+    return model
+
+
+BIGRAMS = {
+    (-1,): (-99.0, -0.2),
+    (0,): (-0.5, -0.3),
+    (1,): (-0.7, 0.0),
+    (3,): (-0.4, -0.1),
+    (EOS,): (-1.4, 0.0),
+    (-1, 3): (-0.1, 0.0),
+    (3, 0): (-0.2, 0.0),
+    (0, EOS): (-0.05, 0.0),
+    (1, 1): (-0.3, 0.0),
+}
+
+
+@pytest.fixture(scope="module")
+def bigrams() -> TokenNgrams:
+    levels = [{gram: BIGRAMS[gram] for gram in BIGRAMS if len(gram) == n} for n in (1, 2)]
+    return TokenNgrams(levels, 4, EOS)
+
+
+def _written(said) -> float:
+    """Log-probability of a transcript and its end by the bigrams."""
+    total = 0.0
+    for before, token in pairwise((-1, *said, EOS)):
+        known = BIGRAMS.get((before, token))
+        total += BIGRAMS[before,][1] + BIGRAMS[token,][0] if known is None else known[0]
+    return total * math.log(10)
+
+
+def _heard(model, frames: torch.Tensor, said) -> float:
+    """Log-probability of a transcript by torch's CTC loss."""
+    steps = model.ctc_logits(frames).double().log_softmax(-1)
+    loss = torch.nn.functional.ctc_loss(
+        steps[:, None],
+        torch.tensor([said], dtype=torch.int64).reshape(1, -1),
+        [len(steps)],
+        [len(said)],
+        blank=4,
+        reduction="none",
+    )
+    return -float(loss)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lm_weight", [0.0, 0.7])
+@pytest.mark.parametrize("ctc_weight", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("penalty", [0.0, 0.6, 1.5])
+def test_a_wide_beam_finds_the_best_of_all_transcripts(
+    tiny, bigrams, penalty, ctc_weight, lm_weight
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    encoded = pack([3 * torch.randn(length, 16, generator=draw) for length in (6, 3, 7, 4, 5, 2)])
+    prompts = [[0], [1, 3], [3], [0, 0, 1], [2], [1]]
+    limits = [4, 4, 3, 1, 4, 4]
+    found = attention_beam(
+        tiny,
+        encoded,
+        prompts,
+        limits,
+        EOS,
+        beam=150,
+        length_penalty=penalty,
+        ctc_weight=ctc_weight,
+        lm=bigrams if lm_weight else None,
+        lm_weight=lm_weight,
+    )
+    for result, frames, prompt, limit in zip(found, encoded.unpack(), prompts, limits, strict=True):
+        ranks = {}
+        for length in range(limit + 1):
+            for said in product((0, 1, 3), repeat=length):
+                score = (1 - ctc_weight) * _spoken(tiny, pack([frames]), prompt, said, EOS, 4)
+                if ctc_weight:
+                    score += ctc_weight * _heard(tiny, frames, said)
+                score += lm_weight * _written(said)
+                ranks[said] = _rank(score, said, penalty)
+        assert ranks[result.tokens] == pytest.approx(max(ranks.values()), rel=1e-5)
+        assert result.truncated == (len(result.tokens) == limit)
+    assert len({len(result.tokens) for result in found}) > 1, "the test needs various lengths"
+
+
+def test_utterances_leave_when_they_are_done(examples, model, tokenizer, monkeypatch) -> None:
+    rows, step = [], ASRModel.decode_step
+    monkeypatch.setattr(ASRModel, "decode_step", lambda *a: rows.append(a[2].num_rows) or step(*a))
+    results = _decode(examples, model, tokenizer, beam=4)
+    # No step reads the prompts, all of one length, but for their last tokens.
+    assert rows[0] == 4 * len(examples)
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] == 4
+    ended = [len(result.tokens) for result in results if not result.truncated]
+    # A search that could not stop early would go on to the limit of every utterance.
+    assert ended
+    alone = len(rows)
+    rows.clear()
+    shortest = min(range(len(results)), key=lambda n: len(results[n].tokens))
+    _decode([examples[shortest]], model, tokenizer, beam=4)
+    assert len(rows) < alone
+
+
+@pytest.mark.parametrize("options", [{"beam": 4}, {"beam": 3, "ctc_weight": 0.3}])
+def test_pages_change_nothing(options, examples, model, tokenizer, monkeypatch) -> None:
+    expected = _decode(examples, model, tokenizer, **options)
+    new_state, kinds = Decoder.new_state, []
+
+    def paged(*arguments, **others):
+        state = new_state(*arguments, **{**others, "paged": True})
+        kinds.append(type(state.self_cache))
+        return state
+
+    monkeypatch.setattr(Decoder, "new_state", paged)
+    assert _decode(examples, model, tokenizer, **options) == expected
+    assert kinds == [PagedCache]
+
+
+def test_nothing_to_decode(examples, model, tokenizer) -> None:
+    assert _decode([], model, tokenizer, beam=3) == []
+    empty = Example("empty", examples[0].audio[:0], examples[0].prompt, [], monotonic=False)
+    for weight in (0.0, 0.5):
+        options = {"beam": 3, "ctc_weight": weight}
+        results = _decode([examples[0], empty, examples[1]], model, tokenizer, **options)
+        assert results[::2] == _decode(examples[:2], model, tokenizer, **options)
+        assert results[1] == _decode([empty], model, tokenizer, **options)[0]
+    # CTC gives no token to no speech.
+    assert results[1] == Decoded(())
+
+
+def test_joint_scores_with_a_beam_of_one(examples, model, tokenizer) -> None:
+    joint = _decode(examples, model, tokenizer, beam=1, ctc_weight=0.5)
+    assert joint != _decode(examples, model, tokenizer, beam=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"method": "ctc", "ctc_weight": 0.5}, "`ctc_weight` must be 0 for the method ctc"),
+        ({"length_penalty": -0.1}, "`length_penalty` must be at least 0, but is -0.1"),
+        ({"length_penalty": float("nan")}, "`length_penalty` must be at least 0, but is nan"),
+        ({"ctc_weight": 1.1}, "`ctc_weight` must be from 0 to 1, but is 1.1"),
+        ({"beam": 0}, "`beam` must be at least 1"),
+        ({"length_penalty": 1.0}, "`length_penalty` must be left out for the method attention"),
+        (
+            {"method": "ctc", "beam": 2, "length_penalty": 1.0},
+            "must be left out for the method ctc",
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, match, examples, model, tokenizer) -> None:
+    with pytest.raises(ValueError, match=match):
+        _decode(examples[:1], model, tokenizer, **options)
+
+
+def test_joint_scores_are_for_speech_in_its_own_language(model, tokenizer) -> None:
+    recognizer = Recognizer(model, tokenizer, DecodingConfig(beam=2, ctc_weight=0.5))
+    assert recognizer.prompt(Prompt("en", "en"))
+    with pytest.raises(ValueError, match="`ctc_weight` must be 0 for a translation"):
+        recognizer.prompt(Prompt("en", "de", "translate"))
+
+
+def test_joint_scores_need_a_ctc_head(examples, model, tokenizer) -> None:
+    config = ModelConfig(
+        features=model.config.features,
+        encoder=model.config.encoder,
+        decoder=model.config.decoder,
+    )
+    with pytest.raises(ValueError, match="`ctc_weight` must be 0 for a model without CTC head"):
+        _decode(examples[:1], ASRModel(config, tokenizer.vocab_size), tokenizer, ctc_weight=0.5)

@@ -1,0 +1,144 @@
+from collections import defaultdict
+from itertools import groupby, product
+
+import numpy as np
+import pytest
+import torch
+
+from effasr.decoding.ctc_beam import ctc_beam
+from effasr.decoding.ctc_greedy import ctc_greedy
+from effasr.decoding.ctc_prefix_scorer import CTCPrefixes
+from effasr_kernels import PackedSequence, pack
+
+LENGTHS = (4, 0, 5, 1, 5, 3)
+
+
+class Given:
+    """A CTC head that hands its input on."""
+
+    def ctc_logits(self, encoded: torch.Tensor) -> torch.Tensor:
+        return encoded
+
+
+def _frames(classes: int, lengths=LENGTHS, *, seed: int = 0, scale: float = 1.5) -> PackedSequence:
+    draw = torch.Generator().manual_seed(seed)
+    made = [scale * torch.randn(length, classes, generator=draw) for length in lengths]
+    return pack(made, rows=sum(lengths) + 3)
+
+
+def _texts(frames: torch.Tensor) -> dict[tuple[int, ...], float]:
+    """The probability of every transcript, by adding up all paths; the blank is last."""
+    steps = frames.double().softmax(-1).numpy()
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    blank = steps.shape[1] - 1
+    for path in product(range(steps.shape[1]), repeat=len(steps)):
+        text = tuple(symbol for symbol, _ in groupby(path) if symbol != blank)
+        found[text] += float(np.prod([steps[t, symbol] for t, symbol in enumerate(path)]))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_wide_beam_finds_the_likeliest_transcript(seed) -> None:
+    encoded = _frames(4, seed=seed)
+    found = ctc_beam(Given(), encoded, beam=400)  # type: ignore[arg-type]
+    for text, frames in zip(found, encoded.unpack(), strict=True):
+        every = _texts(frames)
+        assert every[tuple(text)] == pytest.approx(max(every.values()), rel=1e-9)
+
+
+def _prefix_beam(frames: torch.Tensor, beam: int) -> list[int]:
+    """The textbook's search with a dictionary, over all tokens at each frame."""
+    steps = frames.double().log_softmax(-1).numpy()
+    blank = steps.shape[1] - 1
+    beams: dict[tuple[int, ...], tuple[float, float]] = {(): (0.0, -np.inf)}
+    for step in steps:
+        grown = defaultdict(lambda: [-np.inf, -np.inf])
+        for text, (of_blank, of_label) in beams.items():
+            every = np.logaddexp(of_blank, of_label)
+            grown[text][0] = np.logaddexp(grown[text][0], every + step[blank])
+            for token in range(blank):
+                if text and text[-1] == token:
+                    grown[text][1] = np.logaddexp(grown[text][1], of_label + step[token])
+                before = of_blank if text and text[-1] == token else every
+                longer = grown[(*text, token)]
+                longer[1] = np.logaddexp(longer[1], before + step[token])
+        best = sorted(grown.items(), key=lambda item: -np.logaddexp(*item[1]))[:beam]
+        beams = {text: (scores[0], scores[1]) for text, scores in best}
+    return list(max(beams.items(), key=lambda item: np.logaddexp(*item[1]))[0])
+
+
+@pytest.mark.parametrize("beam", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("classes", [2, 3, 9, 30])
+def test_every_beam_is_that_of_a_plain_search_over_all_tokens(beam, classes) -> None:
+    encoded = _frames(classes, (17, 40, 0, 3, 25), seed=classes, scale=2.0)
+    found = ctc_beam(Given(), encoded, beam)  # type: ignore[arg-type]
+    assert found == [_prefix_beam(frames, beam) for frames in encoded.unpack()]
+
+
+def test_an_utterance_gives_the_same_tokens_in_any_company() -> None:
+    encoded = _frames(9, (17, 40, 0, 3, 25, 17))
+    found = ctc_beam(Given(), encoded, 4)  # type: ignore[arg-type]
+    for text, frames in zip(found, encoded.unpack(), strict=True):
+        assert ctc_beam(Given(), pack([frames]), 4) == [text]  # type: ignore[arg-type]
+    assert ctc_beam(Given(), _frames(9, (0, 0)), 4) == [[], []]  # type: ignore[arg-type]
+
+
+def test_adding_up_paths_changes_the_transcript() -> None:
+    """The likeliest path says nothing, but more paths say one token."""
+    frames = torch.tensor([[0.4, 0.6], [0.4, 0.6]]).log()
+    encoded = pack([frames])
+    assert ctc_greedy(Given(), encoded, 1) == [[]]  # type: ignore[arg-type]
+    assert ctc_beam(Given(), encoded, 2) == [[0]]  # type: ignore[arg-type]
+
+
+def test_prefix_scores_are_those_of_all_paths() -> None:
+    """Each prefix scores as all transcripts that begin so; all are reached through parents."""
+    lengths = (4, 5, 2, 0)
+    encoded = _frames(4, lengths, seed=5)
+    every = [_texts(frames) for frames in encoded.unpack()]
+    texts = [(0, 0, 1), (2, 1, 1), (1,), (0, 2, 0)]
+    state = CTCPrefixes.begin(Given(), encoded, len(lengths), len(texts))  # type: ignore[arg-type]
+    symbols = torch.arange(3).expand(len(lengths), len(texts), 3)
+    order = torch.arange(len(texts))
+    for step in range(4):
+        said = [text[:step] for text in texts]
+        scores, ends = state.extended(symbols).exp(), state.complete().exp()
+        for n, found in enumerate(every):
+            for place, k in enumerate(order.tolist()):
+                expected = found.get(said[k], 0.0)
+                assert float(ends[n, place]) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+                for token in range(3):
+                    begin = (*said[k], token)
+                    expected = sum(p for t, p in found.items() if t[: len(begin)] == begin)
+                    score = float(scores[n, place, token])
+                    assert score == pytest.approx(expected, rel=1e-6, abs=1e-12)
+        if step == 3:
+            break
+        # Hypotheses change places from step to step; those whose text has ended stay.
+        parent = torch.tensor([2, 0, 3, 1]) if step else torch.arange(4)
+        order = order[parent]
+        tokens = [texts[k][step] if step < len(texts[k]) else -1 for k in order.tolist()]
+        label = torch.tensor(tokens).expand(len(lengths), -1)
+        state = state.advanced(parent.expand(len(lengths), -1), label)
+
+
+def test_prefix_scores_of_long_and_sure_speech_are_exact() -> None:
+    """Sums over many frames of very unlikely symbols must not lose the likely ones."""
+    frames = torch.full((2000, 5), -60.0)
+    frames[:, 4] = 0.0
+    frames[1000:1003] = torch.tensor([-60.0, 0.0, -60.0, -60.0, -60.0])
+    frames[1900] = torch.tensor([-60.0, -60.0, 0.0, -0.5, -60.0])
+    encoded = pack([frames])
+    state = CTCPrefixes.begin(Given(), encoded, 1, 1)  # type: ignore[arg-type]
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    for token in (1, 2):
+        state = state.advanced(zero, zero + token)
+    expected = torch.nn.functional.ctc_loss(
+        frames[:, None].double().log_softmax(-1),
+        torch.tensor([[1, 2]]),
+        [2000],
+        [2],
+        blank=4,
+        reduction="none",
+    )
+    torch.testing.assert_close(state.complete()[0], -expected, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,264 @@
+"""Shallow fusion of causal language models of transformers."""
+
+import gc
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from effasr.data.batch import Example, collate
+from effasr.data.prompt import Prompt
+from effasr.decoding.config import DecodingConfig
+from effasr.decoding.greedy import decode, load_lm
+from effasr.decoding.lm import neural
+from effasr.decoding.lm.neural import NeuralLM, load_neural_lm
+
+transformers = pytest.importorskip("transformers")
+
+V, EOS = 12, 3
+
+
+LLAMA = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+KINDS = {
+    "gpt2": ("GPT2", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}),
+    "llama": ("Llama", LLAMA | {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    # Looks back a few tokens only, in one of two layers.
+    "gemma": (
+        "Gemma2",
+        LLAMA | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+                 "sliding_window": 4, "query_pre_attn_scalar": 8},
+    ),
+    "mistral": (
+        "Mistral", LLAMA | {"num_attention_heads": 2, "num_key_value_heads": 2, "sliding_window": 3}
+    ),
+    # Without keys and values, and with no way to go on.
+    "mamba": ("Mamba", {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1}),
+    "gpt1": ("OpenAIGPT", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}),
+}  # fmt: skip
+
+
+def causal(kind: str, vocab_size: int = V, **options):
+    """A random model whose next token depends on what was said, strongly."""
+    torch.manual_seed(0)
+    name, sizes = KINDS[kind]
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=vocab_size, bos_token_id=0, eos_token_id=EOS, pad_token_id=None,
+        **sizes | options,
+    )  # fmt: skip
+    classes = (f"{name}ForCausalLM", f"{name}LMHeadModel")
+    (made,) = (getattr(transformers, one) for one in classes if hasattr(transformers, one))
+    model = made(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.7)
+    return model.eval()
+
+
+def alone(model, context) -> torch.Tensor:
+    """What the model itself says behind one context: log-probabilities, float64 (V,)."""
+    ids = torch.tensor([[0, *(token for token in context if token >= 0)]])
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits[0, -1].double().log_softmax(-1)
+
+
+def searched(steps: int, utterances: int = 3, beam: int = 3) -> Iterator[torch.Tensor]:
+    """Contexts as a beam asks for them: of any hypothesis before, and fewer utterances."""
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.empty(utterances, beam, 0, dtype=torch.int64)
+    for step in range(steps):
+        yield labels
+        parents = torch.randint(beam, (len(labels), beam), generator=draw)
+        said = torch.randint(V, (len(labels), beam, 1), generator=draw)
+        # Some read a prompt, or stay as they are.
+        said[torch.rand(said.shape, generator=draw) < 0.1] = -1
+        rows = torch.arange(len(labels))[:, None]
+        labels = torch.cat([labels[rows, parents], said], -1)
+        if step in (steps // 3, steps // 2):
+            labels = labels[1:]
+
+
+def check(lm: NeuralLM, model, contexts: torch.Tensor) -> None:
+    """The language model says what the model itself says, token for token."""
+    symbols = torch.arange(V).expand(*contexts.shape[:2], V)
+    expected = [[alone(model, context) for context in row] for row in contexts.tolist()]
+    found = lm.scores(contexts, symbols)[..., :-1]
+    assert found == pytest.approx(torch.stack([torch.stack(row) for row in expected]), abs=1e-4)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    transformers.utils.logging.disable_progress_bar()
+    causal("gpt2").save_pretrained(tmp_path / "lm")
+    return tmp_path / "lm"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_scores_are_the_models_own(kind: str) -> None:
+    model = causal(kind)
+    lm = NeuralLM(model, V, EOS)
+    contexts = torch.tensor([[[-1, -1, -1], [-1, 4, 5]], [[7, 4, 5], [-1, 4, 5]]])
+    symbols = torch.randint(V, (2, 2, 5), generator=torch.Generator().manual_seed(1))
+    found = lm.scores(contexts, symbols)
+    assert found.shape == (2, 2, 6)
+    assert found.dtype == torch.float64
+    for n, row in enumerate(contexts.tolist()):
+        for k, context in enumerate(row):
+            ids = torch.tensor([[0, *(token for token in context if token >= 0)]])
+            with torch.no_grad():
+                expected = model(input_ids=ids).logits[0, -1].log_softmax(-1)
+            asked = [*symbols[n, k].tolist(), EOS]
+            assert found[n, k] == pytest.approx(expected[asked].double(), abs=1e-5)
+    # What is remembered is the same, and memory is bounded.
+    assert torch.equal(lm.scores(contexts, symbols), found)
+    lm._most = 1
+    assert torch.equal(lm.scores(contexts, symbols), found)
+    assert len(lm._known) == 3
+
+
+def read_by(model) -> list[torch.Size]:
+    """The shapes of what the model reads from here on: (texts, tokens)."""
+    shapes = []
+    model.register_forward_pre_hook(
+        lambda _, __, options: shapes.append(options["input_ids"].shape), with_kwargs=True
+    )
+    return shapes
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma", "mistral"])
+def test_a_beam_costs_the_last_token_of_each_hypothesis(kind: str) -> None:
+    """Whichever of them are kept, repeated or given up, and whichever utterances are done."""
+    model, reference = causal(kind), causal(kind)
+    lm = NeuralLM(model, V, EOS)
+    shapes, seen = read_by(model), set()
+    for contexts in searched(24):
+        del shapes[:]
+        check(lm, reference, contexts)
+        new = {tuple(t for t in row if t >= 0) for row in contexts.flatten(0, 1).tolist()} - seen
+        assert sum(texts for texts, _ in shapes) == len(new)
+        assert all(tokens == 1 for _, tokens in shapes)
+        seen |= new
+
+
+@pytest.mark.parametrize("room", [0, 1, 30])
+def test_what_has_no_room_is_read_again(room: int, monkeypatch) -> None:
+    model, reference = causal("llama"), causal("llama")
+    # Two layers of keys and values of one head of 8, in float32.
+    monkeypatch.setattr(neural, "_STATE_BYTES", room * 2 * 2 * 8 * 4)
+    monkeypatch.setattr(neural, "_PASS_BYTES", 2 * 2 * 2 * 8 * 4 * 20)
+    lm = NeuralLM(model, V, EOS)
+    shapes = read_by(model)
+    for contexts in searched(24):
+        check(lm, reference, contexts)
+        assert lm._cache is not None
+        assert len(lm._cache) <= len(lm._cache._rows) <= room
+    assert any(tokens > 1 for _, tokens in shapes)
+    # Of long texts two at a time.
+    assert all(texts * tokens <= 2 * 24 for texts, tokens in shapes if tokens > 14)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "gpt1"])
+def test_a_model_that_cannot_go_on_reads_each_text_again(kind: str, caplog) -> None:
+    with caplog.at_level(logging.WARNING, "effasr"):
+        lm = NeuralLM(causal(kind), V, EOS)
+    assert "does not go on from the keys and values of a text" in caplog.text
+    reference = causal(kind)
+    for contexts in searched(6):
+        check(lm, reference, contexts)
+
+
+def test_a_cache_that_is_wrong_is_not_used(caplog) -> None:
+    model = causal("gpt2")
+    model.register_forward_hook(
+        lambda _, given, options, output: setattr(output, "logits", output.logits + 1e-2 * (
+            options.get("past_key_values") is not None) * torch.arange(V)),
+        with_kwargs=True,
+    )  # fmt: skip
+    assert NeuralLM(model, V, EOS)._cache is None
+    assert "GPT2LMHeadModel" in caplog.text
+
+
+def test_scores_do_not_depend_on_what_else_is_asked() -> None:
+    text, others = [4, 7, 7, 9, 5, 5], [[1, 2, 4, 4, 8, 10], [4, 7, 7, 9, 5, 6], [2, 2, 2, 2, 2, 2]]
+    one, many = (NeuralLM(causal("llama"), V, EOS) for _ in range(2))
+    symbols = torch.arange(V)[None, None]
+    for length in range(1, 7):
+        first = one.scores(torch.tensor([[text[:length]]]), symbols)
+        rows = torch.tensor([[row[:length]] for row in [*others, text]])
+        last = many.scores(rows, symbols.expand(4, 1, V))[-1:]
+        assert first == pytest.approx(last, abs=1e-5)
+
+
+def test_a_whole_text_has_the_probability_that_the_model_gives_it() -> None:
+    model = causal("gpt2")
+    lm, text = NeuralLM(model, V, EOS), [4, 7, 7, 9]
+    total = 0.0
+    for place, token in enumerate([*text, EOS]):
+        given = torch.tensor([[[-1] * (len(text) - place) + text[:place]]])
+        if token == EOS:
+            total += float(lm.scores(given, torch.zeros(1, 1, 0, dtype=torch.int64))[0, 0, -1])
+        else:
+            total += float(lm.scores(given, torch.tensor([[[token]]]))[0, 0, 0])
+    ids = torch.tensor([[0, *text, EOS]])
+    with torch.no_grad():
+        # transformers' loss is the mean over the predicted tokens.
+        expected = -float(model(input_ids=ids, labels=ids).loss) * (len(text) + 1)
+    assert total == pytest.approx(expected, rel=1e-4)
+
+
+def test_long_texts_are_cut_to_what_the_model_reads() -> None:
+    lm = NeuralLM(causal("gpt2"), V, EOS)
+    assert lm.order == 64
+    scores = lm.scores(torch.full((1, 1, 100), 4), torch.tensor([[[5]]]))
+    assert torch.isfinite(scores).all()
+    reference, text = causal("gpt2"), torch.arange(80) % V
+    for length in range(60, 70):
+        context = text[:length][None, None]
+        check(lm, reference, context[..., -63:] if length > 63 else context)
+        asked = torch.arange(V)[None, None]
+        assert torch.equal(lm.scores(context, asked), lm.scores(context[..., -63:], asked))
+
+
+@pytest.mark.parametrize("method", ["attention", "ctc"])
+def test_it_takes_part_in_the_beam(method: str, model, tokenizer, noise, tmp_path) -> None:
+    transformers.utils.logging.disable_progress_bar()
+    causal("gpt2", model.vocab_size).save_pretrained(tmp_path / "lm")
+    prompt = tokenizer.prompt(Prompt())
+    examples = [Example(str(n), noise(1.0 + n, n), prompt, [], monotonic=True) for n in range(3)]
+    batch = collate(examples, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
+    texts = {}
+    for weight in (None, 1e-9, 2.0):
+        config = DecodingConfig(
+            method=method, beam=3, lm=None if weight is None else tmp_path / "lm", lm_weight=weight
+        )
+        assert load_lm(config, model, tokenizer) is None or weight is not None
+        texts[weight] = [
+            one.tokens for one in decode(model, tokenizer, batch, [prompt] * 3, config)
+        ]
+    assert texts[None] == texts[1e-9]
+    assert texts[2.0] != texts[None]
+    # As where each text is read again.
+    lm = load_neural_lm(tmp_path / "lm", model.vocab_size, tokenizer.eos_id)
+    assert lm._cache is not None
+    lm._cache = None
+    again = decode(model, tokenizer, batch, [prompt] * 3, config, lm=lm)
+    assert [one.tokens for one in again] == texts[2.0]
+
+
+def test_refusals(folder: Path, tmp_path) -> None:
+    load_neural_lm(folder, V, EOS)
+    with pytest.raises(ValueError, match="must have the speech model's vocabulary of 40 tokens"):
+        load_neural_lm(folder, 40, EOS)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="must be a folder of a causal language model"):
+        load_neural_lm(tmp_path / "empty", V, EOS)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="must be a folder of a causal language model"):
+        load_neural_lm(folder, V, EOS)
+    without = causal("gpt2")
+    without.config.bos_token_id = without.config.eos_token_id = None
+    with pytest.raises(ValueError, match="must have a `bos_token_id` or an `eos_token_id`"):
+        NeuralLM(without, V, EOS)
+    gc.collect()

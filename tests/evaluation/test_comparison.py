@@ -1,0 +1,135 @@
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effasr.cli.main import main
+from effasr.evaluation.alignment import align, trn_line
+from effasr.evaluation.bootstrap import interval, probability_of_improvement
+from effasr.evaluation.comparison import compare, read_run
+from effasr.evaluation.result import Evaluation, ScoredUtterance, save
+from effasr.evaluation.wer import ErrorCounts, count_errors
+from effasr.transcription.results import Failure
+
+
+def counts(errors: int, words: int) -> ErrorCounts:
+    return ErrorCounts(utterances=1, words=words, substitutions=errors)
+
+
+def evaluated(pairs: list[tuple[str, str]], **fields: object) -> Evaluation:
+    utterances = tuple(
+        ScoredUtterance(f"u{i}", "en", ref, hyp, 2.0, count_errors(ref, hyp))
+        for i, (ref, hyp) in enumerate(pairs)
+    )
+    return Evaluation(**{"normalizer": "none", "utterances": utterances, "seconds": 1.0} | fields)
+
+
+def test_the_interval_is_that_of_a_binomial_where_there_is_one() -> None:
+    """One word an utterance, 20 % of them wrong."""
+    low, high = interval([counts(int(i % 5 == 0), 1) for i in range(2000)])
+    sigma = math.sqrt(0.2 * 0.8 / 2000)
+    assert low == pytest.approx(0.2 - 1.96 * sigma, abs=0.002)
+    assert high == pytest.approx(0.2 + 1.96 * sigma, abs=0.002)
+    assert interval([counts(int(i % 5 == 0), 1) for i in range(2000)]) == (low, high)
+
+
+def test_intervals_of_little() -> None:
+    assert interval([counts(1, 4)]) == (0.25, 0.25)
+    assert all(map(math.isnan, interval([])))
+    assert all(map(math.isnan, interval([counts(2, 0)])))
+
+
+def test_an_improvement_everywhere_is_certain_and_none_is_a_coin_toss() -> None:
+    before = [counts(1 + i % 3, 10) for i in range(50)]
+    after = [counts(i % 3, 10) for i in range(50)]
+    assert probability_of_improvement(before, after) == 1.0
+    assert probability_of_improvement(after, before) == 0.0
+    assert probability_of_improvement(before, before) == 0.5
+    mixed = [counts(1 + (i + 1) % 3, 10) for i in range(51)]
+    assert 0.2 < probability_of_improvement([counts(1 + i % 3, 10) for i in range(51)], mixed) < 0.8
+    with pytest.raises(ValueError, match="`after` must have the 50 utterances"):
+        probability_of_improvement(before, after[1:])
+
+
+def test_words_stand_above_each_other() -> None:
+    aligned = align("the cat sat on mat", "the bat sat on the mat now")
+    assert aligned.lines() == [
+        "REF:  the CAT sat on *** mat ***",
+        "HYP:  the BAT sat on THE mat NOW",
+        "Eval:     S          I       I",
+    ]
+    assert aligned.scores() == "Scores: (#C #S #D #I) 4 1 0 2"
+    assert align("a b", "").kinds == ("D", "D")
+    assert align("", "a").lines()[0] == "REF:  *"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_alignments_count_what_the_error_rate_counts(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    one, other = (" ".join(rng.choice(list("abcd"), rng.integers(0, 9))) for _ in range(2))
+    errors, kinds = count_errors(one, other), align(one, other).kinds
+    assert kinds.count("S") == errors.substitutions
+    assert kinds.count("D") == errors.deletions
+    assert kinds.count("I") == errors.insertions
+    assert len(kinds) - kinds.count("I") == errors.words
+
+
+def test_trn_lines() -> None:
+    assert trn_line("one  two", "u-1") == "one two (u-1)\n"
+    assert trn_line("", "u-1") == "(u-1)\n"
+
+
+def test_files_of_an_evaluation(tmp_path: Path) -> None:
+    save(evaluated([("one two", "one too"), ("three", "three")]), tmp_path)
+    assert (tmp_path / "ref.trn").read_text() == "one two (u0)\nthree (u1)\n"
+    assert (tmp_path / "hyp.trn").read_text() == "one too (u0)\nthree (u1)\n"
+    assert (
+        "id: (u0)\nScores: (#C #S #D #I) 1 1 0 0\nREF:  one TWO\n"
+        in (tmp_path / "alignments.txt").read_text()
+    )
+    low, high = json.loads((tmp_path / "wer.json").read_text())["wer_interval"]
+    assert 0 <= low < 1 / 3 < high <= 0.5
+
+
+def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [f"a b c {i}" for i in range(30)]
+    good = evaluated([(text, text) for text in texts])
+    failures = (Failure("u0", "damaged"),)
+    bad = evaluated([(text, text.replace("a", "x")) for text in texts], failures=failures)
+    save(bad, tmp_path / "first" / "evaluation" / "dev")
+    save(good, tmp_path / "second" / "evaluation" / "dev")
+    save(good, tmp_path / "second" / "evaluation" / "test")
+    assert main(["compare", str(tmp_path / "first"), str(tmp_path / "second")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert [row[:4] for row in rows] == [
+        ["dev", "first", "30 (-1)", "25.00"],
+        ["dev", "second", "30", "0.00"],
+        ["test", "second", "30", "0.00"],
+    ]
+    assert rows[1][-1] == "-25.00 (better: 100 %)"
+    assert rows[0][-1] == ""
+    assert main(["compare", str(tmp_path / "second"), "--set", "test"]) == 0
+    assert "dev" not in capsys.readouterr().out
+
+
+def test_a_folder_of_results_is_a_system_too(tmp_path: Path) -> None:
+    save(evaluated([("One", "one")]), tmp_path / "system" / "dev")
+    (one,) = read_run(tmp_path / "system" / "dev")
+    assert (one.system, one.set_name) == ("system", "dev")
+    assert "100.00" in compare([one])
+    (anew,) = read_run(tmp_path / "system" / "dev", "basic")
+    assert "100.00" not in compare([anew])
+
+
+def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(tmp_path)]) == 2
+    assert "holds no evaluation: `effasr evaluate --run" in capsys.readouterr().err
+    save(evaluated([("one", "one")]), tmp_path / "dev")
+    assert main(["compare", str(tmp_path / "dev"), "--set", "test"]) == 2
+    assert "`--set` must be one of dev, but is 'test'" in capsys.readouterr().err
+    (tmp_path / "dev" / "hypotheses.jsonl").write_text("{")
+    assert main(["compare", str(tmp_path / "dev")]) == 2
+    assert "not an evaluation that can be read" in capsys.readouterr().err

@@ -1,0 +1,302 @@
+import json
+import math
+
+import jiwer
+import numpy as np
+import pytest
+import soundfile
+from lhotse import MonoCut, Recording, SupervisionSegment
+
+from effasr.data.manifest.reader import read
+from effasr.decoding.config import DecodingConfig
+from effasr.evaluation.evaluate import evaluate, shard
+from effasr.evaluation.result import Evaluation, ScoredUtterance, merge, save, set_name
+from effasr.evaluation.tables import wer_table, worst_table
+from effasr.evaluation.wer import count_errors
+from effasr.transcription.results import Failure
+from effasr.transcription.transcribe import transcribe
+
+RATE = 16_000
+TEXTS = ("one two", "Three, four!", "", "five six seven", "eins zwei", "vier", "one")
+SOURCES = ("en", "en", "en", "en", "de", "de", "de")
+TARGETS = ("en", "en", "en", "en", "de", "de", "en")
+
+
+@pytest.fixture(scope="module")
+def cuts(noise, tmp_path_factory) -> list[MonoCut]:
+    folder = tmp_path_factory.mktemp("audio")
+    made = []
+    for n, (text, source, target) in enumerate(zip(TEXTS, SOURCES, TARGETS, strict=True)):
+        path = folder / f"u{n}.wav"
+        soundfile.write(path, noise(0.4 + 0.5 * n, seed=n), RATE, subtype="FLOAT")
+        made.append(_cut(path, text, source, target))
+    return made
+
+
+def _cut(path, text: str | None, source: str = "en", target: str = "en") -> MonoCut:
+    recording = Recording.from_file(path)
+    supervision = SupervisionSegment(
+        id=path.stem,
+        recording_id=recording.id,
+        start=0.0,
+        duration=recording.duration,
+        text=text,
+        language=source,
+    )
+    return MonoCut(
+        id=path.stem,
+        start=0.0,
+        duration=recording.duration,
+        channel=0,
+        recording=recording,
+        supervisions=[supervision],
+        custom={
+            "target_lang": target,
+            "task": "transcribe" if source == target else "translate",
+            "pnc": True,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def evaluation(model, tokenizer, cuts) -> Evaluation:
+    return evaluate(model, tokenizer, cuts)
+
+
+def test_hypotheses_are_those_of_transcribe(evaluation, model, tokenizer, cuts) -> None:
+    paths = [cut.recording.sources[0].source for cut in cuts[:4]]
+    texts = [result.text for result in transcribe(model, tokenizer, paths)]
+    assert [u.hypothesis for u in evaluation.utterances[:4]] == texts
+    assert [u.id for u in evaluation.utterances] == [cut.id for cut in cuts]
+    assert [u.reference for u in evaluation.utterances] == list(TEXTS)
+    assert evaluation.audio_seconds == pytest.approx(sum(cut.duration for cut in cuts))
+
+
+def test_prompts_are_those_of_the_cuts(evaluation, model, tokenizer, cuts) -> None:
+    """The same audio in another language is decoded otherwise."""
+    changed = cuts[4].with_id("changed")
+    changed.custom = {**cuts[4].custom, "target_lang": "en", "task": "translate"}
+    (other,) = evaluate(model, tokenizer, [changed]).utterances
+    assert other.group == "de->en"
+    assert other.hypothesis != evaluation.utterances[4].hypothesis
+
+
+def test_the_rate_is_that_of_the_pairs(evaluation) -> None:
+    pairs = [(u.reference.lower(), u.hypothesis.lower()) for u in evaluation.utterances]
+    pairs = [(r.replace(",", "").replace("!", ""), h) for r, h in pairs]
+    spoken = [(r, h) for r, h in pairs if r]
+    errors = jiwer.process_words([r for r, _ in spoken], [h for _, h in spoken])
+    inserted = sum(len(h.split()) for r, h in pairs if not r)
+    total = errors.insertions + errors.deletions + errors.substitutions + inserted
+    words = sum(len(r.split()) for r, _ in pairs)
+    assert evaluation.wer == pytest.approx(total / words)
+    assert evaluation.errors.words == words == 11
+
+
+def test_a_manifest_gives_what_its_cuts_give(evaluation, model, tokenizer, cuts, tmp_path) -> None:
+    rows = [
+        {
+            "audio_filepath": cut.recording.sources[0].source,
+            "duration": cut.duration,
+            "text": text,
+            "lang": source,
+            "target_lang": target,
+            "task": "transcribe" if source == target else "translate",
+        }
+        for cut, text, source, target in zip(cuts, TEXTS, SOURCES, TARGETS, strict=True)
+    ]
+    manifest = tmp_path / "manifest.jsonl"
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    result = evaluate(model, tokenizer, read(manifest))
+    assert not result.failures
+    assert [u.hypothesis for u in result.utterances] == [
+        u.hypothesis for u in evaluation.utterances
+    ]
+    assert result.groups == evaluation.groups
+
+
+def test_groups_add_up_to_the_whole(evaluation) -> None:
+    groups = evaluation.groups
+    assert list(groups) == ["de", "de->en", "en"]
+    assert [groups[g].utterances for g in groups] == [2, 1, 4]
+    assert sum(g.errors for g in groups.values()) == evaluation.errors.errors
+    assert groups["de"].words == 3
+
+
+def test_only_the_counts_depend_on_the_normaliser(evaluation, model, tokenizer, cuts) -> None:
+    raw = evaluate(model, tokenizer, cuts[1:2], normalizer="none")
+    assert raw.normalizer == "none"
+    assert raw.utterances[0].hypothesis == evaluation.utterances[1].hypothesis
+    assert raw.utterances[0].errors == count_errors("Three, four!", raw.utterances[0].hypothesis)
+
+
+def test_what_cannot_be_scored_is_set_aside_and_named(
+    evaluation, model, tokenizer, cuts, tmp_path
+) -> None:
+    lost = tmp_path / "lost.wav"
+    soundfile.write(lost, np.zeros(RATE), RATE)
+    missing = _cut(lost, "one")
+    lost.unlink()
+    no_text = cuts[0].with_id("no_text")
+    no_text.supervisions = []
+    unknown = cuts[0].with_id("unknown")
+    unknown.supervisions = [cuts[0].supervisions[0].with_alignment("word", [])]
+    unknown.supervisions[0].language = "fr"
+    unknown.custom = {"target_lang": "fr", "task": "transcribe", "pnc": True}
+    contradiction = cuts[0].with_id("contradiction")
+    contradiction.custom = {"target_lang": "de", "task": "transcribe", "pnc": True}
+    seen = []
+    result = evaluate(
+        model,
+        tokenizer,
+        [missing, cuts[0], no_text, unknown, contradiction, cuts[1]],
+        on_result=seen.append,
+    )
+    assert [u.hypothesis for u in result.utterances] == [
+        u.hypothesis for u in evaluation.utterances[:2]
+    ]
+    reasons = {failure.id: failure.reason for failure in result.failures}
+    assert set(reasons) == {"lost", "no_text", "unknown", "contradiction"}
+    assert "no such file" in reasons["lost"]
+    assert "one supervision" in reasons["no_text"]
+    assert "'fr'" in reasons["unknown"]
+    assert "'de'" in reasons["contradiction"]
+    assert [entry.id for entry in seen] == ["lost", "u0", "unknown", "u1"]
+    assert "4 failed and are not counted" in wer_table(result)
+    assert "lost: " in wer_table(result)
+
+
+def test_parts_merge_to_the_whole(evaluation, model, tokenizer, cuts) -> None:
+    parts = [evaluate(model, tokenizer, shard(cuts, rank, 3)) for rank in range(3)]
+    merged = merge(parts)
+    assert merged.errors == evaluation.errors
+    assert merged.groups == evaluation.groups
+    assert merged.seconds == max(part.seconds for part in parts)
+    by_id = {u.id: u for u in evaluation.utterances}
+    assert {u.id: u for u in merged.utterances} == by_id
+    with pytest.raises(ValueError, match="must share one normaliser"):
+        merge([parts[0], Evaluation("none")])
+    with pytest.raises(ValueError, match="must share one normaliser"):
+        merge([])
+
+
+def test_parts_take_about_the_same_time(cuts) -> None:
+    parts = [shard(cuts, rank, 2) for rank in range(2)]
+    assert sorted(cut.id for part in parts for cut in part) == sorted(cut.id for cut in cuts)
+    lengths = [sum(cut.duration for cut in part) for part in parts]
+    assert abs(lengths[0] - lengths[1]) <= max(cut.duration for cut in cuts)
+    assert shard(cuts[:1], 1, 2) == []
+
+
+def test_a_part_without_cuts_is_no_accident(model, tokenizer) -> None:
+    empty = evaluate(model, tokenizer, [])
+    assert math.isnan(empty.wer)
+    assert empty.errors.utterances == 0
+    assert empty.summary()["wer"] is None
+
+
+def test_files(evaluation, tmp_path) -> None:
+    failed = Evaluation("basic", evaluation.utterances, (Failure("x", "damaged"),), 2.0)
+    save(failed, tmp_path / "evaluation" / "dev")
+    folder = tmp_path / "evaluation" / "dev"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "alignments.txt",
+        "hyp.trn",
+        "hypotheses.jsonl",
+        "ref.trn",
+        "wer.json",
+    ]
+    rates = json.loads((folder / "wer.json").read_text())
+    counts = evaluation.errors
+    assert {name: rates[name] for name in ("wer", "cer", "insertions", "words", "utterances")} == {
+        "wer": pytest.approx(counts.wer),
+        "cer": pytest.approx(counts.cer),
+        "insertions": counts.insertions,
+        "words": counts.words,
+        "utterances": 7,
+    }
+    assert rates["deletions"] + rates["substitutions"] + rates["insertions"] == counts.errors
+    assert rates["rtfx"] == pytest.approx(evaluation.audio_seconds / 2.0, abs=0.01)
+    assert rates["normalizer"] == "basic"
+    assert rates["failed"] == 1
+    assert rates["failures"] == [{"id": "x", "error": "damaged"}]
+    assert rates["groups"]["de->en"]["utterances"] == 1
+    lines = (folder / "hypotheses.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["id"] for row in rows] == [u.id for u in evaluation.utterances]
+    assert list(rows[1]) == ["id", "reference", "hypothesis", "duration"]
+    assert rows[1]["reference"] == "Three, four!"
+    assert rows[1]["duration"] == 0.9
+
+
+def test_the_mode_of_the_model_is_left_as_it_was(model, tokenizer, cuts) -> None:
+    model.train()
+    try:
+        evaluate(model, tokenizer, cuts[:1], config=DecodingConfig(method="ctc"))
+        assert all(module.training for module in model.modules())
+    finally:
+        model.eval()
+
+
+def test_a_normaliser_that_is_unknown_is_refused_before_any_work(model, tokenizer) -> None:
+    def cuts():
+        raise AssertionError("must not be read")
+        yield
+
+    with pytest.raises(ValueError, match="`normalizer` must be one of"):
+        evaluate(model, tokenizer, cuts(), normalizer="loud")
+
+
+def _scored(name: str, reference: str, hypothesis: str, group: str = "en") -> ScoredUtterance:
+    errors = count_errors(reference, hypothesis)
+    return ScoredUtterance(name, group, reference, hypothesis, 1.0, errors)
+
+
+def test_tables() -> None:
+    utterances = (
+        _scored("a", "one two three four", "one two three five"),
+        _scored("b[red]", "one two", "six"),
+        _scored("c", "eins", "eins", group="de"),
+    )
+    result = Evaluation("basic", utterances, (), 0.5)
+    lines = wer_table(result).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert cells[0] == ["set", "utterances", "words", "WER %", "CER %", "ins", "del", "sub"]
+    assert cells[2][:4] == ["de", "1", "1", "0.00"]
+    assert cells[3][:4] == ["en", "2", "6", "50.00"]
+    assert cells[4][:4] == ["all", "3", "7", "42.86"]
+    assert cells[4][5:] == ["0", "1", "2"]
+    assert lines[5] == "normaliser basic, RTFx 6.0 (3 s of audio in 0.5 s)"
+    assert worst_table(result, count=10).splitlines() == [
+        "b[red]: 2 errors in 2 words",
+        "  REF:  ONE TWO",
+        "  HYP:  SIX ***",
+        "  Eval: S   D",
+        "a: 1 errors in 4 words",
+        "  REF:  one two three FOUR",
+        "  HYP:  one two three FIVE",
+        "  Eval:               S",
+    ]
+    assert worst_table(result, count=1).count("REF:") == 1
+    assert result.text() == wer_table(result)
+    assert result.text(worst=2) == wer_table(result) + "\n" + worst_table(result, 2)
+
+
+def test_one_language_needs_no_sum_and_no_word_no_rate() -> None:
+    text = wer_table(Evaluation("none", (_scored("a", "", ""),), (), 1.0))
+    assert " all " not in text
+    assert " - " in text
+    assert " all " in wer_table(Evaluation("none"))
+
+
+@pytest.mark.parametrize(
+    ("manifest", "name"),
+    [
+        ("data/dev", "dev"),
+        ("data/dev/", "dev"),
+        ("a/dev.v2.jsonl", "dev.v2"),
+        ("cuts.jsonl.gz", "cuts"),
+    ],
+)
+def test_a_set_is_called_after_its_manifest(manifest: str, name: str) -> None:
+    assert set_name(manifest) == name

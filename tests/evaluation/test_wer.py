@@ -1,0 +1,79 @@
+import math
+import random
+
+import jiwer
+import kaldialign
+import pytest
+
+from effasr.evaluation.wer import ErrorCounts, count_errors, total
+
+
+@pytest.mark.parametrize(
+    ("reference", "hypothesis", "insertions", "deletions", "substitutions"),
+    [
+        ("the cat sat", "the cat sat", 0, 0, 0),
+        ("the cat sat", "the cat", 0, 1, 0),
+        ("the cat sat", "the black cat sat", 1, 0, 0),
+        ("the cat sat", "the bat sat", 0, 0, 1),
+        ("the cat sat", "", 0, 3, 0),
+        ("", "the cat", 2, 0, 0),
+        ("", "", 0, 0, 0),
+        ("one two three", "two three four", 1, 1, 0),
+        ("a  b\tc\n", " a b c", 0, 0, 0),
+    ],
+)
+def test_by_hand(reference, hypothesis, insertions, deletions, substitutions) -> None:
+    counts = count_errors(reference, hypothesis)
+    assert counts.insertions == insertions
+    assert counts.deletions == deletions
+    assert counts.substitutions == substitutions
+    assert counts.words == len(reference.split())
+    assert counts.utterances == 1
+
+
+def test_character_errors_count_the_space_between_words() -> None:
+    counts = count_errors("ab cd", "abcd")
+    assert (counts.characters, counts.character_errors) == (5, 1)
+    assert counts.cer == pytest.approx(0.2)
+    assert counts.wer == pytest.approx(1.0)
+
+
+def test_rates_of_a_set_weigh_every_word_alike() -> None:
+    counts = total([count_errors("a", "b"), count_errors("c d e f g h i j k", "c d e f g h i j k")])
+    assert counts.wer == pytest.approx(0.1)
+    assert (counts.utterances, counts.words, counts.substitutions) == (2, 10, 1)
+
+
+def test_inserted_words_on_an_empty_reference_count_in_the_set() -> None:
+    counts = total([count_errors("", "noise"), count_errors("a b c d", "a b c d")])
+    assert counts.wer == pytest.approx(0.25)
+
+
+def test_without_a_reference_word_there_is_no_rate() -> None:
+    assert math.isnan(count_errors("", "noise").wer)
+    assert math.isnan(total([]).cer)
+    assert total([]) == ErrorCounts()
+
+
+def _random_sentences(seed: int) -> tuple[str, str]:
+    draw = random.Random(seed)
+    words = [draw.choice("abcde") for _ in range(draw.randrange(12))]
+    spoken = " ".join(words)
+    for _ in range(draw.randrange(5)):
+        place = draw.randrange(len(words) + 1)
+        words[place : place + draw.randrange(2)] = [draw.choice("abcde")] * draw.randrange(2)
+    return spoken, " ".join(words)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_agrees_with_both_scorers(seed) -> None:
+    """The sum of errors is unique; how it splits is up to the aligner, within one identity."""
+    reference, hypothesis = _random_sentences(seed)
+    counts = count_errors(reference, hypothesis)
+    theirs = kaldialign.edit_distance(reference.split(), hypothesis.split())
+    assert counts.errors == theirs["total"]
+    assert counts.words == theirs["ref_len"]
+    assert counts.insertions - counts.deletions == theirs["ins"] - theirs["del"]
+    if reference:
+        assert counts.wer == pytest.approx(jiwer.wer(reference, hypothesis))
+        assert counts.cer == pytest.approx(jiwer.cer(reference, hypothesis))

@@ -1,0 +1,200 @@
+"""Makes the fixtures of this folder with NeMo itself: tiny random models, and what they compute.
+
+Needs NeMo, which neither effasr nor its tests do: in an environment of its own,
+
+    pip install "nemo_toolkit[asr]==3.0.0"
+    python tests/interop/nemo/make.py
+
+writes NAME.nemo and NAME.npz of each case beside this file; `check.py` looks at the way back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cases import CASES
+from omegaconf import OmegaConf  # pyright: ignore[reportMissingImports]
+
+HERE = Path(__file__).parent
+LENGTHS = (4037, 12345, 8000)
+TEXTS = {"en": "a dog ran to the red barn", "de": "der rote hund lief zum haus"}
+LABELS = 4
+
+
+def audio() -> list[np.ndarray]:
+    """Utterances of different lengths, none a multiple of much: float32 waveforms."""
+    generator = np.random.RandomState(0)
+    return [(0.1 * generator.randn(samples)).astype(np.float32) for samples in LENGTHS]
+
+
+@torch.no_grad()
+def randomize(model: Any) -> None:
+    """No bias is zero and no norm at rest; blanks are likelier than labels."""
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        scale = 0.5 if name.startswith(("decoder.", "joint.", "transf_decoder.")) else 0.2
+        parameter.add_(scale * torch.randn_like(parameter))
+        if name == "decoder.prediction.embed.weight":
+            parameter[-1] = 0.0  # As it stays in NeMo: the blank fills batches, and starts a text.
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.normal_(0.0, 0.3)
+        elif name.endswith("running_var"):
+            buffer.uniform_(0.5, 2.0)
+    if hasattr(model, "joint"):
+        _balance(model)
+
+
+def _balance(model: Any) -> None:
+    """Make symbols about equally likely, blanks likelier, and a TDT go on."""
+    joint = model.joint
+    blank = joint.num_classes_with_blank - 1 - joint.num_extra_outputs
+    model.joint.log_softmax = False
+    encoded, frames = _encode(model)
+    labels = torch.randint(blank, (len(frames), LABELS))
+    predicted, _, _ = model.decoder(targets=labels, target_length=torch.full((3,), LABELS))
+    scores = joint.joint(encoded.transpose(1, 2), predicted.transpose(1, 2)).flatten(0, 2)
+    bias = joint.joint_net[-1].bias
+    bias -= scores.mean(0)
+    bias[blank] += scores.std(0).mean()
+    bias[blank + 1 : blank + 2] -= 2 * scores.std(0).mean()
+
+
+def _encode(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Frames of all utterances in one padded batch, (N, C, T), and how many each has."""
+    mel, lengths = _mel(model)
+    return model.encoder(audio_signal=mel, length=lengths)
+
+
+def _mel(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    waves = [torch.from_numpy(wave) for wave in audio()]
+    lengths = torch.tensor([len(wave) for wave in waves])
+    padded = torch.nn.utils.rnn.pad_sequence(waves, batch_first=True)
+    return model.preprocessor(input_signal=padded, length=lengths)
+
+
+@torch.no_grad()
+def compute(model: Any) -> dict[str, np.ndarray]:
+    """What the model makes of the utterances, all in one padded batch."""
+    results: dict[str, Any] = {}
+    mel, mel_lengths = _mel(model)
+    encoded, frames = _encode(model)
+    for number in range(len(frames)):
+        results[f"mel_{number}"] = mel[number, :, : mel_lengths[number]].T
+        results[f"encoded_{number}"] = encoded[number, :, : frames[number]].T
+    if hasattr(model, "transf_decoder"):
+        results |= _decoder(model, encoded, frames)
+    elif hasattr(model, "joint"):
+        results |= _joint(model, encoded, frames)
+    head = getattr(model, "ctc_decoder", None) or getattr(model, "decoder", None)
+    if hasattr(head, "decoder_layers"):
+        scores = head(encoder_output=encoded)
+        results |= {f"ctc_{n}": scores[n, : frames[n]] for n in range(len(frames))}
+    results |= _texts(model)
+    return {name: np.asarray(value) for name, value in results.items()}
+
+
+def _decoder(model: Any, encoded: torch.Tensor, frames: torch.Tensor) -> dict[str, Any]:
+    """Log-probabilities of every token after a prompt and random tokens."""
+    states = model.encoder_decoder_proj(encoded.permute(0, 2, 1))
+    mask = (torch.arange(states.shape[1]) < frames[:, None]).float()
+    prompt = prompts(model)["en-de-pnc"]
+    generator = torch.Generator().manual_seed(1)
+    most = model.tokenizer.vocab_size
+    tokens = torch.randint(most, (len(frames), LABELS), generator=generator)
+    tokens = torch.cat([torch.tensor(prompt).expand(len(frames), -1), tokens], 1)
+    hidden = model.transf_decoder(
+        input_ids=tokens,
+        decoder_mask=torch.ones_like(tokens),
+        encoder_embeddings=states,
+        encoder_mask=mask,
+    )
+    scores = model.log_softmax(hidden_states=hidden)
+    results: dict[str, Any] = {"tokens": tokens}
+    return results | {f"logits_{n}": scores[n] for n in range(len(frames))}
+
+
+def _joint(model: Any, encoded: torch.Tensor, frames: torch.Tensor) -> dict[str, Any]:
+    """Scores of every label at every frame, after each of some labels, and greedy search."""
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(model.tokenizer.vocab_size, (len(frames), LABELS), generator=generator)
+    predicted, _, _ = model.decoder(
+        targets=labels, target_length=torch.full((len(frames),), LABELS)
+    )
+    model.joint.log_softmax = False
+    scores = model.joint.joint(encoded.transpose(1, 2), predicted.transpose(1, 2))
+    found = model.decoding.rnnt_decoder_predictions_tensor(
+        encoder_output=encoded, encoded_lengths=frames, return_hypotheses=True
+    )
+    results: dict[str, Any] = {"labels": labels}
+    for n in range(len(frames)):
+        results[f"joint_{n}"] = scores[n, : frames[n]]
+        results[f"greedy_{n}"] = np.asarray(found[n].y_sequence, np.int64)
+        results[f"text_{n}"] = found[n].text
+    return results
+
+
+def prompts(model: Any) -> dict[str, list[int]]:
+    """Token ids of prompts, by NeMo's own formatter."""
+    found = {}
+    for source, target in (("en", "en"), ("en", "de"), ("fr", "en")):
+        for pnc in ("pnc", "nopnc"):
+            slots = {"source_lang": source, "target_lang": target, "pnc": f"<|{pnc}|>"}
+            if model.prompt_format == "canary":
+                slots["task"] = "transcribe" if source == target else "translate"
+            else:
+                slots |= {"decodercontext": "", "emotion": "<|emo:undefined|>"}
+                slots |= {"itn": "<|noitn|>", "timestamp": "<|notimestamp|>"}
+                slots |= {"diarize": "<|nodiarize|>"}
+            turns = [{"role": "user", "slots": {**slots, "prompt_language": "spl_tokens"}}]
+            ids = model.prompt.encode_dialog(turns)["context_ids"]
+            found[f"{source}-{target}-{pnc}"] = ids.tolist()
+    return found
+
+
+def _texts(model: Any) -> dict[str, Any]:
+    tokens, results = model.tokenizer, {}
+    for language, text in TEXTS.items():
+        arguments = (language,) if hasattr(tokens, "langs") else ()
+        ids = tokens.text_to_ids(text, *arguments)
+        results[f"ids_{language}"] = ids
+        results[f"back_{language}"] = tokens.ids_to_text(ids)
+    if hasattr(model, "prompt"):
+        results |= {f"prompt_{name}": ids for name, ids in prompts(model).items()}
+        results |= {"eos": tokens.eos_id, "pad": tokens.pad_id}
+    results["vocabulary"] = tokens.vocab_size
+    return results
+
+
+def main() -> None:
+    """Make all cases, or those that are named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="CASE", help=", ".join(CASES))
+    names = parser.parse_args().names or list(CASES)
+    for name in names:
+        kind, configure = CASES[name]
+        with tempfile.TemporaryDirectory() as folder:
+            model = kind(cfg=OmegaConf.create(configure(Path(folder)))).eval()
+            randomize(model)
+            model.save_to(str(HERE / f"{name}.nemo"))
+            if name != "ctc":
+                # As older versions of NeMo did, and smaller.
+                plain = (HERE / f"{name}.nemo").read_bytes()
+                (HERE / f"{name}.nemo").write_bytes(gzip.compress(plain, 9, mtime=0))
+            np.savez_compressed(HERE / f"{name}.npz", **compute(model))
+        sizes = [
+            math.ceil((HERE / f"{name}.{end}").stat().st_size / 1000) for end in ("nemo", "npz")
+        ]
+        sys.stdout.write(f"{name}: {sizes[0]} kB, {sizes[1]} kB\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effasr.data.batch import IGNORED, Batch, Example
+from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.spec_augment import AugmentConfig
+from effasr.interop.huggingface.checkpoint import (
+    SpecialTokens,
+    export_canary,
+    export_parakeet_ctc,
+    import_canary,
+    import_parakeet_ctc,
+)
+from effasr.interop.huggingface.weights import to_transformers
+from effasr.model.asr import ASRModel, ModelConfig
+
+transformers = pytest.importorskip("transformers")
+
+BINS, VOCABULARY = 16, 40
+ENCODER = {
+    "model_type": "parakeet_encoder",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "num_mel_bins": BINS,
+    "subsampling_conv_channels": 8,
+    "scale_input": True,
+    **dict.fromkeys(
+        ("dropout", "dropout_positions", "layerdrop", "activation_dropout", "attention_dropout"),
+        0.0,
+    ),
+}
+DECODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+
+
+@torch.no_grad()
+def shaken(model: nn.Module) -> nn.Module:
+    """No bias stays zero, no norm at rest: else an error in their use would not show."""
+    for parameter in model.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.normal_(0.0, 0.3)
+        elif name.endswith("running_var"):
+            buffer.uniform_(0.5, 2.0)
+    return model.eval()
+
+
+def saved(model: Any, directory: Path, **options: Any) -> Path:
+    model.save_pretrained(directory, **options)
+    extractor = transformers.ParakeetFeatureExtractor(feature_size=BINS)
+    extractor.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    torch.manual_seed(0)
+    config = transformers.CanaryConfig(
+        encoder_config=ENCODER, decoder_config=DECODER, vocab_size=VOCABULARY
+    )
+    return shaken(transformers.CanaryForConditionalGeneration(config))
+
+
+@pytest.fixture(scope="module")
+def directory(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(theirs, tmp_path_factory.mktemp("canary"))
+
+
+@pytest.fixture
+def ours(directory: Path) -> ASRModel:
+    return ASRModel.from_state_dict(*import_canary(directory)).eval()
+
+
+def their_inputs(example: Example) -> dict[str, Tensor]:
+    extractor = transformers.ParakeetFeatureExtractor(feature_size=BINS)
+    features = extractor(example.audio, sampling_rate=16_000, return_tensors="pt")
+    tokens = torch.tensor([example.prompt + example.text])
+    targets = [IGNORED] * (len(example.prompt) - 1) + example.text + [3]
+    return {**features, "decoder_input_ids": tokens, "labels": torch.tensor([targets])}
+
+
+def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal up to 1e-4 of the largest value."""
+    scale = expected.abs().max().clamp(min=1e-2)
+    error = (actual - expected).abs().max() / scale
+    assert error < 1e-4, f"{what}: relative error {error:.2g}"
+
+
+def test_each_utterance_gives_the_same_logits_and_loss(
+    theirs: Any,
+    ours: ASRModel,
+    examples: Sequence[Example],
+    make_batch: Callable[..., Batch],
+) -> None:
+    for example in examples:
+        expected = theirs(**their_inputs(example))
+        batch = make_batch([example])
+        encoded = ours.encode(batch)
+        hidden, _ = ours.decode(batch.tokens, encoded)
+        assert_same(ours.logits(hidden), expected.logits[0], f"logits of {example.id}")
+        # Theirs is the mean over the counted targets.
+        loss = ours(batch).cross_entropy / batch.num_targets
+        assert_same(loss, expected.loss, f"loss of {example.id}")
+
+
+def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
+    theirs: Any,
+    ours: ASRModel,
+    examples: Sequence[Example],
+    make_batch: Callable[..., Batch],
+) -> None:
+    theirs.zero_grad()
+    expected = torch.zeros(())
+    for example in examples:
+        inputs = their_inputs(example)
+        logits = theirs(**inputs).logits
+        loss = F.cross_entropy(logits[0], inputs["labels"][0], reduction="sum")
+        loss.backward()
+        expected += loss.detach()
+    losses = ours(make_batch(examples, static=True))
+    losses.cross_entropy.backward()
+    assert_same(losses.cross_entropy, expected, "loss")
+
+    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    converted = to_transformers(
+        {name: grad for name, grad in gradients.items() if grad is not None}
+    )
+    their_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    assert converted.keys() == their_gradients.keys()
+    for name, gradient in their_gradients.items():
+        assert_same(converted[name], gradient, name)
+
+
+def test_export_is_the_inverse_of_import(
+    theirs: Any, ours: ASRModel, directory: Path, tmp_path: Path
+) -> None:
+    export_canary(ours, tmp_path)
+    config, vocabulary, state = import_canary(tmp_path)
+    assert (config, vocabulary) == (ours.config, ours.vocab_size)
+    assert state.keys() == ours.state_dict().keys()
+    for name, value in ours.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+def test_transformers_loads_what_is_exported(
+    theirs: Any, ours: ASRModel, tmp_path: Path, examples: Sequence[Example]
+) -> None:
+    export_canary(ours, tmp_path)
+    again, report = transformers.CanaryForConditionalGeneration.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    inputs = their_inputs(examples[0])
+    assert torch.equal(again.eval()(**inputs).logits, theirs(**inputs).logits)
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(tmp_path)
+    assert extractor.to_dict() == transformers.ParakeetFeatureExtractor(feature_size=BINS).to_dict()
+    assert again.generation_config.decoder_start_token_id == 7
+    again.generation_config.max_new_tokens = 3
+    assert again.generate(**{k: inputs[k] for k in ("input_features", "attention_mask")}).shape[0]
+
+
+def test_a_sharded_checkpoint_is_the_same(theirs: Any, directory: Path, tmp_path: Path) -> None:
+    saved(theirs, tmp_path, max_shard_size="50KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    whole, sharded = import_canary(directory), import_canary(tmp_path)
+    assert sharded[:2] == whole[:2]
+    assert sharded[2].keys() == whole[2].keys()
+    assert all(torch.equal(sharded[2][name], value) for name, value in whole[2].items())
+
+
+def test_an_untied_output_layer_goes_both_ways(tmp_path: Path) -> None:
+    config = transformers.CanaryConfig(
+        encoder_config=ENCODER,
+        decoder_config=DECODER,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=False,
+    )
+    theirs = shaken(transformers.CanaryForConditionalGeneration(config))
+    saved(theirs, tmp_path / "theirs")
+    model = ASRModel.from_state_dict(*import_canary(tmp_path / "theirs"))
+    assert torch.equal(model.decoder.output_weight, theirs.proj_out.weight)
+    export_canary(model, tmp_path / "ours")
+    again = transformers.CanaryForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    assert torch.equal(again.proj_out.weight, theirs.proj_out.weight)
+    assert torch.equal(again.get_input_embeddings().weight, theirs.get_input_embeddings().weight)
+
+
+def test_parakeet_ctc_is_the_same_function(
+    tmp_path: Path, examples: Sequence[Example], make_batch: Callable[..., Batch]
+) -> None:
+    torch.manual_seed(0)
+    config = transformers.ParakeetCTCConfig(
+        encoder_config=ENCODER,
+        vocab_size=VOCABULARY + 1,
+        pad_token_id=VOCABULARY,
+        ctc_loss_reduction="sum",
+    )
+    theirs = shaken(transformers.ParakeetForCTC(config))
+    saved(theirs, tmp_path / "theirs")
+    model = ASRModel.from_state_dict(*import_parakeet_ctc(tmp_path / "theirs")).eval()
+    assert model.vocab_size == VOCABULARY
+    batch = make_batch([examples[0]])
+    extractor = transformers.ParakeetFeatureExtractor(feature_size=BINS)
+    features = extractor(examples[0].audio, sampling_rate=16_000, return_tensors="pt")
+    expected = theirs(**features, labels=torch.tensor([examples[0].text]))
+    assert_same(model.ctc_logits(model.encode(batch).values), expected.logits[0], "logits")
+    assert_same(model(batch).ctc, expected.loss, "loss")
+
+    export_parakeet_ctc(model, tmp_path / "ours")
+    again = transformers.ParakeetForCTC.from_pretrained(tmp_path / "ours").eval()
+    assert torch.equal(again(**features).logits, theirs(**features).logits)
+
+
+def test_what_only_training_uses_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, tiny_config: ModelConfig
+) -> None:
+    config = dataclasses.replace(
+        tiny_config,
+        decoder=dataclasses.replace(tiny_config.decoder, width=32, heads=4, residual_dropout=0.2),
+        augment=AugmentConfig(freq_masks=1),
+    )
+    with caplog.at_level(logging.WARNING):
+        export_canary(ASRModel(config, VOCABULARY), tmp_path)
+    assert "CTC head is not exported" in caplog.text
+    assert "decoder.residual_dropout = 0.2, augment" in caplog.text
+    imported, _, state = import_canary(tmp_path)
+    assert not imported.ctc
+    assert "ctc_head.weight" not in state
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("encoder", {"position": "rotary"}, r"position=rotary \(only relative\)"),
+        ("encoder", {"conv_norm": "layer_norm"}, "conv_norm=layer_norm"),
+        ("encoder", {"subsampling_norm": True}, "subsampling_norm"),
+        ("encoder", {"input_positions": 0.3}, r"input_positions=0\.3 \(only 0\)"),
+        ("decoder", {"width": 24}, r"decoder\.width=24, not encoder\.width=32"),
+        ("features", {"normalize": False}, r"features\.normalize=False"),
+    ],
+)
+def test_what_transformers_cannot_express_is_refused(
+    part: str, changes: dict[str, Any], message: str, ours: ASRModel, tmp_path: Path
+) -> None:
+    changed = dataclasses.replace(getattr(ours.config, part), **changes)
+    config = dataclasses.replace(ours.config, **{part: changed})
+    with pytest.raises(ValueError, match=message):
+        export_canary(ASRModel(config, VOCABULARY), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_without_the_part_are_refused(ours: ASRModel, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`ctc` must be true"):
+        export_parakeet_ctc(ours, tmp_path)
+    only_ctc = ASRModel(dataclasses.replace(ours.config, decoder=None, ctc=True), VOCABULARY)
+    with pytest.raises(ValueError, match="exported as a Parakeet CTC model"):
+        export_canary(only_ctc, tmp_path)
+    with pytest.raises(ValueError, match=r"`eos_token_id`.*vocabulary of 40, but is 99"):
+        export_canary(ours, tmp_path, SpecialTokens(eos_id=99))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "whisper"}, "must be canary, but is whisper"),
+        ({"encoder_config": {**ENCODER, "hidden_act": "gelu"}}, "hidden_act` must be silu"),
+        ({"decoder_config": {**DECODER, "num_key_value_heads": 2}}, "grouped queries"),
+        ({"encoder_config": {**ENCODER, "num_mel_bins": 24}}, "num_mel_bins = 24"),
+        ({"encoder_config": {**ENCODER, "num_hidden_layers": 1}}, r"encoder\.layers\.1.*nothing"),
+        ({"encoder_config": {**ENCODER, "intermediate_size": 50}}, r"\(50,\), found \(48,\)"),
+    ],
+)
+def test_a_directory_that_does_not_fit_is_refused(
+    change: dict[str, Any], message: str, directory: Path, tmp_path: Path
+) -> None:
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=message):
+        import_canary(tmp_path)
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        import_canary(tmp_path / "nowhere")
+
+
+def test_the_preprocessor_may_be_part_of_a_processor_or_missing(
+    directory: Path, tmp_path: Path
+) -> None:
+    for file in directory.glob("*.safetensors"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    assert import_canary(tmp_path)[0].features == FeatureConfig(mel_bins=BINS)
+    processor = {"feature_extractor": {"feature_size": BINS, "preemphasis": 0.9}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(processor))
+    assert import_canary(tmp_path)[0].features.preemphasis == 0.9

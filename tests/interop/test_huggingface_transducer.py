@@ -1,0 +1,402 @@
+"""transformers' Parakeet transducers, with random weights, are the oracle of ours."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from effasr.data.batch import Batch, Example
+from effasr.decoding.transducer_greedy import transducer_greedy
+from effasr.interop.huggingface.checkpoint import (
+    SpecialTokens,
+    export_canary,
+    export_model,
+    import_model,
+)
+from effasr.interop.huggingface.transducer import (
+    export_parakeet_transducer,
+    import_parakeet_transducer,
+)
+from effasr.interop.huggingface.weights import to_transformers
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.transducer import Transducer, TransducerConfig
+
+transformers = pytest.importorskip("transformers")
+
+BINS, VOCABULARY = 16, 40
+DURATIONS = (0, 1, 2, 3)
+ENCODER = {
+    "model_type": "parakeet_encoder",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "num_mel_bins": BINS,
+    "subsampling_conv_channels": 8,
+    **dict.fromkeys(
+        ("dropout", "dropout_positions", "layerdrop", "activation_dropout", "attention_dropout"),
+        0.0,
+    ),
+}
+TRANSDUCER = {
+    "encoder_config": ENCODER,
+    "vocab_size": VOCABULARY + 1,
+    "blank_token_id": VOCABULARY,
+    "decoder_hidden_size": 24,
+    "num_decoder_layers": 2,
+}
+CLASSES = {"rnnt": "ParakeetForRNNT", "tdt": "ParakeetForTDT"}
+
+
+@torch.no_grad()
+def random_model(kind: str, **options: Any) -> Any:
+    """No bias is zero and no norm at rest; symbols depend on frames and on labels so far.
+
+    Every symbol is as likely as the others on the whole, but blanks are likelier, and no duration
+    less so, else a TDT would not go on: transformers does not bound the labels of a frame.
+    """
+    torch.manual_seed(0)
+    if kind == "rnnt":
+        config = transformers.ParakeetRNNTConfig(**TRANSDUCER, **options)
+    else:
+        config = transformers.ParakeetTDTConfig(**TRANSDUCER, **{"durations": DURATIONS, **options})
+    model = getattr(transformers, CLASSES[kind])(config)
+    for name, parameter in model.named_parameters():
+        parameter.add_((0.3 if name.startswith("encoder.") else 0.6) * torch.randn_like(parameter))
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.normal_(0.0, 0.3)
+        elif name.endswith("running_var"):
+            buffer.uniform_(0.5, 2.0)
+    model.eval()
+    labels = torch.randint(VOCABULARY, (1, 8))
+    logits = model(torch.randn(1, 90, BINS), decoder_input_ids=labels).logits
+    logits = logits.flatten(0, -2)
+    head = model.joint.head.bias
+    head -= logits.mean(0)
+    head[VOCABULARY] += 2 * logits.std(0).mean()
+    head[VOCABULARY + 1 : VOCABULARY + 2] -= 2 * logits.std(0).mean()
+    model.generation_config.decoder_start_token_id = VOCABULARY
+    if kind == "tdt":
+        rows = range(VOCABULARY + 1, VOCABULARY + 1 + len(DURATIONS))
+        model.generation_config.suppress_tokens = list(rows)
+    return model
+
+
+def saved(model: Any, directory: Path) -> Path:
+    model.save_pretrained(directory)
+    transformers.ParakeetFeatureExtractor(feature_size=BINS).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def theirs(kind: str) -> Any:
+    return random_model(kind)
+
+
+@pytest.fixture(scope="module")
+def directory(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(theirs, tmp_path_factory.mktemp("parakeet"))
+
+
+@pytest.fixture
+def ours(directory: Path) -> ASRModel:
+    return ASRModel.from_state_dict(*import_model(directory)).eval()
+
+
+def head_of(model: ASRModel) -> Transducer:
+    assert model.transducer is not None
+    return model.transducer
+
+
+def their_features(*examples: Example) -> dict[str, Tensor]:
+    extractor = transformers.ParakeetFeatureExtractor(feature_size=BINS)
+    audio = [example.audio for example in examples]
+    return {**extractor(audio, sampling_rate=16_000, return_tensors="pt")}
+
+
+def their_inputs(example: Example) -> dict[str, Tensor]:
+    tokens = torch.tensor([[VOCABULARY, *example.text]])
+    return {**their_features(example), "decoder_input_ids": tokens}
+
+
+def valid(model: Any, inputs: dict[str, Tensor]) -> int:
+    """Encoder frames of one utterance: the features have rows more, which are masked."""
+    return int(model._get_output_attention_mask(inputs["attention_mask"]).sum())
+
+
+def plain_loss(logits: Tensor, labels: Sequence[int]) -> Tensor:
+    """The forward recursion of an RNN-T over logits (T, U + 1, V + 1), differentiable.
+
+    transformers leaves this to torchaudio.
+    """
+    scores = logits.double().log_softmax(-1)
+    frames = len(scores)
+    alpha: list[list[Tensor]] = []
+    for t in range(frames):
+        row: list[Tensor] = []
+        for u in range(len(labels) + 1):
+            ways = [alpha[t - 1][u] + scores[t - 1, u, VOCABULARY]] if t else []
+            if u:
+                ways.append(row[u - 1] + scores[t, u - 1, labels[u - 1]])
+            row.append(torch.stack(ways).logsumexp(0) if ways else scores.new_zeros(()))
+        alpha.append(row)
+    return -(alpha[-1][-1] + scores[-1, -1, VOCABULARY])
+
+
+def their_loss(model: Any, example: Example) -> Tensor:
+    """The negative log-likelihood of an utterance."""
+    inputs = their_inputs(example)
+    if "durations" not in model.config.to_dict():
+        return plain_loss(model(**inputs).logits[0, : valid(model, inputs)], example.text)
+    # transformers divides by the number of labels.
+    loss = model(**inputs, labels=torch.tensor([example.text])).loss
+    return loss * len(example.text)
+
+
+def their_transcripts(model: Any, *examples: Example) -> list[list[int]]:
+    """Of `generate`, without blanks and what follows the last frame of a shorter utterance."""
+    features = their_features(*examples)
+    found = model.generate(**features, max_new_tokens=400)
+    mask = model.get_audio_features(**features).attention_mask
+    frames = found.durations.cumsum(1) - found.durations
+    kept = (found.sequences != VOCABULARY) & (frames < mask.sum(1, keepdim=True))
+    return [row[keep].tolist() for row, keep in zip(found.sequences, kept, strict=True)]
+
+
+def assert_same(actual: Tensor, expected: Tensor, what: str, least: float = 1e-2) -> None:
+    """Equal up to 1e-4 of the largest value, or of ``least``."""
+    assert actual.shape == expected.shape, what
+    scale = expected.abs().max().clamp(min=least)
+    error = (actual - expected).abs().max() / scale
+    assert error < 1e-4, f"{what}: relative error {error:.2g}"
+
+
+@torch.no_grad()
+def test_encoder_predictor_and_joint_are_the_same(
+    theirs: Any, ours: ASRModel, examples: Sequence[Example], make_batch: Callable[..., Batch]
+) -> None:
+    head = head_of(ours)
+    for example in examples:
+        inputs = their_inputs(example)
+        expected, frames = theirs(**inputs), valid(theirs, inputs)
+        batch = make_batch([example])
+        encoded = ours.encode(batch)
+        states, projected = expected.last_hidden_state[0], expected.pooler_output[0]
+        assert_same(encoded.values, states[:frames], f"encoder of {example.id}")
+        mine = head.encoder_projection(encoded.values)
+        assert_same(mine, projected[:frames], f"projected encoder of {example.id}")
+        hidden = head.predictor(batch.text.values, batch.text.layout)
+        predicted = head.predictor_projection(hidden)
+        if example.monotonic:
+            decoded = theirs.decoder(inputs["decoder_input_ids"])
+            assert_same(predicted, decoded[0], f"predictor of {example.id}")
+            # Every frame with every number of labels.
+            logits = head.logits(mine[:, None], predicted)
+            assert_same(logits, expected.logits[0, :frames], f"joint of {example.id}")
+
+
+def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
+    theirs: Any, ours: ASRModel, examples: Sequence[Example], make_batch: Callable[..., Batch]
+) -> None:
+    theirs.zero_grad()
+    counted = [example for example in examples if example.monotonic]
+    expected = torch.stack([their_loss(theirs, example) for example in counted])
+    expected.sum().backward()
+    losses = ours(make_batch(examples, static=True))
+    losses.transducer.backward()
+    each = [ours(make_batch([example])).transducer for example in counted]
+    assert_same(torch.stack(each).double(), expected.double(), "each loss")
+    assert_same(losses.transducer.double(), expected.sum().double(), "loss")
+
+    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    converted = to_transformers(
+        {name: grad for name, grad in gradients.items() if grad is not None}
+    )
+    their_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    assert converted.keys() == their_gradients.keys()
+    # That of a key's bias is nothing but rounding errors, as it adds the same to a row of scores.
+    least = 1e-2 * max(float(gradient.abs().max()) for gradient in their_gradients.values())
+    for name, gradient in their_gradients.items():
+        assert_same(converted[name], gradient, name, least)
+
+
+@torch.no_grad()
+def test_greedy_transcripts_are_those_of_generate(
+    theirs: Any, ours: ASRModel, examples: Sequence[Example], make_batch: Callable[..., Batch]
+) -> None:
+    encoded = ours.encode(make_batch(examples))
+    found = transducer_greedy(head_of(ours), encoded, max_symbols=10)
+    assert found == their_transcripts(theirs, *examples)
+    assert found == [their_transcripts(theirs, example)[0] for example in examples]
+    assert len({label for transcript in found for label in transcript}) > 3
+    assert len(found[0]) < 10 * encoded.layout.lengths[0], "no blank was said"
+
+
+def test_export_is_the_inverse_of_import(
+    theirs: Any, kind: str, ours: ASRModel, directory: Path, tmp_path: Path
+) -> None:
+    assert export_model(ours, tmp_path) == CLASSES[kind]
+    config, vocabulary, state = import_model(tmp_path)
+    assert (config, vocabulary) == (ours.config, ours.vocab_size)
+    assert state.keys() == ours.state_dict().keys()
+    for name, value in ours.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+def test_transformers_loads_what_is_exported(
+    theirs: Any, kind: str, ours: ASRModel, tmp_path: Path, examples: Sequence[Example]
+) -> None:
+    export_model(ours, tmp_path)
+    loader = getattr(transformers, CLASSES[kind])
+    again, report = loader.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    expected = theirs.state_dict()
+    assert again.state_dict().keys() == expected.keys()
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    assert again.config.blank_token_id == VOCABULARY
+    # Without any setting: the start symbol, and the rows that are no tokens, are in the files.
+    assert their_transcripts(again, *examples) == their_transcripts(theirs, *examples)
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(tmp_path)
+    assert extractor.to_dict() == transformers.ParakeetFeatureExtractor(feature_size=BINS).to_dict()
+
+
+def test_a_trained_configuration_goes_out_and_comes_back(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    tiny_config: ModelConfig,
+    examples: Sequence[Example],
+    make_batch: Callable[..., Batch],
+) -> None:
+    """A hybrid with options of training, tanh, and durations that are not their own places."""
+    transducer = TransducerConfig(
+        width=12, joint=12, activation="tanh", fastemit=0.1, dropout=0.2, durations=(0, 1, 2, 4),
+        sigma=0.05,
+    )  # fmt: skip
+    config = dataclasses.replace(tiny_config, decoder=None, transducer=transducer)
+    torch.manual_seed(0)
+    model = ASRModel(config, VOCABULARY).eval()
+    with caplog.at_level(logging.WARNING):
+        assert export_model(model, tmp_path, SpecialTokens(pad_id=5)) == "ParakeetForTDT"
+    assert "The CTC head is not exported" in caplog.text
+    assert (
+        "transducer.dropout = 0.2, transducer.fastemit = 0.1, transducer.sigma = 0.05"
+        in caplog.text
+    )
+    assert "skip the wrong numbers of frames" in caplog.text
+    imported, _, _ = import_model(tmp_path)
+    plain = dataclasses.replace(transducer, fastemit=0.0, dropout=0.0, sigma=0.0)
+    assert imported.transducer == plain
+    assert not imported.ctc
+    theirs = transformers.ParakeetForTDT.from_pretrained(tmp_path).eval()
+    assert theirs.config.pad_token_id == 5
+    again = ASRModel.from_state_dict(*import_model(tmp_path)).eval()
+    with torch.no_grad():
+        loss = again(make_batch(examples[:1])).transducer
+        assert_same(loss, their_loss(theirs, examples[0]), "loss")
+
+
+def test_bfloat16_weights_become_float32(tmp_path: Path) -> None:
+    theirs = random_model("rnnt").to(torch.bfloat16)
+    _, _, state = import_parakeet_transducer(saved(theirs, tmp_path))
+    weight = state["transducer.output.weight"]
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight, theirs.joint.head.weight.float())
+
+
+def test_a_canary_leaves_its_transducer_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, tiny_config: ModelConfig
+) -> None:
+    config = dataclasses.replace(
+        tiny_config,
+        ctc=False,
+        decoder=DecoderConfig(width=32, layers=1, heads=2, feed_forward=40, max_positions=64),
+        transducer=TransducerConfig(width=12, joint=12),
+    )
+    model = ASRModel(config, VOCABULARY)
+    with caplog.at_level(logging.WARNING):
+        export_canary(model, tmp_path / "canary")
+        export_parakeet_transducer(model, tmp_path / "parakeet")
+    assert "The transducer is not exported: transformers' Canary has none" in caplog.text
+    assert "The decoder is not exported: transformers' ParakeetForRNNT has none" in caplog.text
+    assert import_model(tmp_path / "canary")[0].transducer is None
+    assert import_model(tmp_path / "parakeet")[0].decoder is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"predictor": "stateless"}, r"predictor=stateless \(only lstm\)"),
+        ({"joint": 20}, r"transducer\.joint=20, not transducer\.width=24"),
+    ],
+)
+def test_what_transformers_cannot_express_is_refused(
+    changes: dict[str, Any], message: str, ours: ASRModel, tmp_path: Path
+) -> None:
+    assert ours.config.transducer is not None
+    transducer = dataclasses.replace(ours.config.transducer, **changes)
+    config = dataclasses.replace(ours.config, transducer=transducer)
+    with pytest.raises(ValueError, match=message):
+        export_model(ASRModel(config, VOCABULARY), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_the_part_is_refused(
+    tiny_model: ASRModel, tmp_path: Path, kind: str, ours: ASRModel
+) -> None:
+    with pytest.raises(ValueError, match="`transducer` must be given for a Parakeet transducer"):
+        export_parakeet_transducer(tiny_model, tmp_path)
+    if kind == "tdt":
+        with pytest.raises(ValueError, match="`pad_id` must be in the vocabulary of 40, but is 40"):
+            export_parakeet_transducer(ours, tmp_path, pad_id=VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "wav2vec2"}, "parakeet_rnnt or parakeet_tdt, but is wav2vec2"),
+        ({"blank_token_id": 0}, "`blank_token_id` must be the last class, 40, but is 0"),
+        ({"hidden_act": "gelu"}, "`hidden_act` must be relu or tanh, but is gelu"),
+        ({"num_decoder_layers": 1}, r"predictor\.lstm\.\w+_l1, expected nothing"),
+        ({"decoder_hidden_size": 20}, r"expected \(20,.*, found \(24,"),
+    ],
+)
+def test_a_directory_that_does_not_fit_is_refused(
+    change: dict[str, Any], message: str, directory: Path, tmp_path: Path
+) -> None:
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=message):
+        import_model(tmp_path)
+
+
+def test_settings_that_are_not_the_models_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(random_model("rnnt", max_symbols_per_step=3), tmp_path / "rnnt")
+    saved(random_model("tdt", durations=[1, 2]), tmp_path / "tdt")
+    with caplog.at_level(logging.WARNING):
+        import_model(tmp_path / "rnnt")
+    assert "`max_symbols_per_step` = 3 is not part of a model here" in caplog.text
+    with pytest.raises(ValueError, match="`durations` must start with 0 and 1"):
+        import_model(tmp_path / "tdt")

@@ -1,0 +1,281 @@
+"""NeMo itself made the models in `nemo/`, and noted what they compute; see `nemo/make.py`."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from effasr.data.batch import Batch, Example, collate
+from effasr.data.prompt import Prompt
+from effasr.data.tokenizer import SentencePieceTokenizer, train_tokenizer
+from effasr.decoding.transducer_greedy import transducer_greedy
+from effasr.interop.nemo.archive import read_archive
+from effasr.interop.nemo.export import export_nemo
+from effasr.interop.nemo.importer import NemoModel, import_nemo
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import EncoderConfig
+from effasr.model.text_encoder import TextEncoderConfig
+from effasr.model.transducer import TransducerConfig
+
+FOLDER = Path(__file__).parent / "nemo"
+CASES = ("ctc", "rnnt", "hybrid", "canary", "flash", "unified")
+CANARIES = ("canary", "flash", "unified")
+LENGTHS = (4037, 12345, 8000)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def imported(case: str) -> NemoModel:
+    return import_nemo(FOLDER / f"{case}.nemo")
+
+
+@pytest.fixture(scope="module")
+def model(imported: NemoModel) -> ASRModel:
+    return model_of(imported)
+
+
+@pytest.fixture(scope="module")
+def expected(case: str) -> dict[str, np.ndarray]:
+    return dict(np.load(FOLDER / f"{case}.npz"))
+
+
+def model_of(found: NemoModel) -> ASRModel:
+    return ASRModel.from_state_dict(found.config, found.vocab_size, found.state).eval()
+
+
+def batch_of(texts: np.ndarray | None = None) -> Batch:
+    """The utterances of `nemo/make.py`, packed, and what their decoder or predictor reads."""
+    generator = np.random.RandomState(0)
+    examples = [
+        Example(
+            id=str(number),
+            audio=(0.1 * generator.randn(samples)).astype(np.float32),
+            prompt=[0],
+            text=[] if texts is None else texts[number].tolist(),
+        )
+        for number, samples in enumerate(LENGTHS)
+    ]
+    return collate(examples, None, eos_id=0, pad_id=0)
+
+
+def parts(values: Tensor, offsets: Any) -> list[Tensor]:
+    return [values[begin:end] for begin, end in itertools.pairwise(offsets)]
+
+
+def assert_same(actual: Tensor, expected: np.ndarray, what: str) -> None:
+    assert actual.shape == expected.shape, what
+    error = np.abs(actual.numpy() - expected).max()
+    assert error < TOLERANCE, f"{what}: {error:.2g}"
+
+
+@torch.no_grad()
+def test_features_and_encoder_are_nemos(model: ASRModel, expected: dict[str, np.ndarray]) -> None:
+    batch = batch_of()
+    mel = model.features(batch.audio, batch.frames)
+    rows = parts(mel.values, [8 * offset for offset in batch.frames.cu_seqlens_host])
+    encoded = parts(model.encoder(mel).values, batch.frames.cu_seqlens_host)
+    for number, samples in enumerate(LENGTHS):
+        # NeMo has a row more than this, half of it silence, which it hides from the encoder.
+        real = samples // model.config.features.hop
+        assert_same(rows[number][:real], expected[f"mel_{number}"], f"features of {number}")
+        assert_same(encoded[number], expected[f"encoded_{number}"], f"frames of {number}")
+
+
+@pytest.mark.parametrize("case", ["ctc", "hybrid"], scope="module")
+@torch.no_grad()
+def test_scores_of_ctc_are_nemos(model: ASRModel, expected: dict[str, np.ndarray]) -> None:
+    batch = batch_of()
+    scores = model.ctc_logits(model.encode(batch).values).log_softmax(-1)
+    for number, part in enumerate(parts(scores, batch.frames.cu_seqlens_host)):
+        assert_same(part, expected[f"ctc_{number}"], f"scores of {number}")
+
+
+@pytest.mark.parametrize("case", ["rnnt", "hybrid"], scope="module")
+@torch.no_grad()
+def test_scores_and_greedy_search_of_a_transducer_are_nemos(
+    model: ASRModel, imported: NemoModel, expected: dict[str, np.ndarray]
+) -> None:
+    head = model.transducer
+    assert head is not None
+    batch = batch_of(expected["labels"])
+    encoded = model.encode(batch)
+    frames = parts(head.encoder_projection(encoded.values), batch.frames.cu_seqlens_host)
+    predicted = head.predictor_projection(head.predictor(batch.text.values, batch.text.layout))
+    rows = batch.text.layout.lengthened(1).cu_seqlens_host
+    for number, (frame, label) in enumerate(zip(frames, parts(predicted, rows), strict=True)):
+        scores = head.logits(frame[:, None], label[None])
+        assert_same(scores, expected[f"joint_{number}"], f"scores of {number}")
+    found = transducer_greedy(head, encoded, max_symbols=10)
+    for number, tokens in enumerate(found):
+        assert list(tokens) == expected[f"greedy_{number}"].tolist()
+        if imported.tokenizer.is_unified:
+            assert imported.tokenizer.decode(tokens) == expected[f"text_{number}"]
+
+
+@pytest.mark.parametrize("case", CANARIES, scope="module")
+@torch.no_grad()
+def test_scores_of_a_canary_are_nemos(model: ASRModel, expected: dict[str, np.ndarray]) -> None:
+    batch = batch_of(expected["tokens"])
+    hidden, _ = model.decode(batch.text, model.encode(batch))
+    scores = model.logits(hidden).log_softmax(-1)
+    for number, part in enumerate(parts(scores, batch.text.layout.cu_seqlens_host)):
+        assert_same(part, expected[f"logits_{number}"], f"scores of {number}")
+
+
+def test_what_is_imported_is_as_the_file_says(imported: NemoModel, case: str) -> None:
+    config, encoder = imported.config, imported.config.encoder
+    assert isinstance(encoder, EncoderConfig)
+    assert config.augment.time_masks == 10
+    assert config.augment.time_width == 0.05
+    assert (encoder.input_dropout, encoder.position_dropout) == (0.05, 0.02)
+    assert (encoder.residual_dropout, encoder.activation_dropout) == (0.1, 0.1)
+    assert encoder.attention_dropout == 0.15
+    assert encoder.bias == encoder.convolution_bias == (case != "ctc")
+    assert encoder.scale_input == (case == "ctc")
+    if config.decoder is not None:
+        assert config.decoder.input_dropout == 0.1
+        assert config.decoder.residual_dropout == 0.2
+        assert imported.vocab_size % 8 == 0
+    if config.transducer is not None:
+        assert config.transducer.durations == ((0, 1, 2, 3) if case == "hybrid" else None)
+        assert config.transducer.sigma == (0.02 if case == "hybrid" else 0)
+        assert config.transducer.fastemit == (0 if case == "hybrid" else 0.005)
+    asked = Prompt("de", "de", punctuation=False) if case == "flash" else Prompt()
+    assert imported.prompt == asked
+
+
+def test_export_is_the_inverse_of_import(
+    model: ASRModel, imported: NemoModel, case: str, tmp_path: Path
+) -> None:
+    name = export_nemo(model, imported.tokenizer, tmp_path / "out.nemo", imported.prompt)
+    again = import_nemo(tmp_path / "out.nemo")
+    assert (again.config, again.vocab_size) == (imported.config, imported.vocab_size)
+    assert again.prompt == imported.prompt
+    assert again.tokenizer.models == imported.tokenizer.models
+    assert again.state.keys() == imported.state.keys()
+    for key, value in imported.state.items():
+        assert torch.equal(again.state[key], value), key
+
+    theirs, ours = read_archive(FOLDER / f"{case}.nemo"), read_archive(tmp_path / "out.nemo")
+    assert ours.config["target"] == theirs.config["target"]
+    assert ours.config["target"].endswith(name)
+    for section in ("encoder", "spec_augment", "preprocessor", "transf_decoder", "head"):
+        ours_of, theirs_of = (one.config.get(section, {}) for one in (ours, theirs))
+        for key in theirs_of.keys() - {"pos_emb_max_len", "dither", "config_dict"}:
+            assert ours_of[key] == theirs_of[key], f"{section}.{key}"
+    # The output layer of a joint network is after its dropout, if there is one.
+    renamed = {key.replace("joint_net.2", "joint_net.1"): key for key in theirs.weights}
+    assert ours.weights.keys() == renamed.keys()
+    for key, value in ours.weights.items():
+        assert torch.allclose(value, theirs.weights[renamed[key]], atol=1e-6), key
+
+
+@pytest.mark.parametrize("case", ["canary"], scope="module")
+def test_a_folder_is_as_good_as_a_file(imported: NemoModel, tmp_path: Path) -> None:
+    import tarfile
+
+    with tarfile.open(FOLDER / "canary.nemo") as tar:
+        tar.extractall(tmp_path, filter="data")
+    again = import_nemo(tmp_path)
+    assert again.config == imported.config
+    assert all(torch.equal(again.state[key], value) for key, value in imported.state.items())
+
+
+TEXTS = {
+    "en": ["the red dog ran to the barn", "a cat and a dog", "go home now"],
+    "de": ["der rote hund lief zum haus", "das ist ein haus", "geh heim"],
+}
+OWN = {
+    "ctc": {"ctc": True},
+    "rnnt": {"transducer": TransducerConfig(width=12, joint=10, layers=2, activation="tanh")},
+    "hybrid": {
+        "ctc": True,
+        "transducer": TransducerConfig(width=12, joint=20, durations=(0, 1, 2, 4)),
+    },
+    "canary": {
+        "ctc": True,
+        "decoder": DecoderConfig(
+            width=12, layers=1, heads=2, feed_forward=20, bias=False, output_bias=False
+        ),
+        "text_encoder": TextEncoderConfig(heads=2),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list[SentencePieceTokenizer]:
+    """Of one language, and of two with a third that is only spoken."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    one = train_tokenizer({"en": TEXTS["en"]}, folder / "one", vocab_size=30)
+    return [one, train_tokenizer(TEXTS, folder / "two", vocab_size=30, sources=["fr"])]
+
+
+@pytest.mark.parametrize("name", OWN)
+@torch.no_grad()
+def test_a_model_of_our_own_goes_out_with_its_tokenizer(
+    name: str, tokenizers: list[SentencePieceTokenizer], tmp_path: Path
+) -> None:
+    """NeMo's own check of such files is in `nemo/check.py`; here they come back."""
+    tokenizer = tokenizers[name in ("rnnt", "canary")]
+    # NeMo has biases in all layers or in none.
+    encoder = EncoderConfig(
+        width=16, layers=1, heads=2, feed_forward=32, subsampling_channels=6, convolution_bias=False
+    )
+    config = ModelConfig(**{"encoder": encoder, "decoder": None, **OWN[name]})
+    torch.manual_seed(0)
+    ours = ASRModel(config, tokenizer.vocab_size).eval()
+    for parameter in ours.parameters():
+        parameter.add_(0.2 * torch.randn_like(parameter))
+    export_nemo(ours, tokenizer, tmp_path / "own.nemo")
+    found = import_nemo(tmp_path / "own.nemo")
+    theirs = model_of(found)
+
+    first = len(tokenizer.specials)
+    text, other = tokenizer.encode("a red dog", "en"), found.tokenizer.encode("a red dog", "en")
+    batches = [batch_of(np.array([ids[:4]] * 3)) for ids in (text, other)]
+    encoded = [one.encode(batch) for one, batch in zip((ours, theirs), batches, strict=True)]
+    assert torch.allclose(encoded[0].values, encoded[1].values, atol=1e-5)
+    if name == "canary":
+        # Every token has a class there, and what has none here is never chosen.
+        order = [found.tokenizer.specials[token] for token in tokenizer.specials]
+        shift = other[0] - text[0]
+        order += [token + shift for token in range(first, tokenizer.vocab_size)]
+        ask = Prompt("fr", "en", "translate")
+        assert [order[token] for token in tokenizer.prompt(ask)] == found.tokenizer.prompt(ask)
+        scores = [
+            one.logits(one.decode(batch.text, frames)[0]).log_softmax(-1)
+            for one, batch, frames in zip((ours, theirs), batches, encoded, strict=True)
+        ]
+        assert torch.allclose(scores[0], scores[1][:, order], atol=1e-4)
+        assert scores[1].exp().sum(-1) == pytest.approx(1, abs=1e-5)
+        return
+    if config.ctc:
+        # Tokens of prompts are no labels.
+        scores = [
+            one.ctc_logits(frames.values)
+            for one, frames in zip((ours, theirs), encoded, strict=True)
+        ]
+        assert torch.allclose(scores[0][:, first:], scores[1], atol=1e-4)
+    if config.transducer is not None:
+        assert [token - first for token in text] == other
+        scores = []
+        for one, batch in zip((ours, theirs), batches, strict=True):
+            head = one.transducer
+            assert head is not None
+            predicted = head.predictor(batch.text.values, batch.text.layout)
+            scores.append(head.output(head.predictor_projection(predicted).tanh()))
+        assert torch.allclose(scores[0][:, first:], scores[1], atol=1e-4)
+        # NeMo starts from zeros, wherever ours has learnt to start.
+        start = found.state["transducer.predictor.embedding.weight"][-1]
+        assert not start.any()
+        assert ours.state_dict()["transducer.predictor.embedding.weight"][-1].any()

@@ -1,0 +1,373 @@
+"""What a .nemo file may hold, and what is refused, in and out."""
+
+import copy
+import gzip
+import io
+import logging
+import os
+import pickle
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.tokenizer import NeMoTokenizer
+from effasr.interop.nemo.archive import NemoArchive, read_archive, write_archive
+from effasr.interop.nemo.export import export_nemo
+from effasr.interop.nemo.importer import import_nemo
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import EncoderConfig
+from effasr.model.transducer import TransducerConfig
+
+FOLDER = Path(__file__).parent / "nemo"
+BLANK = "decoder.prediction.embed.weight"
+
+
+@pytest.fixture(scope="module")
+def archives() -> dict[str, NemoArchive]:
+    return {name: read_archive(FOLDER / f"{name}.nemo") for name in ("rnnt", "hybrid", "canary")}
+
+
+@pytest.fixture
+def changed(archives: dict[str, NemoArchive], tmp_path: Path) -> Callable[..., Path]:
+    """The file of a case with other options, by dotted name, or other weights."""
+
+    def change(
+        case: str, options: dict[str, Any] | None = None, weights: dict[str, Any] | None = None
+    ) -> Path:
+        archive = archives[case]
+        config = copy.deepcopy(archive.config)
+        for name, value in (options or {}).items():
+            *path, last = name.split(".")
+            section = config
+            for part in path:
+                section = section[part]
+            section[last] = value
+        state = {
+            key: value
+            for key, value in archive.weights.items()
+            if (weights or {}).get(key, 0) is not None
+        }
+        state |= {key: value for key, value in (weights or {}).items() if value is not None}
+        write_archive(tmp_path / "changed.nemo", config, state, archive.files)
+        return tmp_path / "changed.nemo"
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("case", "option", "value", "message"),
+    [
+        ("rnnt", "target", "nemo.EncDecRNNTModel", "`target` must be one of EncDecCTCModelBPE"),
+        ("rnnt", "adapters", {"a": {}}, "`adapters` must be empty"),
+        ("rnnt", "preprocessor._target_", "x.AudioToMFCCPreprocessor", "`preprocessor._target_`"),
+        ("rnnt", "preprocessor.normalize", "all_features", "per_feature or NA, but is 'all_fe"),
+        ("rnnt", "preprocessor.window", "hamming", "`preprocessor.window` must be hann, but is"),
+        ("rnnt", "preprocessor.log_zero_guard_value", 1e-5, "2 \\*\\* -24, but is 1e-05"),
+        ("rnnt", "preprocessor.highfreq", 7600, "`preprocessor.highfreq` must be 8000 or null"),
+        ("rnnt", "preprocessor.sample_rate", "${sr}", "`preprocessor.sample_rate` must be an int"),
+        ("rnnt", "preprocessor.new", 1, "`preprocessor.new` must be left out, as it is unknown"),
+        ("rnnt", "preprocessor.features", 16, "`encoder.feat_in` must be preprocessor.features"),
+        ("rnnt", "encoder.att_context_size", [70, 13], r"`encoder.att_context_size` must be \["),
+        ("rnnt", "encoder.att_context_style", "chunked_limited", "must be regular, but is chunked"),
+        ("rnnt", "encoder.causal_downsampling", True, "must be false, but is true"),
+        ("rnnt", "encoder.conv_context_size", "causal", r"must be null or \[2, 2\]"),
+        ("rnnt", "encoder.self_attention_model", "rel_pos_local_attn", "must be rel_pos, but"),
+        ("rnnt", "encoder.subsampling", "striding", "must be dw_striding, but is striding"),
+        ("rnnt", "encoder.subsampling_factor", 4, "`encoder.subsampling_factor` must be 8, but"),
+        ("rnnt", "encoder.conv_norm_type", "group_norm8", "batch_norm or layer_norm, but is group"),
+        ("rnnt", "encoder.feat_out", 12, "`encoder.feat_out` must be -1 or d_model = 16"),
+        ("rnnt", "encoder.use_bias", None, "`encoder.use_bias` must be true or false"),
+        ("rnnt", "decoder._target_", "x.StatelessTransducerDecoder", "must be RNNTDecoder"),
+        ("rnnt", "decoder.normalization_mode", "layer", "must be null, but is layer"),
+        ("rnnt", "decoder.blank_as_pad", False, "must be true, but is false"),
+        ("rnnt", "decoder.prednet.rnn_hidden_size", 64, "must be pred_hidden = 12, but is 64"),
+        ("rnnt", "joint.jointnet.activation", "sigmoid", "relu or tanh, but is sigmoid"),
+        ("rnnt", "joint.num_extra_outputs", 2, "the number of durations of the loss = 0, but"),
+        ("rnnt", "loss.loss_name", "multiblank_rnnt", "big blanks, multiblank_rnnt"),
+        ("rnnt", "tokenizer.langs.de.type", "wpe", "`tokenizer.langs.de.type` must be bpe"),
+        ("rnnt", "tokenizer.langs.de.model_path", "nemo:x", "must name a file in it"),
+        ("hybrid", "aux_ctc.decoder", None, "`aux_ctc.decoder` must be a mapping, but is None"),
+        (
+            "hybrid",
+            "loss.tdt_kwargs.durations",
+            [1, 2, 3, 4],
+            "`durations` must start with 0 and 1",
+        ),
+        ("canary", "prompt_format", "llama3", "`prompt_format` must be canary or canary2"),
+        ("canary", "prompt_format", "canary2", "lack <|startofcontext|>".replace("|", r"\|")),
+        ("canary", "transf_encoder.num_layers", 2, "`transf_encoder.num_layers` must be 0"),
+        ("canary", "transf_decoder.config_dict.pre_ln", False, "pre_ln` must be true, but"),
+        ("canary", "transf_decoder.config_dict.hidden_act", "gelu", "must be relu, but is gelu"),
+        (
+            "canary",
+            "transf_decoder.config_dict.learn_positional_encodings",
+            True,
+            "must be false, but is true",
+        ),
+        ("canary", "head.num_layers", 2, "`head.num_layers` must be 1, but is 2"),
+        ("canary", "tokenizer.custom_tokenizer", None, "must be CanaryTokenizer where"),
+    ],
+)
+def test_what_is_other_than_here_is_refused(
+    changed: Callable[..., Path], case: str, option: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        import_nemo(changed(case, {option: value}))
+    assert "changed.nemo" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "weights", "message"),
+    [
+        ("rnnt", {"joint.enc.bias": None}, r"encoder_projection.bias, expected \(20,\), found not"),
+        ("rnnt", {"extra.weight": torch.ones(2)}, r"extra.weight, expected nothing, found \(2,\)"),
+        ("rnnt", {"joint.enc.bias": torch.ones(3)}, r"expected \(20,\), found \(3,\)"),
+        ("rnnt", {BLANK: torch.ones(48, 12)}, "must be zero in its last row, the blank's"),
+        ("rnnt", {"preprocessor.featurizer.fb": torch.ones(1, 8, 257)}, "with other features"),
+        (
+            "canary",
+            {"log_softmax.mlp.layer0.weight": torch.ones(64, 12)},
+            "an output layer of its own",
+        ),
+    ],
+)
+def test_other_weights_are_refused(
+    changed: Callable[..., Path], case: str, weights: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        import_nemo(changed(case, weights=weights))
+
+
+def test_what_is_trained_otherwise_is_named(
+    changed: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {
+        "encoder.stochastic_depth_drop_prob": 0.1,
+        "spec_augment.time_width": 70,
+        "spec_augment.rect_masks": 2,
+        "decoding.greedy.max_symbols": 5,
+        "loss.tdt_kwargs.omega": 0.2,
+    }
+    with caplog.at_level(logging.WARNING):
+        found = import_nemo(changed("hybrid", options))
+    first, second = (record.message for record in caplog.records)
+    for name in (
+        "encoder.stochastic_depth_drop_prob = 0.1",
+        "spec_augment.rect_masks = 2",
+        "spec_augment.time_masks = 10 of 70 frames",
+        "joint.jointnet.dropout = 0.2",
+        "loss.tdt_kwargs.omega = 0.2",
+    ):
+        assert name in first
+    assert "`decoding.greedy.max_symbols` = 5" in second
+    assert found.config.augment.time_masks == 0
+    assert found.config.augment.freq_masks == 2
+
+
+def test_defaults_of_nemo_are_filled_in(changed: Callable[..., Path]) -> None:
+    """A file need not repeat them; some are none that are possible here."""
+    path = changed("rnnt", {"preprocessor.n_fft": None, "preprocessor.preemph": None})
+    features = import_nemo(path).config.features
+    assert (features.n_fft, features.preemphasis) == (512, 0)
+    archive = read_archive(path)
+    del archive.config["encoder"]["subsampling"]
+    write_archive(path, archive.config, archive.weights, archive.files)
+    with pytest.raises(ValueError, match="must be dw_striding, but is striding"):
+        import_nemo(path)
+
+
+def test_half_precision_becomes_float32(
+    changed: Callable[..., Path], archives: dict[str, NemoArchive]
+) -> None:
+    weights = {
+        key: value.bfloat16() if value.is_floating_point() else value
+        for key, value in archives["rnnt"].weights.items()
+    }
+    state = import_nemo(changed("rnnt", weights=weights)).state
+    expected = weights["joint.enc.weight"].float()
+    assert torch.equal(state["transducer.encoder_projection.weight"], expected)
+
+
+def members(path: Path) -> list[tuple[tarfile.TarInfo, bytes]]:
+    with tarfile.open(path) as tar:
+        files = [member for member in tar.getmembers() if member.isfile()]
+        return [(member, tar.extractfile(member).read()) for member in files]  # type: ignore[union-attr]
+
+
+def write(path: Path, content: list[tuple[tarfile.TarInfo, bytes]]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for member, data in content:
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+@pytest.mark.parametrize("name", ["model_config.yaml", "model_weights.ckpt"])
+def test_a_missing_member_is_named(tmp_path: Path, name: str) -> None:
+    kept = [pair for pair in members(FOLDER / "rnnt.nemo") if not pair[0].name.endswith(name)]
+    with pytest.raises(ValueError, match=f"must be a .nemo file, but has no {name}"):
+        import_nemo(write(tmp_path / "x.nemo", kept))
+
+
+@pytest.mark.parametrize("prefix", ["../", "/tmp/", "sub/", "./../"])
+def test_no_member_gets_out_of_the_tar(tmp_path: Path, prefix: str) -> None:
+    """What is not at its top is not looked at, and nothing is written by its name."""
+    content = members(FOLDER / "rnnt.nemo")
+    evil = tarfile.TarInfo(f"{prefix}model_config.yaml")
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    found = import_nemo(write(inside / "x.nemo", [(evil, b"a: 1"), *content]))
+    assert found.config.transducer is not None
+    moved = [(tarfile.TarInfo(prefix + Path(m.name).name), data) for m, data in content]
+    with pytest.raises(ValueError, match=r"has no model_config.yaml and no model_weights.ckpt"):
+        import_nemo(write(inside / "y.nemo", moved))
+    assert os.listdir(tmp_path) == ["inside"]
+    assert sorted(os.listdir(inside)) == ["x.nemo", "y.nemo"]
+
+
+def test_a_link_is_no_member(tmp_path: Path) -> None:
+    secret = tmp_path / "model_config.yaml"
+    secret.write_text("target: EncDecRNNTBPEModel")
+    content = [one for one in members(FOLDER / "rnnt.nemo") if "config" not in one[0].name]
+    link = tarfile.TarInfo("./model_config.yaml")
+    link.type, link.linkname = tarfile.SYMTYPE, str(secret)
+    with pytest.raises(ValueError, match=r"has no model_config.yaml"):
+        import_nemo(write(tmp_path / "x.nemo", [(link, b""), *content]))
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("/nowhere/to/be/made",)
+
+
+def test_no_program_in_a_checkpoint_is_run(tmp_path: Path) -> None:
+    content = members(FOLDER / "rnnt.nemo")
+    buffer = io.BytesIO()
+    torch.save({"weight": Evil()}, buffer, pickle_module=pickle)
+    content = [(m, buffer.getvalue() if "weights" in m.name else data) for m, data in content]
+    with pytest.raises(ValueError, match="must hold tensors alone, but does not"):
+        import_nemo(write(tmp_path / "x.nemo", content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: b"no tar at all", "must be a .nemo file, a tar, but cannot be read"),
+        (lambda data: data[: len(data) // 2], "must be a .nemo file, a tar, but cannot be read"),
+        (lambda data: gzip.decompress(data)[:40_000], "a tar, but cannot be read"),
+        (lambda data: b"", "a tar, but cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_refused(
+    tmp_path: Path, damage: Callable[[bytes], bytes], message: str
+) -> None:
+    path = tmp_path / "x.nemo"
+    path.write_bytes(damage((FOLDER / "rnnt.nemo").read_bytes()))
+    with pytest.raises(ValueError, match=message):
+        import_nemo(path)
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        import_nemo(tmp_path / "other.nemo")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("config", b"a: [", "model_config.yaml is not valid YAML"),
+        ("config", b"- a", "model_config.yaml must be a mapping"),
+        ("weights", b"PK\x03\x04", "model_weights.ckpt is damaged"),
+        ("weights", b"PK\x03\x04" + 5000 * b"x", "model_weights.ckpt is damaged"),
+        ("tokenizer.model", b"x", "is no SentencePiece model"),
+    ],
+)
+def test_a_damaged_member_is_refused(
+    tmp_path: Path, name: str, damage: bytes, message: str
+) -> None:
+    content = [(m, damage if name in m.name else d) for m, d in members(FOLDER / "rnnt.nemo")]
+    with pytest.raises(ValueError, match=message):
+        import_nemo(write(tmp_path / "x.nemo", content))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> NeMoTokenizer:
+    return import_nemo(FOLDER / "canary.nemo").tokenizer
+
+
+SMALL = EncoderConfig(width=16, layers=1, heads=2, feed_forward=32, subsampling_channels=4)
+DECODER = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 16}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"encoder": {"position": "rotary"}}, "NeMo has no encoder.position=rotary"),
+        ({"encoder": {"subsampling_norm": True}}, "no encoder.subsampling_norm"),
+        ({"encoder": {"input_positions": 0.3}}, r"input_positions=0.3 \(only 0\)"),
+        ({"encoder": {"feed_forward": 40}}, "feed_forward=40, not a multiple of the width"),
+        ({"decoder": {"tie_embeddings": False}}, "no decoder.tie_embeddings=False"),
+        ({"decoder": {"head_dim": 4}}, "decoder.head_dim=4, not decoder.width / decoder.heads"),
+        ({"decoder": {"activation": "gelu"}}, r"decoder.activation=gelu \(only relu\)"),
+        ({"decoder": {"suppress": (3,)}}, r"decoder.suppress=\(3,\)"),
+        ({"transducer": {"predictor": "stateless"}}, r"predictor=stateless \(only lstm\)"),
+    ],
+)
+def test_what_nemo_has_not_is_refused(
+    tokenizer: NeMoTokenizer, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    parts: dict[str, Any] = {"decoder": DecoderConfig(**DECODER)}
+    if "encoder" in options:
+        values = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 32}
+        parts["encoder"] = EncoderConfig(**{**values, **options["encoder"]})
+    if "decoder" in options:
+        parts["decoder"] = DecoderConfig(**{**DECODER, **options["decoder"]})
+    if "transducer" in options:
+        parts |= {"decoder": None, "transducer": TransducerConfig(**options["transducer"])}
+    config = ModelConfig(**{"encoder": SMALL, "features": FeatureConfig(mel_bins=8), **parts})
+    with torch.device("meta"):
+        model = ASRModel(config, tokenizer.vocab_size)
+    with pytest.raises(ValueError, match=message):
+        export_nemo(model, tokenizer, tmp_path / "x.nemo")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_tokenizer_without_prompts_is_no_canarys(tmp_path: Path) -> None:
+    tokenizer = import_nemo(FOLDER / "rnnt.nemo").tokenizer
+    config = ModelConfig(encoder=SMALL, decoder=DecoderConfig(**DECODER))
+    with torch.device("meta"):
+        model = ASRModel(config, tokenizer.vocab_size)
+    with pytest.raises(ValueError, match="must have the tokens of a Canary's prompts"):
+        export_nemo(model, tokenizer, tmp_path / "x.nemo")
+
+
+def test_what_is_left_out_is_named(
+    tokenizer: NeMoTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ModelConfig(
+        encoder=SMALL,
+        decoder=DecoderConfig(**DECODER, activation_dropout=0.1),
+        transducer=TransducerConfig(width=8, joint=8),
+        ctc=True,
+    )
+    model = ASRModel(config, tokenizer.vocab_size)
+    with caplog.at_level(logging.WARNING):
+        name = export_nemo(model, tokenizer, tmp_path / "x.nemo")
+    assert name == "EncDecMultiTaskModel"
+    assert [record.message for record in caplog.records] == [
+        "The CTC head is not exported: NeMo's EncDecMultiTaskModel has none.",
+        "The transducer is not exported: NeMo's EncDecMultiTaskModel has none.",
+        "Options of training are not exported: decoder.activation_dropout = 0.1.",
+    ]
+    assert os.listdir(tmp_path) == ["x.nemo"]
+
+
+def test_the_same_model_gives_the_same_file(tokenizer: NeMoTokenizer, tmp_path: Path) -> None:
+    config = ModelConfig(encoder=SMALL, decoder=DecoderConfig(**DECODER))
+    model = ASRModel(config, tokenizer.vocab_size)
+    for name in ("a.nemo", "b.nemo"):
+        export_nemo(model, tokenizer, tmp_path / name)
+    assert (tmp_path / "a.nemo").read_bytes() == (tmp_path / "b.nemo").read_bytes()

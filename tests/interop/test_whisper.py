@@ -1,0 +1,389 @@
+"""Whisper here is transformers' Whisper: of utterances with silence behind them, and without."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.decoding.attention_beam import attention_beam
+from effasr.decoding.greedy import attention_greedy
+from effasr.interop.huggingface.checkpoint import SpecialTokens, export_model, import_model
+from effasr.interop.huggingface.whisper_weights import from_whisper, to_whisper
+from effasr.interop.onnx.padded_model import PaddedDecoderStep, PaddedEncoder
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.cost import cost_model, recomputed_costs
+from effasr.model.learning_cost import learning_cost, unreached_layers
+from effasr.nn import attention as attention_module
+from effasr.nn.stack import recompute_layers
+from tests.interop.whisper import (
+    EOS,
+    SECONDS,
+    make_tokenizer,
+    make_whisper,
+    spoken,
+    transformers,
+)
+
+LENGTHS = (16_005, 32_000, 777, 24_480)
+TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whisper")
+    make_whisper(folder)
+    return folder
+
+
+@pytest.fixture
+def theirs(checkpoint: Path) -> transformers.WhisperForConditionalGeneration:
+    return transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
+
+
+@pytest.fixture
+def prompt(checkpoint: Path) -> list[int]:
+    names = "<|startoftranscript|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>"
+    return [make_tokenizer().token_to_id(name) for name in names]
+
+
+def load(checkpoint: Path, minimum_s: float) -> ASRModel:
+    config, vocab_size, state = import_model(checkpoint)
+    assert config.features.minimum_s == SECONDS
+    config = dataclasses.replace(
+        config, features=dataclasses.replace(config.features, minimum_s=minimum_s)
+    )
+    return ASRModel.from_state_dict(config, vocab_size, state).eval()
+
+
+def packed(model: ASRModel, examples: list[Example], *, static: bool) -> Batch:
+    framing = model.config.features.framing
+    shape = (
+        StaticShape(500, 100, 6, longest_frames=100, longest_tokens=40, framing=framing)
+        if static
+        else None
+    )
+    return collate(examples, shape, eos_id=EOS, pad_id=EOS, framing=framing)
+
+
+def alone(theirs: transformers.WhisperForConditionalGeneration, frames: int):
+    """The model as it would be if its window had so many frames."""
+    config = transformers.WhisperConfig(
+        **{**theirs.config.to_dict(), "max_source_positions": frames}
+    )
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    state = theirs.state_dict()
+    del state["model.encoder.embed_positions.weight"]
+    assert not model.load_state_dict(state, strict=False).unexpected_keys
+    return model
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["exact", "static"])
+@pytest.mark.parametrize("minimum_s", [SECONDS, 0.0], ids=["window", "alone"])
+def test_encoder_logits_loss_and_gradients(
+    minimum_s: float, static: bool, checkpoint: Path, theirs, prompt: list[int]
+) -> None:
+    model, examples = load(checkpoint, minimum_s), spoken(LENGTHS, prompt)
+    batch = packed(model, examples, static=static)
+    encoded = model.encode(batch)
+    hidden, _ = model.decode(batch.tokens, encoded)
+    logits = model.logits(hidden)
+    loss = model(batch).cross_entropy.sum()
+    loss.backward()
+    found = to_whisper({name: x.grad for name, x in model.named_parameters()})
+    # Without silence of its own, the longest utterance also ends as if silence followed.
+    window = SECONDS if minimum_s else 2 * SECONDS
+    extractor = transformers.WhisperFeatureExtractor(chunk_length=window)
+    total, gradients = 0.0, dict.fromkeys(found, 0)
+    starts = zip(batch.frames.cu_seqlens_host, batch.tokens.layout.cu_seqlens_host, strict=True)
+    for example, (frame, token) in zip(examples, starts, strict=False):
+        frames = model.config.features.encoder_frames(len(example.audio))
+        assert frames == (100 if minimum_s else -(-(len(example.audio) // 160) // 2))
+        oracle = alone(theirs, frames)
+        features = extractor(example.audio, sampling_rate=16_000, return_tensors="pt")
+        read = torch.tensor([example.prompt + example.text])
+        targets = torch.tensor([-100] * (len(prompt) - 1) + [*example.text, EOS])
+        out = oracle(
+            input_features=features.input_features[..., : 2 * frames], decoder_input_ids=read
+        )
+        states = out.encoder_last_hidden_state[0]
+        torch.testing.assert_close(encoded.values[frame : frame + frames], states, **TOLERANCE)
+        mine = logits[token : token + read.shape[1]]
+        torch.testing.assert_close(mine, out.logits[0], **TOLERANCE)
+        one = torch.nn.functional.cross_entropy(out.logits[0], targets, reduction="sum")
+        one.backward()
+        total += one.item()
+        for name, parameter in oracle.named_parameters():
+            if name in found:
+                gradients[name] = gradients[name] + parameter.grad
+    assert loss.item() == pytest.approx(total, rel=1e-5)
+    places = {"model.encoder.embed_positions.weight"}
+    assert found.keys() == {name for name, _ in theirs.named_parameters()} - places
+    for name, expected in gradients.items():
+        scale = max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(found[name] / scale, expected / scale, **TOLERANCE)
+
+
+def test_the_encoder_attends_without_positions_and_is_one_graph(
+    checkpoint: Path, prompt: list[int], monkeypatch
+) -> None:
+    model = load(checkpoint, 0.0)
+    batch = packed(model, spoken(LENGTHS, prompt), static=True)
+    expected, seen = model.encode(batch).values, []
+    attention = attention_module.attention
+
+    def watched(*args, **options):
+        seen.append((options["position"], options["causal"]))
+        return attention(*args, **options)
+
+    monkeypatch.setattr(attention_module, "attention", watched)
+    model.encode(batch)
+    assert seen == [(None, False)] * 2
+    monkeypatch.undo()
+    compiled = torch.compile(model.encode, fullgraph=True, dynamic=False, backend="eager")
+    torch.testing.assert_close(compiled(batch).values, expected)
+
+
+def generated(theirs, checkpoint: Path, example: Example, **options) -> list[int]:
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(checkpoint)
+    features = extractor(example.audio, sampling_rate=16_000, return_tensors="pt").input_features
+    read = torch.tensor([example.prompt])
+    said = theirs.generate(features, decoder_input_ids=read, max_length=40, **options)[0].tolist()
+    said = said[len(example.prompt) :] if said[: len(example.prompt)] == example.prompt else said
+    return said[: said.index(EOS)] if EOS in said else said
+
+
+@torch.no_grad()
+def test_transcripts_are_those_of_generate(checkpoint: Path, theirs, prompt: list[int]) -> None:
+    """Among them tokens that would be said, were they not suppressed."""
+    model, examples = load(checkpoint, SECONDS), spoken(LENGTHS, prompt)
+    encoded = model.encode(packed(model, examples, static=False))
+    prompts, limits = [prompt] * len(examples), [36] * len(examples)
+    free = ASRModel.from_state_dict(
+        dataclasses.replace(
+            model.config,
+            decoder=dataclasses.replace(model.config.decoder, suppress=(), begin_suppress=()),
+        ),
+        model.vocab_size,
+        model.state_dict(),
+    ).eval()
+    unbarred = attention_greedy(free, encoded, prompts, limits, EOS)
+    said = [one.tokens[0] for one in unbarred if one.tokens]
+    # Suppress what it says most, and what it begins with.
+    often = [token for one in unbarred for token in one.tokens]
+    always, first = max(set(often), key=often.count), said[0]
+    decoder = dataclasses.replace(
+        model.config.decoder, suppress=(always, 7), begin_suppress=(first, EOS)
+    )
+    config = dataclasses.replace(model.config, decoder=decoder)
+    barred = ASRModel.from_state_dict(config, model.vocab_size, model.state_dict()).eval()
+    theirs.generation_config.suppress_tokens = [always, 7]
+    theirs.generation_config.begin_suppress_tokens = [first, EOS]
+    expected = [generated(theirs, checkpoint, example) for example in examples]
+    for slots in (len(examples), 2):
+        found = attention_greedy(barred, encoded, prompts, limits, EOS, slots=slots)
+        assert [list(one.tokens) for one in found] == expected
+    assert [list(one.tokens) for one in unbarred] != expected
+    for beam in (1, 3):
+        found = attention_beam(barred, encoded, prompts, limits, EOS, beam=beam)
+        if beam == 1:
+            assert [list(one.tokens) for one in found] == expected
+        for one in found:
+            assert one.tokens
+            assert one.tokens[0] != first
+            assert always not in one.tokens
+
+
+def test_what_is_imported_is_exported_bit_by_bit(checkpoint: Path, tmp_path: Path) -> None:
+    model = load(checkpoint, SECONDS)
+    tokens = SpecialTokens(pad_id=EOS, bos_id=EOS, eos_id=EOS, decoder_start_id=EOS + 1)
+    assert export_model(model, tmp_path, tokens) == "WhisperForConditionalGeneration"
+    before, after = (
+        transformers.WhisperForConditionalGeneration.from_pretrained(folder).state_dict()
+        for folder in (checkpoint, tmp_path)
+    )
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    config, vocab_size, state = import_model(tmp_path)
+    assert (config, vocab_size) == (model.config, model.vocab_size)
+    assert all(torch.equal(state[name], x) for name, x in model.state_dict().items())
+    assert from_whisper(to_whisper(state)).keys() == state.keys()
+    one, other = (
+        transformers.WhisperFeatureExtractor.from_pretrained(folder).to_dict()
+        for folder in (checkpoint, tmp_path)
+    )
+    for name in ("n_samples", "nb_max_frames", "feature_size", "hop_length", "n_fft"):
+        assert one[name] == other[name]
+
+
+def test_a_model_tuned_without_silence_is_exported_with_a_warning(
+    checkpoint: Path, tmp_path: Path, caplog
+) -> None:
+    tokens = SpecialTokens(pad_id=EOS, bos_id=EOS, eos_id=EOS, decoder_start_id=EOS + 1)
+    export_model(load(checkpoint, 0.0), tmp_path, tokens)
+    assert "pads every utterance to 2 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("config.json", {"activation_function": "relu"}, "activation_function` must be gelu"),
+        ("config.json", {"scale_embedding": True}, "scale_embedding` must be False"),
+        ("config.json", {"num_mel_bins": 128}, "feature_size` must be 128, but is 80"),
+        ("config.json", {"decoder_layers": 1}, "missing, unknown or of another shape"),
+        ("config.json", {"max_source_positions": 50}, "chunk_length` must be 1.0, but is 2"),
+        ("preprocessor_config.json", {"n_fft": 512}, "n_fft` must be 400, but is 512"),
+        ("generation_config.json", {"suppress_tokens": [9999]}, "in the vocabulary of"),
+    ],
+)
+def test_what_cannot_be_imported(
+    name: str, changes: dict, message: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    content = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps({**content, **changes}))
+    with pytest.raises(ValueError, match=message):
+        import_model(folder)
+
+
+def test_half_precision_is_read(checkpoint: Path, tmp_path: Path) -> None:
+    model = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint)
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    model.half().save_pretrained(folder)
+    _, _, state = import_model(folder)
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("decoder", {"positions": "sinusoidal"}, "positions=sinusoidal"),
+        ("decoder", {"output_bias": True}, "output_bias=true"),
+        ("encoder", {"key_bias": True}, "key_bias=true"),
+        ("encoder", {"max_frames": 75}, "not whole seconds"),
+        ("features", {"hop": 200}, "features.hop=200"),
+    ],
+)
+def test_what_cannot_be_exported(
+    part: str, changes: dict, message: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    config, vocab_size, _ = import_model(checkpoint)
+    changed = dataclasses.replace(getattr(config, part), **changes)
+    model = ASRModel(dataclasses.replace(config, **{part: changed}), vocab_size)
+    tokens = SpecialTokens(pad_id=EOS, bos_id=EOS, eos_id=EOS, decoder_start_id=EOS + 1)
+    with pytest.raises(ValueError, match=message):
+        export_model(model, tmp_path, tokens)
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_an_encoder_without_decoder_has_no_class_in_transformers(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    config, vocab_size, _ = import_model(checkpoint)
+    model = ASRModel(dataclasses.replace(config, decoder=None, ctc=True), vocab_size)
+    with pytest.raises(ValueError, match="no CTC model with an encoder of kind transformer"):
+        export_model(model, tmp_path)
+
+
+def test_encoder_and_features_must_fit(checkpoint: Path) -> None:
+    config, _, _ = import_model(checkpoint)
+    features = dataclasses.replace(config.features, subsampling=8)
+    with pytest.raises(ValueError, match=r"`features\.subsampling` must be 2 .* but is 8"):
+        ModelConfig(features=features, encoder=config.encoder)
+
+
+def test_too_long_an_utterance_is_refused(checkpoint: Path, prompt: list[int]) -> None:
+    model = load(checkpoint, 0.0)
+    batch = packed(model, spoken((32_400,), prompt), static=False)
+    with pytest.raises(ValueError, match="`max_frames` must be at least the 101 frames"):
+        model.encode(batch)
+
+
+@pytest.mark.parametrize("minimum_s", [SECONDS, 0.0])
+def test_predicted_flops_are_those_that_torch_counts(
+    minimum_s: float, checkpoint: Path, prompt: list[int]
+) -> None:
+    """Of the forward, and of a backward that computes layers again."""
+    model = load(checkpoint, minimum_s)
+    cost = cost_model(model.config, model.vocab_size)
+    for example in spoken(LENGTHS, prompt[:1]):
+        batch = packed(model, [example], static=False)
+        lengths = np.array([batch.frames.total]), np.array([batch.tokens.layout.total])
+        with FlopCounterMode(display=False) as forward, torch.no_grad():
+            model(batch)
+        assert int(cost.of(*lengths)[0]) == forward.get_total_flops()
+        counts = []
+        for every in (0, 1):
+            if every:
+                recompute_layers(model, every)
+            with FlopCounterMode(display=False) as counter:
+                model(batch).cross_entropy.sum().backward()
+            counts.append(counter.get_total_flops())
+        again, _ = recomputed_costs(model.config, model.vocab_size, 1)
+        assert int(again.of(*lengths)[0]) == counts[1] - counts[0]
+        for layer in (*model.encoder.layers, *model.decoder.layers):
+            layer.is_recomputed = False
+
+
+@pytest.mark.parametrize("frozen", ["encoder.", "encoder.stem", "decoder."])
+def test_flops_of_what_learns(frozen: str, checkpoint: Path, prompt: list[int]) -> None:
+    model = load(checkpoint, 0.0)
+    batch = packed(model, spoken((24_480,), prompt[:1]), static=False)
+    lengths = np.array([batch.frames.total]), np.array([batch.tokens.layout.total])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    with FlopCounterMode(display=False) as counter:
+        model(batch).cross_entropy.sum().backward()
+    features = model.config.features
+    bands = 2 * 2 * (features.n_fft // 2 + 1) * features.mel_bins
+    stem = 2 * 2 * features.mel_bins * 3 * model.config.encoder.width
+    # The mel bands have no backward, and the stem's input needs no gradient.
+    without = batch.frames.total * (2 * bands + stem) * (frozen == "decoder.")
+    if frozen != "decoder.":
+        # Nothing before the first layer is trained, and its gradient is asked for nowhere.
+        assert unreached_layers(model) == (2 if frozen == "encoder." else 0)
+    share = learning_cost(model).of(*lengths)[0]
+    # Operations with a loss compute all of their gradients, needed or not.
+    assert 3 * share - without == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@torch.no_grad()
+def test_the_padded_model_is_the_packed_one(checkpoint: Path, prompt: list[int]) -> None:
+    """That is what ONNX graphs are made of; with noise behind the shorter utterances."""
+    model, examples = load(checkpoint, 0.0), spoken(LENGTHS, prompt)
+    batch = packed(model, examples, static=False)
+    encoded, mel = model.encode(batch), model.features(batch.audio, batch.frames)
+    features = torch.randn(len(examples), int(mel.lengths.max()), 80)
+    slots = mel.values.split(mel.lengths.tolist())
+    for row, rows in zip(features, slots, strict=True):
+        row[: len(rows)] = rows
+    found = PaddedEncoder(model)(features, mel.lengths)
+    states, lengths, keys, values = found
+    assert lengths.tolist() == list(encoded.layout.lengths)
+    real = [one[:length] for one, length in zip(states, lengths, strict=True)]
+    torch.testing.assert_close(torch.cat(real), encoded.values, atol=2e-5, rtol=2e-5)
+    hidden, _ = model.decode(batch.tokens, encoded)
+    logits, step = model.logits(hidden), PaddedDecoderStep(model)
+    past = torch.zeros(2, 2, len(examples), 2, 0, 16)
+    for place in range(len(prompt)):
+        tokens = torch.tensor([example.prompt[place] for example in examples])
+        positions = torch.full_like(tokens, place)
+        said, *past = step(tokens, positions, *past, keys, values, lengths)
+        rows = torch.tensor(batch.tokens.layout.cu_seqlens_host[:-1]) + place
+        torch.testing.assert_close(said, logits[rows], atol=2e-5, rtol=2e-5)
+
+
+def test_ctc_on_a_whisper_encoder(checkpoint: Path, prompt: list[int]) -> None:
+    config, vocab_size, _ = import_model(checkpoint)
+    torch.manual_seed(0)
+    model = ASRModel(dataclasses.replace(config, decoder=None, ctc=True), vocab_size)
+    losses = model(packed(model, spoken(LENGTHS, prompt), static=True))
+    losses.ctc.sum().backward()
+    assert torch.isfinite(losses.ctc).all()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -1,0 +1,98 @@
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.tokenizer import Tokenizer, train_tokenizer
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import EncoderConfig
+from effasr.model.transducer import TransducerConfig
+
+RATE = 16_000
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    numbers = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    texts = [" ".join(numbers[i:] + numbers[:i]) for i in range(9)]
+    others = {"de": ["eins zwei drei vier fünf"] * 5, "ja": ["いちにさんしご"] * 5}
+    folder = tmp_path_factory.mktemp("tokenizer")
+    return train_tokenizer({"en": texts, **others}, folder, vocab_size=40)
+
+
+@pytest.fixture(scope="session")
+def model(tokenizer) -> ASRModel:
+    """Random weights which give texts of various lengths: some end, some are stopped."""
+    config = ModelConfig(
+        features=FeatureConfig(mel_bins=16),
+        encoder=EncoderConfig(
+            width=32,
+            layers=1,
+            heads=2,
+            feed_forward=32,
+            subsampling_channels=4,
+            subsampling_norm=True,
+        ),
+        decoder=DecoderConfig(
+            width=32, layers=2, heads=2, feed_forward=32, max_positions=64, tie_embeddings=False
+        ),
+        ctc=True,
+    )
+    model = ASRModel(config, tokenizer.vocab_size).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                # Weights of our own, so that a change of the initialisation changes no text.
+                draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                fan_in = parameter[0].numel()
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * fan_in**-0.5)
+                parameter.mul_(next((g for part, g in _GAINS.items() if part in name), 1.0))
+            elif "norm" not in name:
+                parameter.zero_()
+        model.decoder.output_bias[tokenizer.eos_id] = 6.5
+    return model
+
+
+_GAINS = {"encoder_attn": 4.0, "embed_tokens": 4.0, "untied": 4.0, "ctc_head": 4.0}
+"""What makes the texts depend on the audio and on what was said before."""
+
+
+@pytest.fixture(scope="session")
+def noise() -> Callable[..., np.ndarray]:
+    """``noise(seconds, seed)``: its loudness and colour vary, so that encoder frames differ."""
+
+    def make(seconds: float, seed: int = 0) -> np.ndarray:
+        draw = np.random.default_rng(seed)
+        samples = draw.standard_normal(int(seconds * RATE))
+        tone = np.sin(2 * np.pi * draw.uniform(100, 3000) * np.arange(len(samples)) / RATE)
+        envelope = np.repeat(draw.random(len(samples) // 4000 + 1), 4000)[: len(samples)]
+        return (0.2 * (samples * envelope + tone * draw.random())).astype(np.float32)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tdt_model(tokenizer: Tokenizer) -> ASRModel:
+    """A transducer with durations, of random weights that give texts of various lengths."""
+    config = ModelConfig(
+        features=FeatureConfig(mel_bins=16),
+        encoder=EncoderConfig(
+            width=32, layers=1, heads=2, feed_forward=32, subsampling_channels=4,
+            subsampling_norm=True,
+        ),
+        decoder=None,
+        transducer=TransducerConfig(width=24, joint=16, activation="tanh", durations=(0, 1, 2, 3)),
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = ASRModel(config, tokenizer.vocab_size).eval()
+    head = model.transducer
+    assert head is not None
+    with torch.no_grad():
+        head.encoder_projection.weight.mul_(2.0)
+        head.predictor_projection.weight.mul_(4.0)
+        head.output.weight.mul_(4.0)
+    return model

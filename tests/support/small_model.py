@@ -1,0 +1,76 @@
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.features.log_mel import FeatureConfig
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import EncoderConfig
+
+VOCABULARY = 40
+BATCH = {"eos_id": 3, "pad_id": 2}
+
+
+@pytest.fixture
+def examples() -> list[Example]:
+    """Four utterances: long, tiny, a translation, and one whose text cannot fit in its frames."""
+    random = np.random.default_rng(0)
+
+    def example(name: str, samples: int, tokens: int, monotonic: bool = True) -> Example:
+        audio = 0.1 * random.standard_normal(samples).astype(np.float32)
+        text = random.integers(8, VOCABULARY, tokens).tolist()
+        return Example(id=name, audio=audio, prompt=[7, 5, 6], text=text, monotonic=monotonic)
+
+    return [
+        example("long", 14_005, 5),
+        example("short", 2_719, 1),
+        example("translated", 8_000, 4, monotonic=False),
+        example("crowded", 3_000, 9),
+    ]
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., Batch]:
+    """Collate, exactly or in a static shape with a tail and empty sequences."""
+
+    def make(examples: Sequence[Example], *, static: bool = False) -> Batch:
+        shape = StaticShape(frame_budget=40, token_budget=50, max_sequences=6)
+        return collate(list(examples), shape if static else None, **BATCH)
+
+    return make
+
+
+@pytest.fixture
+def tiny_config() -> ModelConfig:
+    """A decoder and a CTC head; batch normalisation and relative positions."""
+    return ModelConfig(
+        features=FeatureConfig(mel_bins=16),
+        encoder=EncoderConfig(width=32, layers=2, heads=4, feed_forward=48, subsampling_channels=8),
+        decoder=DecoderConfig(
+            width=24, layers=2, heads=2, head_dim=8, feed_forward=40, max_positions=64
+        ),
+        ctc=True,
+    )
+
+
+@pytest.fixture
+def tiny_model(tiny_config: ModelConfig) -> ASRModel:
+    """In evaluation mode, with no bias at zero and no norm at rest."""
+    torch.manual_seed(0)
+    model = ASRModel(tiny_config, VOCABULARY).eval()
+    shake(model)
+    return model
+
+
+@torch.no_grad()
+def shake(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.normal_(0.0, 0.3)
+        elif name.endswith("running_var"):
+            buffer.uniform_(0.5, 2.0)

@@ -1,0 +1,130 @@
+"""With a program that behaves as ffmpeg does, and with ffmpeg itself where there is one."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from effasr.data.audio.waveform import AudioError
+from effasr.transcription.inputs import ffmpeg
+from effasr.transcription.inputs.audio_stream import AudioStream, open_stream
+from effasr.transcription.results import Failure, Transcription
+from effasr.transcription.transcribe import Waveform, transcribe
+
+RATE = 16_000
+FAKE = """\
+#!{python}
+import json, os, sys, time
+open({log!r}, "a").write(json.dumps(sys.argv[1:]) + "\\n")
+assert not sys.stdin.read()
+path = sys.argv[sys.argv.index("-i") + 1].removeprefix("file:")
+content = open(path, "rb").read()
+if content.startswith(b"slow"):
+    open({log!r} + ".pid", "w").write(str(os.getpid()))
+    time.sleep(60)
+if content.startswith(b"bad"):
+    sys.exit("[in#0 @ 0x55] Invalid data\\nError opening")
+sys.stdout.buffer.write(content[len(b"secret"):])
+sys.exit(content.endswith(b"tail"))
+"""
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch) -> Path:
+    """Puts a program named ffmpeg on the PATH; the file has the arguments of its calls."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "ffmpeg"
+    program.write_text(FAKE.format(python=sys.executable, log=str(tmp_path / "calls")))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    return tmp_path / "calls"
+
+
+def samples(stream: AudioStream) -> np.ndarray:
+    return np.concatenate(list(stream.blocks))
+
+
+def test_what_soundfile_cannot_read_comes_from_ffmpeg(calls, tmp_path, noise, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sound = noise(25.3)
+    Path("-x y.m4a").write_bytes(b"secret" + sound.tobytes())
+    stream = open_stream("-x y.m4a", RATE)
+    assert stream.total is None
+    assert np.array_equal(samples(stream), sound)
+    samples(open_stream("-x y.m4a", RATE, offset=1.5, duration=0.25))
+    first, second = calls.read_text().splitlines()
+    assert '"-nostdin"' in first
+    assert '"file:-x y.m4a"' in first
+    assert '"-protocol_whitelist", "file,pipe"' in first
+    assert '"-ss"' not in first
+    assert '"-ss", "1.5", "-i"' in second
+    assert '"-t", "0.25", "-ac", "1", "-ar", "16000"' in second
+
+
+def test_a_transcript_is_that_of_the_sound(calls, tmp_path, noise, model, tokenizer) -> None:
+    sound = noise(40.0, seed=3)
+    (tmp_path / "x.mp4").write_bytes(b"secret" + sound.tobytes())
+    (tmp_path / "y.mp4").write_bytes(b"bad")
+    sources = [tmp_path / "x.mp4", tmp_path / "y.mp4", Waveform("x", sound[: 20 * RATE], RATE)]
+    whole, failed, half = transcribe(model, tokenizer, sources)
+    assert isinstance(whole, Transcription)
+    assert isinstance(half, Transcription)
+    assert whole.duration == 40.0
+    assert len(whole.segments) == 2
+    assert failed == Failure(str(sources[1]), f"{sources[1]}: ffmpeg: Invalid data")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"secret", "ffmpeg: no audio"),
+        (b"secret" + b"\0\0\0\0" * 10 + b"tail", r"ffmpeg: no audio \(exit code 1\)"),
+        (b"secret" + np.full(9, np.nan, np.float32).tobytes(), "is NaN or infinite"),
+    ],
+)
+def test_failures(calls, tmp_path, content, message) -> None:
+    (tmp_path / "x.m4a").write_bytes(content)
+    with pytest.raises(AudioError, match=message):
+        samples(open_stream(tmp_path / "x.m4a", RATE))
+
+
+def test_one_that_hangs_is_ended(calls, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ffmpeg, "PATIENCE_S", 1.0)
+    (tmp_path / "x.m4a").write_bytes(b"slow")
+    started = time.monotonic()
+    with pytest.raises(AudioError, match="ffmpeg gave no audio for 1 s"):
+        samples(open_stream(tmp_path / "x.m4a", RATE))
+    assert time.monotonic() - started < 30
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "calls.pid").read_text()), 0)
+
+
+def test_without_ffmpeg_it_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "x.m4a").write_bytes(b"secret")
+    with pytest.raises(AudioError, match=r"ffmpeg might read it, but is not on the PATH"):
+        open_stream(tmp_path / "x.m4a", RATE)
+
+
+@pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="there is no ffmpeg")
+@pytest.mark.parametrize("name", ["x.m4a", "-x.mp4", "concat:a|b.mkv"])
+def test_ffmpeg_itself(tmp_path, monkeypatch, name) -> None:
+    monkeypatch.chdir(tmp_path)
+    seconds = np.arange(5 * RATE) / RATE
+    sound = 0.1 * np.sin(2 * np.pi * seconds * (100 + 60 * seconds))
+    soundfile.write("sound.wav", np.stack([sound, sound], axis=1), RATE)
+    command = ["ffmpeg", "-nostdin", "-v", "error", "-i", "sound.wav", f"file:{name}"]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("this ffmpeg cannot write it")
+    heard = samples(open_stream(name, RATE))
+    assert abs(len(heard) - len(sound)) < 0.1 * RATE
+    length = min(len(heard), len(sound))
+    assert np.corrcoef(heard[:length], sound[:length])[0, 1] > 0.98
+    part = samples(open_stream(name, RATE, offset=2.0, duration=1.0))
+    assert len(part) == pytest.approx(RATE, abs=0.1 * RATE)

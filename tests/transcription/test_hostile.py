@@ -1,0 +1,185 @@
+"""What reads files is fed with the worst that can be found, all of it in one command."""
+
+import io
+import json
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from effasr.checkpoint import save_model
+from effasr.cli.main import main
+from effasr.transcription.json_files import one_line
+from tests.transcription.hostile_files import BAD, GOOD, Case, make
+
+pytestmark = pytest.mark.timeout(120)
+ROOM = 2 * 2**30
+"""Bytes of addresses that a command may ask for; what some headers claim is far more."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command wrote."""
+
+    code: int
+    out: list[str]
+    err: list[str]
+
+
+@pytest.fixture(scope="module")
+def run(model, tokenizer, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder / "model", model, tokenizer)
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory) -> dict[str, Case]:
+    return make(tmp_path_factory.mktemp("files"))
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """No memory beyond `ROOM`."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.fixture
+def effasr(monkeypatch, tmp_path) -> Callable[..., Outcome]:
+    """Run a command where there is no ffmpeg."""
+
+    def command(*arguments: object, given: bytes = b"") -> Outcome:
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+        texts = {
+            name: io.TextIOWrapper(io.BytesIO(content), "utf-8", errors, newline="\n")
+            for name, content, errors in (
+                ("stdin", given, "strict"),
+                ("stdout", b"", "strict"),
+                ("stderr", b"", "backslashreplace"),
+            )
+        }
+        with monkeypatch.context() as patch, bounded():
+            for name, text in texts.items():
+                patch.setattr(sys, name, text)
+            code = main([str(argument) for argument in arguments])
+        written = []
+        for name in ("stdout", "stderr"):
+            texts[name].flush()
+            written.append(texts[name].buffer.getvalue().decode().split("\n")[:-1])
+        return Outcome(code, *written)
+
+    return command
+
+
+def test_there_are_many(cases) -> None:
+    assert len(cases) > 150
+
+
+def test_transcribe_reports_each_and_goes_on(effasr, run, cases) -> None:
+    paths = [case.path for case in cases.values()]
+    told = effasr("transcribe", "--run", run, "--", *paths)
+    assert told.code == 1
+    texts = [line.split("\t")[0] for line in told.out]
+    *errors, summary = told.err
+    assert len(texts) + len(errors) == len(cases)
+    assert summary.endswith(f", {len(errors)} failed")
+    for name, case in cases.items():
+        shown = one_line(case.path)
+        assert texts.count(shown) + sum(_is_about(line, shown) for line in errors) == 1, name
+        if case.fate == GOOD:
+            assert shown in texts, (name, [line for line in errors if shown in line])
+        if case.fate == BAD:
+            assert shown not in texts, name
+    for line in errors:
+        assert len(line) < 500
+        # Neither of Python's own errors should come to light: they say nothing to a user.
+        assert "Error:" not in line, line
+
+
+def _is_about(line: str, path: str) -> bool:
+    return line.startswith((f"effasr transcribe: {path}: ", f"effasr transcribe: {path} "))
+
+
+def test_results_in_json_and_in_files(effasr, run, cases, tmp_path) -> None:
+    paths = [case.path for case in cases.values() if "names" in case.path]
+    told = effasr("transcribe", "--run", run, "--json", "--", *paths)
+    rows = [json.loads(line) for line in told.out]
+    assert [row["id"] for row in rows] == paths
+    assert [row["id"] for row in rows if "error" in row] == [p for p in paths if "raw" in p]
+    out = tmp_path / "out"
+    told = effasr("transcribe", "--run", run, "--output", out, "--", *paths)
+    assert told.out == []
+    names = {path.stem for path in out.iterdir()}
+    assert names == {Path(path).stem for path in paths if not path.endswith(("x.raw", "xxx.wav"))}
+    assert len([line for line in told.err if "too long a name" in line]) == 1
+    assert (tmp_path / "out" / "a\nb.txt").is_file()
+
+
+def test_names_from_standard_input(effasr, run, cases) -> None:
+    paths = [cases[name].path for name in ("name: no UTF-8", "missing", "name: dash", "a loop")]
+    given = "\n".join(paths).encode("utf-8", "surrogateescape")
+    told = effasr("transcribe", "--run", run, "--json", "-", given=given)
+    assert [json.loads(line)["id"] for line in told.out] == paths
+    feeds = cases["name: line feed"].path.encode() + b"\0"
+    told = effasr("transcribe", "--run", run, "-", given=feeds)
+    assert (told.code, len(told.out)) == (0, 1)
+
+
+def test_a_file_that_is_named_twice_is_one(effasr, run, cases) -> None:
+    path = Path(cases["silence"].path)
+    twice = [path, path, path.parent / "." / "folder.wav" / ".." / path.name]
+    told = effasr("transcribe", "--run", run, *twice)
+    assert (told.code, len(told.out)) == (0, 1)
+
+
+def test_a_folder_that_links_to_itself_is_entered_once(effasr, run, cases, tmp_path) -> None:
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "deep" / "up").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "deep" / "x.wav").write_bytes(Path(cases["silence"].path).read_bytes())
+    for argument in (tmp_path / "in", f"{tmp_path}/in/**/*.wav"):
+        told = effasr("transcribe", "--run", run, argument)
+        assert told.code == 0
+        assert [line.split("\t")[0] for line in told.out] == [f"{tmp_path}/in/deep/x.wav"]
+
+
+def test_evaluate_counts_each_and_goes_on(effasr, run, cases, tmp_path) -> None:
+    # A manifest is text, and so are the names in it.
+    cases = {name: case for name, case in cases.items() if name != "name: no UTF-8"}
+    rows = [
+        {"id": name, "audio_filepath": case.path, "text": "one two"} for name, case in cases.items()
+    ]
+    silence = {"audio_filepath": cases["silence"].path, "text": "one"}
+    rows += [
+        {**silence, "id": "endless", "duration": 1e300, "offset": 0},
+        {**silence, "id": "too long", "duration": 3600},
+        {**silence, "id": "too late", "offset": 1e9, "duration": 1},
+        {**silence, "id": "a\nb", "audio_filepath": "zero\0byte.wav"},
+    ]
+    manifest = tmp_path / "manifest.jsonl"
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    told = effasr("evaluate", "--run", run, "--manifest", manifest, "--output", out)
+    assert told.code == 1
+    result = json.loads((out / "wer.json").read_text())
+    failed = {row["id"]: row["error"] for row in result["failures"]}
+    lines = (out / "hypotheses.jsonl").read_text().splitlines()
+    heard = {json.loads(line)["id"] for line in lines}
+    assert heard.isdisjoint(failed)
+    assert heard | failed.keys() == {row["id"] for row in rows}
+    assert {"endless", "too long", "too late", "a\nb"} <= failed.keys()
+    for name, case in cases.items():
+        assert case.fate != GOOD or name in heard, (name, failed[name])
+        assert case.fate != BAD or name in failed, name
+    assert not [error for error in failed.values() if "Error:" in error]
+    assert told.err == [f"effasr evaluate: {len(failed)} utterances failed and are not counted"]

@@ -1,0 +1,186 @@
+"""Hours of audio, of which only minutes are in memory."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from effasr.checkpoint import save_model
+from effasr.data.audio.waveform import AudioError, read_audio
+from effasr.decoding.config import DecodingConfig
+from effasr.transcription.decode_queue import ContinuousSearch
+from effasr.transcription.inputs.audio_stream import AudioStream, open_stream
+from effasr.transcription.inputs.chunking import cut_at_pauses, split_at_pauses
+from effasr.transcription.results import Failure, Transcription
+from effasr.transcription.transcribe import Waveform, transcribe
+
+RATE = 16_000
+SHORT = DecodingConfig(chunk_seconds=2.0, search_seconds=0.5, frame_budget=60)
+
+
+@pytest.mark.slow
+def test_two_hours_grow_the_process_by_little(model, tokenizer, noise, tmp_path) -> None:
+    """The whole at 16 kHz would be 460 MB, and 115 MB as it is in the file."""
+    save_model(tmp_path / "model", model, tokenizer)
+    block = (noise(60.0)[::2] * 2**15).astype(np.int16)
+    soundfile.write(tmp_path / "warm-up.wav", block, 8_000)
+    with soundfile.SoundFile(tmp_path / "long.wav", "w", 8_000, 1, "PCM_16") as file:
+        for minute in range(120):
+            file.write(np.roll(block, 997 * minute))
+    script = Path(__file__).with_name("long_recording.py")
+    arguments = ("model", "warm-up.wav", "long.wav")
+    paths = [str(tmp_path / name) for name in arguments]
+    subprocess.run(
+        [sys.executable, str(script), *paths],
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    row = json.loads((tmp_path / "model" / "grown.json").read_text())
+    assert row["duration"] == row["end"] == 7200
+    assert row["segments"] >= 240
+    assert row["words"] > 1000
+    assert row["grown"] < 150e6
+
+
+@pytest.mark.parametrize(
+    ("rate", "channels", "kind"),
+    [(16_000, 1, "wav"), (8_000, 2, "wav"), (44_100, 1, "flac"), (22_050, 3, "wav")],
+)
+def test_a_stream_has_the_samples_of_the_file(noise, tmp_path, rate, channels, kind) -> None:
+    path = tmp_path / f"x.{kind}"
+    sound = np.stack([noise(31.7, seed) for seed in range(channels)], axis=1)
+    soundfile.write(path, sound, rate)
+    at_once = read_audio(path, RATE)
+    stream = open_stream(path, RATE)
+    blocks = list(stream.blocks)
+    assert len(blocks) >= 2
+    assert stream.total == len(at_once)
+    assert np.array_equal(np.concatenate(blocks), at_once)
+    part = open_stream(path, RATE, offset=3.3, duration=2.5, channels=[0])
+    expected = read_audio(path, RATE, offset=3.3, duration=2.5, channels=[0])
+    assert np.array_equal(np.concatenate(list(part.blocks)), expected)
+
+
+def pieces(audio: np.ndarray, size: int) -> list[np.ndarray]:
+    return [audio[start : start + size] for start in range(0, len(audio), size)]
+
+
+@pytest.mark.parametrize("size", [1000, 16_001, 100_000, 10**6])
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 2.001, 3.9, 4.1, 13.7])
+def test_blocks_are_cut_as_the_whole_is(noise, seconds, size) -> None:
+    audio = noise(seconds, seed=5)
+    limits = {"chunk_seconds": 2.0, "search_seconds": 0.5}
+    cut = list(cut_at_pauses(pieces(audio, size), RATE, total=len(audio), **limits))
+    assert [chunk for chunk, _ in cut] == split_at_pauses(audio, RATE, **limits)
+    for chunk, samples in cut:
+        assert np.array_equal(samples, audio[chunk.start : chunk.end])
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 2.001, 3.9, 4.1, 4.2, 13.7])
+def test_without_a_known_end_cuts_depend_on_no_blocks(noise, seconds) -> None:
+    audio = noise(seconds, seed=5)
+    limits = {"chunk_seconds": 2.0, "search_seconds": 0.5}
+    cuts = []
+    for size in (1000, 16_001, 10**6):
+        cut = list(cut_at_pauses(pieces(audio, size), RATE, total=None, **limits))
+        assert all(len(samples) == chunk.end - chunk.start for chunk, samples in cut)
+        assert np.array_equal(np.concatenate([samples for _, samples in cut]), audio)
+        assert all(0 < len(samples) <= 2 * RATE for _, samples in cut)
+        cuts.append([chunk for chunk, _ in cut])
+    assert cuts[0] == cuts[1] == cuts[2]
+    assert all(chunk.start == before.end for before, chunk in pairwise(cuts[0]))
+
+
+def test_a_length_that_is_wrong_loses_nothing(noise) -> None:
+    audio = noise(9.0)
+    limits = {"chunk_seconds": 3.0, "search_seconds": 1.0}
+    for total in (1, RATE, 8 * RATE, 10 * RATE, 100 * RATE):
+        cut = list(cut_at_pauses(pieces(audio, 9000), RATE, total=total, **limits))
+        assert np.array_equal(np.concatenate([samples for _, samples in cut]), audio)
+        assert all(0 < len(samples) <= 3 * RATE for _, samples in cut)
+
+
+def test_a_long_file_has_the_transcript_of_its_samples(model, tokenizer, noise, tmp_path) -> None:
+    sounds = [noise(seconds, seed) for seed, seconds in enumerate((23.0, 1.0, 9.0))]
+    paths = [tmp_path / f"{number}.wav" for number in range(3)]
+    for path, sound in zip(paths, sounds, strict=True):
+        soundfile.write(path, sound, RATE, subtype="FLOAT")
+    waveforms = [Waveform(str(p), s, RATE) for p, s in zip(paths, sounds, strict=True)]
+    at_once = list(transcribe(model, tokenizer, waveforms, config=SHORT))
+    heard = []
+    streamed = list(transcribe(model, tokenizer, paths, config=SHORT, on_audio=heard.append))
+    assert streamed == at_once
+    first = streamed[0]
+    assert isinstance(first, Transcription)
+    assert len(first.segments) >= 12
+    assert sum(heard) == pytest.approx(33.0)
+    assert len(heard) > 5
+
+
+def test_no_more_is_read_than_is_decoded_soon(model, tokenizer, noise, monkeypatch) -> None:
+    block, read, behind = noise(2.0), [], []
+
+    def blocks():
+        for number in range(100):
+            read.append(number)
+            yield block
+
+    stream = AudioStream(blocks(), 100 * len(block))
+    monkeypatch.setattr("effasr.transcription.transcribe.open_stream", lambda *_, **__: stream)
+    decoded: list[int] = []
+
+    def watched(method):
+        def watch(*arguments):
+            found = list(method(*arguments))
+            behind.append(len(read) - sum(decoded))
+            decoded.append(len(found))
+            return iter(found)
+
+        return watch
+
+    for name in ("feed", "finish"):
+        monkeypatch.setattr(ContinuousSearch, name, watched(getattr(ContinuousSearch, name)))
+    (result,) = transcribe(model, tokenizer, ["long.wav"], config=SHORT)
+    assert isinstance(result, Transcription)
+    assert sum(decoded) == len(result.segments) >= 100
+    assert max(behind) < 25
+
+
+def test_what_is_damaged_at_its_end_fails_alone(model, tokenizer, noise, tmp_path) -> None:
+    good, bad = tmp_path / "good.flac", tmp_path / "bad.flac"
+    soundfile.write(good, noise(40.0), RATE)
+    bad.write_bytes(good.read_bytes()[:-60_000])
+    results = list(transcribe(model, tokenizer, [good, bad, good], config=SHORT))
+    assert [type(result) for result in results] == [Transcription, Failure, Transcription]
+    assert results[0] == results[2]
+
+
+def test_files_are_closed_when_nobody_wants_the_rest(model, tokenizer, noise, tmp_path) -> None:
+    for number in range(4):
+        soundfile.write(tmp_path / f"{number}.wav", noise(20.0), RATE)
+    paths = sorted(tmp_path.glob("*.wav"))
+
+    def opened() -> int:
+        links = [os.path.realpath(entry.path) for entry in os.scandir("/proc/self/fd")]
+        return sum(link.startswith(str(tmp_path)) for link in links)
+
+    results = iter(transcribe(model, tokenizer, paths, config=SHORT))
+    next(results)
+    results.close()
+    del results
+    due = time.monotonic() + 20
+    while opened() and time.monotonic() < due:  # Threads finish what they have begun.
+        gc.collect()  # A recording and the generator of its pieces know each other.
+        time.sleep(0.01)
+    assert opened() == 0
+    with pytest.raises(AudioError, match="a part from 99 s is wanted"):
+        open_stream(paths[0], RATE, offset=99.0)
+    assert opened() == 0

@@ -1,0 +1,127 @@
+import pytest
+import torch
+
+from effasr.data.batch import Example, collate
+from effasr.data.prompt import Prompt
+from effasr.model.asr import ASRModel
+from effasr.nn.feed_forward import FeedForward
+from effasr.transcription.packed_weights import PackedWeights
+from effasr.transcription.recognizer import Recognizer, Request
+from effasr_kernels.testing.tolerance import assert_no_worse
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN"
+)
+
+
+def _encode(model: ASRModel, examples: list[Example], dtype: torch.dtype = torch.float32):
+    with torch.no_grad():
+        return model.encode(collate(examples, eos_id=1, pad_id=0)).values.to(dtype)
+
+
+@pytest.fixture(scope="module")
+def examples(noise) -> list[Example]:
+    seconds = (0.3, 2.1, 0.08, 3.3)
+    return [Example(str(n), noise(s, seed=n), [2], [], False) for n, s in enumerate(seconds)]
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+def test_a_feed_forward_network_is_as_exact_as_torchs_own(model, activation) -> None:
+    torch.manual_seed(0)
+    network = FeedForward(48, 96, activation=activation).eval()
+    packed = PackedWeights(_with(model, network))
+    x = torch.randn(70, 48)
+    with torch.no_grad():
+        usual = network(x)
+        with packed.active():
+            assert "forward" in network.__dict__
+            found = network(x)
+        exact = network.double()(x.double())
+    assert_no_worse(found, gold=exact, baseline=usual)
+
+
+def test_an_encoder_frame_is_the_same_in_any_company(model, examples) -> None:
+    packed = PackedWeights(model)
+    with packed.active():
+        together = _encode(model, examples)
+        alone = torch.cat([_encode(model, [example]) for example in examples])
+    assert torch.equal(together, alone)
+    assert torch.allclose(together, _encode(model, examples), atol=1e-4)
+
+
+def test_rows_do_not_depend_on_how_many_there_are(model) -> None:
+    network = FeedForward(130, 260, activation="silu").eval()
+    x = torch.randn(400, 130)
+    with PackedWeights(_with(model, network)).active(), torch.no_grad():
+        whole = network(x)
+        for rows in (*range(1, 20), 31, 64, 100, 257):
+            assert torch.equal(network(x[:rows]), whole[:rows]), rows
+
+
+def test_the_model_is_as_before(model, examples) -> None:
+    before, names = _encode(model, examples), list(model.state_dict())
+    packed = PackedWeights(model)
+    with packed.active():
+        assert list(model.state_dict()) == names
+    with pytest.raises(RuntimeError, match="stop"), packed.active():
+        raise RuntimeError("stop")
+    assert torch.equal(_encode(model, examples), before)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_autocast_and_other_dtypes_are_left_alone(model, examples) -> None:
+    def encode() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return _encode(model, examples)
+
+    usual = encode()
+    with torch.autocast("cpu", torch.bfloat16), PackedWeights(model).active():
+        assert torch.equal(encode(), usual)
+    network = FeedForward(48, 96, activation="relu").double().eval()
+    with PackedWeights(_with(model, network)).active():
+        assert "forward" not in network.__dict__
+
+
+def test_weights_that_changed_are_packed_again(model, tokenizer, noise) -> None:
+    """A validation in the middle of a training sees the weights of its step."""
+    recognizer = Recognizer(model, tokenizer)
+    request = Request("a", lambda: noise(2.0), Prompt("en", "en"))
+    [first] = recognizer.results([request])
+    packed = recognizer._packed
+    [again] = recognizer.results([request])
+    assert recognizer._packed is packed, "weights that did not change are packed once"
+    assert again.text == first.text
+    linear = model.encoder.layers[0].feed_forward1.linear1
+    kept = linear.weight.detach().clone()
+    with torch.no_grad():
+        linear.weight.normal_(generator=torch.Generator().manual_seed(1))
+    [second] = recognizer.results([request])
+    with torch.no_grad():
+        linear.weight.copy_(kept)
+    [third] = recognizer.results([request])
+    assert recognizer._packed is not packed
+    assert first.text != second.text
+    assert first.text == third.text
+
+
+def _with(model: ASRModel, network: FeedForward) -> ASRModel:
+    """A model whose encoder is this network: what is packed is found by the parts it has."""
+    other = ASRModel.__new__(ASRModel)
+    torch.nn.Module.__init__(other)
+    other.encoder, other.ctc_head, other.decoder = network, None, None
+    return other
+
+
+def test_transcripts_are_the_same_in_any_company(model, tokenizer, noise) -> None:
+    """Down to utterances of a single frame, for which MKL sums in another order."""
+    seconds = (0.08, 0.1, 0.17, 0.25, 0.33, 0.41, 0.49, 2.1, 0.7, 1.3)
+    requests = [
+        Request(str(n), lambda s=s, n=n: noise(s, seed=n), Prompt("en", "en"))
+        for n, s in enumerate(seconds)
+    ]
+    recognizer = Recognizer(model, tokenizer)
+    together = {one.id: one.text for one in recognizer.results(requests)}
+    assert len(set(together.values())) > 4, "the test needs different texts"
+    for request in requests:
+        [alone] = recognizer.results([request])
+        assert alone.text == together[request.id], request.id

@@ -1,0 +1,383 @@
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import soundfile
+import soxr
+import torch
+
+from effasr.data.prompt import Prompt
+from effasr.decoding.config import DecodingConfig
+from effasr.decoding.continuous_batching.engine import Engine
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.decoder import Decoder
+from effasr.nn.cache.decoder_state import GROUP, DecoderState
+from effasr.nn.feed_forward import FeedForward
+from effasr.transcription.recognizer import Recognizer, Request
+from effasr.transcription.results import Failure, Transcription
+from effasr.transcription.transcribe import Waveform, render, transcribe
+
+RATE = 16_000
+SECONDS = (0.3, 5.1, 0.7, 3.3, 1.2, 2.6, 0.9, 4.0)
+
+
+@pytest.fixture(scope="module")
+def waveforms(noise) -> list[Waveform]:
+    return [Waveform(f"w{n}", noise(s, seed=n), RATE) for n, s in enumerate(SECONDS)]
+
+
+def _write(path, samples, rate: int = RATE):
+    soundfile.write(path, samples, rate, subtype="FLOAT")
+    return path
+
+
+def _texts(model, tokenizer, sources, **options) -> list[str]:
+    results = list(transcribe(model, tokenizer, sources, config=DecodingConfig(**options)))
+    assert all(isinstance(result, Transcription) for result in results), results
+    return [result.text for result in results]
+
+
+def test_results_come_in_order_however_they_are_batched(model, tokenizer, waveforms) -> None:
+    run = transcribe(model, tokenizer, waveforms)
+    results = list(run)
+    assert [result.id for result in results] == [waveform.id for waveform in waveforms]
+    assert [result.duration for result in results] == pytest.approx(SECONDS, abs=1e-3)
+    texts = [result.text for result in results]
+    assert len(set(texts)) > 5, "the test needs different texts"
+    for options in ({"frame_budget": 1}, {"frame_budget": 70}, {"max_sequences": 3}):
+        assert _texts(model, tokenizer, waveforms, **options) == texts
+    backwards = _texts(model, tokenizer, waveforms[::-1])
+    assert backwards == texts[::-1]
+
+
+def test_results_come_before_all_sources_are_read(model, tokenizer, waveforms) -> None:
+    read = []
+
+    def sources():
+        for n in range(200):
+            read.append(n)
+            yield waveforms[0]
+
+    config = DecodingConfig(frame_budget=4, workers=2)
+    results = iter(transcribe(model, tokenizer, sources(), config=config))
+    next(results)
+    assert len(read) < 20
+    results.close()
+
+
+def test_a_recording_on_disk_is_that_in_memory(model, tokenizer, waveforms, tmp_path) -> None:
+    paths = [_write(tmp_path / f"{w.id}.wav", w.samples) for w in waveforms]
+    assert _texts(model, tokenizer, paths) == _texts(model, tokenizer, waveforms)
+
+
+def test_any_rate_and_any_number_of_channels(model, tokenizer, noise, tmp_path) -> None:
+    samples = noise(1.3)
+    both = np.stack([samples * 0.5, samples * 1.5], axis=1)
+    slow = soxr.resample(both, RATE, 8_000)
+    fast = soxr.resample(both, RATE, 44_100)
+    results = list(
+        transcribe(
+            model,
+            tokenizer,
+            [
+                Waveform("mono", samples, RATE),
+                Waveform("stereo", both, RATE),
+                _write(tmp_path / "stereo.wav", both),
+                Waveform("slow", slow, 8_000),
+                _write(tmp_path / "slow.wav", slow, 8_000),
+                _write(tmp_path / "fast.wav", fast, 44_100),
+            ],
+        )
+    )
+    texts = [result.text for result in results if isinstance(result, Transcription)]
+    assert len(texts) == 6
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[3] == texts[4]
+    assert [result.duration for result in results] == pytest.approx([1.3] * 6, abs=1e-3)
+
+
+@pytest.mark.parametrize("samples", [1, 159, 160, 1279, 1281])
+@pytest.mark.parametrize("method", ["attention", "ctc"])
+def test_a_moment_of_audio_is_enough(samples, method, model, tokenizer, noise) -> None:
+    source = Waveform("click", noise(0.2)[:samples], RATE)
+    config = DecodingConfig(method=method)
+    (result,) = transcribe(model, tokenizer, [source], config=config)
+    assert isinstance(result, Transcription)
+    assert result.duration == pytest.approx(samples / RATE)
+    assert len(result.segments) == 1
+
+
+def test_long_recordings_are_cut_and_joined(model, tokenizer, noise) -> None:
+    samples = noise(11.0, seed=3)
+    options = {"chunk_seconds": 3.0, "search_seconds": 0.5}
+    config = DecodingConfig(**options)
+    (result,) = transcribe(model, tokenizer, [Waveform("long", samples, RATE)], config=config)
+    assert isinstance(result, Transcription)
+    segments = result.segments
+    assert len(segments) >= 4
+    assert (segments[0].start, segments[-1].end) == (0.0, result.duration)
+    for before, after in pairwise(segments):
+        assert before.end == after.start
+    pieces = [
+        Waveform("piece", samples[round(s.start * RATE) : round(s.end * RATE)], RATE)
+        for s in segments
+    ]
+    assert [s.text for s in segments] == _texts(model, tokenizer, pieces, **options)
+    assert result.text == " ".join(s.text for s in segments if s.text)
+    assert len(result.text.split()) > 3
+
+
+def test_chunks_are_joined_as_the_language_is_written(model, tokenizer, noise) -> None:
+    config = DecodingConfig(chunk_seconds=2.0, search_seconds=0.5, method="ctc")
+    source = [Waveform("long", noise(7.0, seed=3), RATE)]
+    results = {
+        language: next(
+            iter(
+                transcribe(
+                    model, tokenizer, source, prompt=Prompt(language, language), config=config
+                )
+            )
+        )
+        for language in ("ja", "de")
+    }
+    for language, space in (("ja", ""), ("de", " ")):
+        result = results[language]
+        assert isinstance(result, Transcription)
+        assert result.text == space.join(s.text for s in result.segments if s.text)
+    assert results["ja"].text != results["de"].text
+
+
+def test_a_bad_file_is_reported_and_the_rest_goes_on(model, tokenizer, waveforms, tmp_path) -> None:
+    (tmp_path / "text.wav").write_text("no audio")
+    (tmp_path / "empty.wav").touch()
+    _write(tmp_path / "no_samples.wav", np.zeros(0, np.float32))
+    _write(tmp_path / "nan.wav", np.full(8000, np.nan, np.float32))
+    soundfile.write(tmp_path / "whole.flac", waveforms[1].samples, RATE)
+    (tmp_path / "cut.flac").write_bytes((tmp_path / "whole.flac").read_bytes()[:5000])
+    bad = ["missing.wav", "text.wav", "empty.wav", "no_samples.wav", "nan.wav", "cut.flac"]
+    sources = [tmp_path / name for name in bad]
+    bad_arrays = [
+        Waveform("empty array", np.zeros(0, np.float32), RATE),
+        Waveform("infinite", np.full(800, np.inf), RATE),
+        Waveform("cube", np.zeros((80, 2, 2), np.float32), RATE),
+    ]
+    run = transcribe(model, tokenizer, [waveforms[0], *sources, *bad_arrays, waveforms[1]])
+    results = list(run)
+    expected = _texts(model, tokenizer, [waveforms[0], waveforms[1]])
+    assert [results[0].text, results[-1].text] == expected
+    failures = results[1:-1]
+    assert all(isinstance(failure, Failure) for failure in failures), failures
+    assert [failure.id for failure in failures] == [
+        *map(str, sources),
+        *(waveform.id for waveform in bad_arrays),
+    ]
+    assert "no such file" in failures[0].reason
+    assert run.failed == len(failures)
+    assert run.audio_seconds == pytest.approx(SECONDS[0] + SECONDS[1], abs=1e-3)
+
+
+def test_a_language_which_the_tokenizer_lacks_is_the_callers_error(model, tokenizer) -> None:
+    with pytest.raises(ValueError, match="must be one of de, en, ja, but is 'fr'"):
+        transcribe(model, tokenizer, [], prompt=Prompt("fr", "fr"))
+
+
+def test_ctc_does_not_pretend_to_translate(model, tokenizer, waveforms) -> None:
+    translate = Prompt("de", "en", task="translate")
+    assert len(list(transcribe(model, tokenizer, waveforms[:1], prompt=translate))) == 1
+    with pytest.raises(ValueError, match="must be transcribe for CTC"):
+        transcribe(model, tokenizer, [], prompt=translate, config=DecodingConfig(method="ctc"))
+
+
+def test_no_chunk_is_longer_than_the_encoder_can_take(model, tokenizer, noise) -> None:
+    encoder = replace(model.config.encoder, max_frames=25)
+    limited = ASRModel(replace(model.config, encoder=encoder), tokenizer.vocab_size).eval()
+    (result,) = transcribe(limited, tokenizer, [Waveform("long", noise(7.0), RATE)])
+    assert isinstance(result, Transcription)
+    assert len(result.segments) >= 4
+    assert max(s.end - s.start for s in result.segments) <= 2.0
+
+
+def test_the_speed_counts_loading(model, tokenizer, waveforms, monkeypatch) -> None:
+    clock = iter([10.0, 12.0, 14.0])
+    monkeypatch.setattr("effasr.transcription.transcribe.time.perf_counter", lambda: next(clock))
+    run = transcribe(model, tokenizer, [waveforms[1], waveforms[3]])
+    assert run.rtfx == 0.0
+    assert len(list(run)) == 2
+    assert run.seconds == 4.0
+    assert run.rtfx == pytest.approx((5.1 + 3.3) / 4.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"frame_budget": 60}, {"max_sequences": 3}])
+def test_pages_change_nothing(options, model, tokenizer, waveforms, monkeypatch) -> None:
+    expected = _texts(model, tokenizer, waveforms, **options)
+    new_state, rows = Decoder.new_state, []
+
+    def paged(decoder, *arguments, **others):
+        state = new_state(decoder, *arguments, **{**others, "paged": True})
+        rows.append(state.num_rows)
+        return state
+
+    monkeypatch.setattr(Decoder, "new_state", paged)
+    assert _texts(model, tokenizer, waveforms, **options) == expected
+    assert len(rows) == 1
+
+
+@pytest.fixture
+def small_memory(monkeypatch):
+    """Returns a setter of how many utterances a batch may have before memory runs out."""
+    encode, batches = ASRModel.encode, []
+
+    def limit(most: int) -> list[int]:
+        def limited(model, batch):
+            if len(batch.ids) > most:
+                raise torch.OutOfMemoryError
+            batches.append(len(batch.ids))
+            return encode(model, batch)
+
+        monkeypatch.setattr(ASRModel, "encode", limited)
+        return batches
+
+    return limit
+
+
+@pytest.mark.parametrize("method", ["attention", "ctc"])
+def test_a_batch_too_big_for_the_memory_is_halved(
+    method, model, tokenizer, waveforms, small_memory
+) -> None:
+    expected = _texts(model, tokenizer, waveforms, method=method)
+    batches = small_memory(2)
+    assert _texts(model, tokenizer, waveforms, method=method) == expected
+    assert batches == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("method", ["attention", "ctc"])
+def test_a_chunk_too_big_for_the_memory_is_reported(
+    method, model, tokenizer, waveforms, small_memory
+) -> None:
+    small_memory(0)
+    config = DecodingConfig(method=method)
+    (result,) = transcribe(model, tokenizer, waveforms[:1], config=config)
+    assert isinstance(result, Failure)
+    assert "lower `chunk_seconds`" in result.reason
+
+
+def test_what_is_in_the_slots_when_memory_runs_out_is_decoded_again(
+    model, tokenizer, waveforms, monkeypatch
+) -> None:
+    config = {"frame_budget": 60}
+    expected = _texts(model, tokenizer, waveforms, **config)
+    admit, calls, failed = DecoderState.admit, [], []
+
+    def limited(state, rows, *others):
+        calls.append(len(rows))
+        if len(calls) > 2 and int(state.going.sum()) + len(rows) > 1:
+            failed.append(int(state.going.sum()))
+            raise torch.OutOfMemoryError
+        admit(state, rows, *others)
+
+    monkeypatch.setattr(DecoderState, "admit", limited)
+    assert _texts(model, tokenizer, waveforms, **config) == expected
+    assert failed[0] > 0, "the test needs an utterance in a slot when it happens"
+
+
+def test_slots_that_exceed_the_memory_are_halved(model, tokenizer, waveforms, monkeypatch) -> None:
+    expected = _texts(model, tokenizer, waveforms)
+    begin, slots = Engine.__init__, []
+
+    def limited(engine, *arguments, **options):
+        slots.append(options["slots"])
+        if slots[-1] > 2:
+            raise torch.OutOfMemoryError
+        begin(engine, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "__init__", limited)
+    assert _texts(model, tokenizer, waveforms) == expected
+    assert slots == [32, 16, 8, 4, 2]
+
+
+@pytest.mark.parametrize("method", ["attention", "ctc"])
+def test_an_error_of_ours_is_not_taken_for_a_bad_file(
+    method, model, tokenizer, waveforms, monkeypatch
+) -> None:
+    def broken(*args):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(ASRModel, "encode", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        list(transcribe(model, tokenizer, waveforms, config=DecodingConfig(method=method)))
+
+
+def test_the_mode_of_each_module_is_left_as_it_was(model, tokenizer, waveforms) -> None:
+    seen = []
+    hook = model.encoder.register_forward_hook(
+        lambda module, *_: seen.append(any(m.training for m in module.modules()))
+    )
+    model.train()
+    frozen = model.encoder.layers[0]
+    frozen.eval()
+    before = [module.training for module in model.modules()]
+    try:
+        for _ in transcribe(model, tokenizer, waveforms[:2]):
+            assert [module.training for module in model.modules()] == before
+        assert seen == [False]
+    finally:
+        hook.remove()
+        model.eval()
+
+
+def test_bfloat16_computes_in_bfloat16(model, tokenizer, waveforms, monkeypatch) -> None:
+    forward, seen = FeedForward.forward, []
+
+    def watched(module, x):
+        y = forward(module, x)
+        seen.append((len(x), y.dtype))
+        return y
+
+    monkeypatch.setattr(FeedForward, "forward", watched)
+    config = DecodingConfig(precision="bfloat16")
+    (result,) = transcribe(model, tokenizer, waveforms[:1], config=config)
+    assert isinstance(result, Transcription)
+    assert {dtype for _, dtype in seen} == {torch.bfloat16}
+    assert GROUP in {rows for rows, _ in seen}, "the decoder's steps must be among them"
+
+
+def test_a_model_without_a_decoder_uses_ctc(model, tokenizer, waveforms) -> None:
+    config = ModelConfig(
+        features=model.config.features, encoder=model.config.encoder, decoder=None, ctc=True
+    )
+    only_ctc = ASRModel(config, tokenizer.vocab_size).eval()
+    only_ctc.load_state_dict(model.state_dict(), strict=False)
+    expected = _texts(model, tokenizer, waveforms, method="ctc")
+    assert _texts(only_ctc, tokenizer, waveforms) == expected
+
+
+def test_a_request_may_fail_in_any_way(model, tokenizer, waveforms) -> None:
+    def broken():
+        raise KeyError("codec")
+
+    requests = [
+        Request("broken", broken, Prompt()),
+        Request("no such language", lambda: waveforms[0].samples, Prompt("fr", "fr")),
+        Request("good", lambda: waveforms[0].samples, Prompt()),
+    ]
+    first, second, third = Recognizer(model, tokenizer).results(requests)
+    assert first == Failure("broken", "KeyError: 'codec'")
+    assert isinstance(second, Failure)
+    assert "'fr'" in second.reason
+    assert isinstance(third, Transcription)
+
+
+def test_lines_of_text_and_of_json(model, tokenizer, waveforms) -> None:
+    (result,) = transcribe(model, tokenizer, waveforms[3:4])
+    assert render(result, "text") == f"w3\t{result.text}\n"
+    row = json.loads(render(result, "jsonl"))
+    assert list(row) == ["id", "duration", "text", "segments"]
+    assert row["duration"] == 3.3
+    (segment,) = row["segments"]
+    assert (segment["start"], segment["end"], segment["text"]) == (0.0, 3.3, result.text)
+    assert ("truncated" in segment) == result.truncated
+    failure = Failure("x.wav", "there is no such file.")
+    assert render(failure, "text") == "x.wav\tfailed: there is no such file.\n"
+    assert json.loads(render(failure, "jsonl")) == {"id": "x.wav", "error": failure.reason}
