@@ -1,1 +1,0 @@
-"""From recordings to transcripts, and how good they are."""
