@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
+
+from effasr.cli.options import AddCommand, add_recipe, log, print_line
 
 if TYPE_CHECKING:
     from effasr.training.calibration.store import Calibration
 
 
-def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+def add(command: AddCommand) -> None:
     """Add the command to the parser."""
-    one = command(
+    parser = command(
         "calibrate",
         run,
         "Find the budgets that fit this machine, by a few short trials.",
         "What it finds is kept in ~/.cache/effasr/calibration, where `effasr train` with",
         "data.frame_budget=auto looks for it; without one, training calibrates by itself.",
     )
-    one.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe")
-    one.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="path.to.field=value",
-        help="a field to change, as for train",
-    )
-    target = one.add_mutually_exclusive_group()
+    add_recipe(parser, "a YAML file, or the name of a recipe", "a field to change, as for train")
+    target = parser.add_mutually_exclusive_group()
     target.add_argument(
         "--target-bytes", metavar="N", help="memory that training may take, in bytes"
     )
@@ -38,13 +33,13 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="X",
         help="the same as a share of the GPU, or of the host's memory",
     )
-    one.add_argument(
+    parser.add_argument(
         "--objective",
         choices=("throughput", "memory"),
         help="throughput: the smallest budget that is nearly the fastest (default); memory: the "
         "largest that fits",
     )
-    one.add_argument("--json", action="store_true", help="one JSON object: calibration.json")
+    parser.add_argument("--json", action="store_true", help="one JSON object: calibration.json")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,9 +61,10 @@ def run(options: argparse.Namespace) -> int:
     tokenizer = build.find_tokenizer(config, None)
     population = read_population(config, tokenizer)
     target = target_bytes(config.calibration, device, os.environ)
-    found = calibrate(config, tokenizer.vocab_size, population, device, target, note=_note)
-    shown = found.to_json() if options.json else text(found, [*options.overrides, *given]) + "\n"
-    sys.stdout.write(shown)
+    found = calibrate(
+        config, tokenizer.vocab_size, population, device, target, note=partial(log, "calibrate")
+    )
+    print_line(found.to_json() if options.json else text(found, [*options.overrides, *given]))
     return 0
 
 
@@ -107,8 +103,3 @@ def text(found: Calibration, overrides: Sequence[str] = ()) -> str:
         f"data.max_sequences={found.max_sequences}",
     ]
     return "\n".join(lines)
-
-
-def _note(message: str) -> None:
-    sys.stderr.write(f"effasr calibrate: {message}\n")
-    sys.stderr.flush()

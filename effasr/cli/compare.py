@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
+from effasr.cli.options import AddCommand
 
-def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+
+def add(command: AddCommand) -> None:
     """Add the command to the parser."""
-    one = command(
+    parser = command(
         "compare",
         run,
         "Show the error rates of several runs side by side.",
@@ -18,11 +19,11 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "`effasr evaluate --output`. The first system of each set is the one to compare with:",
         "utterances are drawn again and again, alike for both, to see how often it is beaten.",
     )
-    one.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="at least one")
-    one.add_argument(
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="at least one")
+    parser.add_argument(
         "--normalizer", help="score the texts anew with this one (default: that of each evaluation)"
     )
-    one.add_argument("--set", dest="only", metavar="NAME", help="only this set")
+    parser.add_argument("--set", dest="only", metavar="NAME", help="only this set")
 
 
 def run(options: argparse.Namespace) -> int:

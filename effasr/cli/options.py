@@ -1,94 +1,122 @@
-"""Options that several commands have, and how their values are checked."""
+"""Options and terminal output that several commands share.
+
+The modules of the commands import nothing heavy at the top, so that ``--help`` answers at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from effasr.decoding.config import DecodingConfig
 
+AddCommand = Callable[..., argparse.ArgumentParser]
+"""Adds a command: takes its name, its action, its description and lines for the end of its help."""
+
 RUN_HELP = "a run (runs/NAME: its best checkpoint), or a model directory"
+MANIFEST_HELP = "NeMo JSONL, lhotse cuts, a Kaldi, audio or prepared folder"
 
 
 def folder(text: str) -> Path:
-    """A folder, which need not be there."""
+    """Parse the path of a folder, which need not exist."""
     if os.path.isfile(text):
         raise argparse.ArgumentTypeError(f"{text} must be a folder, but is a file")
     return Path(text)
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A parser of integers."""
+    """A parser of integers from ``least`` to 2**31 - 1."""
 
     def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
+        if not (text.isascii() and text.isdecimal()) or not least <= int(text) < 2**31:
             raise argparse.ArgumentTypeError(f"must be an integer from {least} on, but is {text!r}")
         return int(text)
 
     return number
 
 
-def add_decoding(one: argparse.ArgumentParser) -> None:
-    """Add what `decoding` reads."""
-    one.add_argument(
+def add_language(parser: argparse.ArgumentParser) -> None:
+    """Add ``--language``, English by default."""
+    parser.add_argument(
+        "--language",
+        default="en",
+        metavar="LANG",
+        help="of lines that name none (default: en)",
+    )
+
+
+def add_recipe(parser: argparse.ArgumentParser, recipe_help: str, override_help: str) -> None:
+    """Add a recipe and its overrides."""
+    parser.add_argument("recipe", metavar="RECIPE", help=recipe_help)
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="path.to.field=value", help=override_help
+    )
+
+
+def add_decoding(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `decoding_config` reads."""
+    parser.add_argument(
         "--device", default="auto", help="auto (the default), cpu, cuda, or cuda:1 for the second"
     )
-    one.add_argument(
+    parser.add_argument(
         "--method",
         choices=("auto", "attention", "transducer", "ctc"),
         default="auto",
         help="auto (the default): the first of the others that the model has",
     )
-    one.add_argument(
+    parser.add_argument(
         "--beam",
         type=at_least(1),
         default=1,
         metavar="N",
         help="transcripts of an utterance to keep in mind (default: 1, greedy)",
     )
-    one.add_argument(
+    parser.add_argument(
         "--length-penalty",
         type=float,
         metavar="A",
         help="with --beam and the attention decoder: 0 for the likeliest transcript, more for "
         "longer ones (default: 0.6)",
     )
-    one.add_argument(
+    parser.add_argument(
         "--coverage-penalty",
         type=float,
         metavar="B",
         help="with --beam and the attention decoder: more for transcripts that leave out less "
         "speech, by the share of frames they attend to (default: 0)",
     )
-    one.add_argument(
+    parser.add_argument(
         "--ctc-weight",
         type=float,
         default=0.0,
         metavar="W",
         help="share of CTC in the scores of the attention decoder, 0 to 1; needs both (default: 0)",
     )
-    one.add_argument(
+    parser.add_argument(
         "--lm",
         type=Path,
         metavar="FILE",
         help="language model over token ids for the attention decoder or a beam of CTC: n-grams "
         "(ARPA, plain or .gz), or the folder of a causal language model of transformers",
     )
-    one.add_argument(
+    parser.add_argument(
         "--lm-weight", type=float, metavar="W", help="of it in the scores (default: 0.3)"
     )
-    one.add_argument(
+    parser.add_argument(
         "--gap",
         type=float,
         default=2.0,
         metavar="S",
         help="do not decode where nobody speaks for so many seconds (default: 2; 0 to decode all)",
     )
-    one.add_argument(
+    parser.add_argument(
         "--frame-budget",
         type=at_least(1),
         default=4096,
@@ -97,19 +125,47 @@ def add_decoding(one: argparse.ArgumentParser) -> None:
     )
 
 
-def decoding(options: argparse.Namespace, *, words: bool = False) -> DecodingConfig:
-    """How to decode."""
+def decoding_config(options: argparse.Namespace, *, words: bool = False) -> DecodingConfig:
+    """The decoding configuration that the options of `add_decoding` ask for."""
     from effasr.decoding.config import DecodingConfig
 
+    names = (
+        *("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight"),
+        *("lm", "lm_weight", "frame_budget"),
+    )
     return DecodingConfig(
-        method=options.method,
-        beam=options.beam,
-        length_penalty=options.length_penalty,
-        coverage_penalty=options.coverage_penalty,
-        ctc_weight=options.ctc_weight,
-        lm=options.lm,
-        lm_weight=options.lm_weight,
-        frame_budget=options.frame_budget,
+        **{name: getattr(options, name) for name in names},
         gap_seconds=options.gap or None,
         words=words,
     )
+
+
+def print_line(text: str) -> None:
+    """Write to standard output, with one line feed at the end."""
+    sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+def log(command: str, text: str) -> None:
+    """Write a line to standard error, after the name of the command."""
+    sys.stderr.write(f"effasr {command}: {text}\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def progress_counter(unit: str) -> Iterator[Callable[..., None]]:
+    """Give a function that shows how many of how many are done, where a terminal is attached."""
+    shown, due = sys.stderr.isatty(), 0.0
+
+    def show(done: int, total: int | None = None) -> None:
+        nonlocal due
+        if shown and time.monotonic() >= due:
+            due = time.monotonic() + 0.1
+            sys.stderr.write(f"\r{done}{'' if total is None else f'/{total}'} {unit}")
+            sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

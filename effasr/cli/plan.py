@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from effasr.cli.options import AddCommand, at_least, print_line
 
 if TYPE_CHECKING:
     from effasr.planning.listing import Listing
@@ -28,9 +28,9 @@ _OF_STRATEGIES = {
 """Options that not every strategy has."""
 
 
-def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+def add(command: AddCommand) -> None:
     """Add the command to the parser."""
-    one = command(
+    parser = command(
         "plan",
         run,
         "Plan batches: padding, work of the ranks, what is dropped.",
@@ -41,7 +41,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "All strategies but packed are computed padded: each utterance of a micro-batch at the",
         "length of the longest. A batch is a micro-batch, a step has one of each rank or more.",
     )
-    one.add_argument(
+    parser.add_argument(
         "--manifest",
         type=Path,
         nargs="+",
@@ -49,74 +49,76 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="MANIFEST",
         help="manifests or lists of durations (default: those of --recipe)",
     )
-    one.add_argument(
+    parser.add_argument(
         "--strategy", choices=_STRATEGIES, help="all compares them (default: packed, or RECIPE's)"
     )
-    one.add_argument(
+    parser.add_argument(
         "--recipe",
         metavar="RECIPE",
         help="whose model, tokenizer, budgets and limits to use (default: the model of "
         "canary_180m_flash)",
     )
-    one.add_argument(
-        "--world-size", type=_whole(1), default=8, metavar="N", help="ranks (default: 8)"
+    parser.add_argument(
+        "--world-size", type=at_least(1), default=8, metavar="N", help="ranks (default: 8)"
     )
-    one.add_argument(
+    parser.add_argument(
         "--micro-batches",
-        type=_whole(1),
+        type=at_least(1),
         metavar="N",
         help="of a step, over all ranks (default: RECIPE's if they can share them, else one each)",
     )
-    one.add_argument(
+    parser.add_argument(
         "--frame-budget",
-        type=_whole(1),
+        type=at_least(1),
         metavar="N",
         help="encoder frames (80 ms; a Whisper's 20 ms) in a micro-batch (default: 8000)",
     )
-    one.add_argument(
+    parser.add_argument(
         "--token-budget",
-        type=_whole(1),
+        type=at_least(1),
         metavar="N",
         help="tokens in a micro-batch (default: what the corpus fills with the frames)",
     )
-    one.add_argument(
+    parser.add_argument(
         "--max-duration",
         type=_seconds,
         metavar="S",
         help="seconds, longer utterances are dropped (default: 40)",
     )
-    one.add_argument(
+    parser.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="to count tokens, not to estimate them"
     )
-    one.add_argument(
+    parser.add_argument(
         "--prompt-tokens",
-        type=_whole(0),
+        type=at_least(0),
         default=5,
         metavar="N",
         help="tokens before each text, without --tokenizer (default: 5)",
     )
-    one.add_argument(
+    parser.add_argument(
         "--batch-size",
-        type=_whole(1),
+        type=at_least(1),
         metavar="N",
         help="utterances of a batch of random, bucketed and sync_bucketed (default: what fills "
         "the frame budget)",
     )
-    one.add_argument("--buckets", type=_whole(2), metavar="N", help="by duration (default: 20)")
-    one.add_argument(
-        "--epochs", type=_whole(1), default=1, metavar="N", help="to plan (default: 1)"
+    parser.add_argument(
+        "--buckets", type=at_least(2), metavar="N", help="by duration (default: 20)"
     )
-    one.add_argument(
+    parser.add_argument(
+        "--epochs", type=at_least(1), default=1, metavar="N", help="to plan (default: 1)"
+    )
+    parser.add_argument(
         "--epoch-end",
         choices=("carry", "exact"),
         help="of packed; carry (the default, or RECIPE's): full steps only, and what is too much "
         "goes to the next epoch; exact: each epoch is the corpus, and all steps share the room "
         "that is left",
     )
-    one.add_argument("--seed", type=_whole(0), metavar="N", help="default: 0")
-    one.add_argument("--json", action="store_true", help="print one JSON object")
-    one.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the padding")
-    one.add_argument(
+    parser.add_argument("--seed", type=at_least(0), metavar="N", help="default: 0")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the padding")
+    parser.add_argument(
         "--dropped", type=Path, metavar="FILE.jsonl", help="list what is left out, and why"
     )
 
@@ -149,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
         common = _setting(listing, selection, study, request.model)
         made = {one.strategy: {**common, **one.to_json()} for one in outcomes}
         shown = made if strategy == "all" else made[strategy]
-        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+        print_line(json.dumps(shown, indent=2))
     else:
         parts = [
             text.summary(listing, selection, study, request.model),
@@ -158,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
             text.dropped(selection, None if options.dropped is None else str(options.dropped)),
             text.advice(selection, outcomes, study),
         ]
-        sys.stdout.write("\n\n".join(parts) + "\n")
+        print_line("\n\n".join(parts))
     if options.picture is not None:
         title = f"Padding of {', '.join(path.stem for path in request.manifests)}"
         padding_picture(
@@ -238,15 +240,6 @@ def _check_output(name: str, path: Path | None, suffix: str) -> None:
         raise ValueError(f"`--{name}` must be a file that ends in {suffix}, but is {str(path)!r}.")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"`--{name}` must be in a folder that exists, but is {str(path)!r}.")
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not (text.isascii() and text.isdecimal()) or not least <= int(text) < 2**31:
-            raise argparse.ArgumentTypeError(f"must be an integer from {least} on, but is {text!r}")
-        return int(text)
-
-    return number
 
 
 def _seconds(text: str) -> float:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effasr.cli.options import RUN_HELP, add_decoding, at_least, decoding, folder
+from effasr.cli.options import (
+    RUN_HELP,
+    AddCommand,
+    add_decoding,
+    at_least,
+    decoding_config,
+    folder,
+    log,
+)
 
 if TYPE_CHECKING:
     from effasr.checkpoint import LoadedModel
@@ -21,9 +29,9 @@ if TYPE_CHECKING:
     from effasr.transcription.results import Segment
 
 
-def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+def add(command: AddCommand) -> None:
     """Add the command to the parser."""
-    one = command(
+    parser = command(
         "transcribe",
         run,
         "Transcribe audio files of any rate and length: name, tab, text.",
@@ -37,58 +45,58 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "What cannot be read is reported in a line of its own and the rest goes on; the exit code",
         "is 1 then. Standard output has results alone.",
     )
-    one.add_argument("--run", type=Path, required=True, help=RUN_HELP)
-    one.add_argument(
+    parser.add_argument("--run", type=Path, required=True, help=RUN_HELP)
+    parser.add_argument(
         "files",
         nargs="*",
         metavar="FILE",
         help="an audio file, a folder of such, a pattern (*, ?, [..] and ** for any depth), or - "
         "for a list of them on standard input, one a line",
     )
-    one.add_argument(
+    parser.add_argument(
         "--manifest",
         type=Path,
         help="recordings to transcribe as well, in the languages that it names: NeMo JSONL, lhotse "
         "cuts, a Kaldi or prepared folder",
     )
-    one.add_argument(
+    parser.add_argument(
         "--language",
         metavar="LANG",
         help="that is spoken, where no manifest says so (default: what the model was trained on "
         "most)",
     )
-    one.add_argument(
+    parser.add_argument(
         "--target-language", metavar="LANG", help="to write; another one than spoken translates"
     )
-    one.add_argument(
+    parser.add_argument(
         "--punctuation",
         action=argparse.BooleanOptionalAction,
         help="ask for punctuation and capitals, or for plain text (default: as trained)",
     )
-    one.add_argument(
+    parser.add_argument(
         "--format",
         choices=("text", "json", "srt", "vtt", "ctm"),
         default="text",
         help="text (the default), JSON lines with the times of segments, subtitles, or NIST's CTM",
     )
-    one.add_argument("--json", action="store_true", help="the same as --format json")
-    one.add_argument(
+    parser.add_argument("--json", action="store_true", help="the same as --format json")
+    parser.add_argument(
         "--words", action="store_true", help="find when each word is said; needs a CTC head"
     )
-    one.add_argument(
+    parser.add_argument(
         "--output",
         type=folder,
         metavar="FOLDER",
         help="write a file for each recording, in folders as theirs (default: all to standard "
         "output)",
     )
-    one.add_argument(
+    parser.add_argument(
         "--continue",
         dest="continued",
         action="store_true",
         help="leave out recordings whose file is in --output already",
     )
-    stream = one.add_argument_group("standard input as audio")
+    stream = parser.add_argument_group("standard input as audio")
     stream.add_argument(
         "--stream",
         action="store_true",
@@ -105,7 +113,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="S",
         help="wait no longer than this for a pause (default: 10 seconds)",
     )
-    add_decoding(one)
+    add_decoding(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -140,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
             loaded.tokenizer,
             sources,
             prompt=_asked(default, options),
-            config=decoding(options, words=options.words),
+            config=decoding_config(options, words=options.words),
             on_audio=progress.heard,
         )
         for result in results:
@@ -173,7 +181,9 @@ def _live(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) -> i
         channels=options.channels or 1,
         encoding=options.encoding or "s16le",
     )
-    recognizer = Recognizer(loaded.model, loaded.tokenizer, decoding(options, words=options.words))
+    recognizer = Recognizer(
+        loaded.model, loaded.tokenizer, decoding_config(options, words=options.words)
+    )
     blocks = raw_blocks(sys.stdin.buffer, form, recognizer.sample_rate)
     latency = 10.0 if options.latency is None else options.latency
     segments = transcribe_live(recognizer, blocks, prompt, latency_seconds=latency)
@@ -267,4 +277,4 @@ def _asked(prompt: Prompt, options: argparse.Namespace) -> Prompt:
 def _note(text: str) -> None:
     from effasr.transcription.json_files import one_line
 
-    sys.stderr.write(f"effasr transcribe: {one_line(text)}\n")
+    log("transcribe", one_line(text))

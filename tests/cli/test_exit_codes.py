@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from effasr.cli import commands
+from effasr.cli import main as cli
 
 
 def outputs(workplace, out: Path) -> dict[str, tuple]:
@@ -71,7 +71,7 @@ def test_exit_codes(effasr, monkeypatch, error, code, line) -> None:
     def fail(options):
         raise error
 
-    monkeypatch.setattr(commands, "doctor", fail)
+    monkeypatch.setattr(cli, "_doctor", fail)
     failed = effasr("doctor")
     assert failed.code == code
     assert failed.error == f"effasr doctor: {line}"
@@ -80,7 +80,7 @@ def test_exit_codes(effasr, monkeypatch, error, code, line) -> None:
 
 
 def test_a_mistake_in_the_program_keeps_its_traceback(effasr, monkeypatch) -> None:
-    monkeypatch.setattr(commands, "doctor", lambda options: options.nothing)
+    monkeypatch.setattr(cli, "_doctor", lambda options: options.nothing)
     with pytest.raises(AttributeError):
         effasr("doctor")
 
@@ -112,8 +112,6 @@ def test_warnings_bear_the_name_of_the_command(monkeypatch, capsys) -> None:
         logging.getLogger("effasr.somewhere").warning("mind the gap")
         return 0
 
-    monkeypatch.setattr(commands, "doctor", warn)
-    from effasr.cli.main import main
-
-    assert main(["doctor"]) == 0
+    monkeypatch.setattr(cli, "_doctor", warn)
+    assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().err == "effasr doctor: mind the gap\n"

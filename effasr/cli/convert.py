@@ -1,26 +1,87 @@
-"""``effasr export``: a model for Hugging Face's transformers or NeMo, or as ONNX graphs."""
+"""``effasr import`` and ``effasr export``: conversion from and to Hugging Face, NeMo and ONNX."""
 
 from __future__ import annotations
 
 import argparse
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effasr.cli.options import RUN_HELP, at_least
+from effasr.cli.options import RUN_HELP, AddCommand, at_least, folder, log, print_line
 
 if TYPE_CHECKING:
     from effasr.checkpoint import LoadedModel
+    from effasr.data.tokenizer import Tokenizer
     from effasr.evaluation.model_card import ModelCard
+    from effasr.model.asr import ASRModel
 
 
-def add(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    one = command(
+def add_import(command: AddCommand) -> None:
+    """Add ``effasr import`` to the parser."""
+    parser = command(
+        "import",
+        run_import,
+        "Make a model directory of NeMo's or Hugging Face's model.",
+        "A .nemo file may hold a FastConformer with CTC, a transducer (RNN-T or TDT) or both, or a",
+        "Canary; NeMo need not be installed. What is trained otherwise here is named.",
+    )
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="MODEL",
+        help="a .nemo file; or a folder with config.json, model.safetensors, tokenizer.json",
+    )
+    parser.add_argument("out", type=folder, metavar="OUT", help="the model directory to write")
+
+
+def run_import(options: argparse.Namespace) -> int:
+    """Convert a .nemo file or a Hugging Face folder to a model directory."""
+    from effasr.checkpoint import save_model
+    from effasr.interop.nemo.archive import CONFIG
+    from effasr.model.asr import ASRModel
+
+    source, prompt = options.source, None
+    if source.is_file() or source.suffix == ".nemo" or (source / CONFIG).is_file():
+        from effasr.interop.nemo.importer import import_nemo
+
+        found = import_nemo(source)
+        model = ASRModel.from_state_dict(found.config, found.vocab_size, found.state)
+        tokenizer, prompt = found.tokenizer, found.prompt
+    else:
+        model, tokenizer = _import_hugging_face(source)
+    save_model(options.out, model, tokenizer, prompt)
+    print_line(
+        f"{options.out}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
+    )
+    return 0
+
+
+def _import_hugging_face(source: Path) -> tuple[ASRModel, Tokenizer]:
+    from effasr.data.tokenizer import load_hugging_face
+    from effasr.interop.huggingface.checkpoint import import_model
+    from effasr.model.asr import ASRModel
+
+    if not (source / "config.json").is_file():
+        raise ValueError(
+            f"{source} must be a .nemo file, or a folder with a Canary, a Parakeet or a Whisper of "
+            "Hugging Face, but has no config.json: `hf download openai/whisper-small --local-dir "
+            "FOLDER` fetches one."
+        )
+    tokenizer = load_hugging_face(source)
+    model = ASRModel.from_state_dict(*import_model(source))
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"{source}: tokenizer.json must be the model's, but has {tokenizer.vocab_size} "
+            f"tokens, and the model has {model.vocab_size}."
+        )
+    return model, tokenizer
+
+
+def add_export(command: AddCommand) -> None:
+    """Add ``effasr export`` to the parser."""
+    parser = command(
         "export",
-        run,
+        run_export,
         "Write a model that transformers or NeMo load, or as ONNX graphs.",
         "README.md becomes its model card, with the results of `effasr evaluate --run RUN` for the",
         "weights that are exported. One that is there and was not written here is left alone.",
@@ -34,37 +95,33 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "ASRModel.restore_from loads. The tokenizer must be that of a .nemo file, or of",
         "`effasr tokenizer`.",
     )
-    one.add_argument("model", type=Path, metavar="RUN_OR_MODEL", help=RUN_HELP)
-    one.add_argument("out", type=Path, metavar="OUT", help="the folder or .nemo file to write")
-    one.add_argument(
+    parser.add_argument("model", type=Path, metavar="RUN_OR_MODEL", help=RUN_HELP)
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder or .nemo file to write")
+    parser.add_argument(
         "--format",
         choices=("huggingface", "nemo", "onnx"),
         help="what to write (default: nemo where OUT ends in .nemo, else huggingface)",
     )
-    one.add_argument(
+    parser.add_argument(
         "--averaged",
         type=at_least(1),
         metavar="N",
         help="the mean of the weights of the last N checkpoints of a run, and of the statistics of "
         "its batch norms, in place of the best; often better than each, but to be evaluated anew",
     )
-    one.add_argument(
+    parser.add_argument(
         "--license",
         type=_license,
         metavar="LICENCE",
         help="as the hub names it, such as cc-by-4.0 or apache-2.0",
     )
-    one.add_argument("--author", metavar="NAME", help="who made the model")
+    parser.add_argument("--author", metavar="NAME", help="who made the model")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Write weights, configuration, tokenizer and model card."""
+def run_export(options: argparse.Namespace) -> int:
+    """Write the format that is asked for."""
     from effasr.checkpoint import load_model, resolve
-    from effasr.data.tokenizer import HuggingFaceTokenizer, WhisperTokenizer
-    from effasr.evaluation.model_card import is_replaceable
-    from effasr.interop.huggingface.checkpoint import SpecialTokens, export_model
     from effasr.training.checkpointing.averaging import average, newest_checkpoints
-    from effasr.transcription.json_files import write_text
 
     format_ = _format(options)
     if options.averaged is None:
@@ -77,6 +134,16 @@ def run(options: argparse.Namespace) -> int:
         return _onnx(options, loaded)
     if format_ == "nemo":
         return _nemo(options, loaded)
+    return _hugging_face(options, loaded, sources)
+
+
+def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> int:
+    """Write weights, configuration, tokenizer and model card for transformers."""
+    from effasr.data.tokenizer import HuggingFaceTokenizer, WhisperTokenizer
+    from effasr.evaluation.model_card import is_replaceable
+    from effasr.interop.huggingface.checkpoint import SpecialTokens, export_model
+    from effasr.transcription.json_files import write_text
+
     tokenizer = loaded.tokenizer
     start = tokenizer.prompt(loaded.prompt)[0]
     tokens = SpecialTokens(
@@ -93,13 +160,13 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         tokenizer.save(options.out)
     else:
-        _note("the tokenizer stays behind, as transformers cannot read it")
+        log("export", "the tokenizer stays behind, as transformers cannot read it")
     readme = options.out / "README.md"
     if is_replaceable(readme):
         write_text(readme, _card(options, loaded, sources, loader).text())
     else:
-        _note(f"{readme} was not written here, and stays as it is")
-    sys.stdout.write(f"{options.out}: load it with {loader}.from_pretrained\n")
+        log("export", f"{readme} was not written here, and stays as it is")
+    print_line(f"{options.out}: load it with {loader}.from_pretrained")
     return 0
 
 
@@ -133,7 +200,7 @@ def _nemo(options: argparse.Namespace, loaded: LoadedModel) -> int:
     from effasr.interop.nemo.export import export_nemo
 
     name = export_nemo(loaded.model, loaded.tokenizer, options.out, loaded.prompt)
-    sys.stdout.write(f"{options.out}: load it with NeMo's {name}.restore_from\n")
+    print_line(f"{options.out}: load it with NeMo's {name}.restore_from")
     return 0
 
 
@@ -159,11 +226,11 @@ def _onnx(options: argparse.Namespace, loaded: LoadedModel) -> int:
     if checked:
         check_onnx(loaded.model, options.out)
     else:
-        _note("the graphs are not checked, as onnxruntime is not installed")
+        log("export", "the graphs are not checked, as onnxruntime is not installed")
     how = ", the same as the model in onnxruntime" if checked else ""
     *first, last = graphs
     names = f"{', '.join(first)} and {last}" if first else last
-    sys.stdout.write(f"{options.out}: {names}{how}\n")
+    print_line(f"{options.out}: {names}{how}")
     return 0
 
 
@@ -201,7 +268,3 @@ def _license(text: str) -> str:
             f"must be a name such as cc-by-4.0, in small letters, but is {text!r}"
         )
     return text
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(f"effasr export: {text}\n")

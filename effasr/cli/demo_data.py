@@ -1,0 +1,44 @@
+"""``effasr demo-data``: synthesises a small speech corpus."""
+
+from __future__ import annotations
+
+import argparse
+
+from effasr.cli.options import AddCommand, at_least, folder, print_line, progress_counter
+
+
+def add(command: AddCommand) -> None:
+    """Add the command to the parser."""
+    parser = command("demo-data", run, "Synthesise a small speech corpus, without any download.")
+    parser.add_argument(
+        "out", type=folder, metavar="OUT", help="folder for recordings and manifests"
+    )
+    parser.add_argument(
+        "--multilingual", action="store_true", help="English, German, and German to English"
+    )
+    parser.add_argument(
+        "--utterances",
+        type=at_least(8),
+        default=4000,
+        metavar="N",
+        help="recordings to train on (default: 4000)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Synthesise the corpus and print statistics of each split."""
+    from effasr.data.demo import build
+
+    with progress_counter("recordings") as show:
+        corpus = build(
+            options.out,
+            multilingual=options.multilingual,
+            utterances=options.utterances,
+            progress=show,
+        )
+    for name, split in corpus.statistics.items():
+        print_line(
+            f"{name:6} {split.rows:6} utterances {split.hours:6.2f} h  {split.voices:4} voices  "
+            f"{split.shortest_s:.1f} to {split.longest_s:.1f} s, median {split.median_s:.1f} s"
+        )
+    return 0

@@ -1,0 +1,106 @@
+"""``effasr evaluate``: transcribes a manifest and counts the errors."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+
+from effasr.cli.options import (
+    MANIFEST_HELP,
+    RUN_HELP,
+    AddCommand,
+    add_decoding,
+    at_least,
+    decoding_config,
+    folder,
+    log,
+    print_line,
+    progress_counter,
+)
+
+
+def add(command: AddCommand) -> None:
+    """Add the command to the parser."""
+    parser = command("evaluate", run, "Transcribe a manifest and count the errors, by language.")
+    parser.add_argument("--run", type=Path, required=True, help=RUN_HELP)
+    parser.add_argument("--manifest", type=Path, required=True, help=MANIFEST_HELP)
+    parser.add_argument(
+        "--language",
+        metavar="LANG",
+        help="of lines that name none (default: what the model was trained on most)",
+    )
+    parser.add_argument(
+        "--normalizer",
+        default="basic",
+        help="of both texts before they are compared: none, basic (lower case, no punctuation; "
+        "the default), whisper_english or open_asr_leaderboard_v1",
+    )
+    parser.add_argument(
+        "--output",
+        type=folder,
+        metavar="FOLDER",
+        help="for wer.json and hypotheses.jsonl (default: RUN/evaluation/SET; nowhere for a model "
+        "directory)",
+    )
+    parser.add_argument(
+        "--worst",
+        type=at_least(0),
+        default=5,
+        metavar="N",
+        help="utterances with the most errors to show (default: 5)",
+    )
+    add_decoding(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the error rates, and write the results beside the run."""
+    from effasr.checkpoint import load_model, resolve
+    from effasr.distributed.process_group import choose_device
+    from effasr.evaluation.evaluate import evaluate, openable_cuts
+    from effasr.evaluation.result import save
+
+    loaded = load_model(resolve(options.run), choose_device(options.device))
+    cuts, unreadable = openable_cuts(
+        options.manifest, language=options.language or loaded.prompt.source
+    )
+    done = itertools.count(1)
+    with progress_counter("utterances") as show:
+        evaluation = evaluate(
+            loaded.model,
+            loaded.tokenizer,
+            cuts,
+            normalizer=options.normalizer,
+            config=decoding_config(options),
+            failures=unreadable,
+            on_result=lambda _: show(next(done), len(cuts)),
+        )
+    if not evaluation.utterances:
+        first = evaluation.failures[0]
+        count = len(evaluation.failures)
+        raise ValueError(
+            f"{options.manifest}: none of its {count} utterances can be evaluated; the first, "
+            f"{first.id}: {first.reason}"
+        )
+    print_line(evaluation.text(worst=options.worst))
+    folder = options.output or _default_folder(options.run, options.manifest)
+    if folder is None:
+        print_line(
+            f"written nowhere, as {options.run} is no run: --output FOLDER keeps the results"
+        )
+    else:
+        save(evaluation, folder)
+        print_line(f"written to {folder}")
+    if evaluation.failures:
+        log("evaluate", f"{len(evaluation.failures)} utterances failed and are not counted")
+        return 1
+    return 0
+
+
+def _default_folder(run: Path, manifest: Path) -> Path | None:
+    """runs/NAME/evaluation/SET; None for a model directory, which holds only a model."""
+    if not (run / "checkpoints").is_dir():
+        return None
+    from effasr.evaluation.result import set_name
+
+    return run / "evaluation" / set_name(manifest)
