@@ -231,7 +231,7 @@ class Peer:
     def __init__(self, model: ASRModel, spoken: Utterances) -> None:
         from transformers import CanaryForConditionalGeneration, ParakeetFeatureExtractor
 
-        from effasr.interop.huggingface.checkpoint import export_canary
+        from effasr.interop.huggingface.canary import export_canary
 
         device = next(model.parameters()).device
         with tempfile.TemporaryDirectory() as folder:

@@ -141,7 +141,8 @@ def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: lis
     """Write weights, configuration, tokenizer and model card for transformers."""
     from effasr.data.tokenizer import HuggingFaceTokenizer, WhisperTokenizer
     from effasr.evaluation.model_card import is_replaceable
-    from effasr.interop.huggingface.checkpoint import SpecialTokens, export_model
+    from effasr.interop.huggingface.checkpoint import export_model
+    from effasr.interop.huggingface.special_tokens import SpecialTokens
     from effasr.transcription.json_files import write_text
 
     tokenizer = loaded.tokenizer

@@ -106,7 +106,7 @@ class Transformers:
     def __init__(self, config: TrainConfig, model: ASRModel, device: torch.device) -> None:
         from transformers import CanaryForConditionalGeneration, ParakeetFeatureExtractor
 
-        from effasr.interop.huggingface.checkpoint import export_canary
+        from effasr.interop.huggingface.canary import export_canary
 
         with tempfile.TemporaryDirectory() as folder:
             export_canary(model, folder)

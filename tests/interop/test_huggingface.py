@@ -13,14 +13,11 @@ from torch import Tensor, nn
 from effasr.data.batch import IGNORED, Batch, Example
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.features.spec_augment import AugmentConfig
-from effasr.interop.huggingface.checkpoint import (
-    SpecialTokens,
-    export_canary,
-    export_parakeet_ctc,
-    import_canary,
-    import_parakeet_ctc,
-)
-from effasr.interop.huggingface.weights import to_transformers
+from effasr.interop.huggingface.canary import export_canary, import_canary
+from effasr.interop.huggingface.parakeet import export_parakeet_ctc, import_parakeet_ctc
+from effasr.interop.huggingface.special_tokens import SpecialTokens
+from effasr.interop.huggingface.weights import CANARY
+from effasr.interop.weights import export_weights
 from effasr.model.asr import ASRModel, ModelConfig
 
 transformers = pytest.importorskip("transformers")
@@ -147,8 +144,8 @@ def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
     assert_same(losses.cross_entropy, expected, "loss")
 
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    converted = to_transformers(
-        {name: grad for name, grad in gradients.items() if grad is not None}
+    converted = export_weights(
+        {name: grad for name, grad in gradients.items() if grad is not None}, CANARY
     )
     their_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     assert converted.keys() == their_gradients.keys()

@@ -13,17 +13,15 @@ from torch import Tensor
 
 from effasr.data.batch import Batch, Example
 from effasr.decoding.transducer_greedy import transducer_greedy
-from effasr.interop.huggingface.checkpoint import (
-    SpecialTokens,
-    export_canary,
-    export_model,
-    import_model,
-)
-from effasr.interop.huggingface.transducer import (
+from effasr.interop.huggingface.canary import export_canary
+from effasr.interop.huggingface.checkpoint import export_model, import_model
+from effasr.interop.huggingface.parakeet import (
     export_parakeet_transducer,
     import_parakeet_transducer,
 )
-from effasr.interop.huggingface.weights import to_transformers
+from effasr.interop.huggingface.special_tokens import SpecialTokens
+from effasr.interop.huggingface.weights import PARAKEET
+from effasr.interop.weights import export_weights
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.transducer import Transducer, TransducerConfig
@@ -227,8 +225,8 @@ def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
     assert_same(losses.transducer.double(), expected.sum().double(), "loss")
 
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    converted = to_transformers(
-        {name: grad for name, grad in gradients.items() if grad is not None}
+    converted = export_weights(
+        {name: grad for name, grad in gradients.items() if grad is not None}, PARAKEET
     )
     their_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     assert converted.keys() == their_gradients.keys()
@@ -375,7 +373,7 @@ def test_a_model_without_the_part_is_refused(
         ({"model_type": "wav2vec2"}, "parakeet_rnnt or parakeet_tdt, but is wav2vec2"),
         ({"blank_token_id": 0}, "`blank_token_id` must be the last class, 40, but is 0"),
         ({"hidden_act": "gelu"}, "`hidden_act` must be relu or tanh, but is gelu"),
-        ({"num_decoder_layers": 1}, r"predictor\.lstm\.\w+_l1, expected nothing"),
+        ({"num_decoder_layers": 1}, r"decoder\.lstm\.\w+_l1, expected nothing"),
         ({"decoder_hidden_size": 20}, r"expected \(20,.*, found \(24,"),
     ],
 )

@@ -13,9 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from effasr.data.batch import Batch, Example, StaticShape, collate
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.greedy import attention_greedy
-from effasr.interop.huggingface.checkpoint import SpecialTokens, export_model, import_model
-from effasr.interop.huggingface.whisper_weights import from_whisper, to_whisper
+from effasr.interop.huggingface.checkpoint import export_model, import_model
+from effasr.interop.huggingface.special_tokens import SpecialTokens
+from effasr.interop.huggingface.weights import WHISPER
 from effasr.interop.onnx.padded_model import PaddedDecoderStep, PaddedEncoder
+from effasr.interop.weights import export_weights, import_weights
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import cost_model, recomputed_costs
 from effasr.model.learning_cost import learning_cost, unreached_layers
@@ -95,7 +97,7 @@ def test_encoder_logits_loss_and_gradients(
     logits = model.logits(hidden)
     loss = model(batch).cross_entropy.sum()
     loss.backward()
-    found = to_whisper({name: x.grad for name, x in model.named_parameters()})
+    found = export_weights({name: x.grad for name, x in model.named_parameters()}, WHISPER)
     # Without silence of its own, the longest utterance also ends as if silence followed.
     window = SECONDS if minimum_s else 2 * SECONDS
     extractor = transformers.WhisperFeatureExtractor(chunk_length=window)
@@ -213,7 +215,9 @@ def test_what_is_imported_is_exported_bit_by_bit(checkpoint: Path, tmp_path: Pat
     config, vocab_size, state = import_model(tmp_path)
     assert (config, vocab_size) == (model.config, model.vocab_size)
     assert all(torch.equal(state[name], x) for name, x in model.state_dict().items())
-    assert from_whisper(to_whisper(state)).keys() == state.keys()
+    again, unknown = import_weights(export_weights(state, WHISPER), state, WHISPER)
+    assert again.keys() == state.keys()
+    assert not unknown
     one, other = (
         transformers.WhisperFeatureExtractor.from_pretrained(folder).to_dict()
         for folder in (checkpoint, tmp_path)

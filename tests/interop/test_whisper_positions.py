@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from effasr.data.batch import collate
-from effasr.interop.huggingface.checkpoint import SpecialTokens, export_model, import_model
+from effasr.interop.huggingface.checkpoint import export_model, import_model
+from effasr.interop.huggingface.special_tokens import SpecialTokens
 from effasr.model.asr import ASRModel
 from effasr.model.learning_cost import unreached_layers
 from effasr.nn.positions import whisper_sinusoids

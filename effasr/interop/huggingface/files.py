@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from effasr.data.features.spec_augment import AugmentConfig
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.interop.export_checks import warn_about_options
+from effasr.interop.huggingface.special_tokens import SpecialTokens
+from effasr.interop.weights import Renames, check_weights, import_weights, weight_shapes
+from effasr.model.asr import ModelConfig
 
-_log = logging.getLogger(__name__)
-
-# Tables that are computed, and a copy of the tied embedding.
+# Tables that are computed here.
 _IGNORED = ("preprocessor.featurizer.", ".inv_freq", ".positional_embedding")
 
 
@@ -26,8 +25,8 @@ def read_config(directory: Path, *model_types: str) -> dict[str, Any]:
     """Read ``config.json``.
 
     Raises:
-        FileNotFoundError: There is none.
-        ValueError: It is no JSON, or of none of these types.
+        FileNotFoundError: The file is missing.
+        ValueError: It is not valid JSON, or has another type.
     """
     mapping = _read_json(directory / "config.json")
     if mapping.get("model_type") not in model_types:
@@ -39,7 +38,7 @@ def read_config(directory: Path, *model_types: str) -> dict[str, Any]:
 
 
 def read_preprocessor(directory: Path) -> dict[str, Any]:
-    """The settings of the feature extractor; empty where a model comes without."""
+    """The settings of the feature extractor; empty if there is no such file."""
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (directory / name).is_file():
             mapping = _read_json(directory / name)
@@ -48,7 +47,7 @@ def read_preprocessor(directory: Path) -> dict[str, Any]:
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
-    """What generation must know; empty where a model comes without."""
+    """The settings of generation; empty if there is no such file."""
     path = directory / "generation_config.json"
     return _read_json(path) if path.is_file() else {}
 
@@ -84,54 +83,54 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON: {error}.") from error
 
 
-def checked(
+def read_state(
     config: ModelConfig,
     vocab_size: int,
-    state: dict[str, Tensor],
+    weights: Mapping[str, Tensor],
+    renames: Renames,
     directory: Path,
-    *,
-    described: str = "config.json",
 ) -> dict[str, Tensor]:
-    """The state, if it is that of a model of this configuration.
+    """Convert weights to the state of an `ASRModel`.
 
     Raises:
-        ValueError: It is not; the message names the first difference.
+        ValueError: A weight is missing, unknown or of another shape.
     """
-    with torch.device("meta"):
-        expected = {
-            name: value.shape for name, value in ASRModel(config, vocab_size).state_dict().items()
-        }
-    found = {name: value.shape for name, value in state.items()}
-    wrong = sorted(name for name in expected | found if expected.get(name) != found.get(name))
-    if wrong:
-        first = wrong[0]
-        raise ValueError(
-            f"the weights in {directory} must be those that {described} asks for, but {len(wrong)} "
-            f"are missing, unknown or of another shape: the first is {first}, expected "
-            f"{_shown(expected.get(first))}, found {_shown(found.get(first))}."
-        )
+    shapes = weight_shapes(config, vocab_size)
+    state, unknown = import_weights(weights, shapes, renames)
+    check_weights(state | unknown, shapes, directory)
     return state
 
 
-def _shown(shape: torch.Size | None) -> str:
-    return "nothing" if shape is None else str(tuple(shape))
+def special_ids(tokens: SpecialTokens, vocab_size: int) -> dict[str, int]:
+    """The fields of special tokens in a configuration.
 
-
-def warn_about_layerdrop(encoder: Mapping[str, Any]) -> None:
-    """Say that it is not used here, if a configuration asks for it."""
-    if encoder.get("layerdrop"):
-        _log.warning("`layerdrop` = %s is not used in training here.", encoder["layerdrop"])
+    Raises:
+        ValueError: One is not in the vocabulary.
+    """
+    ids = {
+        "pad_token_id": tokens.pad_id,
+        "bos_token_id": tokens.bos_id,
+        "eos_token_id": tokens.eos_id,
+        "decoder_start_token_id": tokens.decoder_start_id,
+    }
+    for name, token in ids.items():
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"`{name}` must be in the vocabulary of {vocab_size}, but is {token}: pass the "
+                "tokenizer's special tokens."
+            )
+    return ids
 
 
 def warn_about_training_options(
     config: ModelConfig, *, transducer: bool = False, dropouts: bool = True
 ) -> None:
-    """Name what training uses and transformers has not.
+    """Warn about training options that transformers does not have.
 
     Args:
         config: Of the model that is exported.
         transducer: Whether its transducer is exported.
-        dropouts: Whether those of a Canary or a Parakeet are lost.
+        dropouts: Whether to name dropouts that Canary and Parakeet models do not have.
     """
     dropped = [
         f"{part}.{name} = {getattr(options, name)}"
@@ -153,8 +152,7 @@ def warn_about_training_options(
     ]
     if config.augment != AugmentConfig():
         dropped.append("augment")
-    if dropped:
-        _log.warning("Options of training are not exported: %s.", ", ".join(dropped))
+    warn_about_options(dropped)
 
 
 def write(
@@ -163,10 +161,9 @@ def write(
     weights: dict[str, Tensor],
     features: dict[str, Any],
 ) -> Path:
-    """Write configuration, weights and settings of the features; the folder is made if need be."""
+    """Write configuration, weights and feature settings; the folder is created if needed."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.detach().cpu() for name, tensor in weights.items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     write_json(directory / "config.json", config)
     write_json(directory / "preprocessor_config.json", features)

@@ -1,4 +1,4 @@
-"""Whisper's configurations: this project's on one side, transformers' JSON files on the other."""
+"""Configurations of Whisper: this project's, and transformers' JSON files."""
 
 from __future__ import annotations
 
@@ -6,31 +6,46 @@ from collections.abc import Mapping
 from typing import Any
 
 from effasr.data.features.log_mel import FeatureConfig
-from effasr.interop.huggingface.config import reader, refuse
+from effasr.interop.export_checks import refuse
+from effasr.interop.huggingface.fields import Fields
 from effasr.model.asr import ModelConfig
+from effasr.model.decoder import DecoderConfig
 from effasr.model.whisper_encoder import TransformerEncoderConfig
 
 WHISPER_CLASS = "WhisperForConditionalGeneration"
 
-# What transformers 5.23 fills in for a field that a file leaves out.
-WHISPER_DEFAULTS = {
-    "vocab_size": 51_865,
-    "num_mel_bins": 80,
-    "d_model": 384,
-    "encoder_layers": 4,
-    "encoder_attention_heads": 6,
-    "encoder_ffn_dim": 1_536,
-    "decoder_layers": 4,
-    "decoder_attention_heads": 6,
-    "decoder_ffn_dim": 1_536,
-    "max_source_positions": 1_500,
-    "max_target_positions": 448,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "tie_word_embeddings": True,
+_FIXED = {"activation_function": "gelu", "scale_embedding": False}
+_DROPOUTS = {
+    "input_dropout": ("dropout", 0.0),
+    "residual_dropout": ("dropout", 0.0),
+    "attention_dropout": ("attention_dropout", 0.0),
+    "activation_dropout": ("activation_dropout", 0.0),
 }
-WHISPER_FIXED = {"activation_function": "gelu", "scale_embedding": False}
+_ENCODER = Fields(
+    "config",
+    {
+        "width": ("d_model", 384),
+        "layers": ("encoder_layers", 4),
+        "heads": ("encoder_attention_heads", 6),
+        "feed_forward": ("encoder_ffn_dim", 1_536),
+        "max_frames": ("max_source_positions", 1_500),
+        **_DROPOUTS,
+    },
+    _FIXED,
+)
+_DECODER = Fields(
+    "config",
+    {
+        "width": ("d_model", 384),
+        "layers": ("decoder_layers", 4),
+        "heads": ("decoder_attention_heads", 6),
+        "feed_forward": ("decoder_ffn_dim", 1_536),
+        "max_positions": ("max_target_positions", 448),
+        "tie_embeddings": ("tie_word_embeddings", True),
+        **_DROPOUTS,
+    },
+    _FIXED,
+)
 _FEATURES = {
     "feature_extractor_type": "WhisperFeatureExtractor",
     "sampling_rate": 16_000,
@@ -42,11 +57,69 @@ _FEATURES = {
 }
 
 
-def whisper_mapping(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a ``WhisperConfig``, but for those of the vocabulary.
+def read_whisper(
+    mapping: Mapping[str, Any],
+    preprocessor: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    *,
+    learned_positions: bool,
+) -> ModelConfig:
+    """Read a ``WhisperConfig`` with its feature extractor and its generation settings.
+
+    Args:
+        mapping: Of ``config.json``.
+        preprocessor: Of ``preprocessor_config.json``; empty if there is none.
+        generation: Of ``generation_config.json``; an older checkpoint has the fields in
+            ``config.json``.
+        learned_positions: Whether the encoder's table of positions is learned.
 
     Raises:
-        ValueError: The model cannot be expressed; the message says all reasons.
+        ValueError: It has an option that is not supported here, or the two do not fit.
+    """
+    encoder = TransformerEncoderConfig(
+        **_ENCODER.read(mapping), positions="learned" if learned_positions else "sinusoidal"
+    )
+    return ModelConfig(
+        features=_read_features(preprocessor, mapping.get("num_mel_bins", 80), encoder.max_frames),
+        encoder=encoder,
+        decoder=DecoderConfig(
+            **_DECODER.read(mapping),
+            positions="learned",
+            activation="gelu",
+            embedding_norm=False,
+            key_bias=False,
+            output_bias=False,
+            suppress=tuple(generation.get("suppress_tokens") or ()),
+            begin_suppress=tuple(generation.get("begin_suppress_tokens") or ()),
+        ),
+    )
+
+
+def _read_features(mapping: Mapping[str, Any], mel_bins: int, max_frames: int) -> FeatureConfig:
+    seconds = max_frames / 50
+    # transformers refuses features of another length itself.
+    fixed = {"sampling_rate": 16_000, "hop_length": 160, "n_fft": 400}
+    fixed |= {"feature_size": mel_bins, "chunk_length": seconds}
+    Fields("preprocessor_config", {}, fixed).read(mapping)
+    return FeatureConfig(
+        kind="whisper",
+        sample_rate=16_000,
+        subsampling=2,
+        minimum_s=seconds,
+        mel_bins=mel_bins,
+        n_fft=400,
+        window=400,
+        hop=160,
+        preemphasis=0.0,
+        normalize=False,
+    )
+
+
+def whisper_mapping(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a ``WhisperConfig``, without those of the vocabulary.
+
+    Raises:
+        ValueError: transformers cannot express the model; the message lists all reasons.
     """
     encoder, decoder = config.encoder, config.decoder
     if decoder is None or not isinstance(encoder, TransformerEncoderConfig):
@@ -55,6 +128,7 @@ def whisper_mapping(config: ModelConfig) -> dict[str, Any]:
             "model with an encoder of kind transformer. Export ONNX graphs instead."
         )
     refuse(
+        "transformers",
         {
             f"decoder.width={decoder.width}, not encoder.width={encoder.width}": (
                 decoder.width != encoder.width
@@ -71,29 +145,18 @@ def whisper_mapping(config: ModelConfig) -> dict[str, Any]:
                 encoder.key_bias or decoder.key_bias
             ),
             f"features.kind={config.features.kind}": config.features.kind != "whisper",
-        }
+        },
     )
     return {
         "architectures": [WHISPER_CLASS],
         "model_type": "whisper",
         "is_encoder_decoder": True,
         "num_mel_bins": config.features.mel_bins,
-        "d_model": encoder.width,
-        "encoder_layers": encoder.layers,
-        "encoder_attention_heads": encoder.heads,
-        "encoder_ffn_dim": encoder.feed_forward,
-        "decoder_layers": decoder.layers,
-        "decoder_attention_heads": decoder.heads,
-        "decoder_ffn_dim": decoder.feed_forward,
         "num_hidden_layers": encoder.layers,
-        "max_source_positions": encoder.max_frames,
-        "max_target_positions": decoder.max_positions,
-        "dropout": decoder.residual_dropout,
-        "attention_dropout": decoder.attention_dropout,
-        "activation_dropout": decoder.activation_dropout,
-        "tie_word_embeddings": decoder.tie_embeddings,
         "dtype": "float32",
-        **WHISPER_FIXED,
+        **_ENCODER.write(encoder),
+        # Where both have a field, the decoder's value is exported.
+        **_DECODER.write(decoder),
     }
 
 
@@ -107,17 +170,12 @@ def whisper_feature_mapping(config: ModelConfig) -> dict[str, Any]:
     assert isinstance(encoder, TransformerEncoderConfig)  # checked by whisper_mapping
     samples = encoder.max_frames * features.framing.samples
     seconds, rest = divmod(samples, features.sample_rate)
-    refuse(
-        {
-            f"encoder.max_frames={encoder.max_frames}, not whole seconds": rest != 0,
-            **{
-                f"features.{name}={getattr(features, name)} (only {only})": (
-                    getattr(features, name) != only
-                )
-                for name, only in (("sample_rate", 16_000), ("hop", 160), ("n_fft", 400))
-            },
-        }
-    )
+    only = {"sample_rate": 16_000, "hop": 160, "n_fft": 400}
+    reasons = {f"encoder.max_frames={encoder.max_frames}, not whole seconds": rest != 0}
+    for name, value in only.items():
+        given = getattr(features, name)
+        reasons[f"features.{name}={given} (only {value})"] = given != value
+    refuse("transformers", reasons)
     return {
         **_FEATURES,
         "feature_size": features.mel_bins,
@@ -126,40 +184,3 @@ def whisper_feature_mapping(config: ModelConfig) -> dict[str, Any]:
         "nb_max_frames": samples // features.hop,
         "processor_class": "WhisperProcessor",
     }
-
-
-def read_whisper_features(
-    mapping: Mapping[str, Any], mel_bins: int, max_source_positions: int
-) -> FeatureConfig:
-    """Read the settings of a ``WhisperFeatureExtractor``.
-
-    Args:
-        mapping: Of ``preprocessor_config.json``; empty where a model comes without.
-        mel_bins: Of the encoder.
-        max_source_positions: Of the encoder, whose length in seconds the silence must have.
-
-    Raises:
-        ValueError: The two do not fit together.
-    """
-    values = {"feature_size": mel_bins, "chunk_length": max_source_positions / 50, **mapping}
-    fixed = {
-        "sampling_rate": 16_000,
-        "hop_length": 160,
-        "n_fft": 400,
-        "feature_size": mel_bins,
-        # Else transformers would refuse its own features.
-        "chunk_length": max_source_positions / 50,
-    }
-    get = reader("preprocessor_config", values, _FEATURES, fixed)
-    return FeatureConfig(
-        kind="whisper",
-        sample_rate=get("sampling_rate"),
-        subsampling=2,
-        minimum_s=float(get("chunk_length")),
-        mel_bins=mel_bins,
-        n_fft=get("n_fft"),
-        window=get("n_fft"),
-        hop=get("hop_length"),
-        preemphasis=0.0,
-        normalize=False,
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 
@@ -12,15 +11,15 @@ from torch import Tensor
 from effasr.data.features.log_mel import LogMel
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
+from effasr.interop.export_checks import warn_about_options, warn_about_parts
 from effasr.interop.nemo.archive import write_archive
 from effasr.interop.nemo.config import HYBRID, MULTITASK
 from effasr.interop.nemo.model_yaml import check_expressible, model_yaml, nemo_class
 from effasr.interop.nemo.tokenizer import NemoTokens, nemo_tokens
-from effasr.interop.nemo.weights import position_table, to_nemo
+from effasr.interop.nemo.weights import position_table, renames, to_nemo_order
+from effasr.interop.weights import export_weights
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.encoder import EncoderConfig
-
-_log = logging.getLogger(__name__)
 
 _ROUNDED_TO = 8
 """NeMo rounds the classes of a Canary up to a multiple of this."""
@@ -69,7 +68,8 @@ def export_nemo(
         classes = len(tokens.ids)
         _put_labels(state, tokens, model.vocab_size)
     _warn(config, name)
-    weights = to_nemo(state, hybrid=name == HYBRID) | _tables(config)
+    names = renames(hybrid=name == HYBRID)
+    weights = export_weights(state, names, to_nemo_order) | _tables(config)
     if name == MULTITASK:
         embedding = weights["transf_decoder._embedding.token_embedding.weight"]
         weights["log_softmax.mlp.layer0.weight"] = embedding
@@ -185,12 +185,8 @@ def _defaults(prompt: Prompt, prompt_format: str) -> list[dict[str, object]]:
 
 
 def _warn(config: ModelConfig, name: str) -> None:
-    if name == MULTITASK:
-        for part, given in (("CTC head", config.ctc), ("transducer", config.transducer)):
-            if given:
-                _log.warning("The %s is not exported: NeMo's %s has none.", part, name)
-    if config.text_encoder is not None:
-        _log.warning("The text encoder is not exported: NeMo has none.")
+    exported = ("decoder",) if name == MULTITASK else ("transducer", "ctc")
+    warn_about_parts(config, exported, f"NeMo's {name}")
     encoder, decoder = config.encoder, config.decoder
     assert isinstance(encoder, EncoderConfig)  # checked by check_expressible
     dropped = []
@@ -198,5 +194,4 @@ def _warn(config: ModelConfig, name: str) -> None:
         dropped.append(f"encoder.activation_dropout = {encoder.activation_dropout}")
     if decoder is not None and decoder.activation_dropout:
         dropped.append(f"decoder.activation_dropout = {decoder.activation_dropout}")
-    if dropped:
-        _log.warning("Options of training are not exported: %s.", ", ".join(dropped))
+    warn_about_options(dropped)

@@ -14,12 +14,17 @@ from torch import Tensor
 from effasr.data.features.log_mel import LogMel
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import NeMoTokenizer
-from effasr.interop.huggingface.files import checked
-from effasr.interop.nemo.archive import NemoArchive, read_archive
+from effasr.interop.nemo.archive import CONFIG, NemoArchive, read_archive
 from effasr.interop.nemo.config import HYBRID, MULTITASK, model_class, read_model
 from effasr.interop.nemo.tokenizer import read_tokenizer
-from effasr.interop.nemo.weights import from_nemo, position_table
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.interop.nemo.weights import (
+    AFTER_DROPOUT,
+    from_nemo_order,
+    position_table,
+    renames,
+)
+from effasr.interop.weights import check_weights, import_weights, weight_shapes
+from effasr.model.asr import ModelConfig
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +35,6 @@ _BANDS, _WINDOW = "preprocessor.featurizer.fb", "preprocessor.featurizer.window"
 _POSITIONS = "transf_decoder._embedding.position_embedding.pos_enc"
 _TIED = "transf_decoder._embedding.token_embedding.weight"
 _OUTPUT = "log_softmax.mlp.layer0.weight"
-_EMBEDDING = "decoder.embed_tokens.weight"
 _START = "transducer.predictor.embedding.weight"
 # Never used, and a table that older versions kept.
 _IGNORED = ("transf_decoder._embedding.token_type_embedding.weight", "encoder.pos_enc.pe")
@@ -82,14 +86,14 @@ def _read(archive: NemoArchive) -> NemoModel:
     is_canary = name == MULTITASK
     prompt_format = str(archive.config.get("prompt_format")) if is_canary else None
     tokenizer = read_tokenizer(archive, prompt_format)
-    with torch.device("meta"):
-        names = list(ASRModel(config, tokenizer.vocab_size).state_dict())
-    state, rest = from_nemo(archive.weights, names, hybrid=name == HYBRID)
+    weights = {name.replace(*AFTER_DROPOUT): value for name, value in archive.weights.items()}
     vocab_size = tokenizer.vocab_size
-    if is_canary and _EMBEDDING in state:
-        # NeMo rounds their number up.
-        vocab_size = max(len(state[_EMBEDDING]), vocab_size)
-    _check_tables(config, rest, archive.weights.get(_TIED))
+    if is_canary and _TIED in weights:
+        # NeMo rounds the number of classes up.
+        vocab_size = max(len(weights[_TIED]), vocab_size)
+    shapes = weight_shapes(config, vocab_size)
+    state, rest = import_weights(weights, shapes, renames(hybrid=name == HYBRID), from_nemo_order)
+    _check_tables(config, rest, weights.get(_TIED))
     if _START in state and state[_START][-1].any():
         raise ValueError(
             "`decoder.prediction.embed.weight` must be zero in its last row, the blank's, as NeMo "
@@ -97,9 +101,7 @@ def _read(archive: NemoArchive) -> NemoModel:
         )
     known = (_BANDS, _WINDOW, _POSITIONS, _OUTPUT, *_IGNORED)
     unknown = {key: value for key, value in rest.items() if key not in known}
-    state = checked(
-        config, vocab_size, state | unknown, archive.path, described="model_config.yaml"
-    )
+    check_weights(state | unknown, shapes, archive.path, CONFIG)
     _warn(archive.config, unused)
     return NemoModel(config, vocab_size, state, tokenizer, _prompt(archive.config, tokenizer))
 

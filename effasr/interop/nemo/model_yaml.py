@@ -8,6 +8,7 @@ from typing import Any
 
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.features.spec_augment import AugmentConfig
+from effasr.interop.export_checks import refuse
 from effasr.interop.nemo.config import CTC, HYBRID, MULTITASK, TRANSDUCER
 from effasr.interop.nemo.tokenizer import NemoTokens
 from effasr.model.asr import ModelConfig
@@ -71,11 +72,7 @@ def check_expressible(config: ModelConfig) -> None:
     elif config.transducer is not None:
         predictor = config.transducer.predictor
         reasons[f"transducer.predictor={predictor} (only lstm)"] = predictor != "lstm"
-    found = [reason for reason, holds in reasons.items() if holds]
-    if found:
-        raise ValueError(
-            f"this model cannot be exported, because NeMo has no {'; no '.join(found)}."
-        )
+    refuse("NeMo", reasons)
 
 
 def _decoder_reasons(decoder: DecoderConfig) -> dict[str, bool]:

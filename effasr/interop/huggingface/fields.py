@@ -1,0 +1,43 @@
+"""Fields of transformers' configurations beside those of this project."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A section of a configuration of transformers, read and written by one table.
+
+    Attributes:
+        section: Its name, for messages.
+        table: By our field: the field of transformers, and the value that transformers 5.23 fills
+            in where a file leaves it out.
+        fixed: Fields of transformers that can have only one value here.
+    """
+
+    section: str
+    table: Mapping[str, tuple[str, Any]]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, mapping: Mapping[str, Any]) -> dict[str, Any]:
+        """Our fields of a section.
+
+        Raises:
+            ValueError: A fixed field has another value.
+        """
+        for key, only in self.fixed.items():
+            if mapping.get(key, only) != only:
+                raise ValueError(f"`{self.section}.{key}` must be {only}, but is {mapping[key]}.")
+        values = {}
+        for ours, (theirs, default) in self.table.items():
+            value = mapping.get(theirs, default)
+            values[ours] = float(value or 0.0) if isinstance(default, float) else value
+        return values
+
+    def write(self, config: object) -> dict[str, Any]:
+        """The section of one of our configurations, fixed fields included."""
+        fields = {theirs: getattr(config, ours) for ours, (theirs, _) in self.table.items()}
+        return {**fields, **self.fixed}
