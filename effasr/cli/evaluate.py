@@ -59,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
     from effasr.distributed.process_group import choose_device
     from effasr.evaluation.evaluate import evaluate, openable_cuts
     from effasr.evaluation.result import save
+    from effasr.evaluation.tables import report
 
     loaded = load_model(resolve(options.run), choose_device(options.device))
     cuts, unreadable = openable_cuts(
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
             f"{options.manifest}: none of its {count} utterances can be evaluated; the first, "
             f"{first.id}: {first.reason}"
         )
-    print_line(evaluation.text(worst=options.worst))
+    print_line(report(evaluation, options.worst))
     folder = options.output or _default_folder(options.run, options.manifest)
     if folder is None:
         print_line(

@@ -13,7 +13,6 @@ from typing import Any
 from effasr.evaluation.alignment import align, trn_line
 from effasr.evaluation.bootstrap import interval
 from effasr.evaluation.normalizer import get_normalizer
-from effasr.evaluation.tables import wer_table, worst_table
 from effasr.evaluation.wer import ErrorCounts, total
 from effasr.transcription.json_files import one_line, write_json, write_json_lines, write_text
 from effasr.transcription.results import Failure
@@ -101,11 +100,6 @@ class Evaluation:
         """The utterances with the most word errors; among equals, the shorter reference first."""
         order = sorted(self.utterances, key=lambda u: (-u.errors.errors, u.errors.words))
         return [utterance for utterance in order[:count] if utterance.errors.errors]
-
-    def text(self, worst: int = 0) -> str:
-        """A table of error rates, the failures, and the ``worst`` utterances, for a person."""
-        table, listed = wer_table(self), worst_table(self, worst)
-        return f"{table}\n{listed}" if listed else table
 
     def summary(self) -> dict[str, Any]:
         """What ``wer.json`` holds; a rate that is undefined is None."""

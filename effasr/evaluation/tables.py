@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -13,17 +12,21 @@ from rich.text import Text
 
 from effasr.evaluation.alignment import align
 from effasr.evaluation.normalizer import get_normalizer
+from effasr.evaluation.result import Evaluation
 from effasr.evaluation.wer import ErrorCounts
 from effasr.transcription.json_files import one_line
-
-if TYPE_CHECKING:
-    from effasr.evaluation.result import Evaluation
 
 _MOST_FAILURES = 20
 """To be shown one by one: ``wer.json`` has them all."""
 
 _WIDE = 10_000
 """Columns, so that nothing is wrapped: a terminal does that itself."""
+
+
+def report(evaluation: Evaluation, worst: int = 0) -> str:
+    """The table of error rates, the failures, and the ``worst`` utterances."""
+    table, listed = wer_table(evaluation), worst_table(evaluation, worst)
+    return f"{table}\n{listed}" if listed else table
 
 
 def wer_table(evaluation: Evaluation) -> str:

@@ -11,7 +11,7 @@ from effasr.data.manifest.reader import read
 from effasr.decoding.config import DecodingConfig
 from effasr.evaluation.evaluate import evaluate, shard
 from effasr.evaluation.result import Evaluation, ScoredUtterance, merge, save, set_name
-from effasr.evaluation.tables import wer_table, worst_table
+from effasr.evaluation.tables import report, wer_table, worst_table
 from effasr.evaluation.wer import count_errors
 from effasr.transcription.results import Failure
 from effasr.transcription.transcribe import transcribe
@@ -278,8 +278,8 @@ def test_tables() -> None:
         "  Eval:               S",
     ]
     assert worst_table(result, count=1).count("REF:") == 1
-    assert result.text() == wer_table(result)
-    assert result.text(worst=2) == wer_table(result) + "\n" + worst_table(result, 2)
+    assert report(result) == wer_table(result)
+    assert report(result, 2) == wer_table(result) + "\n" + worst_table(result, 2)
 
 
 def test_one_language_needs_no_sum_and_no_word_no_rate() -> None:
