@@ -37,7 +37,7 @@ from effasr.data.features.log_mel import FeatureConfig
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.transcription.packed_weights import PackedWeights
 
 TOKENS_PER_SECOND = 3.6
@@ -106,7 +106,7 @@ def build(shape: str, size: Size, device: torch.device, dtype: torch.dtype) -> A
     config = ModelConfig(
         ctc=False,
         features=FeatureConfig(mel_bins=size.mel_bins),
-        encoder=EncoderConfig(
+        encoder=FastConformerConfig(
             width=size.width,
             layers=encoder,
             heads=size.heads,

@@ -35,7 +35,7 @@ from effasr.data.batch import Batch, StaticShape
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import cost_model
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.presets import PRESET_VOCABULARIES, PRESETS
 from effasr.optim.adamw import OptimizerConfig
 from effasr.training.config import LoopConfig, TrainConfig, resolve_losses
@@ -53,7 +53,9 @@ COLUMNS = (
 
 def small(classes: int) -> tuple[ModelConfig, int]:
     """A model for a CPU."""
-    encoder = EncoderConfig(width=96, layers=4, heads=4, feed_forward=384, subsampling_channels=16)
+    encoder = FastConformerConfig(
+        width=96, layers=4, heads=4, feed_forward=384, subsampling_channels=16
+    )
     decoder = DecoderConfig(width=96, layers=2, heads=4, feed_forward=384)
     return ModelConfig(encoder=encoder, decoder=decoder), classes
 

@@ -35,7 +35,7 @@ from effasr.data.tokenizer import train_tokenizer
 from effasr.distributed.tensor_files import read_whole
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.training.checkpointing.run_checkpoints import TENSORS
 from effasr.training.config import LoopConfig, TrainConfig
 from effasr.training.run_dir.run_directory import read_lines
@@ -128,7 +128,7 @@ def _config(folder: Path, name: str, steps: int, ranks: int) -> TrainConfig:
         name=name,
         output=str(folder),
         model=ModelConfig(
-            encoder=EncoderConfig(subsampling_channels=4, residual_dropout=0.1, **width),
+            encoder=FastConformerConfig(subsampling_channels=4, residual_dropout=0.1, **width),
             decoder=DecoderConfig(residual_dropout=0.1, **width),
             ctc=True,
         ),

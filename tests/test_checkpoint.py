@@ -17,11 +17,13 @@ from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import train_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
 
 CONFIG = ModelConfig(
-    encoder=EncoderConfig(width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4),
+    encoder=FastConformerConfig(
+        width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4
+    ),
     decoder=DecoderConfig(width=16, layers=1, heads=2, feed_forward=16),
     ctc=True,
 )

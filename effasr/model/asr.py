@@ -15,11 +15,11 @@ from effasr.data.features.log_mel import FeatureConfig, LogMel
 from effasr.data.features.spec_augment import AugmentConfig, spec_augment
 from effasr.model.checks import check
 from effasr.model.decoder import Decoder, DecoderConfig
-from effasr.model.encoder import Encoder, EncoderConfig
+from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
 from effasr.model.losses import Losses, gather_losses
 from effasr.model.text_encoder import TextEncoder, TextEncoderConfig
 from effasr.model.transducer import Transducer, TransducerConfig
-from effasr.model.whisper_encoder import TransformerEncoder, TransformerEncoderConfig
+from effasr.model.whisper_encoder import WhisperEncoder, WhisperEncoderConfig
 from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.convolution import DepthwiseConv
@@ -43,7 +43,7 @@ _RESETTABLE = (
     RelativeSelfAttention,
     StatelessPredictor,
     TextEncoder,
-    TransformerEncoder,
+    WhisperEncoder,
 )
 
 
@@ -63,7 +63,7 @@ class ModelConfig:
 
     features: FeatureConfig = field(default_factory=FeatureConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    encoder: EncoderConfig | TransformerEncoderConfig = field(default_factory=EncoderConfig)
+    encoder: FastConformerConfig | WhisperEncoderConfig = field(default_factory=FastConformerConfig)
     decoder: DecoderConfig | None = field(default_factory=DecoderConfig)
     ctc: bool = False
     transducer: TransducerConfig | None = None
@@ -327,8 +327,8 @@ class ASRModel(nn.Module):
         return encoded.with_values(self.projection(encoded.values))
 
 
-def _encoder(config: ModelConfig) -> Encoder | TransformerEncoder:
+def _encoder(config: ModelConfig) -> FastConformerEncoder | WhisperEncoder:
     bands = config.features.mel_bins
-    if isinstance(config.encoder, TransformerEncoderConfig):
-        return TransformerEncoder(config.encoder, bands)
-    return Encoder(config.encoder, bands)
+    if isinstance(config.encoder, WhisperEncoderConfig):
+        return WhisperEncoder(config.encoder, bands)
+    return FastConformerEncoder(config.encoder, bands)

@@ -8,7 +8,7 @@ from effasr.data.sampling.cost import CostModel
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.transducer import TransducerConfig
-from effasr.model.whisper_encoder import TransformerEncoderConfig
+from effasr.model.whisper_encoder import WhisperEncoderConfig
 
 
 def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
@@ -91,7 +91,7 @@ def recomputed_costs(
     layers = _more(encoder.layers, every) - -(-below // every)
     more = replace(config, encoder=replace(encoder, layers=layers))
     unneeded = unneeded_frame = unneeded_text = 0
-    if isinstance(encoder, TransformerEncoderConfig) and not encoder.residual_dropout:
+    if isinstance(encoder, WhisperEncoderConfig) and not encoder.residual_dropout:
         unneeded_frame = (layers - encoder.layers) * 2 * encoder.width * encoder.feed_forward
     if decoder is not None:
         more = replace(more, decoder=replace(decoder, layers=_more(decoder.layers, every)))
@@ -126,7 +126,7 @@ def subsampling_cost(config: ModelConfig) -> int:
     """FLOPs of each frame before the first layer of the encoder: of features and convolutions."""
     encoder, width, bins = config.encoder, config.encoder.width, config.features.mel_bins
     features = 2 * config.features.subsampling * (config.features.n_fft // 2 + 1) * bins
-    if isinstance(encoder, TransformerEncoderConfig):
+    if isinstance(encoder, WhisperEncoderConfig):
         # Two rows of the first convolution, one of the second; 3 taps each.
         return features + 2 * 3 * width * (2 * bins + width)
     channels = encoder.subsampling_channels
@@ -140,7 +140,7 @@ def _encoder(config: ModelConfig) -> tuple[int, int]:
     """FLOPs of features and encoder: of each frame, and of each pair of frames."""
     encoder = config.encoder
     width = encoder.width
-    if isinstance(encoder, TransformerEncoderConfig):
+    if isinstance(encoder, WhisperEncoderConfig):
         layer = 2 * 4 * width**2 + 2 * 2 * width * encoder.feed_forward
         layers = encoder.layers * layer
         return subsampling_cost(config) + layers, encoder.layers * 2 * 2 * width

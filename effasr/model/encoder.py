@@ -14,18 +14,18 @@ from effasr import ranges
 from effasr.data.features.log_mel import MelFrames
 from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.attention import RelativeSelfAttention, SelfAttention
-from effasr.nn.convolution import Convolution
+from effasr.nn.convolution import ConformerConvolution
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.positions import relative_sinusoids
 from effasr.nn.stack import Layer, is_empty, is_sharded, layer_forward, pass_by
-from effasr.nn.subsampling import Subsampling
+from effasr.nn.subsampling import ConvSubsampling
 from effasr_kernels import PackedLayout, PackedSequence, Rotary
 
 _REACH_STEP = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EncoderConfig:
+class FastConformerConfig:
     """A FastConformer: subsampling by eight, then Conformer layers.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Context:
 class ConformerLayer(Layer):
     """Half a feed-forward network, self-attention, convolution, the other half, LayerNorm."""
 
-    def __init__(self, config: EncoderConfig):
+    def __init__(self, config: FastConformerConfig):
         super().__init__()
         width = config.width
         self.dropout = config.residual_dropout
@@ -136,7 +136,7 @@ class ConformerLayer(Layer):
         self.norm_self_att = nn.LayerNorm(width)
         self.self_attn = _self_attention(config)
         self.norm_conv = nn.LayerNorm(width)
-        self.conv = Convolution(
+        self.conv = ConformerConvolution(
             width, config.conv_kernel, norm=config.conv_norm, bias=config.convolution_bias
         )
         self.norm_feed_forward2 = nn.LayerNorm(width)
@@ -157,14 +157,14 @@ class ConformerLayer(Layer):
         return F.dropout(x, self.dropout, self.training)
 
 
-class Encoder(nn.Module):
+class FastConformerEncoder(nn.Module):
     """From mel rows to encoder frames.
 
     With the default options the function is transformers' ``ParakeetEncoder`` of each utterance
     alone, except that batch normalisation counts real frames only.
     """
 
-    def __init__(self, config: EncoderConfig, mel_bins: int):
+    def __init__(self, config: FastConformerConfig, mel_bins: int):
         """Build the layers.
 
         Args:
@@ -173,7 +173,7 @@ class Encoder(nn.Module):
         """
         super().__init__()
         self.config = config
-        self.subsampling = Subsampling(mel_bins, config.subsampling_channels, config.width)
+        self.subsampling = ConvSubsampling(mel_bins, config.subsampling_channels, config.width)
         self.subsampling_norm = nn.LayerNorm(config.width) if config.subsampling_norm else None
         self.layers = nn.ModuleList(ConformerLayer(config) for _ in range(config.layers))
 
@@ -226,7 +226,7 @@ class Encoder(nn.Module):
         return _Context(layout, mask, dropped)
 
 
-def _feed_forward(config: EncoderConfig) -> FeedForward:
+def _feed_forward(config: FastConformerConfig) -> FeedForward:
     return FeedForward(
         config.width,
         config.feed_forward,
@@ -236,7 +236,7 @@ def _feed_forward(config: EncoderConfig) -> FeedForward:
     )
 
 
-def _self_attention(config: EncoderConfig) -> SelfAttention:
+def _self_attention(config: FastConformerConfig) -> SelfAttention:
     sizes = config.width, config.heads, config.width // config.heads
     options = {"bias": config.bias, "dropout": config.attention_dropout}
     if config.position == "relative":

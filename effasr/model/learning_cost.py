@@ -12,7 +12,7 @@ from effasr.data.sampling.cost import CostModel
 from effasr.model.asr import ASRModel
 from effasr.model.cost import cost_model, predictor_cost, subsampling_cost, text_cost_model
 from effasr.model.decoder import Decoder
-from effasr.model.whisper_encoder import TransformerEncoder
+from effasr.model.whisper_encoder import WhisperEncoder
 from effasr.nn.lora import LoRALinear
 
 _FORWARD_AND_BACKWARD = 3
@@ -107,7 +107,7 @@ class _Count:
     def encoder(self, model: ASRModel) -> bool:
         """Of speech, and whether anything in it is trained."""
         encoder = model.encoder
-        if isinstance(encoder, TransformerEncoder):
+        if isinstance(encoder, WhisperEncoder):
             return self._transformer(encoder, subsampling_cost(model.config))
         config = encoder.config
         reached = _learns(encoder.subsampling)
@@ -122,7 +122,7 @@ class _Count:
             self.left["frame"] += taps * (not learns) + taps * (not reached)
         return reached
 
-    def _transformer(self, encoder: TransformerEncoder, stem: int) -> bool:
+    def _transformer(self, encoder: WhisperEncoder, stem: int) -> bool:
         reached = _learns(encoder.stem)
         self.left["frame"] += 2 * stem * (not reached)
         if encoder.embed_positions is not None:

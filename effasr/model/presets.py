@@ -8,11 +8,11 @@ from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.features.spec_augment import AugmentConfig
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 
 _FEATURES = FeatureConfig(mel_bins=128)
 _AUGMENT = AugmentConfig(freq_masks=2, freq_width=27, time_masks=10, time_width=0.05)
-_ENCODER = EncoderConfig(
+_ENCODER = FastConformerConfig(
     width=1024,
     feed_forward=4096,
     input_dropout=0.1,
@@ -30,7 +30,7 @@ _DECODER = DecoderConfig(
 )
 
 
-def _canary(encoder: EncoderConfig, decoder: DecoderConfig) -> ModelConfig:
+def _canary(encoder: FastConformerConfig, decoder: DecoderConfig) -> ModelConfig:
     return ModelConfig(features=_FEATURES, augment=_AUGMENT, encoder=encoder, decoder=decoder)
 
 

@@ -21,7 +21,7 @@ _KIND = "transformer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TransformerEncoderConfig:
+class WhisperEncoderConfig:
     """A pre-norm Transformer with GELU behind two convolutions that halve the rate, as Whisper's.
 
     It reads features of ``subsampling: 2``. The defaults are those of Whisper small.
@@ -109,10 +109,10 @@ class ConvolutionStem(nn.Module):
         return F.gelu(_product(torch.cat([earlier, first, second], 1), self.conv2))
 
 
-class TransformerEncoder(nn.Module):
+class WhisperEncoder(nn.Module):
     """From mel rows to encoder frames: the encoder of ``WhisperForConditionalGeneration``."""
 
-    def __init__(self, config: TransformerEncoderConfig, mel_bins: int):
+    def __init__(self, config: WhisperEncoderConfig, mel_bins: int):
         """Build the layers.
 
         Args:
@@ -173,7 +173,7 @@ class TransformerEncoder(nn.Module):
         return PackedSequence(self.norm(x), layout)
 
 
-def _layer(config: TransformerEncoderConfig) -> TransformerLayer:
+def _layer(config: WhisperEncoderConfig) -> TransformerLayer:
     return TransformerLayer(
         config.width,
         heads=config.heads,

@@ -52,7 +52,7 @@ class DepthwiseConv(nn.Module):
         )
 
 
-class Convolution(nn.Module):
+class ConformerConvolution(nn.Module):
     """Linear, gate, depthwise convolution, norm, SiLU, linear: (T, width) to (T, width).
 
     References:

@@ -9,7 +9,7 @@ from effasr.data.features.log_mel import MelFrames
 from effasr_kernels import strided_depthwise, subsampling_stem
 
 
-class Subsampling(nn.Module):
+class ConvSubsampling(nn.Module):
     """Three convolutions of stride 2 in time and frequency, then a linear layer.
 
     The function is Hugging Face's ``ParakeetEncoderSubsamplingConv2D`` (NeMo's ``dw_striding``) of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from effasr.model.asr import ASRModel
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.linear import whole_bias
-from effasr.nn.subsampling import Subsampling
+from effasr.nn.subsampling import ConvSubsampling
 
 _FEWEST_WEIGHTS = 2**15
 """Of a layer that only decoder steps call, with few rows: oneDNN takes longer to call than MKL."""
@@ -51,7 +51,7 @@ class PackedWeights:
             if isinstance(module, FeedForward) and module.linear1 in packed:
                 first = partial(packed[module.linear1], activation=_ACTIVATIONS[module.activation])
                 self._methods.append((module, "forward", _joined(first, module.linear2)))
-            elif isinstance(module, Subsampling) and _can_be_packed(module.linear.weight):
+            elif isinstance(module, ConvSubsampling) and _can_be_packed(module.linear.weight):
                 linear = _packed(module.project_weight(), module.linear.bias)
                 self._methods.append((module, "project", linear))
 

@@ -13,7 +13,7 @@ from effasr.data.config import DataConfig
 from effasr.data.tokenizer import train_tokenizer
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training.config import LoopConfig, TrainConfig
@@ -60,7 +60,7 @@ def config(folder: Path, output: Path, name: str, seed: int, ranks: int) -> Trai
         output=str(output),
         seed=seed,
         model=ModelConfig(
-            encoder=EncoderConfig(
+            encoder=FastConformerConfig(
                 width=32, layers=2, heads=2, feed_forward=64, subsampling_channels=8,
                 conv_norm="layer_norm", subsampling_norm=True,
             ),

@@ -23,7 +23,7 @@ from effasr.interop.onnx.description import describe
 from effasr.interop.onnx.export import check_transducer, write_transducer
 from effasr.interop.onnx.padded_model import PaddedEncoder
 from effasr.model.asr import ASRModel, ModelConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import Transducer, TransducerConfig
 
 pytest.importorskip("onnx")
@@ -152,7 +152,7 @@ def make_model(kind: str, tokenizer: Tokenizer, encoder: ASRModel | None = None)
     sizes = {"width": 32, "layers": 1, "heads": 2, "feed_forward": 32, "subsampling_channels": 4}
     config = ModelConfig(
         features=FEATURES,
-        encoder=EncoderConfig(**sizes, subsampling_norm=True, position="rotary"),
+        encoder=FastConformerConfig(**sizes, subsampling_norm=True, position="rotary"),
         decoder=None,
         transducer=KINDS[kind],
     )

@@ -14,7 +14,7 @@ from effasr.decoding.greedy import attention_greedy, decode
 from effasr.decoding.lm.ngram import TokenNgrams
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import Decoder, DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.nn.cache.decoder_state import PagedCache
 from effasr.transcription.recognizer import Recognizer
 from effasr_kernels import pack
@@ -130,7 +130,9 @@ def tiny() -> ASRModel:
     """A vocabulary of four tokens, the end among them."""
     config = ModelConfig(
         features=FeatureConfig(mel_bins=16),
-        encoder=EncoderConfig(width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4),
+        encoder=FastConformerConfig(
+            width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4
+        ),
         decoder=DecoderConfig(width=16, layers=1, heads=2, feed_forward=16, max_positions=16),
         ctc=True,
     )

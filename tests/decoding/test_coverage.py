@@ -12,7 +12,7 @@ from effasr.decoding.config import DecodingConfig
 from effasr.decoding.greedy import check_config, decode
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import Decoder, DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.nn.cache.decoder_state import PagedCache
 from effasr_kernels import pack
@@ -29,7 +29,9 @@ def tiny() -> ASRModel:
     """A vocabulary of four tokens, and attention that is sharp enough to cover frames."""
     config = ModelConfig(
         features=FeatureConfig(mel_bins=16),
-        encoder=EncoderConfig(width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4),
+        encoder=FastConformerConfig(
+            width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4
+        ),
         decoder=DecoderConfig(width=16, layers=2, heads=2, feed_forward=16, max_positions=16),
     )
     torch.manual_seed(3)

@@ -10,7 +10,7 @@ from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.transcription.transcribe import Waveform, transcribe
 
 RATE = 16_000
@@ -34,7 +34,7 @@ def learnt(tokenizer, waveforms) -> ASRModel:
     torch.manual_seed(0)
     config = ModelConfig(
         features=FeatureConfig(mel_bins=16, normalize=False),
-        encoder=EncoderConfig(
+        encoder=FastConformerConfig(
             width=32,
             layers=1,
             heads=2,

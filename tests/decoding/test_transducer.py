@@ -14,7 +14,7 @@ from effasr.decoding.greedy import Decoded, choose_method, decode
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel, ModelConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr.transcription.recognizer import Recognizer
 from effasr_kernels import PackedSequence, pack
@@ -162,7 +162,7 @@ def model(request, tokenizer: Tokenizer) -> ASRModel:
 def _model(predictor: str, tokenizer: Tokenizer) -> ASRModel:
     config = ModelConfig(
         features=FeatureConfig(mel_bins=16),
-        encoder=EncoderConfig(
+        encoder=FastConformerConfig(
             width=32, layers=1, heads=2, feed_forward=32, subsampling_channels=4,
             subsampling_norm=True,
         ),

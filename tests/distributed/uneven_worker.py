@@ -9,7 +9,7 @@ from effasr.data.batch import Example, StaticShape, collate
 from effasr.distributed.process_group import World, joined
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.training import build
 from effasr.training.config import TrainConfig
 from effasr.training.step import train_step
@@ -27,7 +27,7 @@ def uneven() -> None:
     batches = [collate(examples, shape, eos_id=1, pad_id=0) for examples in (*given, [])]
     layer = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 16, "residual_dropout": 0.1}
     model_config = ModelConfig(
-        encoder=EncoderConfig(**layer, subsampling_channels=4),
+        encoder=FastConformerConfig(**layer, subsampling_channels=4),
         decoder=DecoderConfig(**layer),
         ctc=True,
     )

@@ -12,7 +12,7 @@ from effasr.distributed.process_group import World
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import cost_model
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.training.loss import LossConfig, Objective
 from effasr.training.step import Trainee
@@ -54,7 +54,7 @@ def make_trainee(
         half: Whether products are in bfloat16.
     """
     torch.manual_seed(0)
-    encoder = EncoderConfig(
+    encoder = FastConformerConfig(
         width=32, layers=1, heads=2, feed_forward=32, subsampling_channels=8,
         residual_dropout=dropout, attention_dropout=dropout, position=position,
     )  # fmt: skip

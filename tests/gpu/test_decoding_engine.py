@@ -7,7 +7,7 @@ from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.decoding.decoded import Decoded
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr_kernels import pack
 
 pytestmark = [
@@ -27,7 +27,7 @@ MIXED = [
 def model() -> ASRModel:
     torch.manual_seed(0)
     config = ModelConfig(
-        encoder=EncoderConfig(width=WIDTH, layers=1, heads=4, feed_forward=64),
+        encoder=FastConformerConfig(width=WIDTH, layers=1, heads=4, feed_forward=64),
         decoder=DecoderConfig(
             width=WIDTH, layers=2, heads=2, feed_forward=64, max_positions=128, tie_embeddings=False
         ),

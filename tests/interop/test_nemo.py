@@ -18,7 +18,7 @@ from effasr.interop.nemo.export import export_nemo
 from effasr.interop.nemo.importer import NemoModel, import_nemo
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 
@@ -134,7 +134,7 @@ def test_scores_of_a_canary_are_nemos(model: ASRModel, expected: dict[str, np.nd
 
 def test_what_is_imported_is_as_the_file_says(imported: NemoModel, case: str) -> None:
     config, encoder = imported.config, imported.config.encoder
-    assert isinstance(encoder, EncoderConfig)
+    assert isinstance(encoder, FastConformerConfig)
     assert config.augment.time_masks == 10
     assert config.augment.time_width == 0.05
     assert (encoder.input_dropout, encoder.position_dropout) == (0.05, 0.02)
@@ -228,7 +228,7 @@ def test_a_model_of_our_own_goes_out_with_its_tokenizer(
     """NeMo's own check of such files is in `nemo/check.py`; here they come back."""
     tokenizer = tokenizers[name in ("rnnt", "canary")]
     # NeMo has biases in all layers or in none.
-    encoder = EncoderConfig(
+    encoder = FastConformerConfig(
         width=16, layers=1, heads=2, feed_forward=32, subsampling_channels=6, convolution_bias=False
     )
     config = ModelConfig(**{"encoder": encoder, "decoder": None, **OWN[name]})

@@ -21,7 +21,7 @@ from effasr.interop.nemo.export import export_nemo
 from effasr.interop.nemo.importer import import_nemo
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
 
 FOLDER = Path(__file__).parent / "nemo"
@@ -298,7 +298,7 @@ def tokenizer() -> NeMoTokenizer:
     return import_nemo(FOLDER / "canary.nemo").tokenizer
 
 
-SMALL = EncoderConfig(width=16, layers=1, heads=2, feed_forward=32, subsampling_channels=4)
+SMALL = FastConformerConfig(width=16, layers=1, heads=2, feed_forward=32, subsampling_channels=4)
 DECODER = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 16}
 
 
@@ -322,7 +322,7 @@ def test_what_nemo_has_not_is_refused(
     parts: dict[str, Any] = {"decoder": DecoderConfig(**DECODER)}
     if "encoder" in options:
         values = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 32}
-        parts["encoder"] = EncoderConfig(**{**values, **options["encoder"]})
+        parts["encoder"] = FastConformerConfig(**{**values, **options["encoder"]})
     if "decoder" in options:
         parts["decoder"] = DecoderConfig(**{**DECODER, **options["decoder"]})
     if "transducer" in options:

@@ -26,9 +26,9 @@ from effasr.data.features.log_mel import FeatureConfig, LogMel
 from effasr.data.features.spec_augment import AugmentConfig
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
-from effasr.model.whisper_encoder import TransformerEncoderConfig
+from effasr.model.whisper_encoder import WhisperEncoderConfig
 from effasr_kernels import PackedLayout, PackedSequence
 
 DEVICE = "fakegpu"
@@ -104,7 +104,7 @@ def variants() -> Iterator[ModelConfig]:
     for position, norm, other in product(
         ("relative", "rotary", "none"), ("batch_norm", "layer_norm"), (True, False)
     ):
-        encoder = EncoderConfig(
+        encoder = FastConformerConfig(
             width=32,
             layers=1,
             heads=4,
@@ -142,7 +142,7 @@ def variants() -> Iterator[ModelConfig]:
             normalize=False,
         ),
         augment=AugmentConfig(freq_masks=2, freq_width=3, time_masks=2),
-        encoder=TransformerEncoderConfig(width=32, layers=1, heads=4, feed_forward=48, **DROPOUT),
+        encoder=WhisperEncoderConfig(width=32, layers=1, heads=4, feed_forward=48, **DROPOUT),
         decoder=DecoderConfig(
             width=32,
             layers=1,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from effasr.data.batch import Batch, Example
 from effasr.data.features.spec_augment import AugmentConfig
 from effasr.model.asr import ASRModel, ModelConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.losses import Losses
 
 VOCABULARY = 40
@@ -335,6 +335,6 @@ def test_utterances_over_the_limits_are_refused(
 def test_a_model_needs_an_output_and_a_vocabulary() -> None:
     with pytest.raises(ValueError, match="set `ctc` or give a `decoder`"):
         ModelConfig(decoder=None)
-    config = ModelConfig(encoder=EncoderConfig(width=8, layers=1), decoder=None, ctc=True)
+    config = ModelConfig(encoder=FastConformerConfig(width=8, layers=1), decoder=None, ctc=True)
     with pytest.raises(ValueError, match="`vocab_size` must be at least 1, but is 0"):
         ASRModel(config, 0)

@@ -5,21 +5,25 @@ import pytest
 from effasr import config as configs
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.presets import PRESETS
 
 
 @pytest.mark.parametrize(
     ("cls", "options", "message"),
     [
-        (EncoderConfig, {"layers": 0}, "`layers` must be at least 1, but is 0"),
-        (EncoderConfig, {"width": 30, "heads": 4}, "multiple of 2 and of heads = 4, but is 30"),
-        (EncoderConfig, {"conv_kernel": 8}, "`conv_kernel` must be odd, but is 8"),
-        (EncoderConfig, {"position": "absolute"}, "one of relative, rotary, none"),
-        (EncoderConfig, {"conv_norm": "group_norm"}, "one of batch_norm, layer_norm"),
-        (EncoderConfig, {"residual_dropout": 1.0}, r"in \[0, 1\), but is 1\.0"),
-        (EncoderConfig, {"input_positions": -0.1}, "at least 0"),
-        (EncoderConfig, {"max_frames": 0}, "at least 1 or null"),
+        (FastConformerConfig, {"layers": 0}, "`layers` must be at least 1, but is 0"),
+        (
+            FastConformerConfig,
+            {"width": 30, "heads": 4},
+            "multiple of 2 and of heads = 4, but is 30",
+        ),
+        (FastConformerConfig, {"conv_kernel": 8}, "`conv_kernel` must be odd, but is 8"),
+        (FastConformerConfig, {"position": "absolute"}, "one of relative, rotary, none"),
+        (FastConformerConfig, {"conv_norm": "group_norm"}, "one of batch_norm, layer_norm"),
+        (FastConformerConfig, {"residual_dropout": 1.0}, r"in \[0, 1\), but is 1\.0"),
+        (FastConformerConfig, {"input_positions": -0.1}, "at least 0"),
+        (FastConformerConfig, {"max_frames": 0}, "at least 1 or null"),
         (DecoderConfig, {"width": 33}, "even and at least 4"),
         (DecoderConfig, {"width": 34, "heads": 4}, "or set `head_dim`"),
         (DecoderConfig, {"head_dim": 0}, "`head_dim` must be at least 1"),

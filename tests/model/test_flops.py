@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from effasr.data.batch import Batch, Example
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 
 
 def _linear(rows: int, inputs: int, outputs: int, *, inputs_learn: bool = True) -> int:
@@ -15,7 +15,7 @@ def _linear(rows: int, inputs: int, outputs: int, *, inputs_learn: bool = True) 
     return 2 * rows * inputs * outputs * (3 if inputs_learn else 2)
 
 
-def _subsampling(config: EncoderConfig, bins: int, rows: int, frames: int) -> int:
+def _subsampling(config: FastConformerConfig, bins: int, rows: int, frames: int) -> int:
     channels = config.subsampling_channels
     # The stem: 3 x 3 taps at 4 x F/2 places of a frame, and again at 2 x F/4.
     stem = 2 * 9 * channels * frames * (4 * (bins // 2) + 2 * (bins // 4))
@@ -28,7 +28,9 @@ def _subsampling(config: EncoderConfig, bins: int, rows: int, frames: int) -> in
     )
 
 
-def _encoder_layer(config: EncoderConfig, rows: int, lengths: Sequence[int], reach: int) -> int:
+def _encoder_layer(
+    config: FastConformerConfig, rows: int, lengths: Sequence[int], reach: int
+) -> int:
     width = config.width
     pairs = sum(length**2 for length in lengths)
     return (

@@ -11,7 +11,7 @@ from effasr.interop.huggingface.canary import export_canary
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import text_cost_model
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 
@@ -193,7 +193,7 @@ def test_an_empty_batch_still_reaches_every_parameter(model) -> None:
 def test_widths_of_encoder_and_decoder_may_differ(config) -> None:
     config = replace(
         config,
-        encoder=EncoderConfig(width=16, layers=1, heads=2, feed_forward=16),
+        encoder=FastConformerConfig(width=16, layers=1, heads=2, feed_forward=16),
         decoder=DecoderConfig(width=32, layers=1, heads=2, feed_forward=16),
     )
     assert ASRModel(config, VOCABULARY)(batch_of(PAIRS)).cross_entropy.isfinite()

@@ -2,14 +2,14 @@ import pytest
 import torch
 from torch import nn
 
-from effasr.nn.convolution import Convolution
+from effasr.nn.convolution import ConformerConvolution
 from effasr_kernels import PackedLayout
 
 
 @pytest.mark.parametrize("norm", ["batch_norm", "layer_norm"])
 def test_a_pack_is_each_sequence_alone(norm: str) -> None:
     torch.manual_seed(0)
-    module = Convolution(8, 5, norm=norm).eval()
+    module = ConformerConvolution(8, 5, norm=norm).eval()
     layout = PackedLayout.from_lengths([4, 0, 9, 1], rows=17)
     x = torch.randn(17, 8)
     packed = module(x, layout, layout.mask()[:, None])[:14].split([4, 0, 9, 1])
@@ -20,7 +20,7 @@ def test_a_pack_is_each_sequence_alone(norm: str) -> None:
 
 def test_it_is_the_module_of_torch_layers() -> None:
     torch.manual_seed(0)
-    module = Convolution(6, 3, norm="layer_norm")
+    module = ConformerConvolution(6, 3, norm="layer_norm")
     x = torch.randn(7, 6)
     gated = nn.functional.glu(module.pointwise1(x))
     convolved = nn.functional.conv1d(
@@ -34,7 +34,7 @@ def test_it_is_the_module_of_torch_layers() -> None:
 @pytest.mark.parametrize("tail", [0, 3])
 def test_batch_norm_in_training_is_that_of_torch(tail: int) -> None:
     torch.manual_seed(0)
-    module = Convolution(6, 3, norm="batch_norm").double()
+    module = ConformerConvolution(6, 3, norm="batch_norm").double()
     theirs = nn.BatchNorm1d(6).double()
     layout = PackedLayout.from_lengths([4, 0, 7], rows=11 + tail)
     x = torch.randn(11 + tail, 6, dtype=torch.float64, requires_grad=True)
@@ -64,6 +64,6 @@ def test_batch_norm_in_training_is_that_of_torch(tail: int) -> None:
 
 
 def test_biases_can_be_left_out() -> None:
-    module = Convolution(6, 3, norm="layer_norm", bias=False)
+    module = ConformerConvolution(6, 3, norm="layer_norm", bias=False)
     names = {name for name, _ in module.named_parameters() if "norm" not in name}
     assert names == {"pointwise1.weight", "depthwise.weight", "pointwise2.weight"}

@@ -14,7 +14,7 @@ from effasr.model.whisper_encoder import ConvolutionStem
 from effasr.nn.norms import BatchNorm
 from effasr.nn.positions import decoder_sinusoids, relative_sinusoids, whisper_sinusoids
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
-from effasr.nn.subsampling import Subsampling
+from effasr.nn.subsampling import ConvSubsampling
 
 # The operations that read a value, or whose output has a shape that depends on values.
 WAITS = {
@@ -52,7 +52,7 @@ def test_nothing_waits_for_the_device() -> None:
     shape = StaticShape(frame_budget=12, token_budget=15, max_sequences=5)
     batch = collate(examples, shape, eos_id=4, pad_id=0)
     features, norm = LogMel(FeatureConfig(mel_bins=16)), BatchNorm(6)
-    subsampling = Subsampling(16, 4, 6)
+    subsampling = ConvSubsampling(16, 4, 6)
     augment = AugmentConfig(freq_masks=2, freq_width=3, time_masks=2)
     with NoWaiting():
         mel = features(batch.audio, batch.frames)

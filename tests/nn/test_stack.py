@@ -11,7 +11,7 @@ from effasr.data.batch import Batch, StaticShape
 from effasr.data.text_batch import TextExample, collate_text
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.nn.norms import BatchNorm
 from effasr.nn.stack import is_recomputing, recompute_layers
@@ -29,7 +29,7 @@ def make_model(every: int) -> ASRModel:
     """With every kind of randomness, and with statistics."""
     torch.manual_seed(0)
     config = ModelConfig(
-        encoder=EncoderConfig(
+        encoder=FastConformerConfig(
             width=16, layers=3, heads=2, feed_forward=16, subsampling_channels=4,
             input_dropout=0.1, position_dropout=0.1, **NOISE,
         ),

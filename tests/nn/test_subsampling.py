@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from effasr.data.features.log_mel import MelFrames
-from effasr.nn.subsampling import Subsampling
+from effasr.nn.subsampling import ConvSubsampling
 from effasr_kernels import PackedLayout
 
 BINS, CHANNELS, WIDTH = 16, 6, 10
@@ -24,9 +24,9 @@ def mel_frames(lengths: tuple[int, ...], spare: int = 3, extra: int = 2) -> MelF
     return mel
 
 
-def subsampling() -> Subsampling:
+def subsampling() -> ConvSubsampling:
     torch.manual_seed(0)
-    module = Subsampling(BINS, CHANNELS, WIDTH)
+    module = ConvSubsampling(BINS, CHANNELS, WIDTH)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
     return module
@@ -37,7 +37,7 @@ def rows_of(mel: MelFrames, n: int) -> torch.Tensor:
     return mel.values[start : start + int(mel.lengths[n])]
 
 
-def alone(module: Subsampling, rows: torch.Tensor) -> torch.Tensor:
+def alone(module: ConvSubsampling, rows: torch.Tensor) -> torch.Tensor:
     """The layers of one utterance without any padding: (L, BINS) to (n, WIDTH)."""
     x = module.conv(rows[None, None]).relu()
     for depthwise, pointwise in (

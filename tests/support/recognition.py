@@ -9,7 +9,7 @@ from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.tokenizer import Tokenizer, train_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
 
 RATE = 16_000
@@ -29,7 +29,7 @@ def model(tokenizer) -> ASRModel:
     """Random weights which give texts of various lengths: some end, some are stopped."""
     config = ModelConfig(
         features=FeatureConfig(mel_bins=16),
-        encoder=EncoderConfig(
+        encoder=FastConformerConfig(
             width=32,
             layers=1,
             heads=2,
@@ -80,7 +80,7 @@ def tdt_model(tokenizer: Tokenizer) -> ASRModel:
     """A transducer with durations, of random weights that give texts of various lengths."""
     config = ModelConfig(
         features=FeatureConfig(mel_bins=16),
-        encoder=EncoderConfig(
+        encoder=FastConformerConfig(
             width=32, layers=1, heads=2, feed_forward=32, subsampling_channels=4,
             subsampling_norm=True,
         ),

@@ -8,7 +8,7 @@ from effasr.data.batch import Batch, Example, StaticShape, collate
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 
 VOCABULARY = 40
 BATCH = {"eos_id": 3, "pad_id": 2}
@@ -48,7 +48,9 @@ def tiny_config() -> ModelConfig:
     """A decoder and a CTC head; batch normalisation and relative positions."""
     return ModelConfig(
         features=FeatureConfig(mel_bins=16),
-        encoder=EncoderConfig(width=32, layers=2, heads=4, feed_forward=48, subsampling_channels=8),
+        encoder=FastConformerConfig(
+            width=32, layers=2, heads=4, feed_forward=48, subsampling_channels=8
+        ),
         decoder=DecoderConfig(
             width=24, layers=2, heads=2, head_dim=8, feed_forward=40, max_positions=64
         ),

@@ -15,7 +15,7 @@ from effasr.data.tokenizer import train_tokenizer
 from effasr.distributed.process_group import World
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training import build
 from effasr.training.config import LoopConfig, TrainConfig
@@ -29,7 +29,7 @@ VOCABULARY = 12
 def model_config() -> ModelConfig:
     """A model with every kind of randomness and of state that training must handle."""
     return ModelConfig(
-        encoder=EncoderConfig(
+        encoder=FastConformerConfig(
             width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4,
             residual_dropout=0.1, attention_dropout=0.1,
         ),

@@ -14,7 +14,7 @@ from effasr.distributed.ddp_comm_hook import GradientExchange
 from effasr.distributed.process_group import World, joined
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.training import build
 from effasr.training.config import LoopConfig, TrainConfig
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
@@ -28,7 +28,7 @@ STEPS, MICRO_BATCHES = 3, 3
 def quiet(world: World, *, one_bucket: bool) -> tuple[ASRModel, Trainee]:
     """Nothing random, no batch norm; by default a bucket of gradients for every few parameters."""
     model_config = ModelConfig(
-        encoder=EncoderConfig(
+        encoder=FastConformerConfig(
             width=16, layers=2, heads=2, feed_forward=16, subsampling_channels=4,
             conv_norm="layer_norm",
         ),

@@ -10,7 +10,7 @@ from effasr.data.batch import Batch, Example, StaticShape, collate
 from effasr.distributed.process_group import World, joined
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.adascale import AdaScaleConfig
 from effasr.optim.schedules import ScheduleConfig
@@ -44,7 +44,7 @@ def examples_of(number: int) -> list[Example]:
 def quiet_config(optimizer: OptimizerConfig, **training) -> TrainConfig:
     """Nothing random, no batch norm."""
     model = ModelConfig(
-        encoder=EncoderConfig(
+        encoder=FastConformerConfig(
             width=16, layers=2, heads=2, feed_forward=16, subsampling_channels=4,
             conv_norm="layer_norm",
         ),

@@ -9,7 +9,7 @@ from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.training import build
@@ -118,7 +118,7 @@ def test_a_recipe_may_change_fields_of_the_model_to_begin_with(
     assert configuration.load(TrainConfig, recipe, change).model == found
     (tmp_path / "run" / "model.yaml").unlink()
     config = configuration.load(TrainConfig, recipe, change)
-    assert config.model.encoder == EncoderConfig(residual_dropout=0.25)
+    assert config.model.encoder == FastConformerConfig(residual_dropout=0.25)
 
 
 def test_without_data_or_tokenizer_the_message_says_what_is_missing(tones) -> None:

@@ -15,7 +15,7 @@ from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, train_tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.model.asr import ASRModel, ModelConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.transcription.results import Transcription
 from effasr.transcription.transcribe import Waveform, transcribe
 
@@ -73,7 +73,7 @@ def learn(spoken: list[tuple[Waveform, Times]], folder: Path) -> tuple[ASRModel,
         {"en": [text_of(times) for _, times in spoken]}, folder, vocab_size=80
     )
     torch.manual_seed(0)
-    encoder = EncoderConfig(
+    encoder = FastConformerConfig(
         width=48,
         layers=1,
         heads=2,

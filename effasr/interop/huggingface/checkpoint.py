@@ -21,7 +21,7 @@ from effasr.interop.huggingface.parakeet import (
 from effasr.interop.huggingface.special_tokens import SpecialTokens
 from effasr.interop.huggingface.whisper import export_whisper, import_whisper
 from effasr.model.asr import ASRModel, ModelConfig
-from effasr.model.whisper_encoder import TransformerEncoderConfig
+from effasr.model.whisper_encoder import WhisperEncoderConfig
 
 _READERS = {
     "whisper": import_whisper,
@@ -75,7 +75,7 @@ def export_model(
         ValueError: transformers cannot express the model; the message says why.
     """
     tokens = SpecialTokens() if tokens is None else tokens
-    if isinstance(model.config.encoder, TransformerEncoderConfig):
+    if isinstance(model.config.encoder, WhisperEncoderConfig):
         return export_whisper(model, directory, tokens)
     if model.config.decoder is not None:
         return export_canary(model, directory, tokens)

@@ -10,7 +10,7 @@ from effasr.interop.export_checks import refuse
 from effasr.interop.huggingface.fields import Fields
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
 
 _ENCODER = Fields(
@@ -72,13 +72,13 @@ _FEATURES = Fields(
 )
 
 
-def read_encoder(mapping: Mapping[str, Any]) -> EncoderConfig:
+def read_encoder(mapping: Mapping[str, Any]) -> FastConformerConfig:
     """Read a ``ParakeetEncoderConfig``.
 
     Raises:
         ValueError: It has an option that this encoder does not support.
     """
-    return EncoderConfig(**_ENCODER.read(mapping))
+    return FastConformerConfig(**_ENCODER.read(mapping))
 
 
 def read_decoder(mapping: Mapping[str, Any], *, tie_embeddings: bool) -> DecoderConfig:
@@ -137,7 +137,7 @@ def encoder_mapping(config: ModelConfig) -> dict[str, Any]:
             reasons.
     """
     encoder = config.encoder
-    if not isinstance(encoder, EncoderConfig):
+    if not isinstance(encoder, FastConformerConfig):
         raise ValueError(
             f"`encoder.kind` must be fastconformer for a Canary or a Parakeet, but is "
             f"{encoder.kind}: transformers has such encoders in Whisper models only."

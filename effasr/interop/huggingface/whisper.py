@@ -30,7 +30,7 @@ from effasr.interop.huggingface.whisper_config import (
 )
 from effasr.interop.weights import export_weights
 from effasr.model.asr import ASRModel, ModelConfig
-from effasr.model.whisper_encoder import TransformerEncoderConfig
+from effasr.model.whisper_encoder import WhisperEncoderConfig
 from effasr.nn.positions import whisper_sinusoids
 
 _log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def export_whisper(model: ASRModel, directory: str | Path, tokens: SpecialTokens
     ids["bos_token_id"] = tokens.eos_id
     config |= {"vocab_size": model.vocab_size, **ids}
     encoder, decoder = model.config.encoder, model.config.decoder
-    assert isinstance(encoder, TransformerEncoderConfig)  # checked by whisper_mapping
+    assert isinstance(encoder, WhisperEncoderConfig)  # checked by whisper_mapping
     assert decoder is not None
     if model.config.features.framing.minimum < encoder.max_frames:
         _log.warning(

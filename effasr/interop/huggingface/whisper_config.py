@@ -10,7 +10,7 @@ from effasr.interop.export_checks import refuse
 from effasr.interop.huggingface.fields import Fields
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.whisper_encoder import TransformerEncoderConfig
+from effasr.model.whisper_encoder import WhisperEncoderConfig
 
 WHISPER_CLASS = "WhisperForConditionalGeneration"
 
@@ -76,7 +76,7 @@ def read_whisper(
     Raises:
         ValueError: It has an option that is not supported here, or the two do not fit.
     """
-    encoder = TransformerEncoderConfig(
+    encoder = WhisperEncoderConfig(
         **_ENCODER.read(mapping), positions="learned" if learned_positions else "sinusoidal"
     )
     return ModelConfig(
@@ -122,7 +122,7 @@ def whisper_mapping(config: ModelConfig) -> dict[str, Any]:
         ValueError: transformers cannot express the model; the message lists all reasons.
     """
     encoder, decoder = config.encoder, config.decoder
-    if decoder is None or not isinstance(encoder, TransformerEncoderConfig):
+    if decoder is None or not isinstance(encoder, WhisperEncoderConfig):
         raise ValueError(
             "`decoder` must be given for a Whisper model, but is null: transformers has no CTC "
             "model with an encoder of kind transformer. Export ONNX graphs instead."
@@ -167,7 +167,7 @@ def whisper_feature_mapping(config: ModelConfig) -> dict[str, Any]:
         ValueError: transformers has no such features.
     """
     features, encoder = config.features, config.encoder
-    assert isinstance(encoder, TransformerEncoderConfig)  # checked by whisper_mapping
+    assert isinstance(encoder, WhisperEncoderConfig)  # checked by whisper_mapping
     samples = encoder.max_frames * features.framing.samples
     seconds, rest = divmod(samples, features.sample_rate)
     only = {"sample_rate": 16_000, "hop": 160, "n_fft": 400}

@@ -12,7 +12,7 @@ from effasr.interop.nemo import sections as sections
 from effasr.interop.nemo.options import integer, number, switch
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
 
 CTC, TRANSDUCER = "EncDecCTCModelBPE", "EncDecRNNTBPEModel"
@@ -101,7 +101,7 @@ def _features(mapping: Any, unused: list[str]) -> FeatureConfig:
     )
 
 
-def _encoder(mapping: Any, features: FeatureConfig, unused: list[str]) -> EncoderConfig:
+def _encoder(mapping: Any, features: FeatureConfig, unused: list[str]) -> FastConformerConfig:
     values = sections.ENCODER.read("encoder", mapping, unused)
     width = integer("encoder.d_model", values["d_model"])
     _same("encoder.feat_in", values["feat_in"], features.mel_bins, "preprocessor.features")
@@ -132,7 +132,7 @@ def _encoder(mapping: Any, features: FeatureConfig, unused: list[str]) -> Encode
     channels = integer("encoder.subsampling_conv_channels", values["subsampling_conv_channels"])
     bias = switch("encoder.use_bias", values["use_bias"])
     dropout = number("encoder.dropout", values["dropout"])
-    return EncoderConfig(
+    return FastConformerConfig(
         width=width,
         layers=integer("encoder.n_layers", values["n_layers"]),
         heads=integer("encoder.n_heads", values["n_heads"]),

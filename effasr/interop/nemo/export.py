@@ -19,7 +19,7 @@ from effasr.interop.nemo.tokenizer import NemoTokens, nemo_tokens
 from effasr.interop.nemo.weights import position_table, renames, to_nemo_order
 from effasr.interop.weights import export_weights
 from effasr.model.asr import ASRModel, ModelConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 
 _ROUNDED_TO = 8
 """NeMo rounds the classes of a Canary up to a multiple of this."""
@@ -95,7 +95,7 @@ def _parts(model: ASRModel, name: str) -> dict[str, Tensor]:
 def _add_biases(state: dict[str, Tensor], config: ModelConfig) -> None:
     """Zeros, where NeMo has a bias and this model has none."""
     encoder, decoder = config.encoder, config.decoder
-    assert isinstance(encoder, EncoderConfig)  # checked by check_expressible
+    assert isinstance(encoder, FastConformerConfig)  # checked by check_expressible
     for name in list(state):
         if not _BIASED.fullmatch(name):
             continue
@@ -188,7 +188,7 @@ def _warn(config: ModelConfig, name: str) -> None:
     exported = ("decoder",) if name == MULTITASK else ("transducer", "ctc")
     warn_about_parts(config, exported, f"NeMo's {name}")
     encoder, decoder = config.encoder, config.decoder
-    assert isinstance(encoder, EncoderConfig)  # checked by check_expressible
+    assert isinstance(encoder, FastConformerConfig)  # checked by check_expressible
     dropped = []
     if encoder.activation_dropout != encoder.residual_dropout:
         dropped.append(f"encoder.activation_dropout = {encoder.activation_dropout}")

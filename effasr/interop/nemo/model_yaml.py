@@ -13,7 +13,7 @@ from effasr.interop.nemo.config import CTC, HYBRID, MULTITASK, TRANSDUCER
 from effasr.interop.nemo.tokenizer import NemoTokens
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
 
 _TARGETS = {
@@ -53,7 +53,7 @@ def check_expressible(config: ModelConfig) -> None:
         ValueError: It has not; the message says all reasons.
     """
     encoder, decoder = config.encoder, config.decoder
-    if not isinstance(encoder, EncoderConfig):
+    if not isinstance(encoder, FastConformerConfig):
         raise ValueError(
             f"`encoder.kind` must be that of a FastConformer for a .nemo file, but is "
             f"{encoder.kind}: export with --format huggingface."
@@ -98,7 +98,7 @@ def model_yaml(config: ModelConfig, tokens: NemoTokens, classes: int) -> dict[st
         classes: Of the decoder's output.
     """
     name, encoder = nemo_class(config), config.encoder
-    assert isinstance(encoder, EncoderConfig)  # checked by check_expressible
+    assert isinstance(encoder, FastConformerConfig)  # checked by check_expressible
     yaml: dict[str, Any] = {
         "sample_rate": config.features.sample_rate,
         "log_prediction": True,
@@ -165,7 +165,7 @@ def _seconds(samples: int, rate: int) -> float:
     return seconds if int(seconds * rate) == samples else (samples + 0.5) / rate
 
 
-def _encoder(encoder: EncoderConfig, bands: int) -> dict[str, Any]:
+def _encoder(encoder: FastConformerConfig, bands: int) -> dict[str, Any]:
     return {
         "_target_": f"{_ASR}modules.ConformerEncoder",
         "feat_in": bands,

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import Decoder, DecoderLayer
-from effasr.model.encoder import ConformerLayer, Encoder
-from effasr.model.whisper_encoder import TransformerEncoder
+from effasr.model.encoder import ConformerLayer, FastConformerEncoder
+from effasr.model.whisper_encoder import WhisperEncoder
 from effasr.nn.attention import CrossAttention, RelativeSelfAttention, SelfAttention
-from effasr.nn.convolution import Convolution
+from effasr.nn.convolution import ConformerConvolution
 from effasr.nn.norms import BatchNorm
 from effasr.nn.positions import relative_sinusoids, sinusoids
-from effasr.nn.subsampling import Subsampling
+from effasr.nn.subsampling import ConvSubsampling
 from effasr.nn.transformer_layer import TransformerLayer
 from effasr_kernels import Rotary
 
@@ -63,7 +63,7 @@ class PaddedEncoder(nn.Module):
             with a CTC head log-probabilities of tokens and blank, (B, frames, V + 1); with a
             transducer the encoder's share of its joint network, (B, frames, J).
         """
-        if isinstance(self.encoder, TransformerEncoder):
+        if isinstance(self.encoder, WhisperEncoder):
             x, lengths = _whisper(self.encoder, features, lengths)
         else:
             x, lengths = _fastconformer(self.encoder, features, lengths)
@@ -132,7 +132,9 @@ class PaddedDecoderStep(nn.Module):
         return decoder.logits(decoder.norm(x[:, 0])), torch.stack(keys), torch.stack(values)
 
 
-def _fastconformer(encoder: Encoder, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def _fastconformer(
+    encoder: FastConformerEncoder, x: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor]:
     """(B, T, mel_bins) to (B, T / 8, width)."""
     config = encoder.config
     x, lengths = _subsampled(encoder.subsampling, x, lengths)
@@ -150,7 +152,7 @@ def _fastconformer(encoder: Encoder, x: Tensor, lengths: Tensor) -> tuple[Tensor
     return x, lengths
 
 
-def _whisper(encoder: TransformerEncoder, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def _whisper(encoder: WhisperEncoder, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """(B, T, mel_bins) to (B, T / 2, width)."""
     stem = encoder.stem
     x = x * _mask(lengths, x.shape[1])[..., None]
@@ -167,7 +169,7 @@ def _whisper(encoder: TransformerEncoder, x: Tensor, lengths: Tensor) -> tuple[T
     return encoder.norm(x), lengths
 
 
-def _subsampled(module: Subsampling, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def _subsampled(module: ConvSubsampling, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """(B, T, mel_bins) to (B, T / 8, width), with zeros behind each utterance after every layer."""
 
     def masked(x: Tensor, lengths: Tensor) -> Tensor:
@@ -215,7 +217,7 @@ def _self_attention(module: SelfAttention, x: Tensor, real: Tensor) -> Tensor:
     return _joined(module, scores.softmax(-1) @ v)
 
 
-def _convolution(module: Convolution, x: Tensor, real: Tensor) -> Tensor:
+def _convolution(module: ConformerConvolution, x: Tensor, real: Tensor) -> Tensor:
     x = F.glu(module.pointwise1(x), -1) * real[..., None]
     taps = module.depthwise.weight
     x = F.conv1d(

@@ -245,7 +245,7 @@ def _multitask(folder: Path, kind: str, prompt: str, width: int, layers: int) ->
         encoder=encoder(),
         transf_encoder={
             "_target_": "nemo.collections.asr.modules.transformer.transformer_encoders."
-            "TransformerEncoder",
+            "WhisperEncoder",
             "num_layers": 0,
             "hidden_size": width,
             "inner_size": 4 * width,

@@ -7,7 +7,7 @@ import pytest
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import EncoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.training.calibration.memory_model import MemoryModel
 from effasr.training.calibration.search import load_of
 from effasr.training.calibration.speed_model import SpeedModel
@@ -15,7 +15,9 @@ from effasr.training.calibration.trial import Measurement
 from effasr.training.calibration.workload import Population, Workload
 
 MODEL = ModelConfig(
-    encoder=EncoderConfig(width=16, layers=2, heads=2, feed_forward=16, subsampling_channels=4),
+    encoder=FastConformerConfig(
+        width=16, layers=2, heads=2, feed_forward=16, subsampling_channels=4
+    ),
     decoder=DecoderConfig(width=16, layers=1, heads=2, feed_forward=16),
     ctc=True,
 )
