@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
     from effasr.checkpoint import load_model, resolve
     from effasr.data.prompt import Prompt
     from effasr.distributed.process_group import choose_device
-    from effasr.transcription.outputs.writers import Sink
+    from effasr.transcription.outputs.writers import ResultWriter
     from effasr.transcription.progress import TranscriptionProgress
     from effasr.transcription.results import Failure, Transcription
     from effasr.transcription.transcribe import transcribe
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
     if options.stream:
         return _live(options, loaded, _asked(default, options))
     sources = _sources(options, default)
-    sink = Sink(_style(options), options.output, sources)
+    sink = ResultWriter(_style(options), options.output, sources)
     if options.continued:
         every, sources = len(sources), sink.missing(sources)
         _note(f"{every - len(sources)} of {every} are there already")
@@ -172,9 +172,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _live(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) -> int:
     """What is said on standard input, each segment as it comes."""
-    from effasr.transcription.outputs.writers import LiveSink
+    from effasr.transcription.outputs.writers import StreamWriter
     from effasr.transcription.recognizer import Recognizer
-    from effasr.transcription.streaming import RawFormat, raw_blocks, transcribe_live
+    from effasr.transcription.streaming import RawFormat, raw_blocks, transcribe_stream
 
     form = RawFormat(
         sample_rate=options.sample_rate or 16_000,
@@ -186,8 +186,8 @@ def _live(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) -> i
     )
     blocks = raw_blocks(sys.stdin.buffer, form, recognizer.sample_rate)
     latency = 10.0 if options.latency is None else options.latency
-    segments = transcribe_live(recognizer, blocks, prompt, latency_seconds=latency)
-    untimed, sink = _Untimed(), LiveSink(_style(options), "stream")
+    segments = transcribe_stream(recognizer, blocks, prompt, latency_seconds=latency)
+    untimed, sink = _Untimed(), StreamWriter(_style(options), "stream")
     for segment in segments:
         sink.write(segment)
         untimed.add([segment])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from effasr.decoding.coverage import Coverage
-from effasr.decoding.ctc_prefix_scorer import CTCPrefixes
+from effasr.decoding.ctc_prefix_scorer import CTCPrefixScorer
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.decoding.suppression import FORBIDDEN, Suppression
@@ -200,7 +200,7 @@ class _Search:
     tokens: Tensor
     labels: Tensor
     ends: Tensor
-    ctc: CTCPrefixes | None
+    ctc: CTCPrefixScorer | None
     coverage: Coverage | None
 
     @classmethod
@@ -237,7 +237,7 @@ class _Search:
             tokens=table[:, min(starts) - 1, None].repeat(1, beam),
             labels=table.new_empty(*shape, 0),
             ends=torch.zeros(shape, dtype=torch.bool, device=device),
-            ctc=CTCPrefixes.begin(model, encoded, len(prompts), beam) if ctc else None,
+            ctc=CTCPrefixScorer.begin(model, encoded, len(prompts), beam) if ctc else None,
             coverage=Coverage.begin(frames, beam, device) if coverage else None,
         )
 

@@ -15,7 +15,7 @@ _NONE = -torch.inf
 
 
 @dataclass(frozen=True, slots=True)
-class CTCPrefixes:
+class CTCPrefixScorer:
     """K prefixes of each of N utterances, and how likely CTC reaches them by each frame.
 
     The forward variables of a prefix are the log-probabilities of all paths over the first t frames
@@ -43,7 +43,9 @@ class CTCPrefixes:
     blank: Tensor
 
     @classmethod
-    def begin(cls, model: ASRModel, encoded: PackedSequence, count: int, beam: int) -> CTCPrefixes:
+    def begin(
+        cls, model: ASRModel, encoded: PackedSequence, count: int, beam: int
+    ) -> CTCPrefixScorer:
         """Empty prefixes of the first ``count`` sequences of encoder output."""
         # A symbol's frames are neighbours, because that is what a prefix reads.
         log_probs = ctc_log_probs(model, encoded).t().contiguous()
@@ -84,7 +86,7 @@ class CTCPrefixes:
         every = torch.logaddexp(self.label, self.blank)
         return every.gather(2, self.lengths[:, None, None].expand(*self.last.shape, 1))[..., 0]
 
-    def advanced(self, parent: Tensor, label: Tensor) -> CTCPrefixes:
+    def advanced(self, parent: Tensor, label: Tensor) -> CTCPrefixScorer:
         """Go on with these parents, each with one more token.
 
         Args:
@@ -108,7 +110,7 @@ class CTCPrefixes:
             blank=torch.where(stays[..., None], of_blank, new_blank),
         )
 
-    def keep(self, index: Tensor) -> CTCPrefixes:
+    def keep(self, index: Tensor) -> CTCPrefixScorer:
         """These utterances alone, int64 (M,)."""
         kept = {name: getattr(self, name)[index] for name in ("lengths", "last", "label", "blank")}
         return replace(self, rows=self.rows[index], **kept)

@@ -18,7 +18,7 @@ from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.lm.neural import load_neural_lm
 from effasr.decoding.lm.ngram import TokenLM, load_ngrams
-from effasr.decoding.tdt_beam import durations_beam
+from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
@@ -195,7 +195,7 @@ def _aligned(
     if config.beam == 1:
         return transducer_greedy(model.transducer, encoded, config.max_symbols)
     limits = [config.max_tokens(frames) for frames in encoded.layout.lengths]
-    search = transducer_beam if model.transducer.config.durations is None else durations_beam
+    search = transducer_beam if model.transducer.config.durations is None else tdt_beam
     return search(model.transducer, encoded, config.beam, limits)
 
 

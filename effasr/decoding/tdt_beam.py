@@ -16,7 +16,7 @@ from effasr_kernels import PackedSequence
 _NONE = -torch.inf
 
 
-def durations_beam(
+def tdt_beam(
     head: Transducer, encoded: PackedSequence, beam: int, limits: Sequence[int]
 ) -> list[list[int]]:
     """Find the likeliest transcript of each sequence of encoder output.

@@ -11,7 +11,7 @@ from effasr_kernels import PackedLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
+class PaddedView:
     """Where the rows of packed sequences are in a grid (count, steps), read lane by lane.
 
     A recurrence runs over all lanes at once. One sequence a lane would be mostly padding, because a
@@ -29,7 +29,7 @@ class Lanes:
     slots: Tensor
 
     @classmethod
-    def of(cls, layout: PackedLayout, longest: int) -> Lanes:
+    def of(cls, layout: PackedLayout, longest: int) -> PaddedView:
         """Lay out packed sequences.
 
         With the free slots they fill at most R rows, and none is longer than W = longest + 1. A

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effasr.nn.padded_view import Lanes
+from effasr.nn.padded_view import PaddedView
 from effasr.nn.recurrent import LSTM
 from effasr_kernels import PackedLayout, depthwise_conv
 
@@ -113,7 +113,7 @@ class LSTMPredictor(nn.Module):
 
     def forward(self, labels: Tensor, layout: PackedLayout) -> Tensor:
         """Read whole transcripts; see `StatelessPredictor.forward`."""
-        lanes = Lanes.of(layout.lengthened(1), layout.bound + 1)
+        lanes = PaddedView.of(layout.lengthened(1), layout.bound + 1)
         ids = lanes.spread(after_start(labels, layout, self.start_id), self.start_id)
         x = self._drop(self.embedding(ids))
         hidden = self.lstm(x, lanes.free())

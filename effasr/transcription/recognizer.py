@@ -34,7 +34,7 @@ from effasr.transcription.recordings import (
     take_finished,
 )
 from effasr.transcription.results import Result
-from effasr.transcription.word_timestamps import Word, words_of
+from effasr.transcription.word_timestamps import Word, word_timestamps
 
 _WINDOW_BATCHES = 2
 """Batches' worth of audio which is loaded before batches are planned: sorting needs a choice."""
@@ -264,7 +264,7 @@ class Recognizer:
     def _words(self, piece: Piece, result: Decoded) -> tuple[Word, ...] | None:
         if result.spans is None:
             return None if self.config.words else ()
-        found = words_of(
+        found = word_timestamps(
             result.tokens,
             result.spans,
             self.tokenizer.decode,

@@ -115,7 +115,7 @@ def _resampled(
         yield block
 
 
-def cut_live(
+def cut_stream(
     blocks: Iterable[np.ndarray],
     sample_rate: int,
     *,
@@ -215,7 +215,7 @@ class _Live:
         return start, taken
 
 
-def transcribe_live(
+def transcribe_stream(
     recognizer: Recognizer,
     blocks: Iterable[np.ndarray],
     prompt: Prompt,
@@ -230,7 +230,7 @@ def transcribe_live(
         recognizer: Of the model.
         blocks: float32 (samples,) each, mono, at the recognizer's rate, as they arrive.
         prompt: Languages and task.
-        latency_seconds: As in `cut_live`; the time to decode a chunk comes to it.
+        latency_seconds: As in `cut_stream`; the time to decode a chunk comes to it.
 
     Yields:
         A segment for each chunk in which something was recognised, as soon as it is known.
@@ -239,7 +239,7 @@ def transcribe_live(
         ValueError: The stream is damaged, or the prompt is refused.
     """
     recognizer.prompt(prompt)
-    chunks = cut_live(_ahead(blocks), recognizer.sample_rate, latency_seconds=latency_seconds)
+    chunks = cut_stream(_ahead(blocks), recognizer.sample_rate, latency_seconds=latency_seconds)
     return _transcribed(recognizer, chunks, prompt)
 
 

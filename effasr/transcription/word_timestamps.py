@@ -36,7 +36,7 @@ class Word:
     end: float
 
 
-def words_of(
+def word_timestamps(
     tokens: Sequence[int],
     spans: Sequence[Span],
     decode: Callable[[list[int]], str],

@@ -7,7 +7,7 @@ import torch
 
 from effasr.decoding.ctc_beam import ctc_beam
 from effasr.decoding.ctc_greedy import ctc_greedy
-from effasr.decoding.ctc_prefix_scorer import CTCPrefixes
+from effasr.decoding.ctc_prefix_scorer import CTCPrefixScorer
 from effasr_kernels import PackedSequence, pack
 
 LENGTHS = (4, 0, 5, 1, 5, 3)
@@ -97,7 +97,7 @@ def test_prefix_scores_are_those_of_all_paths() -> None:
     encoded = _frames(4, lengths, seed=5)
     every = [_texts(frames) for frames in encoded.unpack()]
     texts = [(0, 0, 1), (2, 1, 1), (1,), (0, 2, 0)]
-    state = CTCPrefixes.begin(Given(), encoded, len(lengths), len(texts))  # type: ignore[arg-type]
+    state = CTCPrefixScorer.begin(Given(), encoded, len(lengths), len(texts))  # type: ignore[arg-type]
     symbols = torch.arange(3).expand(len(lengths), len(texts), 3)
     order = torch.arange(len(texts))
     for step in range(4):
@@ -129,7 +129,7 @@ def test_prefix_scores_of_long_and_sure_speech_are_exact() -> None:
     frames[1000:1003] = torch.tensor([-60.0, 0.0, -60.0, -60.0, -60.0])
     frames[1900] = torch.tensor([-60.0, -60.0, 0.0, -0.5, -60.0])
     encoded = pack([frames])
-    state = CTCPrefixes.begin(Given(), encoded, 1, 1)  # type: ignore[arg-type]
+    state = CTCPrefixScorer.begin(Given(), encoded, 1, 1)  # type: ignore[arg-type]
     zero = torch.zeros(1, 1, dtype=torch.int64)
     for token in (1, 2):
         state = state.advanced(zero, zero + token)

@@ -11,7 +11,7 @@ from effasr.data.batch import Example, StaticShape, collate
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.greedy import decode
-from effasr.decoding.tdt_beam import durations_beam
+from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr_kernels import PackedSequence, pack
@@ -55,7 +55,7 @@ def test_a_wide_beam_finds_the_likeliest_of_all_texts(
     for seed in range(5):
         head = make_head(predictor, seed, durations)
         encoded = make_frames(3, 0, 1, 5, 2, seed=seed)
-        found = durations_beam(head, encoded, 60, [2] * 5)
+        found = tdt_beam(head, encoded, 60, [2] * 5)
         assert found[1] == []
         for labels, frames in zip(found, encoded.unpack(), strict=True):
             if len(frames):
@@ -76,7 +76,7 @@ def test_a_wider_beam_is_likelier_and_any_than_greedy() -> None:
         transcripts = {
             name: transducer_greedy(head, encoded, 5)
             if isinstance(name, str)
-            else durations_beam(head, encoded, name, [40] * 2)
+            else tdt_beam(head, encoded, name, [40] * 2)
             for name in totals
         }
         for number, frames in enumerate(encoded.unpack()):
@@ -95,9 +95,9 @@ def test_a_beam_keeps_to_the_limits() -> None:
     for seed in range(4):
         head = make_head("stateless", seed, (0, 1, 2), blank=-4.0, stay=4.0)
         encoded = make_frames(5, 7, 2, seed=seed)
-        free = durations_beam(head, encoded, 3, [50] * 3)
+        free = tdt_beam(head, encoded, 3, [50] * 3)
         limits = [len(free[0]) - 1, 0, len(free[2])]
-        found = durations_beam(head, encoded, 3, limits)
+        found = tdt_beam(head, encoded, 3, limits)
         assert len(found[0]) <= limits[0]
         assert found[1] == []
         assert found[2] == free[2]
@@ -109,7 +109,7 @@ def test_there_is_a_transcript_though_labels_would_skip_the_end() -> None:
     with torch.no_grad():
         head.output.bias[LABELS] -= 20
         head.output.bias[-1] += 20
-    for labels in durations_beam(head, make_frames(3, 1, 2, seed=0), 2, [3] * 3):
+    for labels in tdt_beam(head, make_frames(3, 1, 2, seed=0), 2, [3] * 3):
         assert len(labels) <= 3
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr.nn.padded_view import Lanes
+from effasr.nn.padded_view import PaddedView
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor, after_start
 from effasr.nn.recurrent import lstm
 from effasr_kernels import PackedLayout
@@ -151,7 +151,7 @@ def test_lanes_have_one_size_whatever_the_lengths() -> None:
     sizes = set()
     for lengths in ((6, 6, 6), (1,) * 9, (0, 6, 0, 6), ()):
         layout = PackedLayout.from_lengths(lengths, rows=20, num_sequences=9, longest=6)
-        lanes = Lanes.of(layout, 6)
+        lanes = PaddedView.of(layout, 6)
         sizes.add((lanes.count, lanes.steps))
         slots = lanes.slots[: layout.total]
         assert len(set(slots.tolist())) == layout.total
@@ -176,7 +176,7 @@ def test_a_reset_forgets_all() -> None:
 
 def test_the_work_is_counted() -> None:
     layout, predictor = LAYOUTS["exact"], make("lstm").float()
-    lanes = Lanes.of(layout.lengthened(1), 6)
+    lanes = PaddedView.of(layout.lengthened(1), 6)
     with FlopCounterMode(display=False) as counter:
         predictor(make_labels(layout), layout).sum().backward()
     products = 2 * 2 * 4 * WIDTH * WIDTH

@@ -11,7 +11,7 @@ from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
 from effasr.transcription.inputs.chunking import Chunk
 from effasr.transcription.recognizer import Recognizer
-from effasr.transcription.streaming import RawFormat, cut_live, raw_blocks, transcribe_live
+from effasr.transcription.streaming import RawFormat, cut_stream, raw_blocks, transcribe_stream
 from effasr.transcription.transcribe import Waveform, transcribe
 
 RATE = 16_000
@@ -40,7 +40,7 @@ def seconds(chunks: list[tuple[Chunk, np.ndarray]]) -> np.ndarray:
 @pytest.mark.parametrize("level", [0.0, 1e-3])
 def test_chunks_are_what_is_said_between_pauses(size: int, level: float) -> None:
     audio = speech(-3, 2, -1, 3, -6, 4, -2, level=level)
-    chunks = list(cut_live(blocks_of(audio, size), RATE))
+    chunks = list(cut_stream(blocks_of(audio, size), RATE))
     for chunk, samples in chunks:
         assert np.array_equal(samples, audio[chunk.start : chunk.end])
     assert seconds(chunks) == pytest.approx(np.array([(3, 5), (6, 9), (15, 19)]), abs=0.45)
@@ -56,7 +56,7 @@ def test_a_chunk_comes_as_soon_as_the_pause_is_long_enough() -> None:
             read += len(block)
             yield block
 
-    chunks = cut_live(arriving(), RATE, pause_seconds=0.4)
+    chunks = cut_stream(arriving(), RATE, pause_seconds=0.4)
     next(chunks)
     assert read / RATE == pytest.approx(3.4, abs=0.15)
     next(chunks)
@@ -65,7 +65,7 @@ def test_a_chunk_comes_as_soon_as_the_pause_is_long_enough() -> None:
 
 def test_nobody_waits_longer_than_the_latency() -> None:
     audio = speech(-0.5, 25)
-    chunks = list(cut_live(blocks_of(audio, 800), RATE, latency_seconds=4.0))
+    chunks = list(cut_stream(blocks_of(audio, 800), RATE, latency_seconds=4.0))
     bounds = seconds(chunks)
     assert (bounds[:, 1] - bounds[:, 0] <= 4.0).all()
     # Nothing is lost between them.
@@ -75,11 +75,11 @@ def test_nobody_waits_longer_than_the_latency() -> None:
 
 def test_neither_silence_nor_even_noise_nor_a_click_is_speech() -> None:
     for audio in (np.zeros(20 * RATE, np.float32), speech(-20, level=0.05), speech(-0.005)):
-        assert list(cut_live(blocks_of(audio, 3200), RATE)) == []
+        assert list(cut_stream(blocks_of(audio, 3200), RATE)) == []
     clicks = speech(-20)
     clicks[[RATE * 5, RATE * 9]] = 0.9
-    assert list(cut_live(blocks_of(clicks, 3200), RATE)) == []
-    assert list(cut_live([], RATE)) == []
+    assert list(cut_stream(blocks_of(clicks, 3200), RATE)) == []
+    assert list(cut_stream([], RATE)) == []
 
 
 @pytest.mark.parametrize("channels", [1, 2])
@@ -134,9 +134,9 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match=message):
             RawFormat(**options)
     with pytest.raises(ValueError, match="`latency_seconds` must be at least 1"):
-        list(cut_live([], RATE, latency_seconds=0.5))
+        list(cut_stream([], RATE, latency_seconds=0.5))
     with pytest.raises(ValueError, match="`pause_seconds` must be from"):
-        list(cut_live([], RATE, pause_seconds=6))
+        list(cut_stream([], RATE, pause_seconds=6))
 
 
 def test_segments_are_those_of_the_chunks_alone(model, tokenizer) -> None:
@@ -144,9 +144,9 @@ def test_segments_are_those_of_the_chunks_alone(model, tokenizer) -> None:
     blocks = blocks_of(audio, 1600)
     config = DecodingConfig(method="ctc", words=True)
     recognizer = Recognizer(model, tokenizer, config)
-    found = list(transcribe_live(recognizer, blocks, Prompt()))
+    found = list(transcribe_stream(recognizer, blocks, Prompt()))
     expected = [
-        Waveform(str(chunk.start), samples, RATE) for chunk, samples in cut_live(blocks, RATE)
+        Waveform(str(chunk.start), samples, RATE) for chunk, samples in cut_stream(blocks, RATE)
     ]
     texts = [one.text for one in transcribe(model, tokenizer, expected, config=config)]
     assert [segment.text for segment in found] == [text for text in texts if text]
@@ -158,4 +158,4 @@ def test_segments_are_those_of_the_chunks_alone(model, tokenizer) -> None:
     infinite = io.BytesIO(np.float32([np.inf]).tobytes())
     broken = raw_blocks(infinite, RawFormat(encoding="f32le"), RATE)
     with pytest.raises(ValueError, match="finite"):
-        list(transcribe_live(recognizer, broken, Prompt()))
+        list(transcribe_stream(recognizer, broken, Prompt()))

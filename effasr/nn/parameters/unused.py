@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from effasr.nn.parameters.sharded import is_sharded_tensor
 
 
-def with_participants(x: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+def touch_unused_parameters(x: Tensor, parameters: Iterable[Tensor]) -> Tensor:
     """Return ``x`` such that its backward also reaches parameters that it does not depend on.
 
     Their gradient is zero. The processes of a group wait until every parameter has been reached.
@@ -23,10 +23,10 @@ def with_participants(x: Tensor, parameters: Iterable[Tensor]) -> Tensor:
             for the length of its own forward, must reach it by itself.
     """
     reached = [parameter for parameter in parameters if not is_sharded_tensor(parameter)]
-    return _Participate.apply(x, *reached)  # type: ignore[return-value]
+    return _TouchParameters.apply(x, *reached)  # type: ignore[return-value]
 
 
-class _Participate(Function):
+class _TouchParameters(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.forms = [(parameter.shape, parameter.dtype) for parameter in parameters]

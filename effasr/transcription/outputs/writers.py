@@ -22,7 +22,7 @@ _OF_ONE = ("srt", "vtt")
 """Formats of a file for one recording alone."""
 
 
-class Sink:
+class ResultWriter:
     """Writes results as they come.
 
     Args:
@@ -83,7 +83,7 @@ class Sink:
         return render(result, "jsonl" if self._style == "json" else "text")
 
 
-class LiveSink:
+class StreamWriter:
     """Writes the segments of speech that goes on to standard output, each as soon as it is known.
 
     What was written by then is a whole file of its format at any time.

@@ -8,9 +8,9 @@ import pytest
 from effasr.decoding.ctc_alignment import viterbi
 from effasr.transcription.inputs.sources import Source, find
 from effasr.transcription.outputs.subtitles import GrowingFile, ctm, cues, srt, vtt
-from effasr.transcription.outputs.writers import Sink
+from effasr.transcription.outputs.writers import ResultWriter
 from effasr.transcription.results import Failure, Segment, Transcription
-from effasr.transcription.word_timestamps import Word, words_of
+from effasr.transcription.word_timestamps import Word, word_timestamps
 
 
 def best_by_trial(scores: np.ndarray, text: Sequence[int]) -> float:
@@ -60,7 +60,7 @@ ALL_SPEECH = np.ones(2000, dtype=bool)
 
 def test_tokens_become_words() -> None:
     spans = [(0, 1), (3, 4), (6, 8), (9, 10)]
-    words = words_of(
+    words = word_timestamps(
         [1, 2, 3, 4], spans, decode, frame_seconds=0.08, speech=ALL_SPEECH, offset=10.0
     )
     assert [word.text for word in words] == ["one", "two", "three", "four"]
@@ -78,7 +78,7 @@ def test_pauses_tell_when_words_begin_and_end() -> None:
     spans = [(5, 6), (15, 16), (20, 21)]
     speech = np.zeros(250, dtype=bool)
     speech[22:60] = speech[95:200] = True
-    words = words_of([1, 1, 1], spans, decode, frame_seconds=0.08, speech=speech)
+    words = word_timestamps([1, 1, 1], spans, decode, frame_seconds=0.08, speech=speech)
     first, second, third = ((word.start, word.end) for word in words)
     assert first == pytest.approx((0.22, 0.60))
     # Both words behind a pause came 0.18 and 0.25 s after they began: so did the third.
@@ -86,7 +86,7 @@ def test_pauses_tell_when_words_begin_and_end() -> None:
     assert third == pytest.approx((1.6 - 0.215, 2.0))
     # A closure is no pause.
     speech[50:58] = False
-    assert words_of([1], [(5, 6)], decode, frame_seconds=0.08, speech=speech)[0].end == 0.6
+    assert word_timestamps([1], [(5, 6)], decode, frame_seconds=0.08, speech=speech)[0].end == 0.6
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -95,7 +95,7 @@ def test_words_are_in_order_and_have_a_duration(seed: int) -> None:
     cuts = np.sort(draw.choice(60, size=12, replace=False))
     spans = [(int(a), int(b)) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
     speech = np.repeat(draw.random(100) < 0.6, 7)
-    words = words_of([1] * 6, spans, decode, frame_seconds=0.08, speech=speech)
+    words = word_timestamps([1] * 6, spans, decode, frame_seconds=0.08, speech=speech)
     times = [time for word in words for time in (word.start, word.end)]
     assert times == sorted(times)
     assert times[0] >= 0
@@ -104,15 +104,17 @@ def test_words_are_in_order_and_have_a_duration(seed: int) -> None:
 
 def test_tokens_without_text_belong_to_the_word_before() -> None:
     spans = [(0, 1), (2, 3), (4, 5)]
-    words = words_of([5, 1, 5], spans, decode, frame_seconds=1.0, speech=ALL_SPEECH)
+    words = word_timestamps([5, 1, 5], spans, decode, frame_seconds=1.0, speech=ALL_SPEECH)
     assert words == [Word("one", 1.0, 5.1)]
     for tokens in ([5], []):
-        found = words_of(tokens, spans[: len(tokens)], decode, frame_seconds=1.0, speech=ALL_SPEECH)
+        found = word_timestamps(
+            tokens, spans[: len(tokens)], decode, frame_seconds=1.0, speech=ALL_SPEECH
+        )
         assert found == []
 
 
 def test_characters_are_the_words_of_languages_without_spaces() -> None:
-    words = words_of(
+    words = word_timestamps(
         [7, 8], [(0, 1), (2, 4)], lambda t: "".join({7: "你好", 8: "吗"}[x] for x in t),
         frame_seconds=0.1, speech=ALL_SPEECH, spaces=False,
     )  # fmt: skip
@@ -192,18 +194,18 @@ def files(*names: str) -> list[Source]:
 
 
 def test_each_recording_has_its_file(tmp_path, capsys) -> None:
-    sink = Sink("srt", tmp_path / "out", files("a b.wav", "c.flac"))
+    sink = ResultWriter("srt", tmp_path / "out", files("a b.wav", "c.flac"))
     sink.write(spoken(("one", 0.0, 1.0)))
     sink.write(Failure("c.flac", "damaged"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a b.srt"]
     assert capsys.readouterr().out == ""
-    text = Sink("text", tmp_path / "out", files("a b.wav"))
+    text = ResultWriter("text", tmp_path / "out", files("a b.wav"))
     text.write(spoken(("one", 0.0, 1.0)))
     assert (tmp_path / "out" / "a b.txt").read_text() == "one\n"
 
 
 def test_what_would_be_mixed_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="`--format srt` takes one recording, but there are 2"):
-        Sink("srt", None, files("a.wav", "b.wav"))
+        ResultWriter("srt", None, files("a.wav", "b.wav"))
     with pytest.raises(ValueError, match=r"x/a\.wav and of y/a\.wav would be 'a'"):
-        Sink("srt", tmp_path, files("x/a.wav", "y/a.wav"))
+        ResultWriter("srt", tmp_path, files("x/a.wav", "y/a.wav"))
