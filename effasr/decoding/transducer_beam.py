@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from effasr.decoding.transducer_hypotheses import NO_SCORE, Hypotheses, merge_equal
 from effasr.model.transducer import Transducer
-from effasr.nn.predictor import PredictorState
 from effasr_kernels import PackedSequence
-
-_NONE = -torch.inf
 
 
 def transducer_beam(
@@ -21,11 +18,11 @@ def transducer_beam(
 ) -> list[list[int]]:
     """Find the likeliest transcript of each sequence of encoder output.
 
-    Step i compares hypotheses that have read t frames and said u labels with t + u = i. There, each
-    transcript has one hypothesis, whose score is the sum over all paths to it that the beam has
-    kept: a path that ends with a blank and one that ends with the last label are added up. So with
-    a beam that is wide enough the search is exact, and with a beam of 1 it is greedy search
-    without a bound on the labels of a frame.
+    Step i compares hypotheses with t frames read and u labels, t + u = i. In each step a transcript
+    has one hypothesis, whose score is the sum over all paths to it that the beam has kept: paths
+    that end with a blank and paths that end with the last label are added. So the search is exact
+    with a beam that is wide enough, and greedy without a limit on the labels of a frame with a beam
+    of 1.
 
     Args:
         head: Of the model.
@@ -52,31 +49,23 @@ def transducer_beam(
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """N utterances with K hypotheses each; one of score -inf is none.
+    """N utterances with K hypotheses each.
 
     Attributes:
         names: int64 (N,), the number of each utterance in the batch.
         end: int64 (N,), the row after its last frame.
         limits: int64 (N,), of labels.
         best: (N,), score of the likeliest complete hypothesis so far.
-        scores: (N, K), log-probabilities.
-        at: int64 (N, K), the row of the frame each looks at.
-        counts: int64 (N, K), labels so far.
-        labels: int64 (N, K, longest), -1 after them.
-        predicted: (N, K, J), the predictor's share of the joint.
-        state: Of the predictor, (N, K, ...) each.
+        at: int64 (N, K), the row of the next frame of each hypothesis.
+        hypotheses: The beam.
     """
 
     names: Tensor
     end: Tensor
     limits: Tensor
     best: Tensor
-    scores: Tensor
     at: Tensor
-    counts: Tensor
-    labels: Tensor
-    predicted: Tensor
-    state: PredictorState
+    hypotheses: Hypotheses
 
     @classmethod
     def begin(
@@ -87,115 +76,60 @@ class _Search:
         limits: Sequence[int],
         beam: int,
     ) -> _Search:
-        """One hypothesis for each of these utterances, which has said nothing."""
+        """One hypothesis without labels for each of these utterances."""
         number = torch.tensor(names, dtype=torch.int64, device=encoded.values.device)
         bounds = encoded.layout.cu_seqlens.long()
-        predicted, state = head.begin(len(names) * beam)
-        shape = len(names), beam
-        at = bounds[number][:, None].expand(shape)
-        wide = torch.float64 if predicted.dtype == torch.float64 else torch.float32
-        scores = torch.full(shape, _NONE, dtype=wide, device=at.device)
-        scores[:, 0] = 0
+        hypotheses = Hypotheses.begin(head, len(names), beam)
         return cls(
             names=number,
             end=bounds[number + 1],
-            limits=torch.tensor([limits[name] for name in names], device=at.device),
-            best=scores[:, 0] + _NONE,
-            scores=scores,
-            at=at,
-            counts=torch.zeros_like(at),
-            labels=at.new_empty(*shape, 0),
-            predicted=predicted.unflatten(0, shape),
-            state=tuple(part.unflatten(0, shape) for part in state),
+            limits=torch.tensor([limits[name] for name in names], device=number.device),
+            best=torch.full_like(hypotheses.scores[:, 0], NO_SCORE),
+            at=bounds[number][:, None].expand(len(names), beam),
+            hypotheses=hypotheses,
         )
 
     def keep(self, index: Tensor) -> _Search:
-        """These utterances alone, int64 (M,)."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        state = tuple(part[index] for part in parts.pop("state"))
-        return _Search(**{name: part[index] for name, part in parts.items()}, state=state)
+        """Only these utterances, int64 (M,)."""
+        parts = self.names, self.end, self.limits, self.best, self.at
+        return _Search(*(part[index] for part in parts), self.hypotheses.keep(index))
 
 
 def _advance(head: Transducer, frames: Tensor, search: _Search) -> _Search:
     """Extend every hypothesis by the blank and by each label, and keep the K best."""
-    logits = head.logits(frames[search.at], search.predicted)
-    steps = logits.to(search.scores.dtype).log_softmax(-1)
-    label, blank = search.scores[..., None] + steps[..., :-1], search.scores + steps[..., -1]
-    full = search.counts >= search.limits[:, None]
-    blank, label = _joined(search, blank, label.masked_fill(full[..., None], _NONE))
+    before = search.hypotheses
+    logits = head.logits(frames[search.at], before.predicted)
+    steps = logits.to(before.scores.dtype).log_softmax(-1)
+    label, blank = before.scores[..., None] + steps[..., :-1], before.scores + steps[..., -1]
+    full = before.counts >= search.limits[:, None]
+    label = label.masked_fill(full[..., None], NO_SCORE)
+    blank, label = merge_equal(blank, before, label, before)
     pool = torch.cat([label, blank[..., None]], -1)
-    scores, chosen = pool.flatten(1).topk(search.scores.shape[1])
+    scores, chosen = pool.flatten(1).topk(before.scores.shape[1])
     parent, symbol = chosen // pool.shape[-1], chosen % pool.shape[-1]
-    is_label = (symbol != head.blank_id) & (scores > _NONE)
-    counts = search.counts.gather(1, parent)
-    said = F.pad(_of(search.labels, parent), (0, 1), value=-1)
-    # Where there is no new label, the place after the last one is overwritten with what it holds.
-    place = counts[..., None]
-    said = said.scatter(2, place, torch.where(is_label, symbol, -1)[..., None])
-    predicted, state = _of(search.predicted, parent), [_of(part, parent) for part in search.state]
-    rows = is_label.flatten().nonzero()[:, 0]
-    if len(rows):
-        old = tuple(part.flatten(0, 1)[rows] for part in state)
-        new, changed = head.step(symbol.flatten()[rows], old)
-        predicted.flatten(0, 1)[rows] = new.to(predicted.dtype)
-        for part, value in zip(state, changed, strict=True):
-            part.flatten(0, 1)[rows] = value.to(part.dtype)
+    is_label = (symbol != head.blank_id) & (scores > NO_SCORE)
     return replace(
         search,
-        scores=scores,
         at=search.at.gather(1, parent) + (symbol == head.blank_id),
-        counts=counts + is_label,
-        labels=said,
-        predicted=predicted,
-        state=tuple(state),
+        hypotheses=before.pick(parent).with_labels(scores, is_label, symbol).read(head),
     )
 
 
-def _joined(search: _Search, blank: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    """Move what leads to the same transcript from the labels' scores to the blanks'.
-
-    Hypothesis a and a blank, and hypothesis b and a label, are one where b has all labels of a but
-    the last.
-
-    Args:
-        search: Before the step.
-        blank: (N, K).
-        label: (N, K, V).
-    """
-    labels, counts = search.labels, search.counts
-    if not labels.shape[-1]:
-        return blank, label
-    before_last = (counts - 1).clamp(min=0)[..., None]
-    last = labels.gather(2, before_last)[..., 0]
-    shortened = labels.scatter(2, before_last, -1)
-    alive = search.scores > _NONE
-    # (N, b, a)
-    same = (labels[:, :, None] == shortened[:, None]).all(-1)
-    same &= (counts[:, :, None] + 1 == counts[:, None]) & alive[:, :, None] & alive[:, None]
-    index = last.clamp(min=0)[:, None].expand(same.shape)
-    moved = label.gather(2, index).masked_fill(~same, _NONE)
-    blank = torch.cat([blank[:, None], moved], 1).logsumexp(1)
-    kept = torch.where(same, _NONE, torch.inf).to(label.dtype)
-    return blank, label.scatter_reduce(2, index, kept, "amin")
-
-
 def _recorded(search: _Search, found: list[list[int]]) -> _Search:
-    """Take complete hypotheses out of the beam, and utterances that none can improve any more."""
-    complete = (search.at == search.end[:, None]) & (search.scores > _NONE)
-    scores, winner = search.scores.masked_fill(~complete, _NONE).max(1)
+    """Record complete hypotheses, and drop utterances that no other hypothesis can improve."""
+    hypotheses = search.hypotheses
+    complete = search.at == search.end[:, None]
+    ended = replace(hypotheses, scores=hypotheses.scores.masked_fill(~complete, NO_SCORE))
+    scores = ended.scores.amax(1)
     better = (scores > search.best).nonzero()[:, 0]
-    transcripts = search.labels[better, winner[better]].tolist()
-    for name, labels in zip(search.names[better].tolist(), transcripts, strict=True):
-        found[name] = [label for label in labels if label >= 0]
+    if len(better):
+        names, transcripts = search.names[better].tolist(), ended.keep(better).transcripts()
+        for name, labels in zip(names, transcripts, strict=True):
+            found[name] = labels
     best = torch.maximum(search.best, scores)
-    scores = search.scores.masked_fill(complete, _NONE)
-    # All that is left together bounds what any transcript can still get.
-    going = (scores.logsumexp(1) > best).nonzero()[:, 0]
-    last = (search.end - 1)[:, None]
-    at = torch.minimum(search.at, last)
-    return replace(search, best=best, scores=scores, at=at).keep(going)
-
-
-def _of(x: Tensor, parent: Tensor) -> Tensor:
-    """The parents' values: (N, K, ...) and int64 (N, K) to (N, K, ...)."""
-    return x[torch.arange(x.shape[0], device=x.device)[:, None], parent]
+    left = hypotheses.scores.masked_fill(complete, NO_SCORE)
+    # The sum of what is left bounds the score that any transcript can still reach.
+    going = (left.logsumexp(1) > best).nonzero()[:, 0]
+    at = torch.minimum(search.at, (search.end - 1)[:, None])
+    hypotheses = replace(hypotheses, scores=left)
+    return replace(search, best=best, at=at, hypotheses=hypotheses).keep(going)

@@ -1,0 +1,153 @@
+"""Hypotheses of a transducer's beam search, over all utterances of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from effasr.model.transducer import Transducer
+from effasr.nn.predictor import PredictorState
+
+NO_SCORE = -torch.inf
+"""The score of an empty place of the beam."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hypotheses:
+    """K hypotheses of each of N utterances; one with a score of -inf is an empty place.
+
+    Attributes:
+        scores: (N, K), log-probabilities.
+        counts: int64 (N, K), labels so far; 0 for an empty place.
+        labels: int64 (N, K, longest), followed by -1.
+        is_new: bool (N, K), whether the predictor has yet to read the last label.
+        predicted: (N, K, J), the predictor's share of the joint network.
+        state: Of the predictor, (N, K, ...) each.
+    """
+
+    scores: Tensor
+    counts: Tensor
+    labels: Tensor
+    is_new: Tensor
+    predicted: Tensor
+    state: PredictorState
+
+    @classmethod
+    def begin(cls, head: Transducer, count: int, beam: int) -> Hypotheses:
+        """One hypothesis without labels for each of ``count`` utterances."""
+        predicted, state = head.begin(count * beam)
+        shape = count, beam
+        wide = torch.float64 if predicted.dtype == torch.float64 else torch.float32
+        scores = torch.full(shape, NO_SCORE, dtype=wide, device=predicted.device)
+        scores[:, 0] = 0
+        counts = torch.zeros(shape, dtype=torch.int64, device=predicted.device)
+        return cls(
+            scores=scores,
+            counts=counts,
+            labels=counts.new_empty(*shape, 0),
+            is_new=counts.bool(),
+            predicted=predicted.unflatten(0, shape),
+            state=tuple(part.unflatten(0, shape) for part in state),
+        )
+
+    def keep(self, index: Tensor) -> Hypotheses:
+        """Only these utterances, int64 (M,)."""
+        return mapped(lambda part: part[index], self)
+
+    def pick(self, place: Tensor) -> Hypotheses:
+        """Some hypotheses of each utterance, int64 (N, K)."""
+        rows = torch.arange(len(place), device=place.device)[:, None]
+        return mapped(lambda part: part[rows, place], self)
+
+    def with_labels(self, scores: Tensor, is_label: Tensor, label: Tensor) -> Hypotheses:
+        """These scores, and one more label where ``is_label``; (N, K) each."""
+        padded = F.pad(self.labels, (0, 1), value=-1)
+        # Without a new label, the place after the last one keeps its value.
+        new = torch.where(is_label, label, -1)[..., None]
+        return replace(
+            self,
+            scores=scores,
+            counts=(self.counts + is_label).masked_fill(scores == NO_SCORE, 0),
+            labels=padded.scatter(2, self.counts[..., None], new),
+            is_new=self.is_new | is_label,
+        )
+
+    def read(self, head: Transducer) -> Hypotheses:
+        """Let the predictor read the new labels of the hypotheses that are in the beam."""
+        rows = (self.is_new & (self.scores > NO_SCORE)).flatten().nonzero()[:, 0]
+        if not len(rows):
+            return self
+        newest = self.labels.gather(2, (self.counts - 1).clamp(min=0)[..., None]).flatten()[rows]
+        old = tuple(part.flatten(0, 1)[rows] for part in self.state)
+        predicted, state = head.step(newest, old)
+
+        def put(part: Tensor, value: Tensor) -> Tensor:
+            flat = part.flatten(0, 1).index_copy(0, rows, value.to(part.dtype))
+            return flat.unflatten(0, part.shape[:2])
+
+        return replace(
+            self,
+            is_new=torch.zeros_like(self.is_new),
+            predicted=put(self.predicted, predicted),
+            state=tuple(put(part, value) for part, value in zip(self.state, state, strict=True)),
+        )
+
+    def transcripts(self) -> list[list[int]]:
+        """The labels of the best hypothesis of each utterance."""
+        winner = self.scores.argmax(1)
+        best = self.labels[torch.arange(len(winner), device=winner.device), winner].tolist()
+        return [[label for label in labels if label >= 0] for labels in best]
+
+
+def mapped(change: Callable[..., Tensor], *several: Hypotheses) -> Hypotheses:
+    """Hypotheses of which every tensor is computed from those of others."""
+    names = [field.name for field in fields(Hypotheses) if field.name != "state"]
+    parts = {name: change(*(getattr(one, name) for one in several)) for name in names}
+    state = tuple(change(*tensors) for tensors in zip(*(one.state for one in several), strict=True))
+    return Hypotheses(**parts, state=state)
+
+
+def merge_equal(
+    scores: Tensor, reached: Hypotheses, label: Tensor, source: Hypotheses
+) -> tuple[Tensor, Tensor]:
+    """Add the scores of new labels to hypotheses that already have the same transcript.
+
+    Hypothesis b of ``source`` with one more label is hypothesis a of ``reached`` where b has all
+    labels of a but the last, and the new label is that last one.
+
+    Args:
+        scores: (N, A), of ``reached``.
+        reached: A hypotheses of each utterance.
+        label: (N, B, V), scores of each hypothesis of ``source`` with each label.
+        source: B hypotheses, with room for as many labels as ``reached``.
+
+    Returns:
+        ``scores`` with what is added, and ``label`` without it.
+    """
+    if not reached.labels.shape[-1]:
+        return scores, label
+    before_last = (reached.counts - 1).clamp(min=0)[..., None]
+    last = reached.labels.gather(2, before_last)[..., 0]
+    shortened = reached.labels.scatter(2, before_last, -1)
+    # (N, B, A)
+    same = (source.labels[:, :, None] == shortened[:, None]).all(-1)
+    same &= source.counts[:, :, None] + 1 == reached.counts[:, None]
+    same &= (reached.scores > NO_SCORE)[:, None] & (source.scores > NO_SCORE)[..., None]
+    index = last.clamp(min=0)[:, None].expand(same.shape)
+    moved = label.gather(2, index).masked_fill(~same, NO_SCORE)
+    scores = torch.cat([scores[:, None], moved], 1).logsumexp(1)
+    kept = torch.where(same, NO_SCORE, torch.inf).to(label.dtype)
+    return scores, label.scatter_reduce(2, index, kept, "amin")
+
+
+def with_equal_room(several: Sequence[Hypotheses]) -> tuple[Hypotheses, ...]:
+    """Hypotheses with room for as many labels as the longest transcript has."""
+    longest = max(int(one.counts.max()) for one in several)
+    return tuple(
+        replace(one, labels=F.pad(one.labels, (0, longest - one.labels.shape[-1]), value=-1))
+        for one in several
+    )
