@@ -1,4 +1,4 @@
-"""Multi-head attention over packed sequences, with learnt projections."""
+"""Multi-head attention over packed sequences, with learned projections."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class SelfAttention(nn.Module):
         """Build the projections.
 
         Args:
-            width: Channels in and out.
+            width: Channels of input and output.
             heads: H.
-            head_dim: D; H D need not be the width.
-            causal: Whether a row sees only itself and the rows before it.
-            rotary: Rotation by position; None for no positions.
+            head_dim: D; H D may differ from the width.
+            causal: Whether a row attends only to itself and the rows before it.
+            rotary: Rotary position embedding; None for no positions.
             bias: Whether the projections have biases.
-            key_bias: Whether that of the keys has, too, which changes no attention weight.
-            dropout: Probability to drop an attention weight.
+            key_bias: Whether the key projection has one, too; it changes no attention weight.
+            dropout: Probability of dropping an attention weight.
         """
         super().__init__()
         self.heads, self.head_dim = heads, head_dim
@@ -46,19 +46,13 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, width, bias=bias)
 
     def forward(self, x: Tensor, layout: PackedLayout, embeddings: Tensor | None = None) -> Tensor:
-        """Attend.
-
-        Args:
-            x: (T, width).
-            layout: The sequences of ``x``.
-            embeddings: Of the distances, as `RelativeSelfAttention` needs; unused here.
-        """
+        """Attend within each sequence; ``embeddings`` are those of `RelativeSelfAttention`."""
         return self.read(x, layout, embeddings)[0]
 
     def read(
         self, x: Tensor, layout: PackedLayout, embeddings: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Attend as `forward`; also returns the keys and values, (T, H, D) each, for `step`."""
+        """Attend as `forward`; also return keys and values, (T, H, D) each, for the cache."""
         q, k, v = self._qkv(x)
         y = attention(
             q,
@@ -72,17 +66,17 @@ class SelfAttention(nn.Module):
         return self.o_proj(y.flatten(1)), (k, v)
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of `read` alone, where nothing attends to them yet."""
+        """Compute only the keys and values of `read`."""
         _, k, v = self._qkv(x)
         return k, v
 
     def step(self, x: Tensor, cache: ContiguousCache | PagedCache, layer: int) -> Tensor:
-        """Attend from one new row per sequence to it and all before it.
+        """Attend from one new row per sequence to that row and all rows before it.
 
         Args:
             x: (N, width), the next row of each sequence.
-            cache: Keys and values of the rows before; the new ones are added.
-            layer: Whose place in the cache is this module's.
+            cache: Keys and values of the earlier rows; those of the new rows are appended.
+            layer: Index of this layer in the cache.
 
         Returns:
             (N, width).
@@ -98,7 +92,7 @@ class SelfAttention(nn.Module):
 
 
 class RelativeSelfAttention(SelfAttention):
-    """Attention by content and by distance, as Transformer-XL, NeMo and Parakeet compute it.
+    """Attention by content and by distance, as in Transformer-XL, NeMo and Parakeet.
 
     References:
         Dai et al., 2019, https://arxiv.org/abs/1901.02860.
@@ -115,7 +109,7 @@ class RelativeSelfAttention(SelfAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start without biases, as Transformer-XL does."""
+        """Set the biases to zero, as Transformer-XL does."""
         nn.init.zeros_(self.bias_u)
         nn.init.zeros_(self.bias_v)
 
@@ -130,7 +124,7 @@ class RelativeSelfAttention(SelfAttention):
 
 
 class CrossAttention(nn.Module):
-    """Attention from the rows of one packed batch to those of another."""
+    """Attention from the rows of one packed batch to the rows of another."""
 
     def __init__(
         self,
@@ -151,7 +145,7 @@ class CrossAttention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, width, bias=bias)
 
     def keys_values(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
-        """Project what is attended to: (T, width) to keys and values, (T, H, D) each."""
+        """Project the encoder output: (T, width) to keys and values, (T, H, D) each."""
         k, v = self.kv_proj(encoded).view(-1, 2, self.heads, self.head_dim).unbind(1)
         return k, v
 
@@ -169,13 +163,13 @@ class CrossAttention(nn.Module):
         Args:
             x: (U, width).
             layout: The sequences of ``x``.
-            encoded: (T, width), what is attended to.
+            encoded: (T, width), the encoder output.
             layout_encoded: The sequences of ``encoded``.
-            sigma: Width of the diagonal that the penalty of guided attention leaves free, as a
-                share of the sequences; None for no penalty.
+            sigma: Width of the unpenalized diagonal of guided attention, as a share of the
+                sequences; None for no penalty.
 
         Returns:
-            (U, width), and the penalty of each row, its mean over the heads, (U,) or None.
+            (U, width), and the penalty of each row, averaged over the heads: (U,) or None.
         """
         q = self._queries(x)
         k, v = self.keys_values(encoded)
@@ -197,24 +191,24 @@ class CrossAttention(nn.Module):
         keys_values: tuple[Tensor, Tensor],
         layout_encoded: PackedLayout,
     ) -> Tensor:
-        """Attend as `forward`, to what has been projected by `keys_values`."""
+        """Attend as `forward`, to keys and values that `keys_values` has projected."""
         y = attention(self._queries(x), *keys_values, layout, layout_encoded)
         return self.o_proj(y.flatten(1))
 
     def step(self, x: Tensor, cache: ContiguousCache | PagedCache, layer: int) -> Tensor:
-        """Attend from new rows of sequences to their speech; see `SelfAttention.step`."""
+        """Attend from new rows to the cached encoder output; see `SelfAttention.step`."""
         return self.o_proj(cache.attend(layer, self._queries(x)).flatten(1))
 
     def weights(self, x: Tensor, keys: Tensor, lengths: Tensor) -> Tensor:
-        """How much new rows of sequences attend to each place of their speech.
+        """Compute how much new rows attend to each encoder frame.
 
-        In float64, because attention itself does not tell, and rounding must not depend on what
-        else is in the batch.
+        This uses float64, because the attention operation returns no weights, and because rounding
+        must not depend on the rest of the batch.
 
         Args:
             x: (N K, width), K rows of each sequence.
             keys: (N, H, t, D).
-            lengths: int64 (N,), places of each sequence, at most t.
+            lengths: int64 (N,), frames of each sequence, at most t.
 
         Returns:
             The mean over heads, float64 (N K, t), 0 past the end.

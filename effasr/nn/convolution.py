@@ -14,26 +14,20 @@ from effasr_kernels import PackedLayout, depthwise_conv
 
 
 class DepthwiseConv(nn.Module):
-    """A convolution over time of each channel by itself, which stops at the ends of sequences.
+    """A depthwise convolution over time that stops at the ends of sequences.
 
-    Its input is gated as by `torch.nn.GLU`, but nothing is stored in between.
+    The input is gated as by `torch.nn.GLU`, without storing the gated tensor.
     """
 
     def __init__(self, channels: int, taps: int, *, bias: bool = True):
-        """Build the filters.
-
-        Args:
-            channels: C.
-            taps: K, odd.
-            bias: Whether each channel has a bias.
-        """
+        """Build the filters: ``taps`` is the kernel size K, odd."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, taps))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the filters as `torch.nn.Conv1d` does."""
+        """Initialize the filters as `torch.nn.Conv1d` does."""
         bound = 1 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -44,8 +38,8 @@ class DepthwiseConv(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """Gate and convolve (T, 2C) to (T, C), with zeros beyond the ends of each sequence.
 
-        With ``statistics``, the mean and the biased variance of each channel of the result follow
-        it, as `effasr.nn.norms.BatchNorm` takes them.
+        With ``statistics``, also return the mean and the biased variance of each channel of the
+        result, for `effasr.nn.norms.BatchNorm`.
         """
         return depthwise_conv(
             x, self.weight, layout, bias=self.bias, gated=True, statistics=statistics
@@ -70,10 +64,10 @@ class ConformerConvolution(nn.Module):
         """Build the module.
 
         Args:
-            width: Channels in and out.
-            taps: Of the depthwise convolution, odd.
-            norm: After it. Batch normalisation is what published models use; layer normalisation
-                does not depend on the rest of the batch, and suits small batches.
+            width: Channels of input and output.
+            taps: Kernel size of the depthwise convolution, odd.
+            norm: Published models use batch normalisation; layer normalisation does not depend on
+                the rest of the batch and suits small batches.
             bias: Whether the linear layers and the convolution have biases.
         """
         super().__init__()

@@ -20,15 +20,7 @@ class FeedForward(nn.Module):
         bias: bool = True,
         dropout: float = 0.0,
     ):
-        """Build the layers.
-
-        Args:
-            width: Channels in and out.
-            hidden: Channels between.
-            activation: Between the layers; GELU is the exact one.
-            bias: Whether the layers have biases.
-            dropout: Probability to drop an activation.
-        """
+        """Build two layers with ``hidden`` channels between them; GELU is the exact one."""
         super().__init__()
         self.linear1 = nn.Linear(width, hidden, bias=bias)
         self.linear2 = nn.Linear(hidden, width, bias=bias)

@@ -1,4 +1,4 @@
-"""Several linear layers as one product, of which some have a bias and others not."""
+"""Several linear layers as one matrix product, some with a bias and some without."""
 
 from __future__ import annotations
 
@@ -13,19 +13,13 @@ class JoinedLinear(nn.Linear):
     """Linear layers of one size on one input, as one product.
 
     Attributes:
-        biased: Whether each of them has a bias. ``bias`` holds those that there are, in order.
+        biased: Whether each layer has a bias. ``bias`` holds the existing ones, in order.
     """
 
     biased: tuple[bool, ...]
 
     def __init__(self, width: int, size: int, biased: Sequence[bool]):
-        """Build the layers.
-
-        Args:
-            width: Channels in.
-            size: Channels out of each of them.
-            biased: Whether each has a bias; at least one has.
-        """
+        """Build the layers from ``width`` to ``size`` channels each; at least one has a bias."""
         super().__init__(width, len(biased) * size, bias=False)
         self.biased = tuple(biased)
         self.bias = nn.Parameter(self.weight.new_zeros(sum(biased) * size))
@@ -36,14 +30,14 @@ class JoinedLinear(nn.Linear):
 
 
 def joined_linear(width: int, size: int, biased: Sequence[bool]) -> nn.Linear:
-    """A `JoinedLinear`, or a plain layer where all have a bias or none has."""
+    """A `JoinedLinear`, or a plain layer where all layers have a bias or none has."""
     if all(biased) or not any(biased):
         return nn.Linear(width, len(biased) * size, bias=all(biased))
     return JoinedLinear(width, size, biased)
 
 
 def whole_bias(layer: nn.Linear) -> Tensor | None:
-    """The bias of a layer with zeros for the parts that have none, (out,); None without any."""
+    """The bias of a layer, with zeros for parts without one: (out,), or None."""
     biased, bias = getattr(layer, "biased", None), layer.bias
     if biased is None or bias is None:
         return bias

@@ -15,14 +15,14 @@ from effasr_kernels import PackedLayout
 
 
 class BatchNorm(nn.Module):
-    """`torch.nn.BatchNorm1d` of packed rows: the tail of a static shape is not counted.
+    """`torch.nn.BatchNorm1d` of packed rows, which ignores the tail of a static shape.
 
-    Statistics and sums are float32 (float64 for float64), whatever the dtype of the rows. The
-    parameters, the buffers and their meaning are those of the torch module, so a ``state_dict`` of
-    one fits the other. Each process has its own statistics; a forward that is computed again in the
-    backward (`effasr.nn.stack`) does not count again.
+    Statistics and sums are float32 (float64 for float64), whatever the dtype of the rows.
+    Parameters and buffers are those of the torch module, so a ``state_dict`` of one fits the other.
+    Each process has its own statistics; a forward that activation checkpointing repeats does not
+    count again.
 
-    Padded trainers count their padding in these statistics; this one counts real rows only.
+    Padded trainers include padding in these statistics; this module counts real rows only.
     """
 
     running_mean: Tensor
@@ -30,13 +30,7 @@ class BatchNorm(nn.Module):
     num_batches_tracked: Tensor
 
     def __init__(self, channels: int, *, eps: float = 1e-5, momentum: float = 0.1):
-        """Start with mean 0 and variance 1.
-
-        Args:
-            channels: C.
-            eps: Added to the variance.
-            momentum: Share of a batch's statistics in the new running statistics.
-        """
+        """Start with mean 0 and variance 1."""
         super().__init__()
         self.eps, self.momentum = eps, momentum
         self.weight = nn.Parameter(torch.empty(channels))
@@ -47,7 +41,7 @@ class BatchNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Forget what was learnt and counted."""
+        """Reset parameters and running statistics."""
         for ones in (self.weight, self.running_var):
             nn.init.ones_(ones)
         for zeros in (self.bias, self.running_mean, self.num_batches_tracked):
@@ -60,15 +54,15 @@ class BatchNorm(nn.Module):
         mask: Tensor | None,
         statistics: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Normalise each channel: in training with this batch's statistics, else the running ones.
+        """Normalise each channel, in training by the statistics of this batch.
 
         Args:
             x: (T, C).
             layout: The sequences of ``x``.
-            mask: bool (T, 1), which rows are real; None where ``layout`` has no tail.
-            statistics: Mean and biased variance of the real rows, (C,), in the dtype of sums, from
-                whoever made ``x`` and knows them already; by default they are computed. The
-                gradient is the same either way. Only training uses them.
+            mask: bool (T, 1), True for real rows; None if ``layout`` has no tail.
+            statistics: Mean and biased variance of the real rows, (C,), in the dtype of sums, if
+                the operation that made ``x`` has computed them; the gradient is the same. Used in
+                training only.
 
         Returns:
             (T, C), the dtype of ``x``; rows of the tail are finite.

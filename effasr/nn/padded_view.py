@@ -1,4 +1,4 @@
-"""Sequences side by side in lanes, as many and as long for every batch of a static shape."""
+"""Packed sequences as rows of a padded grid, of the same size for every static shape."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from effasr_kernels import PackedLayout
 
 @dataclass(frozen=True, slots=True)
 class PaddedView:
-    """Where the rows of packed sequences are in a grid (count, steps), read lane by lane.
+    """The places of packed rows in a grid (count, steps).
 
-    A recurrence runs over all lanes at once. One sequence a lane would be mostly padding, because a
-    static shape has room for many more sequences than a batch holds. So a lane holds several, end
-    to end, with a free slot in front of each, where the recurrence must forget what was before.
+    A recurrence runs over all rows of the grid at once. With one sequence per row the grid would be
+    mostly padding, as a static shape has room for many more sequences than a batch holds. So a row
+    holds several sequences, each after a free slot, where the recurrence must be reset.
 
     Attributes:
-        count: B, the lanes.
-        steps: S, the slots of each.
-        slots: int64 (rows,), the place of each row in the grid laid flat; B S in the tail.
+        count: B, rows of the grid.
+        steps: S, slots of each row.
+        slots: int64 (rows,), the place of each packed row in the flattened grid; B S for the tail.
     """
 
     count: int
@@ -30,17 +30,16 @@ class PaddedView:
 
     @classmethod
     def of(cls, layout: PackedLayout, longest: int) -> PaddedView:
-        """Lay out packed sequences.
+        """Lay out packed sequences, without asking the device for a length.
 
-        With the free slots they fill at most R rows, and none is longer than W = longest + 1. A
-        sequence that starts in rows k W to (k + 1) W - 1 of the packed tensor is in lane k, so that
-        a lane needs less than 2 W slots and all need about 2 R. The device is not asked for a
-        length.
+        With the free slots the sequences fill at most R rows, and none is longer than W = longest +
+        1. A sequence that starts in packed rows k W to (k + 1) W - 1 goes to row k of the grid, so
+        that each grid row needs fewer than 2 W slots, and all together about 2 R.
 
         Args:
             layout: The sequences.
-            longest: What no length exceeds. Not ``layout.bound``, because compiled code does not
-                know it of a layout that it has derived.
+            longest: Upper bound of the lengths. It is not ``layout.bound``, because compiled code
+                does not know the bound of a derived layout.
         """
         spaced, width = layout.lengthened(1), longest + 1
         count = max(-(-spaced.rows // width), 1)
@@ -52,7 +51,7 @@ class PaddedView:
         return cls(count, steps, slots)
 
     def spread(self, rows: Tensor, fill: int) -> Tensor:
-        """Lay integers (rows,) into the grid (count, steps), with ``fill`` in the free slots."""
+        """Write integers (rows,) into the grid (count, steps); free slots get ``fill``."""
         # The last one is where the tail goes.
         flat = rows.new_full((self.count * self.steps + 1,), fill)
         return flat.scatter(0, self.slots, rows)[:-1].view(self.count, self.steps)
@@ -62,6 +61,6 @@ class PaddedView:
         return self.spread(torch.zeros_like(self.slots), 1).bool()
 
     def collect(self, grid: Tensor) -> Tensor:
-        """Read (count, steps, C) back into rows (rows, C); those of the tail mean nothing."""
+        """Read (count, steps, C) back into rows (rows, C); rows of the tail have no meaning."""
         last = self.count * self.steps - 1
         return grid.flatten(0, 1).index_select(0, self.slots.clamp(max=last))

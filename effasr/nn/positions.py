@@ -1,4 +1,4 @@
-"""Sinusoidal position embeddings: by distance, and by place as Canary and Whisper know it."""
+"""Sinusoidal position embeddings: relative, Canary's and Whisper's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:
-    """Embed positions or distances, with sine and cosine in turn, as Transformer-XL does.
+    """Embed positions or distances by interleaved sines and cosines, as Transformer-XL.
 
     Channels 2c and 2c + 1 are the sine and the cosine of ``position * 10000 ** (-2c / width)``.
 
@@ -31,10 +31,10 @@ def relative_sinusoids(reach: int, width: int, device: torch.device) -> Tensor:
 
 
 def decoder_sinusoids(positions: Tensor, width: int) -> Tensor:
-    """Embed a token's place as NeMo's ``FixedPositionalEncoding`` and Canary's decoder do.
+    """Embed token positions as NeMo's ``FixedPositionalEncoding`` and Canary's decoder.
 
-    All sines, then all cosines, over ``sqrt(width)``. The wavelengths are not quite the usual ones:
-    Canary spaces them from 1 to ``10000 ** ((width - 2) / width)``.
+    All sines, then all cosines, over ``sqrt(width)``. The wavelengths differ slightly from the
+    usual ones: Canary spaces them from 1 to ``10000 ** ((width - 2) / width)``.
 
     Args:
         positions: (R,), any number type.
@@ -50,16 +50,10 @@ def decoder_sinusoids(positions: Tensor, width: int) -> Tensor:
 
 
 def whisper_sinusoids(positions: Tensor, width: int) -> Tensor:
-    """Embed a frame's place as Whisper's encoder does.
+    """Embed frame positions as Whisper's encoder.
 
-    All sines, then all cosines, of wavelengths from 1 to 10000 times 2 pi.
-
-    Args:
-        positions: (R,), any number type.
-        width: Channels; even, at least 4.
-
-    Returns:
-        float32 (R, width).
+    All sines, then all cosines, of wavelengths from 1 to 10000 times 2 pi. Arguments and result are
+    those of `decoder_sinusoids`.
 
     References:
         Radford et al., 2022, https://arxiv.org/abs/2212.04356.

@@ -1,4 +1,4 @@
-"""The predictor of a transducer: what the labels so far say about the next one."""
+"""Prediction networks of a transducer: stateless, or an LSTM."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from effasr.nn.recurrent import LSTM
 from effasr_kernels import PackedLayout, depthwise_conv
 
 PredictorState = tuple[Tensor, ...]
-"""What a predictor carries from one label to the next: tensors (N, ...)."""
+"""State of a predictor between labels: tensors (N, ...)."""
 
 
 class StatelessPredictor(nn.Module):
-    """The last few labels, embedded, weighed per channel and added up; then ReLU.
+    """The last few labels, embedded, weighted per channel and summed; then ReLU.
 
     References:
         Ghodsi et al., 2020, https://ieeexplore.ieee.org/document/9054419; icefall's ``Decoder``,
@@ -28,9 +28,9 @@ class StatelessPredictor(nn.Module):
         """Build the embedding and the taps.
 
         Args:
-            vocab_size: V; the start symbol is number V.
+            vocab_size: V; the start symbol has index V.
             width: P, channels.
-            context: Labels that are seen, at least 1.
+            context: Number of labels that are read, at least 1.
             dropout: On the embedded labels.
         """
         super().__init__()
@@ -40,7 +40,7 @@ class StatelessPredictor(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the embedding with variance 1, and the taps as `torch.nn.Conv1d` does."""
+        """Initialize the embedding with variance 1, and the taps as `torch.nn.Conv1d` does."""
         nn.init.normal_(self.embedding.weight)
         bound = 1 / math.sqrt(self.context)
         nn.init.uniform_(self.taps, -bound, bound)
@@ -53,8 +53,8 @@ class StatelessPredictor(nn.Module):
             layout: Their N sequences.
 
         Returns:
-            (U + N, P): of each sequence one row before any label, and one after each label. Rows of
-            the tail are finite, but mean nothing.
+            (U + N, P): for each sequence one row before any label, and one after each label. Rows
+            of the tail are finite but have no meaning.
         """
         rows = layout.lengthened(1)
         x = self._drop(self.embedding(after_start(labels, layout, self.start_id)))
@@ -66,7 +66,7 @@ class StatelessPredictor(nn.Module):
         return (torch.full(seen, -1, device=self.taps.device),)
 
     def step(self, labels: Tensor, state: PredictorState) -> tuple[Tensor, PredictorState]:
-        """Read one more label of each sequence, the start symbol first.
+        """Read one more label of each sequence, beginning with the start symbol.
 
         Args:
             labels: int64 (N,).
@@ -84,7 +84,7 @@ class StatelessPredictor(nn.Module):
 
 
 class LSTMPredictor(nn.Module):
-    """Embedded labels, read by LSTM layers that start at zero.
+    """Embedded labels, read by LSTM layers with a zero initial state.
 
     References:
         Graves, 2012, https://arxiv.org/abs/1211.3711; the function is that of transformers'
@@ -92,14 +92,7 @@ class LSTMPredictor(nn.Module):
     """
 
     def __init__(self, vocab_size: int, width: int, layers: int, dropout: float = 0.0):
-        """Build the embedding and the layers.
-
-        Args:
-            vocab_size: V; the start symbol is number V.
-            width: P, channels of the embedding and of each layer.
-            layers: LSTM layers.
-            dropout: On the embedded labels, and on the output of the last layer.
-        """
+        """Build the embedding and the layers; see `StatelessPredictor`."""
         super().__init__()
         self.start_id, self.dropout = vocab_size, dropout
         self.embedding = nn.Embedding(vocab_size + 1, width)
@@ -107,7 +100,7 @@ class LSTMPredictor(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the embedding with variance 1, and the layers as `LSTM` does."""
+        """Initialize the embedding with variance 1, and the layers as `LSTM` does."""
         nn.init.normal_(self.embedding.weight)
         self.lstm.reset_parameters()
 
@@ -136,12 +129,12 @@ class LSTMPredictor(nn.Module):
 
 
 def after_start(labels: Tensor, layout: PackedLayout, start_id: int) -> Tensor:
-    """Put the start symbol in front of each sequence.
+    """Insert the start symbol before each sequence.
 
     Args:
         labels: int64 (U,).
         layout: Their N sequences.
-        start_id: The symbol; the tail is filled with it as well.
+        start_id: The symbol; it also fills the tail.
 
     Returns:
         int64 (U + N,), under ``layout.lengthened(1)``.

@@ -49,18 +49,13 @@ def lstm(x: Tensor, resets: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 class LSTM(nn.Module):
-    """The parameters of a `torch.nn.LSTM` under the same names, and what `lstm` does with them.
+    """The parameters of a `torch.nn.LSTM` under the same names, for `lstm`.
 
-    A compiler refuses to look at torch's own module.
+    torch.compile cannot trace torch's own module.
     """
 
     def __init__(self, width: int, layers: int):
-        """Build the layers.
-
-        Args:
-            width: P, of the input and of each layer.
-            layers: At least 1.
-        """
+        """Build at least one layer; input and layers have ``width`` = P channels."""
         super().__init__()
         self.width, self.layers = width, layers
         for layer in range(layers):
@@ -70,7 +65,7 @@ class LSTM(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw as torch does, but with forget gates at sigmoid(1), open to remember at first.
+        """Initialize as torch does, but with forget gates at sigmoid(1), open at first.
 
         References:
             Jozefowicz et al., 2015, https://proceedings.mlr.press/v37/jozefowicz15.html.
@@ -87,13 +82,13 @@ class LSTM(nn.Module):
         return lstm(x, resets, self.weights())
 
     def step(self, x: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Go on by one step: x (N, P), h and c (layers, N, P); returns (N, P) and both anew."""
+        """One step: x (N, P), h and c (layers, N, P) to (N, P) and the next h and c."""
         x, hidden, cell, *weights = checks.under_autocast(x, hidden, cell, *self.weights())
         out, hidden, cell = _layers(x[:, None], hidden, cell, weights)
         return out[:, 0], hidden, cell
 
     def weights(self) -> list[Tensor]:
-        """As `lstm` takes them."""
+        """The weights as `lstm` takes them."""
         return [getattr(self, f"{part}_l{n}") for n in range(self.layers) for part in _SHAPES]
 
 
@@ -133,7 +128,7 @@ def _layers(
 
 
 def _contiguous(params: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors one after the other in memory, as cuDNN wants them."""
+    """Copy tensors into consecutive memory, as cuDNN requires."""
     pieces = torch.cat([param.flatten() for param in params]).split([p.numel() for p in params])
     return [piece.view_as(param) for piece, param in zip(pieces, params, strict=True)]
 
@@ -149,7 +144,7 @@ def _forward(x: Tensor, shut: Tensor, weights: list[Tensor]) -> Tensor:
 
 
 def _backward(grad: Tensor, x: Tensor, shut: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    """Run the forward again, with autograd, and differentiate that."""
+    """Repeat the forward with autograd, and differentiate it."""
     with recording():
         leaves = [tensor.detach().requires_grad_() for tensor in (x, *weights)]
         found = torch.autograd.grad(_run(leaves[0], shut, leaves[1:]), leaves, grad)
@@ -175,7 +170,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, list[Tensor]]:
 
 
 def _flops(x: Tensor, shut: Tensor, weights: list[Tensor], out_val: Any = None) -> int:
-    """Of every slot, the free ones too: they are computed."""
+    """Count every slot, free ones included, as they are computed."""
     slots = x.shape[0] * x.shape[1]
     return 2 * slots * sum(weight.numel() for weight in weights if weight.ndim > 1)
 

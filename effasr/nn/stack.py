@@ -1,4 +1,4 @@
-"""Layers of a stack: each may be computed again in the backward, compiled, or passed by."""
+"""Layers of a stack: activation checkpointing, compilation, and skipping of unused layers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _here = threading.local()
 
 
 class Layer(nn.Module):
-    """One of a stack; its forward is made by `checkpointed_forward`.
+    """A layer of a stack; its forward is wrapped by `checkpointed_forward`.
 
     Attributes:
-        is_checkpointed: Whether only its inputs are kept between the forward and the backward.
-        is_compiled: Whether torch.compile makes it, alone.
+        is_checkpointed: Whether only the inputs are kept between forward and backward.
+        is_compiled: Whether torch.compile compiles the layer.
     """
 
     is_checkpointed = False
@@ -34,14 +34,14 @@ class Layer(nn.Module):
 
 
 def checkpointed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the forward of a `Layer` from what it computes: (self, x, ...) to anything.
+    """Wrap the forward of a `Layer`: (self, x, ...) to anything.
 
-    The result takes ``idle=True`` besides, and then returns ``x`` as it is, whose backward reaches
-    the layer's parameters: see `skip_layers`.
+    The result also takes ``idle=True``, and then returns ``x`` unchanged, with a backward that
+    touches the layer's parameters: see `skip_layers`.
 
-    Where a layer is computed again, the random numbers are the same, those of seeds that an
-    operation draws included, and so are the gradients, bit by bit. What a forward leaves behind,
-    such as running statistics, it must leave once: it asks `is_recomputing`.
+    A recomputed layer draws the same random numbers, seeds of operations included, so its gradients
+    are the same bit by bit. Side effects of a forward, such as running statistics, must happen
+    once: the forward checks `is_recomputing`.
     """
 
     def compute(self: Layer, *args: Any) -> Any:
@@ -67,7 +67,7 @@ def checkpointed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checkpoint_layers(model: nn.Module, every: int) -> None:
-    """Let each ``every``-th layer of every stack in a model be recomputed, its first included."""
+    """Checkpoint the activations of every ``every``-th layer of each stack, from the first."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             for number, layer in enumerate(module):
@@ -76,29 +76,28 @@ def checkpoint_layers(model: nn.Module, every: int) -> None:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Let torch.compile make each layer of every stack in a model, for batches of one shape."""
+    """Compile each layer of every stack in a model, for batches of one shape."""
     for module in model.modules():
         if isinstance(module, Layer):
             module.is_compiled = True
 
 
 def is_recomputing() -> bool:
-    """Whether this forward repeats an earlier one, which has left behind what it leaves."""
+    """Whether this forward is a recomputation of an earlier one."""
     return getattr(_here, "depth", 0) > 0
 
 
 def is_sharded(layers: Iterable[nn.Module]) -> bool:
-    """Whether processes have parts of layers, and gather each for its forward and backward."""
+    """Whether layers are sharded, so that processes gather each for its forward and backward."""
     return any(is_sharded_tensor(next(layer.parameters(), None)) for layer in layers)
 
 
 def skip_layers(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
-    """Return ``x`` after layers that have nothing to do, each of which is gathered all the same.
+    """Return ``x`` past unused layers, which are gathered nevertheless if they are sharded.
 
-    The processes of a group gather sharded layers together, in one order, and reduce their
-    gradients together: so a process whose batch does not use a layer must come by, in the forward
-    and in the backward. The gradient of the layer is zero. Layers that are not sharded are left
-    alone.
+    Processes gather sharded layers and reduce their gradients together and in one order, so a
+    process whose batch does not use a layer must take part, in forward and backward. The gradient
+    of the layer is zero. Layers that are not sharded are left alone.
     """
     layers = list(layers)
     if is_sharded(layers):
@@ -108,12 +107,12 @@ def skip_layers(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
 
 
 def is_empty(*layouts: PackedLayout) -> bool:
-    """Whether it is known on the host that a batch has no row in one of its layouts."""
+    """Whether the host knows that a batch has no row in one of its layouts."""
     return all(layout.known_on_host for layout in layouts) and 0 in [x.total for x in layouts]
 
 
 def _is_reached(layer: nn.Module, inputs: Iterable[Any]) -> bool:
-    """Whether the backward comes to a layer: not where neither it nor what is before it learns."""
+    """Whether the backward reaches a layer: it, or something before it, is trained."""
     values = [x.values if isinstance(x, PackedSequence) else x for x in inputs]
     tensors = [x for x in values if isinstance(x, Tensor)]
     return any(x.requires_grad for x in (*tensors, *layer.parameters()))

@@ -1,4 +1,4 @@
-"""Convolutions that turn eight mel rows into one encoder frame, over a whole packed batch."""
+"""Convolutional subsampling of mel rows by 8, over a packed batch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,14 @@ from effasr_kernels import strided_depthwise, subsampling_stem
 class ConvSubsampling(nn.Module):
     """Three convolutions of stride 2 in time and frequency, then a linear layer.
 
-    The function is Hugging Face's ``ParakeetEncoderSubsamplingConv2D`` (NeMo's ``dw_striding``) of
-    each utterance alone, with zeros beyond its real rows after every layer. Between the layers
-    channels are last, so that a 1 x 1 convolution is a matrix product over all places. The first
-    layer's activation, by far the model's largest, exists only within `subsampling_stem`.
+    The function is transformers' ``ParakeetEncoderSubsamplingConv2D`` (NeMo's ``dw_striding``) of
+    each utterance alone, with zeros beyond its real rows after every layer. Channels are last
+    between the layers, so that a 1 x 1 convolution is a matrix product over all places. The first
+    layer's activation, by far the largest of the model, exists only within `subsampling_stem`.
     """
 
     def __init__(self, mel_bins: int, channels: int, width: int):
-        """Build the layers.
-
-        Args:
-            mel_bins: Bands, a multiple of 8.
-            channels: Of the convolutions.
-            width: Of the encoder frames.
-        """
+        """Build the layers; ``mel_bins`` is a multiple of 8."""
         super().__init__()
         self.conv = nn.Conv2d(1, channels, 3, stride=2, padding=1)
         self.depthwise1 = nn.Conv2d(channels, channels, 3, stride=2, padding=1, groups=channels)
@@ -35,7 +29,7 @@ class ConvSubsampling(nn.Module):
         self.linear = nn.Linear(channels * (mel_bins // 8), width)
 
     def forward(self, mel: MelFrames) -> Tensor:
-        """Subsample: T slots of mel rows to (T, width); the tail's rows are finite."""
+        """Subsample mel rows to (T, width); rows of the tail are finite."""
         x = subsampling_stem(
             mel.values.to(self.conv.weight.dtype),
             *_taps(self.conv),
@@ -55,12 +49,12 @@ class ConvSubsampling(nn.Module):
         return F.linear(x, self.project_weight(), self.linear.bias)
 
     def project_weight(self) -> Tensor:
-        """The last layer's weight for channels last; its own order is (channel, frequency)."""
+        """The last layer's weight for channels last; the stored order is (channel, frequency)."""
         weight, channels = self.linear.weight, self.conv.weight.shape[0]
         return weight.view(weight.shape[0], channels, -1).transpose(1, 2).flatten(1)
 
 
 def _taps(conv: nn.Conv2d) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a convolution whose filters see one channel: (C, 9) and (C,)."""
+    """Weight and bias of a convolution of one input channel per filter: (C, 9) and (C,)."""
     assert conv.bias is not None
     return conv.weight.flatten(1), conv.bias

@@ -32,12 +32,12 @@ class TransformerLayer(Layer):
         """Build the layer.
 
         Args:
-            width: Channels in and out.
-            heads: Of attention; they divide the width.
+            width: Channels of input and output.
+            heads: Attention heads; they divide the width.
             feed_forward: Channels inside the feed-forward network.
-            activation: There.
+            activation: Of the feed-forward network.
             bias: Whether the projections of attention have biases.
-            key_bias: Whether that of the keys has.
+            key_bias: Whether the key projection has one.
             residual_dropout: On the output of each module, before it is added.
             activation_dropout: Inside the feed-forward network.
             attention_dropout: On attention weights.

@@ -1,4 +1,4 @@
-"""Patterns of paths, such as ``encoder.layers.[0-9].*``, and what of a model they choose."""
+"""Patterns of parameter names, such as ``encoder.layers.[0-9].*``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 
 
 def matching(paths: Collection[str], patterns: Iterable[str], argument: str) -> set[str]:
-    """The paths that a pattern matches, itself or by a module in which they are.
+    """The paths that a pattern matches, directly or by a module that contains them.
 
     Args:
-        paths: Dotted, as of ``named_parameters``.
-        patterns: As of a shell (`fnmatch`), where ``*`` stands for dots as well.
-        argument: Where the patterns come from, for the message.
+        paths: Dotted, as in ``named_parameters``.
+        patterns: Shell patterns (`fnmatch`), where ``*`` matches dots as well.
+        argument: Name of the option with the patterns, for the message.
 
     Raises:
-        ValueError: A pattern matches none, and would be without effect.
+        ValueError: A pattern matches nothing.
     """
     chosen: set[str] = set()
     for pattern in patterns:
@@ -35,12 +35,12 @@ def matching(paths: Collection[str], patterns: Iterable[str], argument: str) -> 
 
 
 def freeze(model: nn.Module, patterns: Iterable[str], argument: str = "freeze") -> None:
-    """Train no parameter that a pattern matches; `evaluate_frozen` says what else follows.
+    """Freeze the parameters that a pattern matches; see also `evaluate_frozen`.
 
     Args:
-        model: Some of whose parameters become such that require no gradient.
+        model: Its matching parameters no longer require gradients.
         patterns: See `matching`.
-        argument: Where they come from, for the message.
+        argument: Name of the option with the patterns, for the message.
 
     Raises:
         ValueError: A pattern matches nothing, or nothing is left to train.
@@ -56,11 +56,11 @@ def freeze(model: nn.Module, patterns: Iterable[str], argument: str = "freeze") 
 
 
 def evaluate_frozen(model: nn.Module) -> None:
-    """Put the parts of a model into evaluation mode that have parameters, but none to train.
+    """Put modules whose parameters are all frozen into evaluation mode.
 
-    There batch norms keep and use their running statistics, and nothing is dropped, as NeMo's
-    ``freeze`` does: what does not learn from noise only suffers from it. A part with anything to
-    train, be it an adapter, stays in the mode that it has, as do parts without parameters.
+    There batch norms use their running statistics without updating them, and dropout is off, as
+    after NeMo's ``freeze``. Modules with any trainable parameter, such as an adapter, and modules
+    without parameters keep their mode.
     """
     for module in model.children():
         parameters = list(module.parameters())
@@ -71,6 +71,6 @@ def evaluate_frozen(model: nn.Module) -> None:
 
 
 def _within(path: str) -> list[str]:
-    """A path, and those of the modules in which it is, the innermost first."""
+    """A path and those of the modules that contain it, the innermost first."""
     parts = path.split(".")
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]

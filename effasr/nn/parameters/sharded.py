@@ -1,4 +1,4 @@
-"""Parameters of which each process has a part."""
+"""Recognizes parameters that FSDP2 has sharded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def is_sharded_tensor(value: object) -> TypeGuard[DTensor]:
-    """Whether it is a `DTensor`.
+    """Whether a value is a `DTensor`.
 
-    Of these there is none where nobody has imported the module: that takes half a second, for which
-    a command that only reads a model should not wait.
+    If nobody has imported the module, there is none: the import takes half a second, for which a
+    command that only reads a model should not wait.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)

@@ -1,4 +1,4 @@
-"""Parameters that a forward does not use, and data parallelism that waits for all of them."""
+"""Zero gradients for unused parameters, for which DDP would wait forever."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from effasr.nn.parameters.sharded import is_sharded_tensor
 
 
 def touch_unused_parameters(x: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-    """Return ``x`` such that its backward also reaches parameters that it does not depend on.
+    """Return ``x`` such that its backward gives these parameters a zero gradient.
 
-    Their gradient is zero. The processes of a group wait until every parameter has been reached.
+    DDP waits until every parameter has a gradient.
 
     Args:
         x: Any floating-point tensor.
-        parameters: They are not read. A sharded one is left out: its layer, which has gathered it
-            for the length of its own forward, must reach it by itself.
+        parameters: They are not read. Sharded ones are skipped: their layer, which gathers them for
+            its own forward, must touch them itself.
     """
     reached = [parameter for parameter in parameters if not is_sharded_tensor(parameter)]
     return _TouchParameters.apply(x, *reached)  # type: ignore[return-value]
