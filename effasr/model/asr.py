@@ -49,16 +49,16 @@ _RESETTABLE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """What a model is made of; the size of its vocabulary comes from the tokenizer.
+    """Architecture of a model; the tokenizer determines the size of the vocabulary.
 
     Attributes:
-        features: How a waveform becomes mel rows.
+        features: Log-mel features.
         augment: SpecAugment, in training only.
-        encoder: A FastConformer, or Whisper's Transformer, as its ``kind`` says.
+        encoder: A FastConformer, or Whisper's Transformer, selected by its ``kind``.
         decoder: The attention decoder; null for none.
-        ctc: Whether there is a CTC head on the encoder.
+        ctc: Whether the encoder has a CTC head.
         transducer: The transducer; null for none.
-        text_encoder: What reads text-only batches, for the decoder to translate; null for none.
+        text_encoder: Reads text-only batches, which the decoder translates; null for none.
     """
 
     features: FeatureConfig = field(default_factory=FeatureConfig)
@@ -91,20 +91,18 @@ class ModelConfig:
 
 
 class ASRModel(nn.Module):
-    """Packed audio in; losses, hidden states or scores out.
+    """Speech model over packed batches, with up to three outputs.
 
     Without a CTC head, and where `effasr.interop.huggingface.checkpoint` can express the
-    configuration, this is the same function as transformers' ``CanaryForConditionalGeneration``, or
-    its ``WhisperForConditionalGeneration`` with an encoder of kind transformer.
+    configuration, this is the function of transformers' ``CanaryForConditionalGeneration`` or
+    ``WhisperForConditionalGeneration``.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int):
-        """Build the model and draw its weights.
+        """Build the model and initialize its weights.
 
-        Args:
-            config: The architecture.
-            vocab_size: V, the tokenizer's. A CTC head and a transducer have one class more, the
-                blank, which is last.
+        A CTC head and a transducer have one class more than ``vocab_size``: the blank, which is
+        last.
         """
         super().__init__()
         check(vocab_size >= 1, "vocab_size", "be at least 1", vocab_size)
@@ -129,7 +127,7 @@ class ASRModel(nn.Module):
     def from_state_dict(
         cls, config: ModelConfig, vocab_size: int, state: Mapping[str, Tensor]
     ) -> Self:
-        """Build a model around these tensors, without drawing or copying any weight.
+        """Build a model around these tensors, without initializing or copying weights.
 
         Raises:
             RuntimeError: A tensor is missing, unknown, or of another shape.
@@ -143,11 +141,12 @@ class ASRModel(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw every weight anew, and compute every table; needed after ``to_empty``.
+        """Initialize every weight and compute every table; needed after ``to_empty``.
 
-        Linear layers are Xavier-uniform with zero biases, for a signal of like size at every depth;
-        convolutions are as torch draws them. Embeddings have variance 1 / width, so that a tied
-        output layer starts with logits of variance 1. Relative attention starts without biases.
+        Linear layers are Xavier-uniform with zero biases, for a signal of equal size at every
+        depth; convolutions are initialized as in torch. Embeddings have variance 1 / width, so that
+        a tied output layer starts with logits of variance 1. The biases of relative attention start
+        at zero.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -158,7 +157,7 @@ class ASRModel(nn.Module):
                 module.reset_parameters()
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode; parts of which nothing is trained stay in evaluation mode."""
+        """Set the mode; modules whose parameters are all frozen stay in evaluation mode."""
         super().train(mode)
         if mode:
             evaluate_frozen(self)
@@ -172,11 +171,11 @@ class ASRModel(nn.Module):
         Args:
             batch: On the model's device.
             label_smoothing: Of the cross-entropy.
-            guided_sigma: Width of the diagonal that guided attention leaves free, as a share of the
-                utterance; None for no such penalty.
+            guided_sigma: Width of the unpenalized diagonal of guided attention, as a share of the
+                utterance; None for no penalty.
 
         Returns:
-            Sums, for the caller to weigh and to divide by the counts of the whole step.
+            Sums, which the caller weights and divides by the counts of the whole step.
         """
         encoded = self.encode(batch)
         # Through these, also layers are reached that have parameters only while they compute.
@@ -223,16 +222,16 @@ class ASRModel(nn.Module):
         return losses
 
     def _idle(self, is_speech: bool) -> Iterator[nn.Parameter]:
-        """The parameters that a batch of a kind does not use."""
+        """The parameters that a batch of this kind does not use."""
         of_speech = self.encoder, self.ctc_head, self.transducer
         for module in (self.text_encoder,) if is_speech else of_speech:
             if module is not None:
                 yield from module.parameters()
 
     def encode(self, batch: Batch) -> PackedSequence:
-        """Compute the encoder's output, (T, encoder width), with SpecAugment in training.
+        """Compute the encoder output, (T, encoder width), with SpecAugment in training.
 
-        Of a text-only batch it is the text encoder's.
+        For a text-only batch it is the output of the text encoder.
 
         Raises:
             ValueError: The batch is text-only, and the model has no text encoder.
@@ -264,12 +263,12 @@ class ASRModel(nn.Module):
 
         Args:
             tokens: int64 (U,), prompts and transcripts.
-            encoded: The encoder's output, as many sequences.
+            encoded: The encoder output, as many sequences.
             guided_sigma: As in `forward`.
 
         Returns:
-            Hidden states (U, decoder width), and the penalty of each token, its mean over layers
-            and heads, (U,) or None.
+            Hidden states (U, decoder width), and the penalty of each token, averaged over layers
+            and heads: (U,) or None.
 
         Raises:
             ValueError: The model has no decoder, or a transcript is too long for it.
@@ -278,11 +277,11 @@ class ASRModel(nn.Module):
             return self._decoder()(tokens, self.projected(encoded), guided_sigma)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Score every token from the decoder's hidden states: (..., width) to (..., V)."""
+        """Logits of every token from the decoder's hidden states: (..., width) to (..., V)."""
         return self._decoder().logits(hidden)
 
     def ctc_logits(self, encoded: Tensor) -> Tensor:
-        """Score every token and the blank, last, from encoder frames: (T, C) to (T, V + 1)."""
+        """Logits of every token and, last, the blank: (T, C) to (T, V + 1)."""
         if self.ctc_head is None:
             raise ValueError("`ctc` must be true for CTC scores, but this model has no CTC head.")
         return self.ctc_head(encoded)
@@ -293,26 +292,11 @@ class ASRModel(nn.Module):
         max_tokens: int,
         read: Sequence[Sequence[int]] | None = None,
     ) -> DecoderState:
-        """Prepare to decode token by token; for inference, in evaluation mode.
-
-        Args:
-            encoded: The encoder's output.
-            max_tokens: Most tokens per sequence, the prompt included.
-            read: What the sequences have read before the first step, equally many tokens each;
-                sequences past these are left out. By default all have read nothing.
-
-        Raises:
-            ValueError: ``max_tokens`` is not in 1 to the decoder's ``max_positions``, or ``read``
-                is of more sequences than there are, of unequally many tokens, or of too many.
-        """
+        """Prepare to decode token by token in evaluation mode; see `Decoder.start`."""
         return self._decoder().start(self.projected(encoded), max_tokens, read)
 
     def decode_step(self, tokens: Tensor, state: DecoderState) -> Tensor:
-        """Read one more token of each sequence: int64 (N,) to hidden states (N, decoder width).
-
-        Raises:
-            ValueError: There is not one token for each sequence, or ``max_tokens`` is reached.
-        """
+        """Read one more token of each sequence: int64 (N,) to hidden states (N, decoder width)."""
         return self._decoder().step(tokens, state)
 
     def _decoder(self) -> Decoder:
@@ -321,7 +305,7 @@ class ASRModel(nn.Module):
         return self.decoder
 
     def projected(self, encoded: PackedSequence) -> PackedSequence:
-        """The encoder's output in the width of the decoder, as the decoder takes it."""
+        """The encoder output in the width of the decoder."""
         if self.projection is None:
             return encoded
         return encoded.with_values(self.projection(encoded.values))

@@ -1,4 +1,4 @@
-"""How much computing an utterance is to a model, from the widths of its layers."""
+"""Forward FLOPs of an utterance, computed from the sizes of a model's layers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from effasr.model.whisper_encoder import WhisperEncoderConfig
 
 
 def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
-    """The forward FLOPs of an utterance by its lengths, for planning.
+    """Forward FLOPs of an utterance by its lengths, for planning.
 
-    Counted are matrix products and convolutions, as `torch.utils.flop_counter.FlopCounterMode`
-    does. Left out is what does not grow with the utterance: the table of relative positions. All
-    decoder tokens but the first of a prompt count as text, since lengths do not tell them apart.
-
-    Args:
-        config: The architecture.
-        vocab_size: V, the tokenizer's.
+    Matrix products and convolutions are counted, as by `torch.utils.flop_counter.FlopCounterMode`.
+    The table of relative positions is not, as it does not grow with the utterance. All decoder
+    tokens but the first of a prompt count as text, as lengths do not tell them apart.
 
     Raises:
         ValueError: ``vocab_size`` is less than 1.
@@ -52,7 +48,7 @@ def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
 
 
 def text_cost_model(config: ModelConfig, vocab_size: int) -> CostModel | None:
-    """The forward FLOPs of a text pair, whose frames are the tokens that the text encoder reads.
+    """Forward FLOPs of a text pair, whose frames are the tokens of the text encoder.
 
     None for a model without a text encoder; see `cost_model`.
     """
@@ -75,16 +71,16 @@ def text_cost_model(config: ModelConfig, vocab_size: int) -> CostModel | None:
 def recomputed_costs(
     config: ModelConfig, vocab_size: int, every: int, below: int = 0
 ) -> tuple[CostModel, CostModel | None]:
-    """The FLOPs that the backward computes again of an utterance, and of a text pair.
+    """FLOPs that activation checkpointing repeats for an utterance, and for a text pair.
 
-    The last product of a Transformer layer without dropout behind it is not: nothing needs it.
+    The last product of a Transformer layer without dropout is not repeated: no gradient needs it.
 
     Args:
         config: The architecture.
         vocab_size: V, the tokenizer's.
         every: Which layers, as in `effasr.nn.stack.checkpoint_layers`.
-        below: The first encoder layers, to which the backward does not come: nothing before or in
-            them is trained.
+        below: Number of first encoder layers that the backward does not reach, as nothing in or
+            before them is trained.
     """
     encoder, decoder, text = config.encoder, config.decoder, config.text_encoder
     # Costs grow by as much with each layer more.
@@ -118,12 +114,12 @@ def _difference(more: CostModel, less: CostModel) -> CostModel:
 
 
 def _more(layers: int, every: int) -> int:
-    """As many layers, and once more those that are recomputed."""
+    """The number of layers, with the recomputed ones counted twice."""
     return layers + -(-layers // every)
 
 
 def subsampling_cost(config: ModelConfig) -> int:
-    """FLOPs of each frame before the first layer of the encoder: of features and convolutions."""
+    """FLOPs per frame before the first encoder layer: features and convolutions."""
     encoder, width, bins = config.encoder, config.encoder.width, config.features.mel_bins
     features = 2 * config.features.subsampling * (config.features.n_fft // 2 + 1) * bins
     if isinstance(encoder, WhisperEncoderConfig):
@@ -137,7 +133,7 @@ def subsampling_cost(config: ModelConfig) -> int:
 
 
 def _encoder(config: ModelConfig) -> tuple[int, int]:
-    """FLOPs of features and encoder: of each frame, and of each pair of frames."""
+    """FLOPs of features and encoder: per frame, and per pair of frames."""
     encoder = config.encoder
     width = encoder.width
     if isinstance(encoder, WhisperEncoderConfig):
@@ -154,7 +150,7 @@ def _encoder(config: ModelConfig) -> tuple[int, int]:
 
 
 def _decoder(config: DecoderConfig, vocab_size: int) -> tuple[int, int, int, int]:
-    """FLOPs of each frame, token, pair of tokens, and pair of a token and a frame."""
+    """FLOPs per frame, token, pair of tokens, and pair of a token and a frame."""
     width, layers, inner = config.width, config.layers, config.heads * config.head_width
     # Query, key, value and output of self-attention; query and output of cross-attention.
     projections = 2 * 6 * width * inner
@@ -166,7 +162,7 @@ def _decoder(config: DecoderConfig, vocab_size: int) -> tuple[int, int, int, int
 
 
 def predictor_cost(config: TransducerConfig) -> int:
-    """FLOPs of each label, and of the row before the first."""
+    """FLOPs per label, and for the row before the first."""
     width = config.width
     projection = 2 * width * config.joint
     if config.predictor == "lstm":

@@ -1,4 +1,4 @@
-"""How much computing a training step is where not all of a model is trained."""
+"""FLOPs of a training step where only a part of the model is trained."""
 
 from __future__ import annotations
 
@@ -21,12 +21,9 @@ _FORWARD_AND_BACKWARD = 3
 def learning_cost(model: ASRModel) -> CostModel:
     """A third of the FLOPs of a training step, of an utterance by its lengths.
 
-    Of a model that is trained throughout, it is `effasr.model.cost.cost_model`, since the backward
-    is twice the forward. Otherwise products are left out that give the gradients of weights that
-    are not trained, and all that comes before what is; those of adapters are added.
-
-    Args:
-        model: Whose parameters require gradients or not.
+    For a model that is trained completely this is `effasr.model.cost.cost_model`, as the backward
+    costs twice the forward. Otherwise the products for gradients of frozen weights, and everything
+    before the first trained one, are left out; those of adapters are added.
     """
     forward = cost_model(model.config, model.vocab_size)
     if _learns(model, throughout=True):
@@ -42,7 +39,7 @@ def learning_cost(model: ASRModel) -> CostModel:
 
 
 def learning_text_cost(model: ASRModel) -> CostModel | None:
-    """Likewise of a text pair; None for a model without a text encoder."""
+    """The same for a text pair; None for a model without a text encoder."""
     forward = text_cost_model(model.config, model.vocab_size)
     if forward is None or model.text_encoder is None or _learns(model, throughout=True):
         return forward
@@ -55,7 +52,7 @@ def learning_text_cost(model: ASRModel) -> CostModel | None:
 
 
 def unreached_layers(model: ASRModel) -> int:
-    """How many of the first encoder layers the backward does not come to."""
+    """Number of first encoder layers that the backward does not reach."""
     encoder = model.encoder
     before = [module for name, module in encoder.named_children() if name in _BEFORE_LAYERS]
     count = 0
@@ -65,13 +62,13 @@ def unreached_layers(model: ASRModel) -> int:
 
 
 class _Count:
-    """FLOPs that a backward leaves out, by what they grow with; those of adapters are negative."""
+    """FLOPs that a backward leaves out, by what they grow with; adapters count negatively."""
 
     def __init__(self) -> None:
         self.left: Counter[str] = Counter()
 
     def shared(self, forward: CostModel) -> CostModel:
-        """A third of what remains of a step whose forward is this."""
+        """A third of the FLOPs of a step with this forward."""
         names = [field.name for field in fields(CostModel)]
         whole = {name: _FORWARD_AND_BACKWARD * getattr(forward, name) for name in names}
         return CostModel(
@@ -79,7 +76,7 @@ class _Count:
         )
 
     def product(self, kind: str, module: nn.Linear, reached: bool) -> None:
-        """One linear layer, whose inputs need gradients or not."""
+        """Count one linear layer, whose inputs need gradients if ``reached``."""
         flops = 2 * module.weight.numel()
         self.left[kind] += flops * (not module.weight.requires_grad) + flops * (not reached)
         if isinstance(module, LoRALinear) and module.lora_a is not None:
@@ -88,10 +85,10 @@ class _Count:
             self.left[kind] -= _FORWARD_AND_BACKWARD * adapter
 
     def layer(self, layer: nn.Module, reached: bool, kind: str, **others: int) -> bool:
-        """A layer of a stack, and whether what comes after it is reached.
+        """Count a layer of a stack; returns whether the backward reaches what follows it.
 
         Args:
-            layer: Whose products count, but for those that `_apart` names.
+            layer: All its products count, except those of `_APART`.
             reached: Whether something before it is trained.
             kind: What its linear layers grow with.
             others: Products without weights, by what they grow with.
@@ -105,7 +102,7 @@ class _Count:
         return reached
 
     def encoder(self, model: ASRModel) -> bool:
-        """Of speech, and whether anything in it is trained."""
+        """Count the speech encoder; returns whether anything in it is trained."""
         encoder = model.encoder
         if isinstance(encoder, WhisperEncoder):
             return self._transformer(encoder, subsampling_cost(model.config))
@@ -132,7 +129,7 @@ class _Count:
         return reached or _learns(encoder.norm)
 
     def decoder(self, model: ASRModel, reached: bool) -> None:
-        """What reads tokens, and either encoder, which learns or not."""
+        """Count projection and decoder, after an encoder that is trained if ``reached``."""
         decoder = model.decoder
         if decoder is None:
             return
@@ -155,7 +152,7 @@ class _Count:
         self.left["token"] += flops * (not weight.requires_grad) + flops * (not reached)
 
     def transducer(self, model: ASRModel, reached: bool) -> None:
-        """The predictor counts as a whole."""
+        """Count the transducer; the predictor counts as a whole."""
         head = model.transducer
         assert head is not None
         predicts = _learns(head.predictor)

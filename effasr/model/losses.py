@@ -1,4 +1,4 @@
-"""The sums of losses of one micro-batch."""
+"""Sums of the losses of one micro-batch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from effasr.data.features.segments import segment_sum
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Sums over the batch, float32 (float64 for a float64 model), not yet divided by any count.
+    """Sums over the batch, float32 (float64 for a float64 model), not divided by any count.
 
-    The counts are ``batch.num_targets`` for ``cross_entropy``, and for the others
-    ``batch.num_monotonic_targets``. A loss that the model or the call lacks is a zero without
-    gradient. NaN and infinity are passed on, except as `ctc` says.
+    The counts are ``batch.num_targets`` for ``cross_entropy``, and ``batch.num_monotonic_targets``
+    for the others. A loss that the model or the call lacks is zero, without gradient. NaN and
+    infinity are passed on, except in `ctc`.
 
     Attributes:
         cross_entropy: (), over the counted targets.
         ctc: (), over the monotonic utterances. One whose text does not fit in its frames adds
-            nothing, and gets no gradient.
-        transducer: (), likewise; a text always fits, unless there is no frame at all.
+            nothing, and has no gradient.
+        transducer: (), likewise; a text always fits, unless there is no frame.
         guided: (), penalty of guided attention over the counted targets of monotonic utterances,
-            each its mean over layers and heads.
-        per_utterance: (N,), the plain sum of the four for each utterance, without gradient.
+            averaged over layers and heads.
+        per_utterance: (N,), the sum of the four for each utterance, without gradient.
     """
 
     cross_entropy: Tensor
@@ -44,14 +44,14 @@ def gather_losses(
     transducer: Tensor | None = None,
     penalty: Tensor | None = None,
 ) -> Losses:
-    """Sum losses, leaving out what does not count.
+    """Sum the losses of what counts.
 
     Args:
-        batch: What they are losses of.
-        cross_entropy: (U,), zero where the target is ignored; None where there is no decoder.
-        ctc: (N,), infinite for an infeasible utterance; None where there is no CTC head.
-        transducer: (N,), likewise; None where there is no transducer.
-        penalty: (U,), of guided attention; None where it is not asked for.
+        batch: The micro-batch.
+        cross_entropy: (U,), zero for ignored targets; None without a decoder.
+        ctc: (N,), infinite for an infeasible utterance; None without a CTC head.
+        transducer: (N,), likewise; None without a transducer.
+        penalty: (U,), of guided attention; None if not used.
     """
     layout = batch.tokens.layout
     zero = torch.zeros((), device=layout.device)

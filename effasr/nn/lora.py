@@ -1,9 +1,9 @@
-r"""LoRA: instead of a matrix, train a product of two narrow ones that is added to it.
+r"""LoRA: train a low-rank product that is added to a frozen matrix.
 
 .. math:: y = W x + b + s \, B A x
 
-A has r rows and B r columns, so that weights which do not learn need neither gradient nor moments.
-B starts as zeros: training begins with the function of the model that is adapted.
+A has r rows and B r columns, so that the frozen weights need neither gradient nor optimizer state.
+B starts at zero: training starts from the function of the adapted model.
 
 References:
     Hu et al., 2022, https://arxiv.org/abs/2106.09685; Kalajdzievski, 2023,
@@ -25,25 +25,24 @@ from effasr.nn.linear import whole_bias
 from effasr.nn.parameters.patterns import matching
 
 _PROJECTIONS = ("qkv_proj", "q_proj", "kv_proj", "o_proj", "linear1", "linear2")
-"""Of attention and feed-forward networks; the first and third are several in one matrix."""
+"""Layers of attention and feed-forward networks; the first and third hold several in one matrix."""
 
 _READ_ELSEWHERE = ("ctc_head", "encoder.subsampling.linear", "transducer.output")
-"""Layers whose weights an operation reads by itself, past the layer's forward."""
+"""Layers whose weights an operation reads directly, without the layer's forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoRAConfig:
-    """Which layers get adapters, and of which size.
+    """Which layers get adapters, and their rank.
 
     Attributes:
-        rank: r, of each adapter; queries, keys and values, which are one matrix here, share one.
+        rank: r, of each adapter; queries, keys and values share one, as they are one matrix here.
         alpha: The adapter's output is multiplied by ``alpha / rank``.
-        rslora: By ``alpha / sqrt(rank)`` instead, with which higher ranks learn as fast.
+        rslora: Multiply by ``alpha / sqrt(rank)`` instead, so that higher ranks learn as fast.
         dropout: On the adapter's input.
-        targets: Patterns of linear layers to adapt, such as ``decoder.*``; null for all
-            projections of attention and feed-forward networks.
-        also_train: Patterns of other parameters to train as they are, such as ``*norm*`` or
-            ``ctc_head``.
+        targets: Patterns of linear layers to adapt, such as ``decoder.*``; null for all projections
+            of attention and feed-forward networks.
+        also_train: Patterns of other parameters to train, such as ``*norm*`` or ``ctc_head``.
     """
 
     rank: int = 32
@@ -68,15 +67,15 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        """What an adapter's output is multiplied by."""
+        """Factor of an adapter's output."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with an adapter; ``weight`` and ``bias`` are those of the layer adapted.
+    """A linear layer with an adapter; ``weight`` and ``bias`` are those of the adapted layer.
 
-    A state dict of one says all that is needed to merge it: ``lora_a`` (r, in), ``lora_b``
-    (out, r) and ``lora_scale`` () stand beside ``weight``. All three are None while it is `merged`.
+    Its state dict has all that merging needs: ``lora_a`` (r, in), ``lora_b`` (out, r) and
+    ``lora_scale`` () beside ``weight``. All three are None while the adapter is `merged`.
     """
 
     lora_a: nn.Parameter | None
@@ -84,7 +83,7 @@ class LoRALinear(nn.Linear):
     lora_scale: Tensor | None
 
     def __init__(self, base: nn.Linear, config: LoRAConfig):
-        """Share the parameters of a layer, and draw an adapter on its device."""
+        """Share the parameters of a layer, and initialize an adapter on its device."""
         has_bias = base.bias is not None
         super().__init__(base.in_features, base.out_features, bias=has_bias, device="meta")
         self.weight, self.bias = base.weight, base.bias
@@ -107,11 +106,7 @@ class LoRALinear(nn.Linear):
 
 
 def adapt(model: nn.Module, config: LoRAConfig) -> None:
-    """Give linear layers adapters, in place, and train these and ``also_train`` alone.
-
-    Args:
-        model: With the weights to begin with.
-        config: Which layers.
+    """Add adapters to linear layers in place, and train only these and ``also_train``.
 
     Raises:
         ValueError: A pattern matches nothing, or a layer that cannot have an adapter.
@@ -144,9 +139,9 @@ def adapters(model: nn.Module) -> list[LoRALinear]:
 
 @contextmanager
 def merged(model: nn.Module) -> Iterator[None]:
-    """While in it, the adapters of a model are in its weights, and it is as if it had none.
+    """Merge the adapters of a model into its weights for the length of a context.
 
-    The weights are put back as they were, bit by bit, from a copy.
+    The weights are restored bit by bit, from a copy.
     """
     kept = []
     try:
@@ -169,7 +164,7 @@ def merged(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def without_adapters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict in which adapters are in the weights: as of a model that has none."""
+    """A state dict with adapters merged into the weights."""
     plain = dict(state)
     for name in state:
         layer, _, part = name.rpartition(".")
@@ -181,5 +176,5 @@ def without_adapters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _sum(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    """W + s B A, in float64, so that it is rounded once, and not as a GPU's products may be."""
+    """W + s B A in float64: rounded once, independent of the precision of GPU products."""
     return (weight.double() + scale.double() * (b.double() @ a.double())).to(weight.dtype)

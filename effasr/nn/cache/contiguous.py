@@ -1,4 +1,4 @@
-"""Keys and values of a decoder with each row's side by side: what a CPU multiplies fastest."""
+"""Decoder cache with the keys and values of each row contiguous: fastest on a CPU."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from torch import Tensor
 from effasr_kernels import PackedLayout
 
 _BLOCK = 16
-"""Lengths are rounded up to so many, so that a row's sums are taken in the same order whatever is
-beside it: what is past its end adds zeros."""
+"""Lengths are rounded up to a multiple of this, so that the order of a row's sums does not
+depend on its neighbours: what is past the end adds zeros."""
 
 _WIDTH = 32
-"""Narrower heads are padded to so many channels: MKL sums over keys in an order that depends on
-their number where the product has fewer columns than about so many."""
+"""Narrower heads are padded to this many channels: with fewer columns, MKL sums over the keys in
+an order that depends on their number."""
 
 GROUP = 4
-"""Rows that are multiplied at once, as far as the longest of them goes: fewer read less in vain,
-more are fewer calls. MKL takes other routines, with another order of sums, for fewer rows, and with
+"""Rows that are multiplied together, up to the longest of them: fewer rows read less padding,
+more need fewer calls. MKL changes its routine, and the order of sums, for fewer rows, and with
 several threads for numbers of rows that this does not divide."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """What of a decoder its caches depend on.
+    """Sizes of a decoder that its caches depend on.
 
     Attributes:
         layers: Number of layers.
         heads: H.
         head_dim: D.
         dtype: Of keys and values.
-        device: Where they lie.
+        device: Of keys and values.
     """
 
     layers: int
@@ -46,13 +46,13 @@ class CacheSizes:
     device: torch.device
 
     def integers(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-        """Numbers of the host on the device, which need not have finished what it does."""
+        """Copy numbers to the device, without waiting for it."""
         pinned = self.device.type == "cuda"
         host = torch.tensor(values, dtype=dtype, pin_memory=pinned)
         return host.to(self.device, non_blocking=pinned)
 
     def layout(self, lengths: Sequence[int]) -> PackedLayout:
-        """Of packed sequences, on the device; a tail fills up the last group of rows."""
+        """The layout of packed sequences on the device; a tail completes the last group of rows."""
         host = tuple(accumulate(lengths, initial=0))
         rows = -(-host[-1] // GROUP) * GROUP
         return PackedLayout(self.integers(host, torch.int32), host, rows)
@@ -60,7 +60,7 @@ class CacheSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Neighbouring rows, as far as the longest of them goes.
+    """Neighbouring rows, up to the length of the longest.
 
     Attributes:
         keys: Of each layer, (rows H, D, length).
@@ -74,20 +74,14 @@ class _Group:
 
 
 class ContiguousCache:
-    """Keys and values of N rows, (N, H, room, D) per layer; the room grows as it is needed.
+    """Keys and values of N rows, (N, H, room, D) per layer; the room grows as needed.
 
     Attributes:
-        rows: Rows that are read; there may be room for more.
+        rows: Rows that are read; more may be allocated.
     """
 
     def __init__(self, sizes: CacheSizes, rows: int, *, ahead: bool = False) -> None:
-        """Start empty.
-
-        Args:
-            sizes: Of the decoder.
-            rows: N.
-            ahead: Whether room is doubled where it does not suffice, because more will come.
-        """
+        """Start empty, with N = ``rows``; ``ahead`` doubles the room whenever it is too small."""
         self.sizes, self.rows, self._ahead = sizes, rows, ahead
         self._scale = sizes.head_dim**-0.5
         self._width = max(_WIDTH, sizes.head_dim)
@@ -97,15 +91,15 @@ class ContiguousCache:
     def loader(
         self, rows: Sequence[int], lengths: Sequence[int]
     ) -> Callable[[int, Tensor, Tensor], None]:
-        """What writes the keys and values of whole sequences, from their first place on.
+        """A function that writes keys and values of whole sequences from their first place on.
 
         Args:
-            rows: Where each goes.
-            lengths: Of each.
+            rows: The row of each sequence.
+            lengths: Of each sequence.
 
         Returns:
-            To be called for each layer with its number and with keys and values, packed: at least
-            (sum of the lengths, H, D) each.
+            A function of the index of a layer and its packed keys and values, at least (sum of the
+            lengths, H, D) each.
         """
         longest = max(lengths, default=1)
         self._grow(longest)
@@ -124,11 +118,12 @@ class ContiguousCache:
         return write
 
     def look(self, lengths: Sequence[int], *, grouped: bool = True) -> None:
-        """Let `attend` read this many places of each row, and write new rows to the last of them.
+        """Make `attend` read this many places of each row, and write new rows to the last of them.
 
         Args:
             lengths: Of each of the rows.
-            grouped: Whether lengths differ so much that it pays to read neighbours apart.
+            grouped: Whether lengths differ so much that it pays to read groups of neighbours
+                separately.
         """
         self._longest = max(lengths, default=0)
         self._grow(self._longest)
@@ -156,12 +151,12 @@ class ContiguousCache:
         self._places = last.flatten()
 
     def attend(self, layer: int, q: Tensor, new: Tensor | None = None) -> Tensor:
-        """Attend from each query to all places of its row that `look` has named.
+        """Attend from each query to the places of its row.
 
         Args:
-            layer: Whose.
+            layer: Index of the layer.
             q: (N K, H, D), K queries of each row.
-            new: Keys and values for the last place of each row, (N, 2, H, D), to write first.
+            new: Keys and values of the last place of each row, (N, 2, H, D), to write first.
 
         Returns:
             (N K, H, D).
@@ -191,11 +186,11 @@ class ContiguousCache:
         return y.transpose(1, 2).reshape(q.shape)
 
     def keys(self, layer: int) -> Tensor:
-        """What a layer attends to: (N, H, room, D), anything finite past the end of a row."""
+        """The keys of a layer: (N, H, room, D), anything finite past the end of a row."""
         return self._held[layer, 0, : self.rows, ..., : self.sizes.head_dim]
 
     def reorder(self, rows: Tensor) -> None:
-        """Let each row go on from another one, which may be that of several or of none.
+        """Continue each row from another one, which several rows may share.
 
         Args:
             rows: int64 (M,), those others; M is the new number of rows.
@@ -210,7 +205,7 @@ class ContiguousCache:
             )
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these, none of which moves back."""
+        """Drop all rows but these; no row moves to a later place."""
         for place, row in enumerate(rows):
             if row != place:
                 self._held[:, :, place] = self._held[:, :, row]
@@ -233,13 +228,13 @@ class ContiguousCache:
         return torch.zeros(shape, dtype=sizes.dtype, device=sizes.device)
 
     def _hold(self, held: Tensor) -> None:
-        """Take (layers, 2, rows, H, room, D), keys and values, for what is read and written."""
+        """Use (layers, 2, rows, H, room, D) as keys and values."""
         self._held = held
         self._flat = [layer.view(-1, self._width) for layer in held]
         self._bounds: list[tuple[int, int, int]] = []
 
     def _view(self, begin: int, end: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of rows as products take them, of each layer."""
+        """Keys and values of rows in the layout of the matrix products, of each layer."""
         near = self._held[:, :, begin:end, :, :length].unbind(0)
         keys = [part[0].flatten(0, 1).transpose(1, 2) for part in near]
         return keys, [part[1].flatten(0, 1) for part in near]

@@ -1,4 +1,4 @@
-"""What a decoder carries from one token to the next."""
+"""State of a decoder between tokens: caches and positions of its sequences."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ KeysValues = tuple[Tensor, Tensor]
 """Of packed rows: (rows, H, D) each."""
 
 KEPT_SHARE = 7 / 8
-"""Finished sequences are worth dropping once no more than this share stays: it is copied."""
+"""Finished sequences are dropped once at most this share remains, because the rest is copied."""
 
 
 class DecoderState:
-    """Keys and values of N sequences: of the tokens that each has read, and of its speech.
+    """Keys and values of N sequences: of their tokens so far, and of their encoder output.
 
-    Sequences may come and go at different times, each at its own position (`admit`, `release`). Or
-    all start together and are searched with several hypotheses (`widen`, `reorder`, `keep`), which
-    share the keys and values of their speech. The hypotheses of a sequence are neighbours among the
-    rows that a step reads.
+    Sequences may start and end at different times, each at its own position (`admit`, `release`).
+    Or all start together and have several hypotheses each (`widen`, `reorder`, `keep`), which share
+    the encoder output. The hypotheses of a sequence are neighbouring rows.
 
     Attributes:
-        hypotheses: K of each sequence.
-        max_tokens: Most tokens that a sequence may have.
-        length: Steps so far; of sequences that started together, their tokens.
+        hypotheses: K, of each sequence.
+        max_tokens: Largest number of tokens of a sequence.
+        length: Steps so far; for sequences that started together, their tokens.
         self_cache: Of the tokens.
-        cross_cache: Of the speech.
-        watched: The layer whose attention to the speech steps compute once more, for `weights`.
-        weights: Of the last step, for each row its attention to each frame in that layer, the mean
-            over heads: float64 (N K, at least the longest), 0 past the end. None if not watched.
+        cross_cache: Of the encoder output.
+        watched: The layer whose cross-attention weights each step computes; None for none.
+        weights: Attention of each row to each frame in the last step, averaged over the heads:
+            float64 (N K, at least the longest), 0 past the end. None if no layer is watched.
     """
 
     def __init__(
@@ -57,15 +56,15 @@ class DecoderState:
         paged: bool,
         pages: tuple[int, int] | None = None,
     ) -> None:
-        """Start with sequences that have no speech and do not go on.
+        """Start with idle sequences.
 
         Args:
             sizes: Of the decoder.
             sequences: N.
-            max_tokens: Most tokens of a sequence.
-            max_frames: Most encoder frames of a sequence.
-            paged: Whether keys and values lie in pages, in shapes that never change; else they lie
-                side by side, and take room as it is needed.
+            max_tokens: Largest number of tokens of a sequence.
+            max_frames: Largest number of encoder frames of a sequence.
+            paged: Whether the caches have pages, with shapes that never change; else they are
+                contiguous and grow.
             pages: For all tokens and for all frames; by default as many as could be needed.
         """
         self.sizes, self.max_tokens = sizes, max_tokens
@@ -88,22 +87,22 @@ class DecoderState:
 
     @property
     def num_sequences(self) -> int:
-        """N, the sequences that a step reads tokens of."""
+        """N, the sequences of a step."""
         return len(self._frames)
 
     @property
     def num_rows(self) -> int:
-        """Hypotheses of all sequences: what a step reads one token of each for."""
+        """The rows of a step: hypotheses of all sequences."""
         return self.num_sequences * self.hypotheses
 
     @property
     def frames(self) -> int:
-        """Of the speech of all sequences."""
+        """Encoder frames of all sequences."""
         return sum(self._frames)
 
     @property
     def paged(self) -> bool:
-        """Whether keys and values lie in pages."""
+        """Whether the caches have pages."""
         return isinstance(self.self_cache, PagedCache)
 
     @property
@@ -113,7 +112,7 @@ class DecoderState:
 
     @property
     def going(self) -> Tensor:
-        """int64 (N K,), 1 for rows that are decoded, 0 for those which stay where they are."""
+        """int64 (N K,), 1 for active rows, 0 for idle ones, which do not advance."""
         return self._going[: self.num_rows]
 
     def fits(self, tokens: Sequence[int], frames: Sequence[int], *, empty: bool = False) -> bool:
@@ -132,14 +131,14 @@ class DecoderState:
         keys_values: Iterable[Sequence[KeysValues]],
         read: Sequence[int] | None = None,
     ) -> None:
-        """Let sequences begin, in place of what these rows had.
+        """Start sequences, in place of what these rows held.
 
         Args:
-            rows: Where each goes.
-            frames: Of the speech of each.
+            rows: The row of each.
+            frames: Encoder frames of each.
             tokens: The most that each will read.
-            keys_values: For each layer, packed: those of the speech, at least (sum of the frames,
-                H, D) each; where any token has been read, those of the tokens behind them.
+            keys_values: For each layer, packed: those of the encoder output, at least (sum of the
+                frames, H, D) each, and then, where any token has been read, those of the tokens.
             read: How many tokens each has read; none by default.
         """
         read = [0] * len(rows) if read is None else read
@@ -164,13 +163,7 @@ class DecoderState:
         keys_values: Iterable[Sequence[KeysValues]],
         read: int = 0,
     ) -> None:
-        """Let all sequences begin together, with the speech of this layout; see `admit`.
-
-        Args:
-            layout: Of the speech.
-            keys_values: As there.
-            read: How many tokens each has read.
-        """
+        """Start all sequences together, with encoder output of this layout; see `admit`."""
         every = range(self.num_sequences)
         count = len(every)
         self.admit(
@@ -179,7 +172,7 @@ class DecoderState:
         self.length, self._together = read, True
 
     def release(self, rows: Sequence[int]) -> None:
-        """Let these rows stay where they are, without tokens or speech, and give back pages."""
+        """Make rows idle, without tokens or encoder output, and release their pages."""
         for cache in (self.self_cache, self.cross_cache):
             if isinstance(cache, PagedCache):
                 cache.release(rows)
@@ -189,11 +182,11 @@ class DecoderState:
         self._set(rows, [0] * len(rows), going=0)
 
     def watch(self) -> None:
-        """Let steps tell the `weights` of the last layer from now on, which makes them slower."""
+        """Make steps compute the `weights` of the last layer, which slows them down."""
         self.watched = self.sizes.layers - 1
 
     def speech(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys of the speech, (N, H, places, D), and the frames of each sequence, int64 (N,)."""
+        """Keys of the encoder output, (N, H, places, D), and frames of each, int64 (N,)."""
         return self.cross_cache.keys(layer), self.sizes.integers(self._frames)
 
     def look(self) -> None:
@@ -221,7 +214,7 @@ class DecoderState:
         self.length += 1
 
     def widen(self, hypotheses: int) -> None:
-        """Give each sequence this many hypotheses, copies of the only one that it has."""
+        """Give each sequence this many hypotheses, copies of its only one."""
         if self.hypotheses != 1:
             raise ValueError(
                 f"`hypotheses` must be 1 before a state is widened, but is {self.hypotheses}."
@@ -236,25 +229,20 @@ class DecoderState:
         self._going = self._going.repeat_interleave(hypotheses)
 
     def reorder(self, rows: Tensor) -> None:
-        """Let each hypothesis go on from what another of its sequence has read.
-
-        Args:
-            rows: int64 (``num_rows``,), the row of that other, of a state that started together.
-        """
+        """Continue each hypothesis from another one of its sequence: int64 (``num_rows``,)."""
         if isinstance(self.self_cache, PagedCache):
             self.self_cache.reorder(rows, self.length)
         else:
             self.self_cache.reorder(rows)
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Drop all sequences but these, which take this order.
+        """Drop all sequences but these, with all their hypotheses; the rest takes this order.
 
         Args:
-            indices: Into the sequences that are left now, on the host, each at least the number of
-                its new place: those before it make room. All hypotheses of a sequence go with it.
+            indices: Into the current sequences, on the host; none may be less than its new place.
 
         Raises:
-            ValueError: A sequence would move back.
+            ValueError: A sequence would move to a later place.
         """
         wrong = next((place for place, index in enumerate(indices) if index < place), None)
         if wrong is not None:
@@ -273,11 +261,7 @@ class DecoderState:
         self._look_at_speech()
 
     def extend(self, sequences: int) -> None:
-        """Read so many rows again after `keep`; those that are back have nothing yet.
-
-        Args:
-            sequences: At most their number at the beginning; not for pages.
-        """
+        """Add idle rows again after `keep`, up to the original number; not for pages."""
         added = range(self.num_sequences, sequences)
         self._frames += [0] * len(added)
         for cache in (self.self_cache, self.cross_cache):

@@ -1,4 +1,4 @@
-"""Keys and values of a decoder in pages: what a GPU reads, in shapes that never change."""
+"""Decoder cache in pages, with shapes that never change: for a GPU and for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,40 +11,32 @@ from effasr.nn.cache.contiguous import CacheSizes
 from effasr_kernels import append_to_pages, decode_attention
 
 PAGE = 32
-"""Places of a page."""
+"""Places per page."""
 
 _NOBODYS = 0
-"""The page where rows without pages of their own write, and which nobody reads."""
+"""The page that rows without pages write to; it is never read."""
 
 
 def pages_of(length: int) -> int:
-    """How many pages hold so many places."""
+    """Number of pages for this many places."""
     return -(-length // PAGE)
 
 
 class PagedCache:
-    """Keys and values of N rows in a pool of pages, which rows take and give back.
+    """Keys and values of N rows in a pool of pages, which rows take and release.
 
-    What steps read lies where it lay, so that a recording of one (a CUDA graph) finds it: pages,
-    page table and lengths.
+    Pages, page table and lengths keep their addresses, so that a CUDA graph of a step stays valid.
 
     Attributes:
         rows: N.
-        most: Pages that rows can have in all.
+        most: Pages that all rows together can have.
         pages: (layers, 2, P, PAGE, H, D), keys and values.
-        table: int32 (N, M), the pages of each row in order; the rest are nobody's.
+        table: int32 (N, M), the pages of each row in order; the other entries are the unread page.
         lengths: int32 (N,), places of each row that `attend` reads.
     """
 
     def __init__(self, sizes: CacheSizes, rows: int, longest: int, pages: int) -> None:
-        """Start with rows that have no pages.
-
-        Args:
-            sizes: Of the decoder.
-            rows: N.
-            longest: Most places of a row.
-            pages: That rows can have in all.
-        """
+        """Start with N rows of at most ``longest`` places each, and none of the ``pages`` taken."""
         self.sizes, self.rows = sizes, rows
         shape = sizes.layers, 2, pages + 1, PAGE, sizes.heads, sizes.head_dim
         # Zeros: what idle rows read is no matter, but NaN would be seen by who looks for it.
@@ -59,14 +51,14 @@ class PagedCache:
 
     @property
     def free(self) -> int:
-        """Pages that no row has."""
+        """Number of pages that no row has."""
         return len(self._free)
 
     def take(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Give rows the pages for so many places, in exchange for those that they have.
+        """Give rows the pages for this many places, in exchange for those they have.
 
         Raises:
-            ValueError: There are not enough, or a row is longer than it may be.
+            ValueError: There are not enough pages, or a row is too long.
         """
         self.release(rows)
         for row, length in zip(rows, lengths, strict=True):
@@ -80,7 +72,7 @@ class PagedCache:
         self._tell(rows)
 
     def release(self, rows: Sequence[int]) -> None:
-        """Take all pages from rows; what they still write goes nowhere."""
+        """Take all pages from rows; what they still write goes to the unread page."""
         for row in rows:
             self._free += reversed(self._own[row])
             self._own[row] = []
@@ -90,16 +82,7 @@ class PagedCache:
     def loader(
         self, rows: Sequence[int], lengths: Sequence[int]
     ) -> Callable[[int, Tensor, Tensor], None]:
-        """What writes the keys and values of whole sequences, from their first place on.
-
-        Args:
-            rows: Where each goes; they have the pages.
-            lengths: Of each.
-
-        Returns:
-            To be called for each layer with its number and with keys and values, packed: at least
-            (sum of the lengths, H, D) each.
-        """
+        """A function that writes whole sequences; see `ContiguousCache.loader`."""
         total = sum(lengths)
         owners = [row for row, length in zip(rows, lengths, strict=True) for _ in range(length)]
         places = [place for length in lengths for place in range(length)]
@@ -117,16 +100,7 @@ class PagedCache:
         return write
 
     def attend(self, layer: int, q: Tensor, new: Tensor | None = None) -> Tensor:
-        """Attend from each query to the first ``lengths`` places of its row.
-
-        Args:
-            layer: Whose.
-            q: (N K, H, D), K queries of each row.
-            new: Keys and values for the last place of each row, (N, 2, H, D), to write first.
-
-        Returns:
-            (N K, H, D).
-        """
+        """Attend from each query to the first ``lengths`` places; see `ContiguousCache.attend`."""
         k_pages, v_pages = self.pages[layer]
         new_k, new_v = (None, None) if new is None else (x.contiguous() for x in new.unbind(1))
         return decode_attention(
@@ -134,18 +108,18 @@ class PagedCache:
         )
 
     def keys(self, layer: int) -> Tensor:
-        """A copy of what a layer attends to: (N, H, places, D), anything finite past the end."""
+        """A copy of the keys of a layer: (N, H, places, D), anything finite past the end."""
         return self.pages[layer, 0, self.table.long()].flatten(1, 2).transpose(1, 2)
 
     def reorder(self, rows: Tensor, length: int) -> None:
-        """Let each row go on from another one, all of the same length.
+        """Continue each row from another one; all rows have the same length.
 
-        Full pages are written to no more, so rows share them, and only the last one is copied. A
-        page is never given back before all rows that may share it are.
+        Full pages are never written again, so rows share them, and only the last page is copied. A
+        page is released only after all rows that may share it.
 
         Args:
             rows: int64 (N,), those others.
-            length: Places that each row has.
+            length: Places of each row.
         """
         full = length // PAGE
         table = self.table[rows]
@@ -157,7 +131,7 @@ class PagedCache:
         self.table.copy_(table)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these, and their pages for ever."""
+        """Drop all rows but these; the pages of the others are lost."""
         index = self.sizes.integers(rows)
         self.table, self.lengths = self.table[index], self.lengths[index]
         self._beginning = None
@@ -165,7 +139,7 @@ class PagedCache:
         self.rows = len(rows)
 
     def widened(self, times: int, length: int) -> PagedCache:
-        """A cache with each row so many times, and the places that it has so far."""
+        """A cache with each row repeated ``times`` times, with its first ``length`` places."""
         longest = self.table.shape[1] * PAGE
         count = self.rows * times
         wide = PagedCache(self.sizes, count, longest, count * self.table.shape[1])
@@ -183,7 +157,7 @@ class PagedCache:
         self._beginning = None
 
     def _own_table(self) -> Tensor:
-        """The table before any row shared pages of another."""
+        """The table before rows shared pages."""
         if self._beginning is None:
             self._beginning = self._numbers(self._own)
         return self._beginning
