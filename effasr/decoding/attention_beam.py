@@ -38,33 +38,33 @@ def attention_beam(
     lm: TokenLM | None = None,
     lm_weight: float = 0.0,
 ) -> list[Decoded]:
-    """Find a transcript that scores well for each sequence of encoder output.
+    """Find a transcript with a high score for each sequence of encoder output.
 
-    Each step extends every hypothesis by every token and by the end, and keeps the best ``beam`` of
-    all of them; those that end are complete and leave the beam. So with a beam of 1 and no CTC this
-    is greedy search, and with one that is wide enough it is exact. A hypothesis of a score s and n
-    tokens, the end included, ranks by ``s / ((5 + n) / 6) ** length_penalty``. An utterance is done
-    once nothing in its beam can outrank the best complete one, however it goes on: scores only
-    fall, and none can be divided by more than at the limit. One that reaches the limit ends there.
+    Each step extends every hypothesis by every token and by the end token, and keeps the best
+    ``beam``; complete hypotheses leave the beam. With a beam of 1 and without CTC this is greedy
+    search; with a large beam it is exact. A hypothesis with score s and n tokens, the end included,
+    ranks by ``s / ((5 + n) / 6) ** length_penalty``. An utterance is finished when nothing in its
+    beam can outrank its best complete hypothesis: scores only fall, and the largest divisor is that
+    at the limit, where every hypothesis ends.
 
-    With a ``coverage_penalty`` b, ranks gain b times the share of frames that the hypothesis covers
-    (see `Coverage`), and the beam keeps those of the best rank; hypotheses that go on are taken to
-    cover all of them in the end.
+    With ``coverage_penalty`` b, ranks gain b times the share of covered frames (see `Coverage`),
+    and the beam keeps the best ranks; unfinished hypotheses are assumed to cover all frames in the
+    end.
 
-    With a ``ctc_weight`` w, a score is (1 - w) times the decoder's log-probability and w times that
-    which CTC gives to all transcripts that begin so, of the tokens that the decoder likes best. To
-    this comes ``lm_weight`` times the log-probability of the language model (shallow fusion).
+    With ``ctc_weight`` w, a score is (1 - w) times the decoder's log-probability plus w times the
+    CTC prefix score, over the tokens that the decoder ranks highest. ``lm_weight`` times the
+    log-probability of the language model is added (shallow fusion).
 
     Args:
         model: With a decoder, and for ``ctc_weight`` with a CTC head.
         encoded: (T, C), from ``model.encode``; sequences past ``len(prompts)`` are not decoded.
         prompts: At least one token each; they may differ in length.
-        limits: The most tokens each may say after its prompt, at least one.
-        eos_id: Ends a transcript.
-        classes: How many of the model's classes are tokens, where not all are.
-        beam: K, the hypotheses that are kept of each sequence.
+        limits: Most tokens of each transcript after its prompt, at least one.
+        eos_id: The end token.
+        classes: Number of the model's classes that are tokens; all by default.
+        beam: K, hypotheses of each sequence.
         length_penalty: 0 for the likeliest transcript; more favours longer ones.
-        coverage_penalty: At least 0; more favours those that leave out less speech.
+        coverage_penalty: At least 0; more favours transcripts that omit less speech.
         ctc_weight: From 0 to 1.
         lm: Over the same tokens; None for no language model.
         lm_weight: At least 0.
@@ -73,9 +73,9 @@ def attention_beam(
         One result for each prompt.
 
     References:
-        Wu et al., 2016, https://arxiv.org/abs/1609.08144 (length penalty, and how coverage is added
-        to it); Chorowski and Jaitly, 2017, https://arxiv.org/abs/1612.02695 (coverage); Watanabe et
-        al., 2017, https://doi.org/10.1109/JSTSP.2017.2763455 (joint scores).
+        Wu et al., 2016, https://arxiv.org/abs/1609.08144 (length and coverage penalty); Chorowski
+        and Jaitly, 2017, https://arxiv.org/abs/1612.02695 (coverage); Watanabe et al., 2017,
+        https://doi.org/10.1109/JSTSP.2017.2763455 (joint scores).
     """
     found = [Decoded(())] * len(prompts)
     if not found:
@@ -124,18 +124,9 @@ def attention_beam(
 
 @dataclass(frozen=True, slots=True)
 class _Scoring:
-    """What makes a hypothesis good.
+    """How hypotheses are scored and ranked; see `attention_beam`.
 
-    Attributes:
-        eos_id: Ends a transcript.
-        classes: How many of the model's classes are tokens.
-        candidates: C, the tokens that each hypothesis may be extended by.
-        length_penalty: The exponent.
-        coverage_penalty: Of the covered share in the ranks.
-        ctc_weight: Of CTC in the scores.
-        lm: The language model, if any.
-        lm_weight: Of it in the scores.
-        suppression: Tokens that are not written; None where all may be.
+    ``candidates`` is C, the number of tokens that may extend a hypothesis.
     """
 
     eos_id: int
@@ -149,18 +140,12 @@ class _Scoring:
     suppression: Suppression | None
 
     def rank(self, scores: Tensor, tokens: Tensor, covered: Tensor | float) -> Tensor:
-        """Make scores of hypotheses of different lengths comparable.
-
-        Args:
-            scores: Of each.
-            tokens: How many each has, its end included.
-            covered: The share of frames that each covers; unused without penalty for it.
-        """
+        """Ranks of scores of hypotheses with this many tokens and this share of covered frames."""
         ranks = scores / ((5 + tokens) / 6) ** self.length_penalty
         return ranks + self.coverage_penalty * covered if self.coverage_penalty else ranks
 
     def score(self, spoken: Tensor, heard: Tensor | None, written: Tensor) -> Tensor:
-        """Weigh log-probabilities of the decoder, of CTC, and of the language model."""
+        """Weighted sum of log-probabilities of the decoder, of CTC, and of the language model."""
         score = spoken
         if heard is not None:
             score = (1 - self.ctc_weight) * score + self.ctc_weight * heard
@@ -169,23 +154,23 @@ class _Scoring:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """N utterances with K hypotheses each; one of score -inf is none.
+    """N utterances with K hypotheses each; one with a score of -inf is an empty place.
 
     Attributes:
         names: int64 (N,), the number of each utterance in the batch.
         prompts: int64 (N, longest), padded.
         starts: int64 (N,), tokens of each prompt.
         limits: int64 (N,), of tokens after it.
-        counts: int64 (N,), tokens after it so far; 0 while it is still being read.
+        counts: int64 (N,), tokens after the prompt so far; 0 while the prompt is being read.
         best: float64 (N,), rank of the best complete hypothesis so far.
         scores: float64 (N, K).
-        spoken: float64 (N, K), log-probabilities of the decoder; finite, whatever the score.
-        written: float64 (N, K), log-probabilities of the language model; 0 where there is none.
+        spoken: float64 (N, K), log-probabilities of the decoder; finite for empty places, too.
+        written: float64 (N, K), log-probabilities of the language model, or 0.
         tokens: int64 (N, K), to be read next.
-        labels: int64 (N, K, steps), what was said; -1 in steps that read a prompt.
+        labels: int64 (N, K, steps), the tokens so far; -1 in steps that read a prompt.
         ends: bool (N, K), whether the hypothesis has just ended.
-        ctc: What CTC makes of the hypotheses; None where it has no say.
-        coverage: What the hypotheses have attended to; None where that does not matter.
+        ctc: CTC scores of the hypotheses; None without CTC.
+        coverage: Attention of the hypotheses; None without coverage penalty.
     """
 
     names: Tensor
@@ -215,7 +200,7 @@ class _Search:
         ctc: bool,
         coverage: bool,
     ) -> _Search:
-        """One hypothesis for each of these utterances, which has said nothing."""
+        """One hypothesis without tokens for each of these utterances."""
         device, shape = encoded.values.device, (len(prompts), beam)
         starts = [len(prompt) for prompt in prompts]
         frames = encoded.layout.lengths[: len(prompts)]
@@ -323,7 +308,7 @@ def _advance(
 def _candidates(
     logits: Tensor, scoring: _Scoring, begins: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest tokens: int64 and float64 (N, K, C), and the end: float64 (N, K)."""
+    """The likeliest tokens, int64 and float64 (N, K, C), and the end token, float64 (N, K)."""
     logits = logits[:, : scoring.classes].float()
     total = logits.logsumexp(-1).double()
     if scoring.suppression is not None:
@@ -338,7 +323,7 @@ def _candidates(
 
 
 def _pick(symbols: Tensor, parent: Tensor, which: Tensor) -> Tensor:
-    """The chosen candidates of the parents, int64 (N, K); any where the choice is the end."""
+    """The chosen candidates of the parents, int64 (N, K); arbitrary where the end is chosen."""
     number = torch.arange(len(symbols), device=symbols.device)[:, None]
     return symbols[number, parent, which.clamp(max=symbols.shape[-1] - 1)]
 
@@ -346,7 +331,7 @@ def _pick(symbols: Tensor, parent: Tensor, which: Tensor) -> Tensor:
 def _recorded(
     search: _Search, scoring: _Scoring, limits: Sequence[int], found: list[Decoded]
 ) -> tuple[_Search, list[int]]:
-    """Take complete hypotheses out of the beam; also tell which utterances go on."""
+    """Record complete hypotheses; also return which utterances go on."""
     complete = scoring.rank(search.scores, search.counts[:, None], search.shares())
     complete = complete.masked_fill(~search.ends, _NONE)
     ranks, winner = complete.max(1)

@@ -1,4 +1,4 @@
-"""How recordings become text: what to search with, and how much to hold at a time."""
+"""Configuration of decoding: search, chunking and batching."""
 
 from __future__ import annotations
 
@@ -11,54 +11,50 @@ _COUNTS = "beam", "max_symbols", "frame_budget", "max_sequences", "extra_tokens"
 
 
 LENGTH_PENALTY = 0.6
-"""Where none is given. Wu et al., 2016, https://arxiv.org/abs/1609.08144, found 0.6 to 0.7 best."""
+"""The default. Wu et al., 2016, https://arxiv.org/abs/1609.08144, recommend 0.6 to 0.7."""
 
 
 LM_WEIGHT = 0.3
-"""Where none is given."""
+"""The default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodingConfig:
-    """How recordings are cut, batched and decoded.
+    """How recordings are split, batched and decoded.
 
     Attributes:
         method: ``attention``, ``transducer``, ``ctc``, or ``auto``: the first of them that the
             model has.
-        beam: Hypotheses that are kept of each utterance; 1 for greedy search.
+        beam: Hypotheses of each utterance; 1 for greedy search.
         length_penalty: With the attention decoder and a beam, the exponent a by which a transcript
             of score s and n tokens, its end included, ranks: ``s / ((5 + n) / 6) ** a``. 0 takes
             the likeliest, which tends to be too short; 1 is nearly the mean over the tokens. None
-            for 0.6, and where nothing would read it.
-        coverage_penalty: With the attention decoder and a beam, what is added to the rank of a
-            transcript for the share of frames that it covers, so that it loses what it leaves out:
-            those which its tokens attend to with more than 0.5 in all; see
-            `effasr.decoding.coverage`. Each step of the search is slower, and it may take more of
-            them, because a transcript may yet cover more. None or 0 for none.
+            for 0.6, and where it is unused.
+        coverage_penalty: With the attention decoder and a beam, weight of the share of frames that
+            a transcript covers, so that transcripts that omit speech rank lower; see
+            `effasr.decoding.coverage`. It makes the search slower. None or 0 for none.
         ctc_weight: With the attention decoder, the share of CTC in the scores, from 0 to 1; more
             than 0 needs a model with both. It keeps the decoder from skipping and repeating speech.
-        lm: A language model over token ids for shallow fusion with the attention decoder or a beam
-            of CTC: an ARPA file of n-grams, plain or gzipped, or the folder of a causal language
+        lm: Language model over token ids for shallow fusion with the attention decoder or a CTC
+            beam: an ARPA file of n-grams, plain or gzipped, or the folder of a causal language
             model of transformers with the same vocabulary; None for none.
-        lm_weight: What its log-probability is multiplied by before it is added to the scores. None
-            for 0.3, and where there is no ``lm``.
-        max_symbols: Most labels that greedy search of a transducer may emit at one frame.
-        frame_budget: Encoder frames of a batch, of 80 ms each: of Whisper's, of 20 ms, it has four
-            times as many.
+        lm_weight: Factor of its log-probability. None for 0.3, and where there is no ``lm``.
+        max_symbols: Most labels per frame in the greedy search of a transducer.
+        frame_budget: Encoder frames of a batch, of 80 ms each; four times as many for Whisper,
+            whose frames are 20 ms.
         max_sequences: Utterances of a batch.
-        chunk_seconds: A longer recording is cut at pauses into chunks of at most this length, or
+        chunk_seconds: Longer recordings are split at pauses into chunks of at most this length, or
             of what ``encoder.max_frames`` allows, if that is less.
         search_seconds: How far a cut may move towards a pause.
-        gap_seconds: Where nobody speaks for so long, nothing is decoded: an attention decoder may
-            hear words in silence. Known by loudness alone: see `effasr.transcription.inputs.vad`.
-            None to decode all.
-        tokens_per_frame: With ``extra_tokens``, a bound on the length of a transcript, for the
-            attention decoder may repeat itself for ever: ``tokens_per_frame * frames + extra``. A
-            beam has it, too.
+        gap_seconds: Stretches without speech of this length or more are not decoded, as an
+            attention decoder may hallucinate words there. Detected by loudness: see
+            `effasr.transcription.inputs.vad`. None to decode everything.
+        tokens_per_frame: With ``extra_tokens``, limits the length of a transcript, as the attention
+            decoder may repeat itself forever: ``tokens_per_frame * frames + extra_tokens``.
         extra_tokens: See ``tokens_per_frame``.
-        precision: Of matrix products, in the sense of autocast.
+        precision: Of matrix products, as autocast.
         workers: Threads that load audio.
-        words: Whether to find when each word is said; needs a model with a CTC head.
+        words: Whether to compute word timestamps; needs a model with a CTC head.
     """
 
     method: Literal["auto", "attention", "transducer", "ctc"] = "auto"
@@ -125,5 +121,5 @@ class DecodingConfig:
             )
 
     def max_tokens(self, frames: int) -> int:
-        """The most tokens that the transcript of this many encoder frames may have."""
+        """Limit of the tokens of a transcript of this many encoder frames."""
         return int(self.tokens_per_frame * frames) + self.extra_tokens

@@ -1,4 +1,4 @@
-"""How much of the speech the hypotheses of a beam have attended to."""
+"""Coverage of the speech by the cross-attention of hypotheses in a beam."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 
 _THRESHOLD = 0.5
-"""Attention that makes a frame covered, of all tokens together."""
+"""A frame is covered above this sum of attention over all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Attention that each frame has had from K hypotheses of N utterances.
+    """Attention of K hypotheses of N utterances to each frame.
 
-    A frame is covered once the tokens of a hypothesis, its end included, have together attended to
-    it with more than 0.5. To attend to it again gains nothing, so loops are not rewarded. The paper
+    A frame is covered once the tokens of a hypothesis, its end included, have attended to it with
+    more than 0.5 in total. Attending again gains nothing, so loops are not rewarded. The paper
     counts such frames; here it is their share, so that one weight suits short and long recordings
-    whose scores are normalised by length. Attention to a token is the mean over the heads of the
-    decoder's last layer, where the paper's decoder has but one head. Reading a prompt does not
-    count.
+    whose scores are normalised by length. The attention is averaged over the heads of the decoder's
+    last layer, where the paper's decoder has one head. Tokens of the prompt do not count.
 
     Attributes:
         frames: int64 (N,), of each utterance.
@@ -36,13 +35,13 @@ class Coverage:
 
     @classmethod
     def begin(cls, frames: Sequence[int], beam: int, device: torch.device) -> Coverage:
-        """Hypotheses that have attended to nothing."""
+        """Hypotheses without tokens."""
         shape = len(frames), beam, max(frames, default=0)
         attended = torch.zeros(shape, dtype=torch.float64, device=device)
         return cls(torch.tensor(frames, device=device), attended)
 
     def shares(self) -> Tensor:
-        """The share of the frames that is covered: float64 (N, K), 0 where there is no speech."""
+        """The share of covered frames: float64 (N, K), 0 for an utterance without frames."""
         covered = (self.attended > _THRESHOLD).sum(-1)
         return covered.double() / self.frames.clamp(min=1)[:, None]
 
@@ -51,16 +50,16 @@ class Coverage:
 
         Args:
             weights: float64 (N K, at least the longest), 0 past the end.
-            reading: bool (N, 1), utterances whose prompt is being read, so that it does not count.
+            reading: bool (N, 1), utterances whose prompt is being read, which does not count.
         """
         weights = weights[:, : self.attended.shape[2]].view_as(self.attended)
         return replace(self, attended=self.attended + weights.masked_fill(reading[..., None], 0))
 
     def reordered(self, parent: Tensor) -> Coverage:
-        """Go on with these parents, int64 (N, K)."""
+        """Continue with these parents, int64 (N, K)."""
         index = parent[..., None].expand_as(self.attended)
         return replace(self, attended=self.attended.gather(1, index))
 
     def keep(self, index: Tensor) -> Coverage:
-        """These utterances alone, int64 (M,)."""
+        """Only these utterances, int64 (M,)."""
         return Coverage(self.frames[index], self.attended[index])

@@ -1,4 +1,4 @@
-"""When each token of a transcript is said: the likeliest CTC path that spells it."""
+"""Forced alignment of tokens to frames by the likeliest CTC path."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def align_tokens(
 
     Args:
         model: With a CTC head.
-        encoded: (T, C), from ``model.encode``; sequences past ``len(texts)`` are not looked at.
+        encoded: (T, C), from ``model.encode``; sequences past ``len(texts)`` are ignored.
         texts: Tokens of each sequence.
 
     Returns:
-        For each sequence the spans of its tokens, in order; None where it has too few frames.
+        For each sequence the spans of its tokens, in order; None if it has too few frames.
     """
     spans: list[list[Span] | None] = []
     for text, rows in zip(texts, encoded.unpack(), strict=False):
@@ -44,7 +44,7 @@ def viterbi(scores: np.ndarray, text: Sequence[int]) -> list[Span] | None:
 
     Args:
         scores: float (T, 1 + U), log-probabilities of the blank and of each token of the text.
-        text: U token ids, at least one, to know which neighbours are equal.
+        text: U token ids, at least one; equal neighbours need a blank between them.
 
     Returns:
         U spans; None where no path spells the text in T frames.

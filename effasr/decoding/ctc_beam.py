@@ -25,14 +25,14 @@ def ctc_beam(
     """Find the likeliest transcript of each sequence of encoder output.
 
     After each frame the ``beam`` likeliest prefixes are kept. The score of a prefix is the sum over
-    all paths to it whose prefixes the beam has kept, so with one that is wide enough the search is
-    exact: unlike greedy search, it finds the likeliest transcript, not the likeliest path. With a
-    language model ``lm_weight`` times its log-probability is added (shallow fusion).
+    all paths to it whose prefixes were kept, so the search is exact with a beam that is wide
+    enough: unlike greedy search it finds the likeliest transcript, not the likeliest path. With a
+    language model, ``lm_weight`` times its log-probability is added (shallow fusion).
 
     Args:
         model: With a CTC head; the blank is its last class.
         encoded: (T, C), from ``model.encode``.
-        beam: K, the prefixes that are kept of each sequence.
+        beam: K, prefixes of each sequence.
         lm: Over the same tokens; None for no language model.
         lm_weight: At least 0.
 
@@ -71,7 +71,7 @@ class _Fusion:
     weight: float
 
     def scores(self, labels: Tensor, counts: Tensor, symbols: Tensor) -> Tensor:
-        """Weighted log-probabilities of what may follow prefixes: see `TokenLM.scores`."""
+        """Weighted log-probabilities of the next tokens of prefixes: see `TokenLM.scores`."""
         place = counts[..., None] + torch.arange(-self.lm.order, 0, device=labels.device)
         if labels.shape[2]:
             context = labels.gather(2, place.clamp(min=0)).masked_fill(place < 0, -1)
@@ -82,14 +82,14 @@ class _Fusion:
 
 @dataclass(frozen=True, slots=True)
 class _Prefixes:
-    """K different prefixes of each of N utterances; one of score -inf is none.
+    """K different prefixes of each of N utterances; one with a score of -inf is an empty place.
 
     Attributes:
         blank: float64 (N, K), log-probability of the paths that end with a blank, or of no frames.
         label: float64 (N, K), of the paths that end with the prefix's last token.
         written: float64 (N, K), weighted log-probability of the language model, if any.
         counts: int64 (N, K), tokens.
-        labels: int64 (N, K, longest), -1 after them.
+        labels: int64 (N, K, longest), followed by -1.
     """
 
     blank: Tensor
@@ -108,12 +108,12 @@ class _Prefixes:
         return cls(blank, none, torch.zeros_like(none), counts, counts.new_empty(count, beam, 0))
 
     def first(self, count: int) -> _Prefixes:
-        """The first utterances alone."""
+        """Only the first utterances."""
         parts = self.blank, self.label, self.written, self.counts, self.labels
         return _Prefixes(*(part[:count] for part in parts))
 
     def best(self, begin: int, fusion: _Fusion | None) -> list[list[int]]:
-        """The best prefix, as a whole transcript, of each utterance from this one on."""
+        """The best prefix of each utterance from index ``begin`` on, as a complete transcript."""
         scores = (torch.logaddexp(self.blank, self.label) + self.written)[begin:]
         if not len(scores):
             return []
@@ -128,7 +128,7 @@ class _Prefixes:
         return [[label for label in labels if label >= 0] for labels in said]
 
     def read(self, steps: Tensor, fusion: _Fusion | None) -> _Prefixes:
-        """Take in a frame: log-probabilities of tokens and blank, float64 (N, V + 1)."""
+        """Extend by a frame: log-probabilities of tokens and blank, float64 (N, V + 1)."""
         beam = self.blank.shape[1]
         every = torch.logaddexp(self.blank, self.label)
         last = self._last()
@@ -169,7 +169,7 @@ class _Prefixes:
         written: Tensor,
         symbols: Tensor,
     ) -> _Prefixes:
-        """The prefixes that these choices make, of K that stay and of K C that grow."""
+        """The chosen prefixes, of K unchanged ones and K C that grow by a token."""
         beam, candidates = self.blank.shape[1], symbols.shape[1]
         grows = chosen >= beam
         parent = torch.where(grows, (chosen - beam) // candidates, chosen)
@@ -203,7 +203,7 @@ class _Prefixes:
         return last.masked_fill(self.counts == 0, -1)
 
     def _follows(self) -> Tensor:
-        """Whether prefix b is prefix a with one token more: bool (N, K, K), by b and then a."""
+        """Whether prefix b is prefix a with one more token: bool (N, K, K), by b and then a."""
         alive = torch.maximum(self.blank, self.label) > _NONE
         follows = self.counts[:, :, None] == self.counts[:, None] + 1
         follows &= alive[:, :, None] & alive[:, None]

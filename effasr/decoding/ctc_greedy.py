@@ -1,4 +1,4 @@
-"""Greedy CTC decoding: the likeliest symbol of each frame, repeats merged, blanks left out."""
+"""Greedy CTC decoding: best class of each frame, repeats merged, blanks removed."""
 
 from __future__ import annotations
 
@@ -11,20 +11,11 @@ from effasr.model.asr import ASRModel
 from effasr_kernels import PackedSequence
 
 _ROWS = 4096
-"""Frames whose logits are held at a time: with V = 16k, 256 MB in float32."""
+"""Frames whose logits are computed at a time: with V = 16k, 256 MB in float32."""
 
 
 def ctc_greedy(model: ASRModel, encoded: PackedSequence, blank_id: int) -> list[list[int]]:
-    """Decode each sequence of encoder output.
-
-    Args:
-        model: With a CTC head; its logits have V + 1 columns.
-        encoded: (T, C), from ``model.encode``.
-        blank_id: The column of the blank.
-
-    Returns:
-        The tokens of each sequence; none for an empty one.
-    """
+    """Decode each sequence of encoder output (T, C); sequences without frames give no tokens."""
     best = [model.ctc_logits(rows).argmax(-1) for rows in encoded.values.split(_ROWS)]
     symbols = encoded.with_values(torch.cat(best).cpu()).unpack()
     return [
@@ -34,6 +25,6 @@ def ctc_greedy(model: ASRModel, encoded: PackedSequence, blank_id: int) -> list[
 
 
 def ctc_log_probs(model: ASRModel, encoded: PackedSequence) -> Tensor:
-    """Log-probabilities of every token and the blank, last, at each frame: float32 (T, V + 1)."""
+    """Log-probabilities of every token and, last, the blank: float32 (T, V + 1)."""
     blocks = encoded.values.split(_ROWS)
     return torch.cat([model.ctc_logits(rows).float().log_softmax(-1) for rows in blocks])

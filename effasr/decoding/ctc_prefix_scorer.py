@@ -1,4 +1,4 @@
-"""What CTC makes of the beginnings of transcripts, for joint scores with the attention decoder."""
+"""CTC prefix scores, for joint CTC/attention decoding."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NONE = -torch.inf
 
 @dataclass(frozen=True, slots=True)
 class CTCPrefixScorer:
-    """K prefixes of each of N utterances, and how likely CTC reaches them by each frame.
+    """K prefixes of each of N utterances, with their CTC forward variables.
 
     The forward variables of a prefix are the log-probabilities of all paths over the first t frames
-    that spell it and nothing more, t = 0 to the longest, by what they end with. They obey linear
+    that spell exactly it, t = 0 to the longest, by what the paths end with. They obey linear
     recurrences over the frames, which cumulative sums solve for all frames at once.
 
     Attributes:
@@ -66,13 +66,9 @@ class CTCPrefixScorer:
         )
 
     def extended(self, symbols: Tensor) -> Tensor:
-        """Score what begins with a prefix and one token more.
+        """Log-probabilities of all transcripts that start with a prefix and one of these tokens.
 
-        Args:
-            symbols: int64 (N, K, C).
-
-        Returns:
-            float64 (N, K, C), log-probability of all transcripts that begin so.
+        ``symbols`` is int64 (N, K, C), the result float64 (N, K, C).
         """
         before = torch.logaddexp(self.label, self.blank)[:, :, None, :-1]
         repeats = (symbols == self.last[..., None])[..., None]
@@ -82,16 +78,16 @@ class CTCPrefixScorer:
         return first.masked_fill(past[:, None, None], _NONE).logsumexp(-1)
 
     def complete(self) -> Tensor:
-        """Score the prefixes as whole transcripts: log-probabilities, float64 (N, K)."""
+        """Log-probabilities of the prefixes as complete transcripts, float64 (N, K)."""
         every = torch.logaddexp(self.label, self.blank)
         return every.gather(2, self.lengths[:, None, None].expand(*self.last.shape, 1))[..., 0]
 
     def advanced(self, parent: Tensor, label: Tensor) -> CTCPrefixScorer:
-        """Go on with these parents, each with one more token.
+        """Continue with these parents, each with one more token.
 
         Args:
             parent: int64 (N, K).
-            label: int64 (N, K), the tokens; -1 where the parent's prefix is to stay as it is.
+            label: int64 (N, K), the tokens; -1 leaves the parent's prefix unchanged.
         """
         number = torch.arange(len(parent), device=parent.device)[:, None]
         last, of_label, of_blank = (
@@ -111,7 +107,7 @@ class CTCPrefixScorer:
         )
 
     def keep(self, index: Tensor) -> CTCPrefixScorer:
-        """These utterances alone, int64 (M,)."""
+        """Only these utterances, int64 (M,)."""
         kept = {name: getattr(self, name)[index] for name in ("lengths", "last", "label", "blank")}
         return replace(self, rows=self.rows[index], **kept)
 
@@ -121,10 +117,10 @@ class CTCPrefixScorer:
 
 
 def _solved(inflow: Tensor, steps: Tensor) -> Tensor:
-    """Forward variables that begin with none: y[t] = log(exp y[t - 1] + exp inflow[t - 1]) + x[t].
+    """Solve y[t] = log(exp y[t - 1] + exp inflow[t - 1]) + x[t], with nothing at t = 0.
 
-    Without its own steps y is a running sum, of the inflow without the steps so far. In float64
-    nothing that matters is lost by taking them out and putting them back.
+    Without its own steps x, y is a running sum of the inflow without the steps so far. float64 is
+    precise enough to subtract the steps and to add them again.
 
     Args:
         inflow: float64 (N, K, longest + 1).

@@ -1,4 +1,4 @@
-"""What a search hands back, whatever its method."""
+"""Result of a search."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from effasr.decoding.ctc_alignment import Span
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What was recognised in one utterance.
+    """Transcript of one utterance.
 
     Attributes:
-        tokens: The transcript, without prompt and end.
-        truncated: Whether the decoder was stopped before it said that the text ends.
-        spans: Encoder frames of each token; None where they were not asked for, or where there
-            are too few frames for the tokens.
+        tokens: Without prompt and end token.
+        truncated: Whether the decoder reached its limit before the end token.
+        spans: Encoder frames of each token; None if not requested, or if there are too few frames.
     """
 
     tokens: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Decoding of a packed batch, and the greedy search of the attention decoder."""
+"""Decoding of a packed batch by any method, and greedy search of the attention decoder."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from effasr.model.asr import ASRModel
 from effasr_kernels import PackedSequence
 
 _PARTS = {"attention": "decoder", "transducer": "transducer", "ctc": "CTC head"}
-"""What of a model each method needs."""
+"""The part of a model that each method needs."""
 
 
 def choose_method(model: ASRModel, method: str) -> str:
-    """Resolve ``auto``, and check that the model can be decoded in this way.
+    """Resolve ``auto``, and check that the model supports the method.
 
     Raises:
-        ValueError: The model lacks what the method needs.
+        ValueError: The model lacks a part that the method needs.
     """
     has = {
         "attention": model.config.decoder is not None,
@@ -48,11 +48,10 @@ def choose_method(model: ASRModel, method: str) -> str:
 
 
 def check_config(model: ASRModel, config: DecodingConfig) -> str:
-    """Check that the model can be decoded in this way; return the method.
+    """Check that the model supports a configuration; return the method.
 
     Raises:
-        ValueError: The model lacks what the method, joint scores or the times of words need, or an
-            option would change nothing with this method.
+        ValueError: The model lacks a part, or an option has no effect with this method.
     """
     method = choose_method(model, config.method)
     if config.length_penalty is not None and (method != "attention" or config.beam == 1):
@@ -106,7 +105,7 @@ def load_lm(config: DecodingConfig, model: ASRModel, tokenizer: Tokenizer) -> To
 
 
 def check_words(model: ASRModel, config: DecodingConfig) -> None:
-    """Check that the model can tell when words are said, if that is asked for.
+    """Check that the model can compute word timestamps, if they are requested.
 
     Raises:
         ValueError: It has no CTC head.
@@ -126,26 +125,25 @@ def decode(
     config: DecodingConfig | None = None,
     lm: TokenLM | None = None,
 ) -> list[Decoded]:
-    """Encode and decode a batch. The model must be in evaluation mode, on the batch's device.
+    """Encode and decode a batch; the model is in evaluation mode, on the batch's device.
 
-    The result for an utterance does not depend on the others in the batch.
+    The result of an utterance does not depend on the others in the batch.
 
     Args:
-        model: What to decode with.
+        model: The model.
         tokenizer: Of this model.
-        batch: Its ``tokens`` and ``text`` are not read.
-        prompts: What the decoder reads first, for each utterance of the batch; only the attention
-            decoder reads them.
+        batch: Its ``tokens`` and ``text`` are unused.
+        prompts: Tokens that the attention decoder reads first, for each utterance of the batch.
         config: The default configuration by default.
-        lm: What `load_lm` gives for the configuration, to read it once for many batches; read here
-            by default.
+        lm: The result of `load_lm` for the configuration, to read it once for many batches; read
+            here by default.
 
     Returns:
         One result for each of ``batch.ids``.
 
     Raises:
-        ValueError: There is not one prompt per utterance, a prompt is empty or leaves no room for
-            a transcript, or the model lacks what the method needs.
+        ValueError: The number of prompts is wrong, a prompt is empty or leaves no room for a
+            transcript, or the model does not support the configuration.
     """
     config = DecodingConfig() if config is None else config
     count = len(batch.ids)
@@ -186,7 +184,7 @@ def _aligned(
     config: DecodingConfig,
     lm: TokenLM | None,
 ) -> list[list[int]]:
-    """What CTC or the transducer finds in each sequence."""
+    """Decode each sequence by CTC or the transducer."""
     if method == "ctc" and config.beam == 1:
         return ctc_greedy(model, encoded, blank_id=model.vocab_size)
     if method == "ctc":
@@ -208,7 +206,7 @@ def _attention(
     config: DecodingConfig,
     lm: TokenLM | None,
 ) -> list[Decoded]:
-    """What the attention decoder finds in each sequence."""
+    """Decode each sequence by the attention decoder."""
     what = model, encoded, prompts, limits, tokenizer.eos_id, tokenizer.vocab_size
     if is_plain_greedy(config) and lm is None:
         return attention_greedy(*what)
@@ -237,17 +235,15 @@ def attention_greedy(
     *,
     slots: int | None = None,
 ) -> list[Decoded]:
-    """Decode sequences of encoder output with the attention decoder and its caches.
-
-    Prompts may differ in length: each row reads its own, then what it has said itself.
+    """Decode sequences of encoder output by the attention decoder and its caches.
 
     Args:
         model: With a decoder.
         encoded: (T, C), from ``model.encode``; sequences past ``len(prompts)`` are not decoded.
-        prompts: At least one token each.
-        limits: The most tokens each may say after its prompt, at least one.
-        eos_id: Ends a transcript.
-        classes: How many of the model's classes are tokens, where not all are.
+        prompts: At least one token each; they may differ in length.
+        limits: Most tokens of each transcript after its prompt, at least one.
+        eos_id: The end token.
+        classes: Number of the model's classes that are tokens; all by default.
         slots: How many are decoded at a time; all by default.
 
     Returns:
@@ -269,7 +265,7 @@ def attention_greedy(
 
 
 def limit_of(model: ASRModel, prompt: Sequence[int], wanted: int) -> int:
-    """How many tokens may follow the prompt, within the positions that the decoder knows.
+    """Number of tokens that may follow the prompt, within the decoder's positions.
 
     Raises:
         ValueError: The prompt is empty or leaves no room for a transcript.

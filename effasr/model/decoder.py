@@ -21,19 +21,14 @@ from effasr_kernels import PackedLayout, PackedSequence, projected_top_k
 
 
 class Decoder(nn.Module):
-    """From tokens and encoder frames to hidden states, and from these to logits.
+    """Transformer decoder: tokens and encoder frames to hidden states, and these to logits.
 
     By default the function is that of the decoder of transformers'
     ``CanaryForConditionalGeneration``; with options that of ``WhisperForConditionalGeneration``.
     """
 
     def __init__(self, config: DecoderConfig, vocab_size: int):
-        """Build the layers.
-
-        Args:
-            config: The architecture.
-            vocab_size: V.
-        """
+        """Build the layers for V = ``vocab_size`` tokens."""
         super().__init__()
         self.config = config
         for name in ("suppress", "begin_suppress"):
@@ -52,9 +47,9 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the embedding and the output layer with variance 1 / width; learnt places of less.
+        """Initialize the embedding and the output layer with variance 1 / width.
 
-        Those begin as large as the sinusoids would be.
+        Learned positions have half of it, and so start as large as the sinusoids would be.
         """
         std = self.config.width**-0.5
         for weight in (self.embed_tokens.weight, self.untied_weight):
@@ -73,7 +68,7 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: PackedSequence, encoded: PackedSequence, sigma: float | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Decode whole transcripts, every token seeing those before it.
+        """Decode whole transcripts with a causal mask.
 
         Args:
             tokens: int64 (U,).
@@ -81,8 +76,8 @@ class Decoder(nn.Module):
             sigma: Of guided attention; None for no penalty.
 
         Returns:
-            Hidden states (U, width), and the penalty of each token, its mean over layers and heads,
-            (U,) or None. Rows of the tail are finite, but mean nothing.
+            Hidden states (U, width), and the penalty of each token, averaged over layers and heads:
+            (U,) or None. Rows of the tail are finite but have no meaning.
 
         Raises:
             ValueError: A transcript has more tokens than ``config.max_positions``.
@@ -107,16 +102,11 @@ class Decoder(nn.Module):
         return self.norm(x), mean
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Score every token: (..., width) to (..., V)."""
+        """Logits of every token: (..., width) to (..., V)."""
         return F.linear(hidden, self.output_weight, self.output_bias)
 
     def likeliest(self, hidden: Tensor, classes: int | None = None) -> Tensor:
-        """Choose the best token of each row: (N, width) to int64 (N,).
-
-        Args:
-            hidden: From `step`.
-            classes: Only the first so many tokens are chosen from; all by default.
-        """
+        """The best of the first ``classes`` tokens (default: all): (N, width) to int64 (N,)."""
         _, indices = projected_top_k(
             hidden, self.output_weight, bias=self.output_bias, classes=classes
         )
@@ -133,12 +123,12 @@ class Decoder(nn.Module):
         Args:
             encoded: (T, width).
             max_tokens: Most tokens per sequence, at most ``config.max_positions``.
-            read: What the sequences have read before the first step, equally many tokens each;
-                sequences past these are left out. By default all have read nothing.
+            read: Tokens of each sequence before the first step, equally many each; further
+                sequences are left out. By default no sequence has read any.
 
         Raises:
-            ValueError: ``max_tokens`` is out of range, or ``read`` is of more sequences than there
-                are, or of unequally many tokens, or of more than ``max_tokens``.
+            ValueError: ``max_tokens`` is out of range, or ``read`` has more sequences than
+                ``encoded``, or unequally many tokens, or more than ``max_tokens``.
         """
         layout = encoded.layout
         read = [()] * layout.num_sequences if read is None else read
@@ -164,14 +154,14 @@ class Decoder(nn.Module):
         paged: bool | None = None,
         pages: tuple[int, int] | None = None,
     ) -> DecoderState:
-        """Prepare to decode sequences that come and go; see `DecoderState`.
+        """A state for sequences that start and end at different times; see `DecoderState`.
 
         Args:
             sequences: The most at a time.
             max_tokens: Most tokens per sequence, at most ``config.max_positions``.
             max_frames: Most encoder frames per sequence.
             paged: By default on a GPU, whose kernels read pages.
-            pages: As there.
+            pages: See `DecoderState`.
 
         Raises:
             ValueError: ``max_tokens`` is out of range.
@@ -196,15 +186,15 @@ class Decoder(nn.Module):
         read: Sequence[Sequence[int]],
         tokens: Sequence[int],
     ) -> None:
-        """Let sequences begin in a state, in place of what these rows had.
+        """Start sequences in a state, in place of what these rows held.
 
-        What they read first is read by one forward, as if it were by steps.
+        One forward reads the first tokens of all of them.
 
         Args:
             state: From `new_state`.
-            rows: Where each goes.
+            rows: The row of each.
             encoded: (T, width), as many sequences.
-            read: The tokens that each has read before its first step; there may be none.
+            read: The tokens that each has read before its first step; may be empty.
             tokens: The most that each will read, these included.
         """
         lengths = [len(one) for one in read]
@@ -225,8 +215,8 @@ class Decoder(nn.Module):
     def cast(self, dtype: torch.dtype) -> Decoder:
         """A decoder whose matrix products have weights of this dtype, for many steps of autocast.
 
-        It shares all else. Autocast would cast the weights at every step, or, in a CUDA graph,
-        leave the recording with copies that are gone when it is replayed.
+        It shares everything else. Autocast would cast the weights at every step, and in a CUDA
+        graph the recording would keep casts that are freed before it is replayed.
         """
         with torch.device("meta"):
             other = Decoder(replace(self.config, tie_embeddings=False), len(self.output_weight))
@@ -265,7 +255,7 @@ class Decoder(nn.Module):
         return cast("list[DecoderLayer]", list(self.layers))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Embed tokens at their places: int64 (U,) and (U,) to (U, width)."""
+        """Embed tokens at their positions: int64 (U,) and (U,) to (U, width)."""
         x = self.embed_tokens(tokens)
         x = x + self._places(positions).to(x.dtype)
         if self.embedding_layernorm is not None:

@@ -111,11 +111,11 @@ class FastConformerConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What all layers share in one forward: made once.
+    """Inputs that all layers share in one forward.
 
     Attributes:
         layout: The sequences, T rows.
-        mask: bool (T, 1), which rows are real; None where there is no tail.
+        mask: bool (T, 1), True for real rows; None if there is no tail.
         embeddings: Of the distances, (2 L - 1, width); None unless positions are relative.
     """
 
@@ -158,19 +158,14 @@ class ConformerLayer(Layer):
 
 
 class FastConformerEncoder(nn.Module):
-    """From mel rows to encoder frames.
+    """FastConformer: mel rows to encoder frames.
 
     With the default options the function is transformers' ``ParakeetEncoder`` of each utterance
     alone, except that batch normalisation counts real frames only.
     """
 
     def __init__(self, config: FastConformerConfig, mel_bins: int):
-        """Build the layers.
-
-        Args:
-            config: The architecture.
-            mel_bins: Bands of the features.
-        """
+        """Build the layers."""
         super().__init__()
         self.config = config
         self.subsampling = ConvSubsampling(mel_bins, config.subsampling_channels, config.width)
@@ -178,7 +173,7 @@ class FastConformerEncoder(nn.Module):
         self.layers = nn.ModuleList(ConformerLayer(config) for _ in range(config.layers))
 
     def forward(self, mel: MelFrames) -> PackedSequence:
-        """Encode (8 T, mel_bins) into (T, width); rows of the tail are finite, but mean nothing.
+        """Encode (8 T, mel_bins) into (T, width); rows of the tail are finite, without meaning.
 
         Raises:
             ValueError: An utterance is longer than ``config.max_frames``.

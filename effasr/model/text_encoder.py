@@ -1,4 +1,4 @@
-"""The text encoder: it reads a sentence to translate where the speech encoder would hear it."""
+"""Text encoder: encodes a source text for the decoder to translate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TextEncoderConfig:
 
     Attributes:
         layers: Transformer layers.
-        heads: Of self-attention; they divide the width.
+        heads: Attention heads; they divide the width.
         feed_forward: Channels inside a feed-forward network.
         bias: Whether the projections of attention have biases.
         input_dropout: On the embedded tokens.
@@ -47,30 +47,17 @@ class TextEncoderConfig:
         )
 
     def check_width(self, width: int) -> None:
-        """Check that the layers can have the speech encoder's width.
-
-        Raises:
-            ValueError: They cannot.
-        """
+        """Check that the layers can have the speech encoder's width."""
         divides = width % self.heads == 0
         check(divides, "text_encoder.heads", f"divide encoder.width = {width}", self.heads)
         check(width >= 4, "encoder.width", "be at least 4 with a `text_encoder`", width)
 
 
 class TextEncoder(nn.Module):
-    """From the tokens of sentences to what the decoder attends to."""
+    """Transformer encoder of texts, whose output the decoder attends to."""
 
     def __init__(self, config: TextEncoderConfig, width: int, vocab_size: int):
-        """Build the layers.
-
-        Args:
-            config: The architecture.
-            width: Channels, those of the speech encoder.
-            vocab_size: V, the tokenizer's.
-
-        Raises:
-            ValueError: The heads do not divide the width.
-        """
+        """Build the layers; ``width`` is that of the speech encoder."""
         super().__init__()
         config.check_width(width)
         self.config, self.width = config, width
@@ -93,15 +80,15 @@ class TextEncoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the embedding with variance 1 / width."""
+        """Initialize the embedding with variance 1 / width."""
         nn.init.normal_(self.embed_tokens.weight, std=self.width**-0.5)
 
     def forward(self, tokens: PackedSequence, idle: Iterable[nn.Module] = ()) -> PackedSequence:
-        """Encode int64 (T,) into (T, width); rows of the tail are finite, but mean nothing.
+        """Encode int64 (T,) into (T, width); rows of the tail are finite, without meaning.
 
         Args:
-            tokens: The sentences.
-            idle: Layers to pass by first, those of the speech encoder.
+            tokens: The texts.
+            idle: Layers to skip first, those of the speech encoder.
         """
         layout = tokens.layout
         x = self.embed_tokens(tokens.values)

@@ -1,4 +1,4 @@
-"""The transducer's head: predictor, joint network and loss."""
+"""Transducer head: predictor, joint network and loss."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class TransducerConfig:
     """A predictor of labels, and the joint network that adds it to the encoder.
 
     Attributes:
-        predictor: ``lstm`` reads all labels so far, as published models; ``stateless`` the last
-            ``context`` of them, which is cheaper and often as good.
+        predictor: ``lstm`` reads all labels so far, as in published models; ``stateless`` the last
+            ``context`` of them, which is cheaper and often as accurate.
         width: Channels of the predictor.
-        layers: Of the LSTM; not used by ``stateless``.
-        context: Labels that ``stateless`` sees; not used by ``lstm``.
+        layers: Of the LSTM; unused by ``stateless``.
+        context: Labels that ``stateless`` reads; unused by ``lstm``.
         joint: Channels in which encoder and predictor are added.
         activation: On the sum.
-        fastemit: Lambda of FastEmit, which draws labels forward in time; 0 for none.
+        fastemit: Lambda of FastEmit, which makes labels earlier; 0 for none.
         durations: Frames that a symbol may last, such as [0, 1, 2, 3, 4], for a token-and-duration
             transducer (TDT), which predicts how many to skip; null for a plain one (RNN-T).
-        sigma: Of a TDT, under-normalizes symbols in training, so that it skips more; 0.02 to 0.05
-            are usual.
+        sigma: Under-normalizes the symbols of a TDT in training, so that it skips more; usually
+            0.02 to 0.05.
         dropout: On the embedded labels, and on the output of the LSTM.
     """
 
@@ -86,13 +86,7 @@ class Transducer(nn.Module):
     """
 
     def __init__(self, config: TransducerConfig, encoder_width: int, vocab_size: int):
-        """Build the layers.
-
-        Args:
-            config: The architecture.
-            encoder_width: Channels of the encoder's frames.
-            vocab_size: V; the blank is class V.
-        """
+        """Build the layers; the blank is class V = ``vocab_size``."""
         super().__init__()
         self.config, self.blank_id = config, vocab_size
         self.predictor: StatelessPredictor | LSTMPredictor
@@ -134,7 +128,7 @@ class Transducer(nn.Module):
         )
 
     def begin(self, count: int) -> tuple[Tensor, PredictorState]:
-        """Start ``count`` transcripts: the predictor's share of the joint (N, J), and its state."""
+        """Start transcripts: the predictor's share of the joint network (N, J), and its state."""
         device = self.output.weight.device
         starts = torch.full((count,), self.blank_id, device=device)
         return self.step(starts, self.predictor.begin(count))
@@ -145,11 +139,11 @@ class Transducer(nn.Module):
         return self.predictor_projection(predicted), state
 
     def logits(self, frames: Tensor, predicted: Tensor) -> Tensor:
-        """Score every label, then the blank, then every duration.
+        """Logits of every label, then the blank, then every duration.
 
         Args:
-            frames: (..., J), of ``encoder_projection``.
-            predicted: (..., J), of `begin` or `step`.
+            frames: (..., J), from ``encoder_projection``.
+            predicted: (..., J), from `begin` or `step`.
 
         Returns:
             (..., V + 1), or (..., V + 1 + D) with durations.

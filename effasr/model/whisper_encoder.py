@@ -22,22 +22,22 @@ _KIND = "transformer"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhisperEncoderConfig:
-    """A pre-norm Transformer with GELU behind two convolutions that halve the rate, as Whisper's.
+    """Whisper's encoder: two convolutions that halve the rate, then a pre-norm Transformer.
 
     It reads features of ``subsampling: 2``. The defaults are those of Whisper small.
 
     Attributes:
-        kind: Tells it from a FastConformer.
+        kind: Distinguishes it from a FastConformer.
         width: Channels of the encoder frames; even, at least 4.
         layers: Transformer layers.
-        heads: Of self-attention; they divide the width.
+        heads: Attention heads; they divide the width.
         feed_forward: Channels inside a feed-forward network.
         bias: Whether the projections of attention have biases.
-        key_bias: Whether that of the keys has; in vain, but for a checkpoint that has it.
-        positions: How a frame knows its place: by Whisper's sinusoids, or by a table that is
-            learnt, which begins with these.
-        max_frames: The most frames that an utterance may have, 20 ms each; longer ones are left
-            out of training, and cut in transcription.
+        key_bias: Whether the key projection has one; it has no effect, but some checkpoints have
+            it.
+        positions: Whisper's sinusoids, or a learned table that is initialized with them.
+        max_frames: Most frames of an utterance, 20 ms each; longer ones are dropped in training and
+            split in transcription.
         input_dropout: On the input of the first layer.
         residual_dropout: On the output of each module, before it is added.
         activation_dropout: Inside the feed-forward networks.
@@ -78,25 +78,21 @@ class WhisperEncoderConfig:
 
 
 class ConvolutionStem(nn.Module):
-    """Two convolutions of three taps in time, the second of stride 2, each before GELU.
+    """Two convolutions of kernel size 3 in time, the second of stride 2, each before GELU.
 
-    Beyond the real rows of each utterance lie zeros, before each of them. They are matrix products
-    over a row and its neighbours, which are gathered by shifts: little beside the layers.
+    Zeros surround the real rows of each utterance before both. They are computed as matrix products
+    over a row and its neighbours, which are gathered by shifts; the cost is small beside the
+    layers.
     """
 
     def __init__(self, mel_bins: int, width: int):
-        """Build the convolutions.
-
-        Args:
-            mel_bins: Bands of the features.
-            width: Channels of both.
-        """
+        """Build the convolutions."""
         super().__init__()
         self.conv1 = nn.Conv1d(mel_bins, width, 3, padding=1)
         self.conv2 = nn.Conv1d(width, width, 3, stride=2, padding=1)
 
     def forward(self, mel: MelFrames) -> Tensor:
-        """Turn (2 T, mel_bins) into (T, width); the tail's rows are finite."""
+        """Turn (2 T, mel_bins) into (T, width); rows of the tail are finite."""
         rows = mel.values.to(self.conv1.weight.dtype)
         inside = mel.row_positions[:, None] > 0
         before = F.pad(rows, (0, 0, 1, 0))[:-1] * inside
@@ -110,15 +106,10 @@ class ConvolutionStem(nn.Module):
 
 
 class WhisperEncoder(nn.Module):
-    """From mel rows to encoder frames: the encoder of ``WhisperForConditionalGeneration``."""
+    """Encoder of ``WhisperForConditionalGeneration``: mel rows to encoder frames."""
 
     def __init__(self, config: WhisperEncoderConfig, mel_bins: int):
-        """Build the layers.
-
-        Args:
-            config: The architecture.
-            mel_bins: Bands of the features.
-        """
+        """Build the layers."""
         super().__init__()
         self.config = config
         self.stem = ConvolutionStem(mel_bins, config.width)
@@ -129,7 +120,7 @@ class WhisperEncoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Let places that are learnt begin with the sinusoids."""
+        """Initialize learned positions with the sinusoids."""
         if self.embed_positions is not None:
             table = self.embed_positions.weight
             table.copy_(
@@ -142,14 +133,14 @@ class WhisperEncoder(nn.Module):
         return self.config.width
 
     def places(self, positions: Tensor) -> Tensor:
-        """Embed the places of frames: int64 (R,) to (R, width)."""
+        """Embed the positions of frames: int64 (R,) to (R, width)."""
         if self.embed_positions is None:
             return whisper_sinusoids(positions, self.width)
         # Past the last one there are only rows of no utterance.
         return self.embed_positions(positions.clamp(max=self.config.max_frames - 1))
 
     def forward(self, mel: MelFrames) -> PackedSequence:
-        """Encode (2 T, mel_bins) into (T, width); rows of the tail are finite, but mean nothing.
+        """Encode (2 T, mel_bins) into (T, width); rows of the tail are finite, without meaning.
 
         Raises:
             ValueError: An utterance is longer than ``config.max_frames``.

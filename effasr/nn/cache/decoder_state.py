@@ -116,7 +116,7 @@ class DecoderState:
         return self._going[: self.num_rows]
 
     def fits(self, tokens: Sequence[int], frames: Sequence[int], *, empty: bool = False) -> bool:
-        """Whether there are pages for these more sequences, or would be if there were no others."""
+        """Whether there are pages for these sequences, or would be if there were no others."""
         return all(
             sum(map(pages_of, lengths)) <= (cache.most if empty else cache.free)
             for cache, lengths in ((self.self_cache, tokens), (self.cross_cache, frames))
