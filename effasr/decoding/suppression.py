@@ -1,4 +1,4 @@
-"""Tokens that a transcript may not have, or not begin with, as the decoder's configuration says."""
+"""Suppression of tokens in transcripts, as the decoder's configuration asks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from effasr.model.decoder import Decoder
 from effasr_kernels import projected_top_k
 
 FORBIDDEN = -1e30
-"""The logit of a suppressed token: finite, so that no sum of scores is NaN."""
+"""Logit of a suppressed token: finite, so that no sum of scores is NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suppression:
-    """What is suppressed.
+    """Suppressed tokens.
 
     Attributes:
-        always: int64 (S,), tokens that are never written.
+        always: int64 (S,), tokens that are never decoded.
         begin: int64 (B,), tokens that no transcript begins with.
-        bias: (V,), of the output layer, with what is always suppressed.
+        bias: (V,), of the output layer, with ``always`` suppressed.
     """
 
     always: Tensor
@@ -31,11 +31,11 @@ class Suppression:
 
     @classmethod
     def of(cls, decoder: Decoder, classes: int | None = None) -> Self | None:
-        """What a decoder's configuration suppresses; None where that is nothing.
+        """The suppression of a decoder's configuration; None if there is none.
 
         Args:
             decoder: On its device, with weights in the dtype of decoding.
-            classes: How many of its classes are tokens; all by default.
+            classes: Number of its classes that are tokens; all by default.
         """
         config, weight = decoder.config, decoder.output_weight
         classes = len(weight) if classes is None else classes
@@ -56,12 +56,12 @@ class Suppression:
     def likeliest(
         self, decoder: Decoder, hidden: Tensor, begins: Tensor, classes: int | None = None
     ) -> Tensor:
-        """Choose the best token of each row that it may have; nothing waits for the device.
+        """Choose the best allowed token of each row, without synchronizing with the device.
 
         Args:
-            decoder: Whose output layer scores the tokens.
+            decoder: Its output layer scores the tokens.
             hidden: (N, width), from its `step`.
-            begins: bool (N,), which rows begin their transcripts.
+            begins: bool (N,), rows that begin their transcripts.
             classes: Only the first so many tokens are chosen from; all by default.
 
         Returns:

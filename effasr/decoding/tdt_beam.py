@@ -1,4 +1,4 @@
-"""Beam search with a transducer with durations (TDT), over all utterances of a batch at once."""
+"""Beam search of a transducer with durations (TDT), over a packed batch."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def tdt_beam(
 ) -> list[list[int]]:
     """Find the likeliest transcript of each sequence of encoder output.
 
-    Frame by frame, hypotheses that have come to the same frame are compared, whichever way they
-    took: each transcript has one there, whose score is the sum over all paths to it that the beam
-    has kept. From there all symbols and durations lead on, to frames that are looked at later.
-    A label that lasts no frame is followed at once, unless K hypotheses that have gone on are
-    likelier. With a beam that is wide enough the search is exact.
+    The search is synchronous in frames: hypotheses at the same frame are compared, and each
+    transcript has one of them, whose score is the sum over all paths to it that the beam has kept.
+    All symbols and durations lead from there to later frames. A label of duration 0 is followed at
+    once, unless K hypotheses that have moved on are likelier. With a beam that is wide enough the
+    search is exact.
 
-    Paths are those of the loss (`effasr_kernels.transducer_loss`): a blank lasts a frame at least,
-    and the last blank ends with the last frame. Greedy search is more lenient, and takes symbol and
-    duration one after the other; a beam of 1 is not the same.
+    Paths are those of the loss (`effasr_kernels.transducer_loss`): a blank lasts at least one
+    frame, and the last blank ends with the last frame. Greedy search is less strict, and takes
+    symbol and duration separately, so a beam of 1 is not the same.
 
     Args:
         head: Of the model, with durations.
         encoded: (T, encoder width), from ``model.encode``.
-        beam: K, the hypotheses that are kept of each sequence for each frame.
-        limits: The most labels of each sequence's transcript.
+        beam: K, hypotheses of each sequence at each frame.
+        limits: Most labels of each sequence's transcript.
 
     Returns:
         The labels of each sequence; none for an empty one.
@@ -65,7 +65,7 @@ class _Search:
         begins: int64 (N,), the row of its first frame.
         lengths: int64 (N,), its frames.
         limits: int64 (N,), of labels.
-        ahead: Hypotheses at this frame, at the next, and so on as far as a symbol leads.
+        ahead: Hypotheses at this frame, at the next one, and so on up to the longest duration.
     """
 
     names: Tensor
@@ -99,7 +99,7 @@ class _Search:
 
 
 def _recorded(search: _Search, passed: int, found: list[list[int]]) -> _Search:
-    """Take out utterances that are at their end: all that has come there is complete."""
+    """Record the transcripts of utterances at their end, and drop these."""
     at_end = search.lengths == passed
     index = at_end.nonzero()[:, 0]
     if not len(index):
@@ -118,7 +118,7 @@ def _recorded(search: _Search, passed: int, found: list[list[int]]) -> _Search:
 
 
 def _advance(head: Transducer, frames: Tensor, search: _Search, passed: int) -> _Search:
-    """Extend the hypotheses at a frame by all symbols and durations, until all have gone on."""
+    """Extend the hypotheses at a frame by all symbols and durations, until all have moved on."""
     now, *later = search.ahead
     durations = head.config.durations or ()
     beam = now.scores.shape[1]
@@ -152,11 +152,11 @@ def _advance(head: Transducer, frames: Tensor, search: _Search, passed: int) -> 
 
 
 def _extended(there: Hypotheses, now: Hypotheses, blank: Tensor, label: Tensor) -> Hypotheses:
-    """The best of what there is at a later frame and of what leads to it from this one.
+    """The best hypotheses at a later frame, of those there and those that reach it from here.
 
     Args:
-        there: What there is.
-        now: What is here.
+        there: Those at the later frame.
+        now: Those at this frame.
         blank: Scores of these with a blank, (N, K).
         label: Scores of these with each label, (N, K, V).
     """
@@ -173,7 +173,7 @@ def _extended(there: Hypotheses, now: Hypotheses, blank: Tensor, label: Tensor) 
 
 
 def _with_blanks(there: Hypotheses, now: Hypotheses, blank: Tensor) -> Tensor:
-    """Scores of what there is and of ``blank``, (N, 2 K), those of one transcript in one place."""
+    """Scores of ``there`` and ``blank``, (N, 2 K), with equal transcripts merged."""
     # (N, now, there)
     same = (now.labels[:, :, None] == there.labels[:, None]).all(-1)
     same &= (there.scores > NO_SCORE)[:, None] & (now.scores > NO_SCORE)[..., None]

@@ -1,4 +1,4 @@
-"""Beam search with a transducer, over all utterances of a batch at once."""
+"""Beam search of a transducer (RNN-T), over a packed batch."""
 
 from __future__ import annotations
 

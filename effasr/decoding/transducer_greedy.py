@@ -1,4 +1,4 @@
-"""Greedy decoding with a transducer: the likeliest symbol of a frame, given the labels so far."""
+"""Greedy search of a transducer, with or without durations."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from effasr_kernels import PackedSequence
 def transducer_greedy(
     head: Transducer, encoded: PackedSequence, max_symbols: int
 ) -> list[list[int]]:
-    """Decode sequences of encoder output, all at once and each as if alone.
+    """Decode sequences of encoder output, independently of each other.
 
-    Where a symbol is the blank, the next frame is looked at, else the label joins the transcript.
-    With durations, the likeliest one says how many frames to go on, by a blank one at least. Label
-    by label: the inner loop takes every transcript to its next label over as many blanks as
-    that needs, so that the predictor runs once for each label of the longest transcript.
+    After a blank the search moves to the next frame, otherwise the label joins the transcript. With
+    durations, the likeliest one is the number of frames to move, at least one after a blank. The
+    inner loop takes every transcript to its next label over any number of blanks, so that the
+    predictor runs once for each label of the longest transcript.
 
     Args:
         head: Of the model.
         encoded: (T, encoder width), from ``model.encode``.
-        max_symbols: The most labels of a frame; if they would stay there, the next one is looked
-            at.
+        max_symbols: Most labels of a frame; then the search moves on by at least one frame.
 
     Returns:
         The labels of each sequence; none for an empty one.
@@ -31,7 +30,7 @@ def transducer_greedy(
     References:
         Bataev et al., 2024, https://arxiv.org/abs/2406.06220 (label-looping). With durations, the
         transcripts are those of NeMo's batched search, and of transformers'
-        ``ParakeetForTDT.generate``, which does not bound the labels of a frame.
+        ``ParakeetForTDT.generate``, which does not limit the labels of a frame.
     """
     frames = head.encoder_projection(encoded.values)
     layout, device = encoded.layout, frames.device
@@ -62,18 +61,18 @@ def transducer_greedy(
 def _next_labels(
     head: Transducer, frames: Tensor, predicted: Tensor, at: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Go over blanks to the next label of each transcript.
+    """Move over blanks to the next label of each transcript.
 
     Args:
         head: Of the model.
         frames: (T, J), projected.
         predicted: (N, J), after the labels so far.
-        at: int64 (N,), the row of ``frames`` each looks at.
+        at: int64 (N,), the current row of ``frames`` of each.
         end: int64 (N,), the row after the last of each.
 
     Returns:
-        Where each found a label, ``end`` or past it if nowhere, the labels, and the frames that
-        they last; int64 (N,) each.
+        The row of each label, ``end`` or later if there is none; the labels; and their durations:
+        int64 (N,) each.
     """
     at, symbols, lasts = at.clone(), torch.full_like(at, head.blank_id), torch.zeros_like(at)
     durations = head.config.durations

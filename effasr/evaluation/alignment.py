@@ -1,4 +1,4 @@
-"""Word alignments as text, in the manner of NIST's sclite."""
+"""Word alignments as text, in the style of NIST's sclite."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import jiwer
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Reference and hypothesis, word against word.
+    """Reference and hypothesis, aligned word by word.
 
     Attributes:
-        reference: Words as they are; those with an error in capitals, a missing one as asterisks.
+        reference: Words; those with an error in capitals, a missing one as asterisks.
         hypothesis: Likewise.
-        kinds: For each pair S, D, I, or nothing where the words are equal.
+        kinds: For each pair S, D, I, or an empty string for equal words.
     """
 
     reference: tuple[str, ...]
@@ -22,7 +22,7 @@ class Alignment:
     kinds: tuple[str, ...]
 
     def lines(self, indent: str = "") -> list[str]:
-        """Three lines, with the words of a pair above each other."""
+        """Three lines, with the words of a pair in one column."""
         rows = (("REF:", self.reference), ("HYP:", self.hypothesis), ("Eval:", self.kinds))
         widths = [max(map(len, words)) for words in zip(*(row for _, row in rows), strict=True)]
         return [
@@ -34,13 +34,13 @@ class Alignment:
         ]
 
     def scores(self) -> str:
-        """Counts of correct, substituted, deleted and inserted words, as sclite writes them."""
+        """Counts of correct, substituted, deleted and inserted words, in sclite's format."""
         counts = [sum(kind == wanted for kind in self.kinds) for wanted in ("", "S", "D", "I")]
         return "Scores: (#C #S #D #I) " + " ".join(map(str, counts))
 
 
 def align(reference: str, hypothesis: str) -> Alignment:
-    """Align two texts with as few edits as possible; words are what white space separates."""
+    """Align two texts with the fewest edits; words are separated by white space."""
     expected, heard = reference.split(), hypothesis.split()
     found = jiwer.process_words(" ".join(expected), " ".join(heard)).alignments[0]
     words, said, kinds = [], [], []

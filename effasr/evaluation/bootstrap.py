@@ -1,4 +1,4 @@
-"""How sure an error rate is, and the difference of two: by drawing the utterances again."""
+"""Bootstrap confidence of word error rates and of their differences."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from effasr.evaluation.wer import ErrorCounts
 _DRAWS = 1000
 _SEED = 0
 _AT_A_TIME = 2_000_000
-"""Indices drawn at a time: bounds the memory for large sets."""
+"""Indices drawn at a time, to limit the memory for large sets."""
 
 
 def interval(parts: Sequence[ErrorCounts], confidence: float = 0.95) -> tuple[float, float]:
-    """A confidence interval of the word error rate of a set; the same each time.
+    """A bootstrap confidence interval of the word error rate of a set; deterministic.
 
-    Utterances are drawn with replacement, as many as there are, a thousand times; the interval
-    holds the middle ``confidence`` of the rates. It says how much the rate depends on which
-    utterances are in the set, and nothing of how the model was trained.
+    Utterances are drawn with replacement, a thousand times; the interval holds the middle
+    ``confidence`` of the rates. It covers the choice of utterances, not the variance of training.
 
     Args:
         parts: The counts of each utterance.
@@ -44,8 +43,8 @@ def probability_of_improvement(
 ) -> float:
     """The share of draws in which the second system makes fewer word errors than the first.
 
-    Both are drawn alike, utterance by utterance, so that what is hard for both cancels out. Draws
-    in which they make equally many errors count half.
+    The same utterances are drawn for both, so that their difficulty cancels out. Draws with equally
+    many errors count half.
 
     Args:
         before: The counts of each utterance.

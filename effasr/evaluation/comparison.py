@@ -1,4 +1,4 @@
-"""Several evaluations of the same sets side by side."""
+"""Comparison of several evaluations of the same sets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Scored:
 
     Attributes:
         system: Name of the run, or of the folder.
-        set_name: Of the set.
-        errors: Of each utterance, by its name.
+        set_name: Name of the set.
+        errors: Of each utterance, by its id.
         rtfx: Seconds of audio per second.
         failed: Utterances that could not be transcribed.
     """
@@ -42,10 +42,10 @@ def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
 
     Args:
         run: ``runs/NAME``, or a folder with wer.json and hypotheses.jsonl.
-        normalizer: Score the texts anew with this one; by default with that of the evaluation.
+        normalizer: Score the texts again with this one; by default that of the evaluation.
 
     Raises:
-        ValueError: There is no evaluation, or a file of it is damaged.
+        ValueError: There is no evaluation, or one of its files is damaged.
     """
     run = Path(run)
     if (run / "wer.json").is_file():
@@ -61,9 +61,8 @@ def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
 def compare(scored: Sequence[Scored]) -> str:
     """A table with a row for each set and system.
 
-    The last column compares with the first system that was evaluated on the set: the difference
-    of the error rates, and how probable it is that the improvement is no accident of the set.
-    Only utterances that both transcribed are compared.
+    The last column compares with the first system of the set: the difference of the error rates,
+    and the probability of improvement. Only utterances that both transcribed are compared.
     """
     table = Table(box=box.MARKDOWN)
     for column in (

@@ -1,4 +1,4 @@
-"""How well a model transcribes a set: the same code in training and on the command line."""
+"""Evaluation of a model on a set, in training and on the command line."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from effasr.transcription.results import Failure, Result
 
 
 def openable_cuts(path: str | Path, *, language: str) -> tuple[list[Cut], list[Failure]]:
-    """The cuts of a manifest, and the lines of it whose audio is not there or no audio.
+    """The cuts of a manifest, and a failure for each line whose audio cannot be opened.
 
     Args:
         path: See `effasr.data.manifest.reader.read`.
         language: Of lines that name none.
 
     Raises:
-        ValueError: It is no manifest, holds no utterance, or a line is malformed.
+        ValueError: It is no manifest, has no utterance, or a line is malformed.
     """
     cuts, failures = [], []
     for name, utterance in named(path, language=language):
@@ -55,19 +55,18 @@ def evaluate(
 ) -> Evaluation:
     """Transcribe cuts and compare with their references.
 
-    Each cut is decoded with the prompt that its manifest asks for. One without a reference, with
-    audio that cannot be read, in a language that the tokenizer does not know, or to be translated
-    by CTC is set aside in ``failures``, and the rest goes on. An empty reference counts: whatever
-    is heard is inserted.
+    Each cut is decoded with the prompt of its manifest. Cuts without a reference, with unreadable
+    audio, in a language that the tokenizer does not know, or to be translated by CTC are counted in
+    ``failures``. An empty reference is valid: all recognised words are insertions.
 
     Args:
-        model: Decodes on the device which holds it; its training mode is left as it was.
+        model: Decodes on its device; its training mode is restored.
         tokenizer: Of this model.
         cuts: With one supervision each.
         normalizer: See `get_normalizer`. Only the counts depend on it.
         config: The default configuration by default.
         failures: Utterances of the set that are no cuts; see `openable_cuts`.
-        on_result: Called with each result as it comes, for example to show progress.
+        on_result: Called with each result, for example to show progress.
 
     Raises:
         ValueError: The normaliser is unknown, or the model lacks what ``config.method`` needs.
@@ -102,8 +101,8 @@ def evaluate(
 def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:
     """The part of a set that one of ``world_size`` processes evaluates.
 
-    Cuts are dealt out in order of duration, so that all parts take about the same time. Give the
-    evaluations of all parts to `effasr.evaluation.result.merge`.
+    Cuts are distributed in order of duration, so that all parts take about the same time;
+    `effasr.evaluation.result.merge` joins the evaluations.
     """
     return sorted(cuts, key=lambda cut: (-cut.duration, cut.id))[rank::world_size]
 
@@ -111,7 +110,7 @@ def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:
 def _requests(
     cuts: Iterable[Cut], sample_rate: int
 ) -> tuple[list[tuple[str, Request]], list[Failure]]:
-    """References with what to transcribe, and the cuts for which there is no such pair."""
+    """References with their requests, and the cuts that have no such pair."""
     scorable, failures = [], []
     for cut in cuts:
         texts: Sequence[str | None] = [supervision.text for supervision in cut.supervisions]

@@ -1,4 +1,4 @@
-"""What is told of a model that is handed to others: README.md, as Hugging Face's hub reads it."""
+"""Model card of an exported model: README.md in the format of Hugging Face's hub."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ MARK = "<!-- Written by `effasr export`, which replaces the file as long as this
 
 @dataclass(frozen=True, slots=True)
 class TestedSet:
-    """How well a model did on a set.
-
-    Attributes:
-        name: Of the set.
-        result: The content of its ``wer.json``.
-    """
+    """Evaluation of a model on a set: its name, and the content of ``wer.json``."""
 
     name: str
     result: dict[str, Any]
@@ -33,21 +28,21 @@ class TestedSet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCard:
-    """What README.md says.
+    """Content of README.md.
 
     Attributes:
         name: Of the model.
         loader: The class of transformers that loads it.
-        parameters: How many it has.
-        languages: That it writes, as codes; none where its tokenizer does not say.
+        parameters: Their number.
+        languages: Codes of its output languages; empty if the tokenizer does not list them.
         configuration: Of the model, as YAML.
-        own_tokenizer: Whether its tokenizer is one that transformers reads.
-        data: Names of the sets that it was trained on.
+        own_tokenizer: Whether transformers can read its tokenizer.
+        data: Names of the training sets.
         steps: Updates of its training.
-        averaged: Checkpoints whose mean it is.
-        tested: Results of these very weights.
-        license: As the hub names it, such as ``cc-by-4.0``.
-        author: Who made it.
+        averaged: Number of averaged checkpoints.
+        tested: Results of exactly these weights.
+        license: As named by the hub, such as ``cc-by-4.0``.
+        author: Of the model.
     """
 
     name: str
@@ -146,13 +141,7 @@ class ModelCard:
 
 
 def read_tested(run: Path, weights: Path) -> list[TestedSet]:
-    """The evaluations of a run that are of its present weights.
-
-    Args:
-        run: ``runs/NAME``, with ``evaluation/SET/wer.json``.
-        weights: The file of weights. What is older than it was said of others, and is left out
-            with a warning.
-    """
+    """The evaluations of a run that are newer than its weights; older ones give a warning."""
     tested = []
     for path in sorted((run / "evaluation").glob("*/wer.json")):
         if path.stat().st_mtime < weights.stat().st_mtime:
@@ -167,7 +156,7 @@ def read_tested(run: Path, weights: Path) -> list[TestedSet]:
 
 
 def read_data(run: Path) -> list[str]:
-    """Names of what a run was trained on: the last parts of paths, which others need not know."""
+    """Names of a run's training sets: the last parts of their paths, which stay private."""
     path = run / "config.yaml"
     if not path.is_file():
         return []
@@ -179,7 +168,7 @@ def read_data(run: Path) -> list[str]:
 
 
 def is_replaceable(path: Path) -> bool:
-    """Whether a README.md may be overwritten: it is not there, or was written here."""
+    """Whether a README.md may be overwritten: it is missing, or was written here."""
     return not path.exists() or MARK in path.read_text(encoding="utf-8", errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""What is done to both texts before their words are compared."""
+"""Text normalisation before word error rates are computed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ NormalizerName = Literal["none", "basic", "whisper_english", "open_asr_leaderboa
 _APOSTROPHES = str.maketrans({"\u2019": "'", "\u02bc": "'"})
 _INNER_APOSTROPHE = re.compile(r"(?<=\w)'(?=\w)")
 _KEPT = "\ue000"
-"""Stands for an apostrophe inside a word while the others are removed; a private-use character."""
+"""Placeholder of an apostrophe inside a word; a private-use character."""
 
 
 def get_normalizer(name: str) -> Callable[[str], str]:
-    """Return the function of this name, which maps a text to the text that is scored.
+    """Return the function of this name, which normalises a text for scoring.
 
     Args:
-        name: ``none`` leaves the text as it is. ``basic`` serves every language: see `basic`.
-            ``whisper_english`` is Whisper's, which also spells out numbers, contractions and
-            British forms. ``open_asr_leaderboard_v1`` is what the Open ASR Leaderboard began with:
-            see `_open_asr_leaderboard_v1`.
+        name: ``none`` leaves the text unchanged. ``basic`` serves every language: see `basic`.
+            ``whisper_english`` is Whisper's, which also expands numbers, contractions and British
+            forms. ``open_asr_leaderboard_v1`` is the first one of the Open ASR Leaderboard: see
+            `_open_asr_leaderboard_v1`.
 
     Raises:
         ValueError: The name is unknown, or the package it needs is not installed.
@@ -42,8 +42,8 @@ def get_normalizer(name: str) -> Callable[[str], str]:
 def basic(text: str) -> str:
     """Lower-case letters, no punctuation or symbols, single spaces; for any script.
 
-    Accents and vowel signs stay, and so does an apostrophe inside a word ("don't"), whichever of
-    its two common forms it has. Compatibility forms such as full-width letters become plain.
+    Accents, vowel signs and apostrophes inside words ("don't"), in either of their common forms,
+    are kept. Compatibility forms such as full-width letters become plain.
     """
     text = unicodedata.normalize("NFKC", text).lower().translate(_APOSTROPHES)
     text = _INNER_APOSTROPHE.sub(_KEPT, text.replace(_KEPT, " "))
@@ -69,11 +69,10 @@ def _whisper_english(name: str = "whisper_english") -> Any:
 def _open_asr_leaderboard_v1() -> Callable[[str], str]:
     """Whisper's normaliser without the rules for four colloquial words.
 
-    That is the ``EnglishTextNormalizer`` of github.com/huggingface/open_asr_leaderboard in its
-    first versions, and of transformers: both left out kinda, sorta, dunno and cause. Later versions
-    of the leaderboard also remove more hesitations, join acronyms, write times and compounds in one
-    way and map names by tables of their own, which is not done here: compare with its results of
-    that time only.
+    This is the ``EnglishTextNormalizer`` of the first versions of
+    github.com/huggingface/open_asr_leaderboard, and of transformers: both lack kinda, sorta, dunno
+    and cause. Later versions of the leaderboard have further rules that are not implemented here:
+    compare only with its early results.
     """
     normalizer = _whisper_english("open_asr_leaderboard_v1")
     for word in ("kinda", "sorta", "dunno", "cause"):

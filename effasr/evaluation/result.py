@@ -1,4 +1,4 @@
-"""The result of an evaluation: what was transcribed, its errors, and the files that record it."""
+"""Result of an evaluation, and the files that record it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class ScoredUtterance:
     Attributes:
         id: Of the cut.
         group: Its language, or ``SOURCE->TARGET`` for a translation.
-        reference: As the manifest has it.
-        hypothesis: As the model gave it.
+        reference: Text of the manifest.
+        hypothesis: Text of the model.
         duration: Seconds.
-        errors: Counted after both texts were normalised.
-        truncated: Whether the decoder was stopped at the longest text allowed.
+        errors: After normalisation of both texts.
+        truncated: Whether the decoder reached its limit.
     """
 
     id: str
@@ -46,9 +46,9 @@ class Evaluation:
     """The transcripts of a set, and their errors.
 
     Attributes:
-        normalizer: The name of what was done to the texts before they were compared.
+        normalizer: Name of the normaliser.
         utterances: All that were transcribed.
-        failures: Those that were not. They count in no rate.
+        failures: Those that were not; they count in no rate.
         seconds: Of the whole call, loading of audio included.
     """
 
@@ -59,12 +59,12 @@ class Evaluation:
 
     @property
     def errors(self) -> ErrorCounts:
-        """Of the whole set."""
+        """Errors of the whole set."""
         return total(utterance.errors for utterance in self.utterances)
 
     @property
     def groups(self) -> dict[str, ErrorCounts]:
-        """Of each language, or pair of languages, in alphabetical order."""
+        """Errors of each language, or pair of languages, in alphabetical order."""
         parts: dict[str, list[ErrorCounts]] = defaultdict(list)
         for utterance in self.utterances:
             parts[utterance.group].append(utterance.errors)
@@ -77,18 +77,18 @@ class Evaluation:
 
     @property
     def interval(self) -> list[float] | None:
-        """In which the word error rate lies, 95 of 100 times; None where it is undefined."""
+        """The 95 % confidence interval of the word error rate; None where it is undefined."""
         low, high = interval([utterance.errors for utterance in self.utterances])
         return None if math.isnan(low) else [low, high]
 
     @property
     def truncated(self) -> int:
-        """Utterances whose decoder was stopped: many mean that it repeats itself."""
+        """Number of truncated utterances: many mean that the decoder repeats itself."""
         return sum(utterance.truncated for utterance in self.utterances)
 
     @property
     def audio_seconds(self) -> float:
-        """Of the utterances that were transcribed."""
+        """Duration of the transcribed utterances."""
         return math.fsum(utterance.duration for utterance in self.utterances)
 
     @property
@@ -97,12 +97,12 @@ class Evaluation:
         return self.audio_seconds / self.seconds if self.seconds else 0.0
 
     def worst(self, count: int = 10) -> list[ScoredUtterance]:
-        """The utterances with the most word errors; among equals, the shorter reference first."""
+        """The utterances with the most word errors; of equal ones, the shorter reference first."""
         order = sorted(self.utterances, key=lambda u: (-u.errors.errors, u.errors.words))
         return [utterance for utterance in order[:count] if utterance.errors.errors]
 
     def summary(self) -> dict[str, Any]:
-        """What ``wer.json`` holds; a rate that is undefined is None."""
+        """Content of ``wer.json``; an undefined rate is None."""
         return {
             **_rates(self.errors),
             "wer_interval": self.interval,
@@ -118,9 +118,9 @@ class Evaluation:
 
 
 def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Put together the evaluations of parts of a set that were made at the same time.
+    """Merge the evaluations of parts of a set that were made at the same time.
 
-    Counts are those of the whole set, and its time is that of the slowest part.
+    The time is that of the slowest part.
 
     Raises:
         ValueError: There is none, or they used different normalisers.
@@ -139,16 +139,16 @@ def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
 
 
 def set_name(manifest: str | Path) -> str:
-    """What a set is called in ``runs/NAME/evaluation``: after its manifest's file or folder."""
+    """Name of a set in ``runs/NAME/evaluation``: its manifest's file or folder."""
     name = Path(os.path.abspath(manifest)).name
     return name.removesuffix(".gz").removesuffix(".jsonl")
 
 
 def save(evaluation: Evaluation, folder: str | Path) -> None:
-    """Write the files of an evaluation, each whole or not at all; ``wer.json`` is the last.
+    """Write the files of an evaluation, each atomically; ``wer.json`` is the last.
 
-    ``hypotheses.jsonl`` has the texts as they are. What was compared is in ``ref.trn`` and
-    ``hyp.trn``, which sclite reads, and in ``alignments.txt``, word above word.
+    ``hypotheses.jsonl`` has the original texts. The normalised texts are in ``ref.trn`` and
+    ``hyp.trn``, which sclite reads, and in ``alignments.txt``.
     """
     folder = Path(folder)
     rows = (

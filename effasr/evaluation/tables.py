@@ -1,4 +1,4 @@
-"""Results as text that a person reads, valid Markdown at the same time."""
+"""Evaluation results as tables of text, valid Markdown."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from effasr.evaluation.wer import ErrorCounts
 from effasr.transcription.json_files import one_line
 
 _MOST_FAILURES = 20
-"""To be shown one by one: ``wer.json`` has them all."""
+"""Failures that are listed; ``wer.json`` has all of them."""
 
 _WIDE = 10_000
-"""Columns, so that nothing is wrapped: a terminal does that itself."""
+"""Columns; nothing is wrapped, as the terminal does that."""
 
 
 def report(evaluation: Evaluation, worst: int = 0) -> str:
@@ -30,7 +30,7 @@ def report(evaluation: Evaluation, worst: int = 0) -> str:
 
 
 def wer_table(evaluation: Evaluation) -> str:
-    """One row per language and, where there are several, one for the whole set; then the speed."""
+    """One row per language and, if there are several, one for the whole set; then the speed."""
     table = Table(box=box.MARKDOWN)
     for column in ("set", "utterances", "words", "WER %", "CER %", "ins", "del", "sub"):
         table.add_column(column, justify="left" if column == "set" else "right")
@@ -59,7 +59,7 @@ def wer_table(evaluation: Evaluation) -> str:
 
 
 def worst_table(evaluation: Evaluation, count: int) -> str:
-    """The utterances with the most word errors, word above word."""
+    """The utterances with the most word errors, with their alignments."""
     lines = []
     normalize = get_normalizer(evaluation.normalizer)
     for utterance in evaluation.worst(count):

@@ -1,4 +1,4 @@
-"""How far transcripts are from their references, as counts that add up."""
+"""Word and character errors, as counts that can be added."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import jiwer
 
 @dataclass(frozen=True, slots=True)
 class ErrorCounts:
-    """Word and character errors of some utterances; see `total` to add them up.
+    """Word and character errors of some utterances; see `total` to add them.
 
     Attributes:
         utterances: Pairs of reference and hypothesis.
         words: Words of the references.
-        insertions: Words only the hypotheses have.
-        deletions: Words only the references have.
-        substitutions: Words that were taken for another.
+        insertions: Words only in the hypotheses.
+        deletions: Words only in the references.
+        substitutions: Words that were replaced by others.
         characters: Characters of the references; a space between words is one.
         character_errors: Insertions, deletions and substitutions of characters.
     """
@@ -48,14 +48,11 @@ class ErrorCounts:
 
 
 def count_errors(reference: str, hypothesis: str) -> ErrorCounts:
-    """Align one hypothesis with its reference, with as few edits as possible.
+    """Align a hypothesis with its reference, with the fewest edits.
 
-    Words are what white space separates; normalise both texts before. Where several alignments
-    are equally short, the split into three kinds is the aligner's choice; the sum is unique.
-
-    Args:
-        reference: What was said; may be empty, and then every word of the hypothesis is inserted.
-        hypothesis: What was recognised.
+    Words are separated by white space; normalise both texts before. Where several alignments are
+    equally short, the split into the three kinds is the aligner's choice; the sum is unique. All
+    words of a hypothesis of an empty reference are insertions.
     """
     reference, hypothesis = " ".join(reference.split()), " ".join(hypothesis.split())
     words = jiwer.process_words(reference, hypothesis)
@@ -72,7 +69,7 @@ def count_errors(reference: str, hypothesis: str) -> ErrorCounts:
 
 
 def total(counts: Iterable[ErrorCounts]) -> ErrorCounts:
-    """Add up counts: rates of the result are those of the whole set, not means over its parts."""
+    """Add counts: rates of the result are those of the whole set, not means over its parts."""
     counts = list(counts)
     names = [field.name for field in fields(ErrorCounts)]
     return ErrorCounts(**{name: sum(getattr(part, name) for part in counts) for name in names})

@@ -233,7 +233,7 @@ class Decoder(nn.Module):
     def _keys_values(
         self, encoded: PackedSequence, read: Sequence[Sequence[int]], sizes: CacheSizes
     ) -> Iterator[Sequence[KeysValues]]:
-        """Those of each layer for `DecoderState.admit`: of the speech, and of tokens if any."""
+        """Keys and values of each layer for `DecoderState.admit`."""
         if not any(map(len, read)):
             for layer in self._decoder_layers():
                 yield (layer.encoder_attn.keys_values(encoded.values),)

@@ -16,7 +16,7 @@ from effasr.nn.stack import Layer, checkpointed_forward
 from effasr_kernels import PackedLayout, PackedSequence
 
 _MOST_BARRED = 15
-"""Greedy search looks at one token more than may be barred, of 16 at most."""
+"""Greedy search looks at one token more than may be suppressed, of 16 at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,18 +26,18 @@ class DecoderConfig:
     Attributes:
         width: Channels; even, at least 4.
         layers: Decoder layers.
-        heads: Of both attentions.
+        heads: Of self- and cross-attention.
         head_dim: Channels of a head; by default ``width / heads``.
         feed_forward: Channels inside a feed-forward network.
         max_positions: Most tokens of a sequence, the prompt included.
-        positions: Canary's sinusoids, or a learnt embedding of each place, as Whisper's.
-        activation: Inside the feed-forward networks; GELU is the exact one.
+        positions: Canary's sinusoids, or a learned embedding, as Whisper's.
+        activation: Of the feed-forward networks; GELU is the exact one.
         embedding_norm: Whether a LayerNorm follows the embedding.
         bias: Whether the projections of attention have biases.
-        key_bias: Whether those of the keys have, too.
-        tie_embeddings: Whether the output layer has the weights of the token embedding.
+        key_bias: Whether the key projection has one, too.
+        tie_embeddings: Whether the output layer shares the weights of the token embedding.
         output_bias: Whether the output layer has a bias.
-        suppress: Tokens that transcription never writes, such as Whisper's of noises.
+        suppress: Tokens that are never decoded, such as Whisper's for noises.
         begin_suppress: Tokens that no transcript begins with.
         input_dropout: On the embedded tokens.
         residual_dropout: On the output of each module, before it is added.
@@ -123,7 +123,7 @@ class DecoderLayer(Layer):
     def forward(
         self, x: Tensor, layout: PackedLayout, encoded: PackedSequence, sigma: float | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Transform (U, width); also returns the penalty of guided attention, (U,) or None."""
+        """Transform (U, width); also return the penalty of guided attention, (U,) or None."""
         x = x + self._drop(self.self_attn(self.input_layernorm(x), layout))
         y, penalty = self.encoder_attn(
             self.post_attention_layernorm(x), layout, encoded.values, encoded.layout, sigma=sigma
@@ -134,12 +134,12 @@ class DecoderLayer(Layer):
     def read(
         self, x: Tensor, layout: PackedLayout, speech: KeysValues, layout_speech: PackedLayout
     ) -> tuple[Tensor, KeysValues]:
-        """Transform the first rows of sequences, (U, width), as `forward` does for inference.
+        """Transform the first rows of sequences as `forward`, in inference.
 
         Args:
             x: (U, width).
             layout: The sequences of ``x``.
-            speech: Keys and values of the speech, from ``encoder_attn.keys_values``.
+            speech: Keys and values of the encoder output, from ``encoder_attn.keys_values``.
             layout_speech: Its sequences.
 
         Returns:

@@ -29,16 +29,15 @@ class FastConformerConfig:
     """A FastConformer: subsampling by eight, then Conformer layers.
 
     Attributes:
-        kind: Tells it from the others that a model may have: see
-            `effasr.model.whisper_encoder`.
+        kind: Distinguishes it from the other encoders: see `effasr.model.whisper_encoder`.
         width: Channels of the encoder frames; even.
         layers: Conformer layers.
-        heads: Of self-attention; they divide the width.
+        heads: Attention heads; they divide the width.
         feed_forward: Channels inside a feed-forward network.
-        conv_kernel: Taps of the depthwise convolution, odd.
+        conv_kernel: Kernel size of the depthwise convolution, odd.
         subsampling_channels: Channels of the subsampling convolutions.
-        position: How attention knows positions: by Transformer-XL's relative positions, as
-            published models do, by rotation (RoPE), or not at all.
+        position: Relative positions as in Transformer-XL and published models, rotary embedding
+            (RoPE), or none.
         conv_norm: Norm in the convolution module.
         subsampling_norm: LayerNorm after subsampling, which helps small models to start.
         input_positions: Scale of sinusoidal positions that are added to the encoder's input; 0 for
@@ -51,8 +50,8 @@ class FastConformerConfig:
         activation_dropout: Inside the feed-forward networks.
         attention_dropout: On attention weights.
         position_dropout: On the embeddings of relative positions.
-        max_frames: Frames that the table of relative positions always reaches, for a static shape;
-            by default the longest utterance of the batch, rounded up.
+        max_frames: Fixed reach of the table of relative positions, for a static shape; by default
+            the longest utterance of the batch, rounded up.
     """
 
     kind: Literal["fastconformer"] = "fastconformer"

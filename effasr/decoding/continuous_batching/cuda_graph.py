@@ -1,4 +1,4 @@
-"""A step of decoding as one CUDA graph: recorded once, then replayed without launching kernels."""
+"""A decoding step as a CUDA graph, and asynchronous copies of its results."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ Step = Callable[[], Tensor]
 Capture = Callable[[Step], tuple[Callable[[], Any], Tensor]]
 
 _WARM_UPS = 3
-"""Runs before the recording: libraries choose algorithms and take workspaces in the first ones."""
+"""Runs before capture, in which libraries choose algorithms and allocate workspaces."""
 
 
 class StepGraph:
-    """Calls a function without arguments by replaying a recording of it.
+    """Replays a captured function without arguments.
 
-    The function reads and writes tensors that stay where they are, and may not ask the device for a
-    value. It runs a few times before it is recorded, so at first it must find a state in which that
-    changes nothing.
+    The function reads and writes tensors at fixed addresses, and may not synchronize with the
+    device. It runs a few times before capture, so the state at that time must make it harmless.
 
     Args:
-        step: What to record: returns a tensor.
-        capture: Records a function without running it: returns what replays it, and its output.
+        step: The function to capture; returns a tensor.
+        capture: Captures a function without running it: returns its replay and its output.
     """
 
     def __init__(self, step: Step, capture: Capture | None = None) -> None:
@@ -33,7 +32,7 @@ class StepGraph:
         self._replay, self._output = capture(step)
 
     def __call__(self) -> Tensor:
-        """Run the step; the next call writes over what this one returns."""
+        """Run the step; the next call overwrites the result."""
         self._replay()
         return self._output
 
@@ -52,15 +51,15 @@ def _capture(step: Step) -> tuple[Callable[[], Any], Tensor]:
 
 
 class Readback:
-    """Brings the results of steps to the host in their order, some steps later.
+    """Copies the results of steps to the host in order, some steps later.
 
-    On a GPU the host never waits for a step unless it is so many steps ahead of it, for copies go
-    to pinned memory behind the step that made them. Elsewhere there is nothing to wait for.
+    On a GPU the host waits only when it is ``ahead`` steps ahead of the device, because each result
+    is copied to pinned memory behind its step. On a CPU there is nothing to wait for.
 
     Args:
         rows: Of each result.
         ahead: Steps that may be queued while the host reads the result of the one before them.
-        device: Where the results come from.
+        device: Of the results.
     """
 
     def __init__(self, rows: int, ahead: int, device: torch.device) -> None:
@@ -76,11 +75,11 @@ class Readback:
 
     @property
     def due(self) -> bool:
-        """Whether as many steps are queued as may be, so that the first must be read."""
+        """Whether the queue is full, so that the first result must be read."""
         return len(self._queue) > self._ahead
 
     def put(self, result: Tensor, about: Any) -> None:
-        """Begin to copy a result, int64 (rows,), with what belongs to it."""
+        """Start to copy a result, int64 (rows,), with the data that belongs to it."""
         if self._pinned is None:
             self._queue.append((result.clone(), None, about))
             return
@@ -90,7 +89,7 @@ class Readback:
         self._queue.append((buffer, event, about))
 
     def get(self) -> tuple[list[int], Any]:
-        """Wait for the first result that has not been read."""
+        """Wait for the oldest unread result."""
         buffer, event, about = self._queue.popleft()
         if event is not None and self._pinned is not None:
             event.synchronize()

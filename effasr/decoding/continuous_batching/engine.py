@@ -24,17 +24,18 @@ _AHEAD = 2
 """Steps that a GPU may have queued while the host reads the tokens of the one before them."""
 
 _ADMITTED_SHARE = 1 / 8
-"""So many of the slots must be free before others enter: their keys are computed together."""
+"""Share of the slots that must be free before utterances are admitted: their keys are computed
+together."""
 
 
 @dataclass(slots=True)
 class Utterance:
-    """What is decoded in a slot.
+    """An utterance to decode.
 
     Attributes:
-        name: Comes back with the result; of any type.
+        name: Returned with the result; of any type.
         prompt: At least one token.
-        limit: The most tokens it may say after its prompt, at least one.
+        limit: Most tokens after the prompt, at least one.
     """
 
     name: Any
@@ -50,9 +51,9 @@ class Utterance:
         return len(self.prompt) + self.limit
 
     def read(self, likeliest: int, eos_id: int) -> bool:
-        """Take in what a step found likeliest next; tells whether this is the end.
+        """Add the best token of a step; returns whether the utterance ends with it.
 
-        Steps that were queued when the end was not known yet change nothing.
+        Steps that were queued before the end was known change nothing.
         """
         if self._finished:
             return False
@@ -64,7 +65,7 @@ class Utterance:
         return self._finished
 
     def result(self) -> Decoded:
-        """What was said."""
+        """The transcript."""
         return Decoded(tuple(self._said), self._truncated)
 
 
@@ -75,17 +76,17 @@ class _Waiting:
 
 
 class Engine:
-    """Decodes utterances in a fixed number of slots, as they come.
+    """Decodes utterances in a fixed number of slots, with continuous batching.
 
-    Each slot holds one utterance at its own position. It leaves when it is finished, and the next
-    enters, while the others stay where they are. One forward reads the prompts of those that enter
-    together, all but the last token of each: that is what the next step reads. So steps are full as
-    long as any wait, each of them says a token, and it has the same shapes whatever is in the
-    slots: an utterance's tokens do not depend on the others. On a GPU the keys and values lie in
-    pages, a step is one CUDA graph, and tokens are read some steps later; what a finished utterance
-    says until then is dropped. On a CPU the slots that are left in the end move together.
+    Each slot holds one utterance at its own position. A finished utterance leaves, and a waiting
+    one takes its slot. One forward reads the prompts of all that are admitted together, except for
+    the last token of each, which the next step reads. So steps are full as long as utterances wait,
+    and have the same shapes whatever the slots hold: an utterance's tokens do not depend on the
+    others. On a GPU the caches are paged, a step is one CUDA graph, and tokens are read some steps
+    later; tokens of an utterance past its end are dropped. On a CPU the remaining slots are
+    compacted at the end.
 
-    The precision is that of autocast where the engine is made.
+    The precision is that of autocast where the engine is created.
     """
 
     def __init__(
@@ -104,24 +105,23 @@ class Engine:
         ahead: int | None = None,
         within: Callable[[str], AbstractContextManager] = ranges.range,
     ) -> None:
-        """Take the memory, and record the step.
+        """Allocate the caches, and capture the step.
 
         Args:
             model: With a decoder, in evaluation mode.
-            eos_id: Ends a transcript.
-            classes: How many of the model's classes are tokens, where not all are.
+            eos_id: The end token.
+            classes: Number of the model's classes that are tokens; all by default.
             slots: Utterances at a time.
             max_frames: Most encoder frames of one.
-            frame_budget: Most encoder frames of all at a time, unless one alone has more; by
-                default as many as there may be.
-            pages: For the tokens and for the frames of all at a time, where keys and values lie in
-                pages; by default as many as could be needed.
-            paged: Whether they do; by default on a GPU.
-            graph: Whether a GPU records the step, which a few utterances alone are not worth.
-            capture: Records a step, as in `StepGraph`; for tests where there is no GPU.
-            ahead: Steps that may be queued before tokens are read; by default 2 where keys and
-                values lie in pages, else 0.
-            within: Makes what surrounds ``decode.admit`` and ``decode.step``, to see or time them.
+            frame_budget: Most encoder frames of all at a time, unless one alone has more; unlimited
+                by default.
+            pages: For all tokens and for all frames at a time; by default as many as could be
+                needed.
+            paged: Whether the caches are paged; by default on a GPU.
+            graph: Whether a GPU captures the step, which does not pay for a few utterances.
+            capture: Captures a step, as in `StepGraph`; for tests without a GPU.
+            ahead: Steps that may be queued before tokens are read; by default 2 with pages, else 0.
+            within: Makes the contexts of ``decode.admit`` and ``decode.step``, for profiling.
 
         Raises:
             ValueError: There is no slot.
@@ -164,12 +164,12 @@ class Engine:
 
     @property
     def unfinished(self) -> list[Any]:
-        """The names of all that were submitted and have not come back."""
+        """The names of all utterances without a result."""
         seated = [seat.name for seat in self._seats if seat is not None]
         return [*seated, *(one.utterance.name for one in self._waiting)]
 
     def submit(self, encoded: PackedSequence, utterances: Sequence[Utterance]) -> None:
-        """Let utterances wait for slots, the longest first: it ends with few slots empty.
+        """Queue utterances, the longest first, so that few slots are empty at the end.
 
         Args:
             encoded: (T, C), from ``model.encode``; sequences past the utterances are not decoded.
@@ -199,11 +199,11 @@ class Engine:
         self._waiting.extend(sorted(waiting, key=lambda one: -len(one.speech)))
 
     def results(self, *, drain: bool = True) -> Iterator[tuple[Any, Decoded]]:
-        """Decode, and hand back names and results as utterances finish.
+        """Decode; yields names and results as utterances finish.
 
         Args:
-            drain: Whether to go on until all are finished; else until all have a slot, so that the
-                next can be submitted before slots are empty.
+            drain: Whether to continue until all are finished, or only until all have a slot, so
+                that more can be submitted before slots are empty.
         """
         while drain or self._waiting:
             finished: list[Utterance] = []
@@ -220,7 +220,7 @@ class Engine:
             yield from ((one.name, one.result()) for one in finished)
 
     def _step(self) -> Tensor:
-        """Read a token of each row; returns what is likeliest next, int64 (rows,)."""
+        """Read a token of each row; returns the best next tokens, int64 (rows,)."""
         tokens = self._tokens[: self._state.num_rows]
         hidden = self._decoder.step(tokens, self._state)
         likeliest = self._likeliest(hidden)
@@ -236,7 +236,7 @@ class Engine:
         return found
 
     def _read(self) -> list[Utterance]:
-        """Take in the tokens of a step; utterances that end leave their slots."""
+        """Read the tokens of a step; finished utterances leave their slots."""
         tokens, seats = self._readback.get()
         finished = [
             (row, one)
@@ -250,7 +250,7 @@ class Engine:
         return [one for _, one in finished]
 
     def _seat(self) -> None:
-        """Let those in that wait, if enough can enter; else let idle slots go."""
+        """Admit waiting utterances if enough can enter; without any, drop idle slots."""
         taken = sum(seat is not None for seat in self._seats)
         if not self._waiting:
             if not self._state.paged and taken <= KEPT_SHARE * len(self._seats):
@@ -269,7 +269,7 @@ class Engine:
             self._admit([next(free) for _ in entering], entering)
 
     def _next(self, slots: int, *, alone: bool) -> list[_Waiting]:
-        """Those that wait longest and fit together into what is free."""
+        """The utterances that have waited longest and fit together into the free slots."""
         chosen: list[_Waiting] = []
         rooms: list[int] = []
         frames: list[int] = []
@@ -283,7 +283,7 @@ class Engine:
         return chosen
 
     def _admit(self, rows: Sequence[int], chosen: Sequence[_Waiting]) -> None:
-        """Let these into free slots; all that they need comes from the host, without waiting."""
+        """Move utterances into free slots, without waiting for the device."""
         sizes, utterances = self._state.sizes, [one.utterance for one in chosen]
         layout = sizes.layout([len(one.speech) for one in chosen])
         tail = chosen[0].speech.new_zeros(layout.rows - layout.total, chosen[0].speech.shape[1])
@@ -304,7 +304,7 @@ class Engine:
             self._seats[row] = one
 
     def _resize(self, taken: int) -> None:
-        """Compute whole groups of rows for so many utterances, with those that are there first."""
+        """Use whole groups of rows for this many utterances, the present ones first."""
         rows = max(GROUP, -(-taken // GROUP) * GROUP)
         if rows > len(self._seats):
             self._seats += [None] * (rows - len(self._seats))

@@ -1,4 +1,4 @@
-"""Neural language models over the model's own tokens, for shallow fusion."""
+"""Neural language models over the model's tokens, for shallow fusion."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from effasr.decoding.lm.prefix_cache import PrefixCache, Text
 log = logging.getLogger(__name__)
 
 _ROWS = 64
-"""Contexts that are computed at a time, at most."""
+"""Contexts that are computed at a time."""
 _LONGEST = 1024
-"""Tokens of a context at most."""
+"""Most tokens of a context."""
 _CACHE_BYTES = 64 << 20
-"""Of continuations that are remembered: hypotheses of a beam have contexts in common."""
+"""Of cached scores: hypotheses of a beam share contexts."""
 _STATE_BYTES = 512 << 20
 _MOST_TOKENS = 1 << 15
-"""Of keys and values that are kept, at most; what has no room is computed again."""
+"""Of cached keys and values; what does not fit is computed again."""
 _PASS_BYTES = 256 << 20
 """Of keys and values that are read at a time."""
 
 
 class NeuralLM:
-    """A causal language model of transformers: what follows the last tokens.
+    """A causal language model of transformers, as a `effasr.decoding.lm.ngram.TokenLM`.
 
-    A `effasr.decoding.lm.ngram.TokenLM`. The text begins with the
-    model's ``bos_token_id``, or ``eos_token_id`` where it has none. Keys and values of the contexts
-    that are being scored are kept: a longer one costs its last token. With a model that cannot be
-    continued from them, and past the longest text that it reads, each costs all of its tokens.
+    Texts begin with the model's ``bos_token_id``, or ``eos_token_id`` if it has none. Keys and
+    values of the current contexts are cached, so that a longer context costs only its last token.
+    With a model that cannot continue from a cache, and past its longest context, each context costs
+    all of its tokens.
 
     Attributes:
         order: One more than the tokens of the longest context.
     """
 
     def __init__(self, model: Any, vocab_size: int, eos_id: int):
-        """Take a model.
+        """Wrap a causal language model of transformers in evaluation mode.
 
         Args:
-            model: A causal language model of transformers, in evaluation mode.
-            vocab_size: V, of the speech model's tokens.
+            model: The language model.
+            vocab_size: V, of the speech model.
             eos_id: The token that ends a text.
 
         Raises:
-            ValueError: Its vocabulary is another one, or nothing tells how a text begins.
+            ValueError: Its vocabulary is another one, or it has no token that begins a text.
         """
         config = model.config
         if config.vocab_size != vocab_size:
@@ -84,7 +84,7 @@ class NeuralLM:
             self._cache = PrefixCache(self._width, limit, like.dtype, like.device)
 
     def scores(self, contexts: Tensor, symbols: Tensor) -> Tensor:
-        """Score what may follow: see `effasr.decoding.lm.ngram.TokenLM.scores`."""
+        """Score next tokens: see `effasr.decoding.lm.ngram.TokenLM.scores`."""
         flat = [
             tuple(token for token in row if token >= 0)[-(self.order - 1) :]
             for row in contexts.flatten(0, 1).tolist()
@@ -104,7 +104,7 @@ class NeuralLM:
 
     @torch.no_grad()
     def _compute(self, contexts: set[Text]) -> None:
-        """Score every token behind each context, of which all tokens are read."""
+        """Score every token after each context, reading all of its tokens."""
         # Of one length at a time: no padding, so no result depends on what else is asked for.
         for length in sorted({len(context) for context in contexts}):
             same = sorted(context for context in contexts if len(context) == length)
@@ -115,11 +115,11 @@ class NeuralLM:
 
     @torch.no_grad()
     def _go_on(self, contexts: set[Text], asked: set[Text]) -> None:
-        """Score every token behind each context, from what is kept of its beginning.
+        """Score every token after each context, continuing from its cached beginning.
 
         Args:
             contexts: To be scored.
-            asked: Those of all hypotheses: what is kept of others may be forgotten.
+            asked: Those of all hypotheses; others may be removed from the cache.
         """
         assert self._cache is not None
         for length in sorted({len(context) + 1 for context in contexts}):
@@ -133,7 +133,7 @@ class NeuralLM:
                     self._pass(texts[begin : begin + rows], known, asked)
 
     def _pass(self, texts: Sequence[Text], known: int, asked: set[Text]) -> None:
-        """Read what follows ``known`` tokens of texts, of one length each."""
+        """Read what follows the ``known`` tokens of texts of one length."""
         from transformers import DynamicCache
 
         assert self._cache is not None
@@ -164,7 +164,7 @@ class NeuralLM:
         return torch.tensor(texts, device=next(self._model.parameters()).device)
 
     def _remember(self, contexts: Sequence[Text], output: Any) -> None:
-        """Keep the scores behind each context, float32 (V,)."""
+        """Cache the scores after each context, float32 (V,)."""
         for row, scores in zip(contexts, output.logits[:, -1].float().log_softmax(-1), strict=True):
             # A view would keep those of all the others.
             self._known[row] = scores.clone()
@@ -177,10 +177,9 @@ def _parts(cache: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def _shapes(model: Any, token: int) -> list[tuple[int, int]] | None:
-    """Heads and width of the keys and the values of each layer of a transformers model.
+    """Heads and width of keys and values of each layer of a transformers model.
 
-    Returns:
-        None if it keeps something else of a text, or does not score the same when it goes on.
+    None if its cache has another form, or does not give the same scores.
     """
     from transformers import DynamicCache
 
@@ -205,11 +204,11 @@ def _shapes(model: Any, token: int) -> list[tuple[int, int]] | None:
 def load_neural_lm(
     directory: str | Path, vocab_size: int, eos_id: int, device: torch.device | str = "cpu"
 ) -> NeuralLM:
-    """Read a directory that ``AutoModelForCausalLM`` loads, without reaching for any network.
+    """Read a directory that ``AutoModelForCausalLM`` loads, without network access.
 
     Raises:
-        ValueError: transformers is not installed, it is no such directory, or its vocabulary is
-            another one than the speech model's.
+        ValueError: transformers is not installed, it is no such directory, or its vocabulary
+            differs from that of the speech model.
     """
     directory = Path(directory)
     try:

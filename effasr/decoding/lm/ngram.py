@@ -1,4 +1,4 @@
-"""Language models over token ids for shallow fusion; n-grams, read from ARPA files."""
+"""Language models over token ids for shallow fusion; n-grams from ARPA files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 _BEGIN = -1
-"""Stands for ``<s>`` among token ids."""
+"""``<s>`` among token ids."""
 
 _UNSEEN = -100.0
-"""log10 of a token that a model without ``<unk>`` does not know, as in KenLM."""
+"""log10 probability of an unknown token in a model without ``<unk>``, as in KenLM."""
 
 _CACHE_BYTES = 64 << 20
 
@@ -26,16 +26,16 @@ Context = tuple[int, ...]
 
 
 class TokenLM(Protocol):
-    """What a beam asks of a language model over the tokens of the speech model.
+    """A language model over the tokens of the speech model, for beam search.
 
     Attributes:
-        order: Tokens that it looks at, that which it scores included.
+        order: Number of tokens that it reads, the scored one included.
     """
 
     order: int
 
     def scores(self, contexts: Tensor, symbols: Tensor) -> Tensor:
-        """Score what may follow: tokens, and the end.
+        """Score next tokens, and the end of the text.
 
         Args:
             contexts: int64 (N, K, n), the last tokens of each hypothesis, at least ``order - 1`` or
@@ -49,9 +49,9 @@ class TokenLM(Protocol):
 
 
 class TokenNgrams:
-    """A back-off model: what follows the last tokens, in natural logarithms.
+    """A back-off n-gram model, in natural logarithms.
 
-    It is held in dictionaries on the host, which suits models of some million n-grams.
+    It uses dictionaries on the host, which suits models of some million n-grams.
 
     Attributes:
         order: Tokens of the longest n-gram.
@@ -64,12 +64,12 @@ class TokenNgrams:
         eos_id: int,
         unknown: float = _UNSEEN,
     ):
-        """Arrange n-grams by what they continue.
+        """Index n-grams by context.
 
         Args:
             ngrams: By length, from 1 on: log10 of probability and of back-off weight.
             vocab_size: V.
-            eos_id: The token that stands for ``</s>``.
+            eos_id: The token for ``</s>``.
             unknown: log10 of the probability of a token without unigram.
         """
         self.order = len(ngrams)
@@ -89,7 +89,7 @@ class TokenNgrams:
         self._follow = lru_cache(max(16, _CACHE_BYTES // (8 * vocab_size)))(self._computed)
 
     def scores(self, contexts: Tensor, symbols: Tensor) -> Tensor:
-        """Score what may follow: see `TokenLM.scores`."""
+        """Score next tokens: see `TokenLM.scores`."""
         rows = symbols.flatten(0, 1).tolist()
         found = np.empty((len(rows), symbols.shape[2] + 1))
         for row, (context, tokens) in enumerate(
@@ -122,7 +122,7 @@ def load_ngrams(path: str | Path, vocab_size: int, eos_id: int) -> TokenNgrams:
     """Read an ARPA file, plain or gzipped, whose words are token ids in decimal.
 
     Raises:
-        ValueError: It is no ARPA file, is cut short, or has a word that is no token id.
+        ValueError: It is not an ARPA file, is truncated, or has a word that is no token id.
     """
     path = Path(path)
     names = {"<s>": _BEGIN, "</s>": eos_id}
@@ -174,7 +174,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _count(path: Path, number: int, line: str) -> int:
-    """From a line like ``ngram 2=120``."""
+    """Parse a line like ``ngram 2=120``."""
     left, equals, count = line.partition("=")
     if not (left.startswith("ngram ") and equals and count.strip().isdecimal()):
         raise ValueError(f"{path}:{number} must be like `ngram 1=120`, but is `{line[:60]}`.")

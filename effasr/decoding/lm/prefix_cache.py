@@ -1,4 +1,4 @@
-"""What a causal model keeps of the texts it has read, of common beginnings once."""
+"""Cache of keys and values of a causal model, shared by texts with common prefixes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _FIRST = 256
 
 
 class PrefixCache:
-    """Keys and values of tokens, by all the tokens up to them.
+    """Keys and values of tokens, by their whole prefix.
 
-    The hypotheses of a beam have most of their tokens in common. Each token of a tree of texts has
-    a row of one tensor here, so what a beam keeps, repeats or gives up is not copied.
+    The hypotheses of a beam share most of their tokens. Each token of the tree of texts has one row
+    of a tensor here, so that nothing is copied when the beam keeps, repeats or drops a hypothesis.
 
     Args:
-        width: Numbers of a token, in all layers.
-        limit: The most tokens.
+        width: Numbers per token, in all layers.
+        limit: Most tokens.
         dtype: Of the numbers.
-        device: Where they are.
+        device: Of the numbers.
     """
 
     def __init__(self, width: int, limit: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -36,22 +36,22 @@ class PrefixCache:
         return len(self._places)
 
     def known(self, text: Text) -> int:
-        """How many tokens at the beginning of a text are here, the last one left out."""
+        """Length of the longest cached prefix of a text, without its last token."""
         for length in range(len(text) - 1, 0, -1):
             if text[:length] in self._places:
                 return length
         return 0
 
     def read(self, beginnings: Iterable[Text]) -> Tensor:
-        """Keys and values of texts that are here, of one length each: (texts, tokens, width)."""
+        """Keys and values of cached prefixes of one length: (texts, tokens, width)."""
         places = [self._places[text] for text in beginnings]
         return self._rows[torch.tensor(places, device=self._rows.device)]
 
     def write(self, texts: Sequence[Text], values: Tensor) -> bool:
-        """Keep the last tokens of texts whose other tokens are here, as far as there is room.
+        """Cache the last tokens of texts whose other tokens are cached, if there is room.
 
         Args:
-            texts: Of one length each.
+            texts: Of one length.
             values: (texts, tokens, width).
 
         Returns:
@@ -78,7 +78,7 @@ class PrefixCache:
         return True
 
     def keep(self, texts: Iterable[Text]) -> None:
-        """Forget the tokens that are in none of these texts."""
+        """Drop all tokens that are in none of these texts."""
         used = {
             place for text in texts for place in self._places.get(text[: self._reach(text)], ())
         }
@@ -89,7 +89,7 @@ class PrefixCache:
         return len(text) if text in self._places else self.known(text)
 
     def _make_room(self, tokens: int) -> bool:
-        """Grow, as far as is allowed, to hold more tokens."""
+        """Grow up to the limit, for this many more tokens."""
         if len(self._free) >= tokens:
             return True
         size = len(self._rows)
