@@ -1,16 +1,16 @@
-"""Models and training states on disk, complete or not there at all.
+"""Model directories and atomic checkpoints.
 
-A model directory is what import, export, evaluation and training exchange:
+Import, export, evaluation and training exchange model directories:
 
-    model.yaml          the configuration of the model, the size of its vocabulary, and the prompt
-                        it was trained with most, which transcription uses unless told otherwise
-    model.safetensors   its weights; of a run with LoRA those that it began with, and the adapters,
-                        which are merged when they are read
+    model.yaml          the configuration of the model, the size of its vocabulary, and its most
+                        frequent training prompt, which is the default of transcription
+    model.safetensors   its weights; for a run with LoRA the base weights and the adapters, which
+                        are merged on reading
     tokenizer/          its tokenizer
 
 A checkpoint of a run is a model directory, too: see
 `effasr.training.checkpointing.run_checkpoints`. Folders are written under another name, flushed to
-the disk and then renamed, so a power cut leaves the previous one.
+disk and then renamed, so a power cut leaves the previous one.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _DESCRIPTION, _TOKENIZER = "model.yaml", "tokenizer"
 
 
 class CheckpointError(ValueError):
-    """A model directory or a checkpoint that cannot be used; the message says which and why."""
+    """A model directory or a checkpoint cannot be used; the message says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What model.yaml holds.
+    """Content of model.yaml.
 
     Attributes:
         model: The architecture.
         vocab_size: Tokens of the tokenizer.
-        prompt: What the model was asked most often in training.
+        prompt: Most frequent prompt in training.
     """
 
     model: ModelConfig
@@ -59,7 +59,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in evaluation mode, its tokenizer, and the prompt it was trained with most."""
+    """A model in evaluation mode, its tokenizer, and its most frequent training prompt."""
 
     model: ASRModel
     tokenizer: Tokenizer
@@ -69,16 +69,16 @@ class LoadedModel:
 def save_model(
     directory: str | Path, model: ASRModel, tokenizer: Tokenizer, prompt: Prompt | None = None
 ) -> None:
-    """Write a model directory, replacing one that is there.
+    """Write a model directory, replacing an existing one.
 
     Args:
         directory: The folder.
         model: Its weights and architecture.
         tokenizer: Its tokenizer.
-        prompt: What it was asked most often in training; English transcription by default.
+        prompt: Its most frequent training prompt; English transcription by default.
 
     Raises:
-        CheckpointError: ``directory`` is something else than a model directory.
+        CheckpointError: ``directory`` exists, and is not empty and no model directory.
     """
     directory = Path(directory)
     if directory.exists() and not _is_replaceable(directory):
@@ -97,7 +97,7 @@ def load_model(directory: str | Path, device: torch.device | str = "cpu") -> Loa
     """Read a model directory.
 
     Raises:
-        CheckpointError: It is none, or a file of it is missing or damaged.
+        CheckpointError: It is none, or one of its files is missing or damaged.
     """
     directory = Path(directory)
     description = read_description(directory)
@@ -108,10 +108,10 @@ def load_model(directory: str | Path, device: torch.device | str = "cpu") -> Loa
 
 
 def read_description(directory: Path) -> Description:
-    """What a model directory holds.
+    """Read ``model.yaml``.
 
     Raises:
-        CheckpointError: ``model.yaml`` is missing or is not one of this version.
+        CheckpointError: It is missing or invalid.
     """
     path = directory / _DESCRIPTION
     try:
@@ -126,20 +126,20 @@ def read_description(directory: Path) -> Description:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer in a model directory."""
+    """The tokenizer of a model directory."""
     return load_tokenizer(directory / _TOKENIZER)
 
 
 def load_weights(model: ASRModel, directory: Path, *, may_lack: tuple[str, ...] = ()) -> None:
-    """Give a model the weights of a model directory, which must fit exactly.
+    """Load the weights of a model directory into a model.
 
     Args:
-        model: Any; where it has adapters, the directory has the same.
+        model: Of the same architecture; where it has adapters, the directory has the same.
         directory: The model directory.
-        may_lack: What names begin with that it need not have; the model keeps its own then.
+        may_lack: Prefixes of names that the directory may lack; the model keeps its own then.
 
     Raises:
-        CheckpointError: The file is missing or damaged, or is of another architecture.
+        CheckpointError: The file is missing or damaged, or has another architecture.
     """
     remedy = " Leave `model` out of the recipe to take the architecture with the weights."
     with _explaining(directory / WEIGHTS, remedy) as path:
@@ -150,7 +150,7 @@ def load_weights(model: ASRModel, directory: Path, *, may_lack: tuple[str, ...] 
 
 @contextmanager
 def _explaining(path: Path, remedy: str = "") -> Iterator[Path]:
-    """Turn what can go wrong with a file of weights into a `CheckpointError`."""
+    """Turn errors of a weights file into `CheckpointError`."""
     try:
         yield path
     except FileNotFoundError:
@@ -168,7 +168,7 @@ def _explaining(path: Path, remedy: str = "") -> Iterator[Path]:
 
 
 def resolve(path: str | Path) -> Path:
-    """The model directory meant by a path: itself, or the best, else the latest, of a run.
+    """The model directory of a path: itself, or the best, else the latest, of a run.
 
     Raises:
         CheckpointError: There is no model.
@@ -190,7 +190,7 @@ def resolve(path: str | Path) -> Path:
 def write_model(
     folder: Path, description: Description, weights: Mapping[str, Tensor], tokenizer: Tokenizer
 ) -> None:
-    """Fill a folder with the files of a model directory."""
+    """Write the files of a model directory into a folder."""
     text = configuration.dump(description)
     (folder / _DESCRIPTION).write_text(text, encoding="utf-8")
     safetensors.torch.save_file(dict(weights), folder / WEIGHTS)
@@ -204,7 +204,7 @@ def _is_replaceable(directory: Path) -> bool:
 
 
 def begin_folder(path: Path) -> Path:
-    """Make an empty folder to fill, which `publish_folder` then gives the name ``path``."""
+    """Create an empty folder, which `publish_folder` then renames to ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_folder(path)
     for leftover in (partial, _outdated(path)):
@@ -214,16 +214,17 @@ def begin_folder(path: Path) -> Path:
 
 
 def partial_folder(path: Path) -> Path:
-    """The name of a folder while it is filled."""
+    """The name of a folder until it is published."""
     return path.with_name(f".{path.name}.partial")
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """While in it, the folder that becomes ``path`` is filled.
+    """Context in which the folder that becomes ``path`` is filled.
 
     Raises:
-        OSError: It cannot be; what was written is removed, for a full disk must not stay full.
+        OSError: Writing fails; the partial folder is removed, so that a full disk does not stay
+            full.
     """
     try:
         yield
@@ -235,7 +236,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def publish_folder(path: Path) -> None:
-    """Flush a folder that was filled, and give it its name in one move, replacing an older one."""
+    """Flush a folder, and rename it atomically, replacing an older one."""
     partial, outdated = partial_folder(path), _outdated(path)
     with writing(path):
         for file in partial.rglob("*"):
@@ -249,7 +250,7 @@ def publish_folder(path: Path) -> None:
 
 
 def restore_outdated(folder: Path) -> None:
-    """Put back what was to be replaced, where the process was killed just before it was."""
+    """Restore a folder if the process was killed while replacing it."""
     for outdated in folder.glob(".*.outdated"):
         path = outdated.with_name(outdated.name[1:].removesuffix(".outdated"))
         if not path.exists():
@@ -261,7 +262,7 @@ def _outdated(path: Path) -> Path:
 
 
 def point(pointer: Path, target: Path) -> None:
-    """Let a small file name a folder beside it."""
+    """Write a small file that names a folder beside it."""
     partial = pointer.with_name(f".{pointer.name}.partial")
     partial.write_text(target.name + "\n")
     _flush(partial)
@@ -270,7 +271,7 @@ def point(pointer: Path, target: Path) -> None:
 
 
 def follow(pointer: Path) -> Path | None:
-    """The model directory that `point` named; None where there is none."""
+    """The model directory that `point` named; None if there is none."""
     if not pointer.is_file():
         return None
     target = pointer.parent / pointer.read_text().strip()

@@ -1,4 +1,4 @@
-"""``effasr transcribe``: recordings of any kind to texts, subtitles or times of words."""
+"""``effasr transcribe``: recordings or a stream to text, subtitles or word timestamps."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Texts to standard output or to files, what failed to standard error."""
+    """Write texts to standard output or to files, failures to standard error."""
     from effasr.checkpoint import load_model, resolve
     from effasr.data.prompt import Prompt
     from effasr.distributed.process_group import choose_device
@@ -133,14 +133,14 @@ def run(options: argparse.Namespace) -> int:
     task = "transcribe" if target == source else "translate"
     default = Prompt(source, target, task, loaded.prompt.punctuation)
     if options.stream:
-        return _live(options, loaded, _asked(default, options))
+        return _stream(options, loaded, _asked(default, options))
     sources = _sources(options, default)
-    sink = ResultWriter(_style(options), options.output, sources)
+    writer = ResultWriter(_style(options), options.output, sources)
     if options.continued:
-        every, sources = len(sources), sink.missing(sources)
+        every, sources = len(sources), writer.missing(sources)
         _note(f"{every - len(sources)} of {every} are there already")
-    failed, untimed = 0, _Untimed()
-    # Results on the terminal that shows the bar would end up in the middle of it.
+    failed, missing = 0, _MissingTimestamps()
+    # Hide the progress bar while results are written to the same terminal.
     shared = options.output is None and sys.stdout.isatty()
     with TranscriptionProgress(len(sources)) as progress:
         results = transcribe(
@@ -153,16 +153,16 @@ def run(options: argparse.Namespace) -> int:
         )
         for result in results:
             with progress.aside() if shared else nullcontext():
-                problem = sink.write(result)
+                problem = writer.write(result)
             if isinstance(result, Transcription):
-                untimed.add(result.segments)
+                missing.add(result.segments)
             problem = result if isinstance(result, Failure) else problem
             if problem is not None:
                 failed += 1
                 with progress.aside():
                     _note(problem.reason)
             progress.done()
-    untimed.tell(options)
+    missing.report(options)
     sys.stderr.write(
         f"{results.audio_seconds:.1f} s of audio in {results.seconds:.1f} s, RTFx "
         f"{results.rtfx:.1f}" + (f", {failed} failed\n" if failed else "\n")
@@ -170,8 +170,8 @@ def run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _live(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) -> int:
-    """What is said on standard input, each segment as it comes."""
+def _stream(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) -> int:
+    """Transcribe standard input, writing each segment as soon as it is known."""
     from effasr.transcription.outputs.writers import StreamWriter
     from effasr.transcription.recognizer import Recognizer
     from effasr.transcription.streaming import RawFormat, raw_blocks, transcribe_stream
@@ -187,11 +187,11 @@ def _live(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) -> i
     blocks = raw_blocks(sys.stdin.buffer, form, recognizer.sample_rate)
     latency = 10.0 if options.latency is None else options.latency
     segments = transcribe_stream(recognizer, blocks, prompt, latency_seconds=latency)
-    untimed, sink = _Untimed(), StreamWriter(_style(options), "stream")
+    missing, writer = _MissingTimestamps(), StreamWriter(_style(options), "stream")
     for segment in segments:
-        sink.write(segment)
-        untimed.add([segment])
-    untimed.tell(options)
+        writer.write(segment)
+        missing.add([segment])
+    missing.report(options)
     return 0
 
 
@@ -199,8 +199,8 @@ def _style(options: argparse.Namespace) -> Style:
     return "json" if options.json else options.format
 
 
-class _Untimed:
-    """Counts segments that have no times of words."""
+class _MissingTimestamps:
+    """Counts segments without word timestamps."""
 
     def __init__(self) -> None:
         self._count = self._all = 0
@@ -210,8 +210,8 @@ class _Untimed:
             self._count += segment.words is None or bool(segment.text and not segment.words)
             self._all += 1
 
-    def tell(self, options: argparse.Namespace) -> None:
-        """Say how many, where times were asked for."""
+    def report(self, options: argparse.Namespace) -> None:
+        """Report how many, where times were requested."""
         as_ctm = _style(options) == "ctm"
         if self._count and (options.words or as_ctm):
             what = f"{self._count} of {self._all} segments have no times of words"
@@ -258,13 +258,13 @@ def _sources(options: argparse.Namespace, default: Prompt) -> list[Source]:
 
 
 def _listed() -> list[str]:
-    """Names on standard input, one a line, or each with a zero byte behind it."""
+    """Names on standard input, separated by line feeds or zero bytes."""
     text = os.fsdecode(sys.stdin.buffer.read())
     return [name for name in text.split("\0" if "\0" in text else "\n") if name.strip()]
 
 
 def _asked(prompt: Prompt, options: argparse.Namespace) -> Prompt:
-    """A prompt with what the options ask for instead."""
+    """A prompt with the changes that the options ask for."""
     if options.target_language is not None:
         target = options.target_language
         task = "transcribe" if target == prompt.source else "translate"

@@ -1,4 +1,4 @@
-"""Which utterances are decoded together. Packed batches have no padding, so any may be."""
+"""Grouping of utterances into packed batches for decoding."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Sequence
 def plan_batches(
     frames: Sequence[int], frame_budget: int, max_sequences: int = 256
 ) -> list[list[int]]:
-    """Group utterances, longest first, so that a batch holds at most ``frame_budget`` frames.
+    """Group utterances, longest first, into batches of at most ``frame_budget`` frames.
 
-    Neighbours in length take about equally many decoder steps, so few rows are left waiting for
-    the last one; and a batch too big for the memory comes first, not after an hour.
+    Utterances of similar length take about equally many decoder steps, so few rows wait for the
+    last one; and a batch that exceeds the memory comes first, not after an hour.
 
     Args:
         frames: Encoder frames of each utterance.
-        frame_budget: Frames of a batch. An utterance with more is alone in its batch.
+        frame_budget: Frames of a batch. A longer utterance is alone in its batch.
         max_sequences: Utterances of a batch.
 
     Returns:
         The indices of each batch; every utterance is in exactly one.
 
     Raises:
-        ValueError: ``frame_budget`` or ``max_sequences`` is under 1.
+        ValueError: ``frame_budget`` or ``max_sequences`` is less than 1.
     """
     if frame_budget < 1:
         raise ValueError(f"`frame_budget` must be at least 1, but is {frame_budget}.")

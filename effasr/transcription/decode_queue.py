@@ -1,4 +1,4 @@
-"""Recordings in batches to results: each batch by itself, or through slots that are never empty."""
+"""Decoding of batches, one by one or by continuous batching."""
 
 from __future__ import annotations
 
@@ -24,34 +24,35 @@ _CPU_SLOTS = 32
 """A CPU gains nothing from more rows at a time."""
 
 _FEWEST_SLOTS = 8
-"""Of a GPU; there are twice as many whenever a batch has more utterances."""
+"""Of a GPU; doubled whenever a batch has more utterances."""
 
 _PROMPT = 16
-"""Tokens of a prompt for which there are pages; where it is longer, fewer utterances fit."""
+"""Prompt tokens per utterance that pages are allocated for; with longer prompts fewer utterances
+fit."""
 
 Named = tuple[Any, Decoded]
 
 
 class Search(Protocol):
-    """Finds the transcripts of batches."""
+    """Decodes batches; results may come later than their batch."""
 
     def feed(
         self, batch: Batch, prompts: Sequence[list[int]], names: Sequence[Any]
     ) -> Iterator[Named]:
-        """Take a batch; hand back what is finished, of this one or of those before."""
+        """Submit a batch; yield finished results of this one or of earlier ones."""
         ...
 
     def finish(self) -> Iterator[Named]:
-        """Hand back all the rest."""
+        """Yield all other results."""
         ...
 
     def abandon(self) -> list[Any]:
-        """Let go of everything; returns the names of what has not been handed back."""
+        """Drop everything; return the names of utterances without a result."""
         ...
 
 
 class BatchSearch:
-    """Decodes one batch after the other, in any way that `decode` knows."""
+    """Decodes one batch after the other by `decode`."""
 
     def __init__(
         self,
@@ -60,7 +61,6 @@ class BatchSearch:
         config: DecodingConfig,
         lm: TokenLM | None,
     ) -> None:
-        """Keep what `decode` takes."""
         self._what = model, tokenizer
         self._how = config, lm
 
@@ -81,7 +81,7 @@ class BatchSearch:
 
 @dataclass(slots=True, eq=False)
 class _Fed:
-    """A batch of which some are not finished."""
+    """A batch with unfinished utterances."""
 
     encoded: PackedSequence
     names: list[Any]
@@ -89,10 +89,10 @@ class _Fed:
 
 
 class ContinuousSearch:
-    """Greedy search of the attention decoder, whose slots are filled from batch to batch.
+    """Greedy search of the attention decoder by continuous batching across batches.
 
     Args:
-        model: With a decoder, in evaluation mode whenever this is used.
+        model: With a decoder, in evaluation mode.
         tokenizer: Of the model.
         config: Of greedy search.
         max_frames: Most encoder frames of an utterance.
@@ -112,7 +112,7 @@ class ContinuousSearch:
     def feed(
         self, batch: Batch, prompts: Sequence[list[int]], names: Sequence[Any]
     ) -> Iterator[Named]:
-        """See `Search`; hands back what finishes until all of this batch have slots."""
+        """See `Search`; yields results until all utterances of this batch have slots."""
         frames = batch.frames.lengths
         utterances = [
             Utterance(name, prompt, limit_of(self._model, prompt, self._config.max_tokens(length)))
@@ -173,7 +173,7 @@ class ContinuousSearch:
         return engine.slots < min(utterances, self._most)
 
     def _build(self, utterances: int) -> Engine:
-        """Make an engine for so many utterances at a time, or for half where memory runs out."""
+        """Make an engine for this many utterances at a time, or fewer if memory runs out."""
         slots = self._most
         if self._device.type != "cpu":
             slots = min(slots, max(_FEWEST_SLOTS, 1 << (utterances - 1).bit_length()))
@@ -188,7 +188,7 @@ class ContinuousSearch:
             self._most = slots
 
     def _engine_of(self, slots: int, budget: int) -> Engine:
-        """An engine with pages for as many frames as the budget, and the tokens they may have."""
+        """An engine with pages for the frames of the budget, and for their tokens."""
         config, model = self._config, self._model
         assert model.config.decoder is not None  # checked by check_config
         longest = model.config.decoder.max_positions

@@ -1,4 +1,4 @@
-"""Result files in JSON, either whole or absent, whenever the process is stopped."""
+"""Result files in JSON and text, written atomically."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from effasr.data.atomic_files import write_atomically
 
 
 def write_json(path: str | Path, mapping: Mapping[str, Any]) -> None:
-    """Write one JSON object, indented, and its folder if need be; NaN is an error."""
+    """Write one JSON object, indented; creates the folder. NaN is an error."""
     text = json.dumps(mapping, indent=2, ensure_ascii=False, allow_nan=False)
     _write(Path(path), _escaped(text) + "\n")
 
 
 def write_json_lines(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object per line, and the folder if need be."""
+    """Write one JSON object per line; creates the folder."""
     _write(Path(path), "".join(json_line(row) for row in rows))
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """One JSON object and a line feed; letters of all scripts as they are.
+    """One JSON object and a line feed; letters of all scripts are not escaped.
 
-    Bytes of a file's name that are no UTF-8, which Python has as lone surrogates, become JSON's
-    escapes of these.
+    Bytes of a file name that are not UTF-8, lone surrogates in Python, become JSON escapes.
     """
     return _escaped(json.dumps(row, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def one_line(text: str) -> str:
-    """A text, such as a file's name, without what would end a line or steer a terminal."""
+    """A text, such as a file name, with line breaks and control characters escaped."""
     shown = (
         c if c.isprintable() or c == " " else c.encode("unicode_escape").decode() for c in text
     )
@@ -43,7 +42,7 @@ def _escaped(text: str) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text, and its folder if need be."""
+    """Write a text; creates the folder."""
     _write(Path(path), _escaped(text))
 
 

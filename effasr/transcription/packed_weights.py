@@ -1,4 +1,4 @@
-"""Linear layers that infer on a CPU, with weights in the order in which oneDNN reads them."""
+"""Weights of linear layers in oneDNN's blocked layout, for faster inference on a CPU."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from effasr.nn.linear import whole_bias
 from effasr.nn.subsampling import ConvSubsampling
 
 _FEWEST_WEIGHTS = 2**15
-"""Of a layer that only decoder steps call, with few rows: oneDNN takes longer to call than MKL."""
+"""Of layers in decoder steps, with few rows: a call of oneDNN takes longer than one of MKL."""
 
 
 class PackedWeights:
-    """Faster linear layers for a float32 model on a CPU, for as long as `active`.
+    """Faster linear layers of a float32 model on a CPU, while `active`.
 
-    oneDNN uses the vector instructions that a processor has, also where MKL, which serves
-    `torch.nn.functional.linear`, does not (AVX-512 on AMD's: 2.4 times as fast), and applies the
-    activation of a feed-forward network on the way. A row's result does not depend on how many
-    rows there are. It differs from MKL's by rounding.
+    oneDNN uses the vector instructions of a processor also where MKL, which serves
+    `torch.nn.functional.linear`, does not (AVX-512 of AMD: 2.4 times as fast), and fuses the
+    activation of a feed-forward network. The result of a row does not depend on the number of rows.
+    It differs from MKL's by rounding.
 
-    What sees all frames is packed, and the large layers of the decoder; they take their memory
-    twice. Nothing is packed, and `active` changes nothing, on a GPU, in another dtype,
-    or where torch is built without oneDNN.
+    Layers over all frames and the large layers of the decoder are packed, which doubles their
+    memory. Nothing is packed on a GPU, in another dtype, or where torch is built without oneDNN.
 
-    What torch itself uses for frozen models (`torch._inductor`) has no public name, and the public
+    torch's own packing for frozen models (`torch._inductor`) has no public name, and the public
     `torch.utils.mkldnn` copies every input and result: at most 1.6 times as fast as MKL.
     """
 
     def __init__(self, model: ASRModel) -> None:
-        """Pack the weights as they are now."""
+        """Pack the current weights."""
         self._model, self._packed_of = model, _versions(model)
         self._methods: list[tuple[nn.Module, str, Callable[[Tensor], Tensor]]] = []
         if not torch.backends.mkldnn.is_available():
@@ -57,12 +56,12 @@ class PackedWeights:
 
     @property
     def is_current(self) -> bool:
-        """Whether the model's parameters are those that were packed, by address and version."""
+        """Whether the parameters are those that were packed, by address and version."""
         return _versions(self._model) == self._packed_of
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let the model's layers use them; without gradients, in evaluation mode.
+        """Use the packed weights; without gradients, in evaluation mode.
 
         Not under autocast, which asks for another dtype.
         """
@@ -97,7 +96,7 @@ def _joined(first: Callable[[Tensor], Tensor], second: nn.Module) -> Callable[[T
 
 
 def _linears(model: ASRModel) -> Iterator[tuple[nn.Linear, int]]:
-    """Linear layers, and the fewest weights from which packing pays."""
+    """Linear layers, and the least number of weights for which packing pays."""
     of_speech = (model.encoder, 0), (model.ctc_head, 0)
     for part, fewest in (*of_speech, (model.decoder, _FEWEST_WEIGHTS)):
         for name, module in () if part is None else part.named_modules():

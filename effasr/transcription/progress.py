@@ -1,4 +1,4 @@
-"""How far a transcription is, for a person at a terminal."""
+"""Progress bar of a transcription."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class TranscriptionProgress:
-    """A bar on standard error: recordings, audio time and speed; nothing where that is no terminal.
+    """A bar on standard error with recordings, audio time and speed; only on a terminal.
 
     Args:
         total: Recordings.
@@ -50,7 +50,7 @@ class TranscriptionProgress:
         self._bar.stop()
 
     def heard(self, seconds: float) -> None:
-        """Count audio that has been transcribed."""
+        """Add seconds of transcribed audio."""
         self._seconds += seconds
         minutes, second = divmod(int(self._seconds), 60)
         hours, minute = divmod(minutes, 60)
@@ -58,12 +58,12 @@ class TranscriptionProgress:
         self._bar.update(self._task, audio=f"{hours}:{minute:02}:{second:02}", rtfx=f"{rtfx:.1f}")
 
     def done(self) -> None:
-        """Count a recording."""
+        """Add a finished recording."""
         self._bar.advance(self._task)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """While something else is written to the terminal."""
+        """Hide the bar while something else is written to the terminal."""
         if self._bar.disable:
             yield
             return

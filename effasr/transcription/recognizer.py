@@ -1,4 +1,4 @@
-"""From a stream of recordings to a stream of transcripts: load, cut, batch, decode, join."""
+"""Pipeline from recordings to transcripts: load, split, batch, decode, join."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from effasr.transcription.results import Result
 from effasr.transcription.word_timestamps import Word, word_timestamps
 
 _WINDOW_BATCHES = 2
-"""Batches' worth of audio which is loaded before batches are planned: sorting needs a choice."""
+"""Batches of audio that are loaded before batches are planned by length."""
 
 _NO_AUDIO = np.zeros(0, np.float32)
 
 
 class Recognizer:
-    """Transcribes recordings of any length with a model, on the device which holds the model."""
+    """Transcribes recordings of any length, on the device of the model."""
 
     def __init__(self, model: ASRModel, tokenizer: Tokenizer, config: DecodingConfig | None = None):
-        """Check that the model can be decoded as the configuration says.
+        """Check that the model supports the configuration, and load its language model.
 
         Raises:
             OSError: The language model cannot be read.
-            ValueError: It lacks what the configuration needs, an option of it would do nothing, or
-                its language model is not over the tokens of the model.
+            ValueError: The model does not support the configuration, an option has no effect, or
+                the language model is not over the tokens of the model.
         """
         self.model, self.tokenizer = model, tokenizer
         config = DecodingConfig() if config is None else config
@@ -65,11 +65,11 @@ class Recognizer:
 
     @property
     def sample_rate(self) -> int:
-        """Of the audio that a request must load, in Hz."""
+        """Of the audio that requests load, in Hz."""
         return self._features.sample_rate
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """What the decoder reads first.
+        """The tokens that the decoder reads first.
 
         Raises:
             ValueError: The tokenizer does not know a language, or the prompt asks CTC or the
@@ -97,12 +97,10 @@ class Recognizer:
     ) -> Iterator[Result]:
         """Transcribe recordings, in order, with a bounded amount of audio in memory.
 
-        That holds for each recording as well, if it is a stream: its chunks are read, decoded and
-        forgotten.
-
-        The model is in evaluation mode while it decodes, and as it was when a result is yielded.
-        A recording which cannot be loaded, whose prompt is refused, or of which a chunk alone
-        exceeds the GPU's memory gives a `Failure`; the others go on.
+        Streams are read, decoded and dropped chunk by chunk. The model is in evaluation mode while
+        it decodes, and in its former mode when a result is yielded. A recording that cannot be
+        loaded, whose prompt is refused, or of which a single chunk exceeds the GPU's memory gives a
+        `Failure`; the others go on.
 
         Args:
             requests: Read a little ahead of the results.
@@ -167,7 +165,7 @@ class Recognizer:
     def _speech(
         self, recording: Recording, chunks: Iterable[tuple[Chunk, np.ndarray]]
     ) -> Iterator[tuple[Chunk, np.ndarray]]:
-        """What is to be decoded of chunks, while the recording's duration is noted."""
+        """The chunks to decode; records the recording's duration."""
 
         def noted() -> Iterator[tuple[Chunk, np.ndarray]]:
             for chunk, samples in chunks:
@@ -198,7 +196,7 @@ class Recognizer:
     def _decode_window(
         self, search: Search, pieces: list[Piece], on_audio: Callable[[float], None] | None
     ) -> None:
-        """Decode each piece, or let it enter a search that finishes it later."""
+        """Submit the pieces in batches; a search may finish them later."""
         plan = plan_batches(
             [piece.frames for piece in pieces], self.config.frame_budget, self.config.max_sequences
         )
@@ -209,17 +207,17 @@ class Recognizer:
                 on_audio(done)
 
     def _finish(self, search: Search, on_audio: Callable[[float], None] | None) -> None:
-        """Decode what is left in a search."""
+        """Decode what a search still holds."""
         with _evaluating(self.model):
             done = self._decode(search, [])
         if on_audio is not None and done:
             on_audio(done)
 
     def _decode(self, search: Search, pieces: list[Piece]) -> float:
-        """Decode a batch, or what is left; in batches of half the size where memory runs out.
+        """Decode a batch, or what is left; in batches of half the size if memory runs out.
 
         Returns:
-            Seconds of what is decoded now, of this batch or of others.
+            Seconds of the audio that is finished now, of this batch or of others.
         """
         done, enough = self._take(search, pieces)
         if enough:
@@ -240,7 +238,7 @@ class Recognizer:
         return done
 
     def _take(self, search: Search, pieces: list[Piece]) -> tuple[float, bool]:
-        """Give pieces their texts; returns their seconds, and whether the memory was enough."""
+        """Decode pieces; returns their seconds, and whether the memory was sufficient."""
         done = 0.0
         kind, half = next(self.model.parameters()).device.type, self.config.precision == "bfloat16"
         assert self._packed is not None
@@ -257,7 +255,7 @@ class Recognizer:
         return done, True
 
     def _done(self, piece: Piece) -> float:
-        """Let go of the audio of a piece, and return its seconds."""
+        """Drop the audio of a piece, and return its seconds."""
         piece.audio, piece.decoded = _NO_AUDIO, True
         return (piece.chunk.end - piece.chunk.start) / self.sample_rate
 
@@ -308,7 +306,7 @@ def _check(audio: np.ndarray) -> None:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards the mode that each module had: some may be frozen."""
+    """Evaluation mode for the length of a context; restores the mode of each module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

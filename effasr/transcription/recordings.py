@@ -1,4 +1,4 @@
-"""Recordings on their way from audio to text: the chunks of each, and what becomes of them."""
+"""Recordings during transcription, with their chunks and results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from effasr.transcription.results import Failure, Result, Segment, Transcription
 from effasr.transcription.word_timestamps import Word
 
 FIRST_CHUNKS = 2
-"""Of each recording that is loaded ahead of its turn; more of a long one come when it is due."""
+"""Chunks of each recording that are loaded ahead; more of a long one are read when needed."""
 
 _AHEAD = 4
 """Chunks that are read while others are decoded."""
@@ -29,10 +29,10 @@ class Request:
     """A recording to transcribe.
 
     Attributes:
-        id: Names it in the result.
-        load: Returns mono audio at the model's sample rate, float32 (samples,) or a stream; called
-            on a thread. What it raises is reported as the failure of this recording alone.
-        prompt: Its languages, and what to do with it.
+        id: Identifies the result.
+        load: Returns mono audio at the model's sample rate, float32 (samples,) or a stream; runs on
+            a thread. Its exceptions are failures of this recording only.
+        prompt: Languages and task.
     """
 
     id: str
@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(slots=True)
 class Piece:
-    """A chunk of a recording, which gets its text when its batch is decoded."""
+    """A chunk of a recording, with its text once it is decoded."""
 
     recording: Recording
     chunk: Chunk
@@ -56,18 +56,18 @@ class Piece:
 
 @dataclass(slots=True)
 class Recording:
-    """A request, and as much of its audio as has been read.
+    """A request, and the part of its audio that has been read.
 
     Attributes:
-        request: What is asked.
+        request: The request.
         sample_rate: In Hz.
         duration: Seconds, so far.
-        prompt: What the decoder reads first.
+        prompt: Tokens that the decoder reads first.
         pieces: Its chunks, so far.
-        failure: Why there is no transcript; None where there is one.
+        failure: Why there is no transcript; None otherwise.
         first: Chunks that were read ahead.
         coming: The other chunks.
-        read: Whether there are no more.
+        read: Whether all chunks have been read.
     """
 
     request: Request
@@ -86,7 +86,7 @@ class Recording:
         return self.read and (self.failure is not None or all(p.decoded for p in self.pieces))
 
     def arriving(self) -> Iterator[Piece]:
-        """Its pieces, as they are read; those after the first ones on a thread of their own."""
+        """Its pieces as they are read; those after the first ones on a thread of their own."""
         for piece in self.first:
             self.pieces.append(piece)
             yield piece
@@ -100,7 +100,7 @@ class Recording:
         self.first, self.read = [], True
 
     def result(self) -> Result:
-        """What became of it, when it is finished."""
+        """The transcript or the failure."""
         if self.failure is not None:
             return Failure(self.request.id, self.failure)
         rate = self.sample_rate
@@ -120,6 +120,6 @@ class Recording:
 
 
 def take_finished(recordings: deque[Recording]) -> Iterator[Result]:
-    """Take those recordings that are finished from the front, and give their results."""
+    """Remove finished recordings from the front, and yield their results."""
     while recordings and recordings[0].finished:
         yield recordings.popleft().result()

@@ -1,4 +1,4 @@
-"""What recognition gives back: a transcript in segments, or the reason why there is none."""
+"""Results of transcription: a transcript in segments, or a failure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from effasr.transcription.word_timestamps import Word
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The text of one chunk of a recording: a stretch in which somebody speaks.
+    """The text of one chunk of a recording.
 
     Attributes:
         start: Seconds from the beginning of the recording.
         end: Likewise.
-        text: What was recognised.
-        truncated: Whether the decoder was stopped at the longest text allowed: it probably
-            repeated itself.
-        words: Its words with their times, if they were asked for; None where they could not be
-            found.
+        text: Transcript.
+        truncated: Whether the decoder reached its limit: it probably repeated itself.
+        words: Words with times, if requested; None if they could not be found.
     """
 
     start: float
@@ -29,7 +27,7 @@ class Segment:
     words: tuple[Word, ...] | None = ()
 
     def as_row(self) -> dict[str, Any]:
-        """The object of a line of JSON: start, end, text; truncated and words where they are."""
+        """The JSON object: start, end, text; truncated and words if present."""
         row: dict[str, Any] = {
             "start": round(self.start, 3),
             "end": round(self.end, 3),
@@ -58,11 +56,11 @@ class Transcription:
 
     @property
     def truncated(self) -> bool:
-        """Whether a chunk was."""
+        """Whether a segment is truncated."""
         return any(segment.truncated for segment in self.segments)
 
     def as_row(self) -> dict[str, Any]:
-        """The object of a line of JSON: id, duration, text, segments."""
+        """The JSON object: id, duration, text, segments."""
         return {
             "id": self.id,
             "duration": round(self.duration, 3),
@@ -79,7 +77,7 @@ class Failure:
     reason: str
 
     def as_row(self) -> dict[str, Any]:
-        """The object of a line of JSON: id, error."""
+        """The JSON object: id, error."""
         return {"id": self.id, "error": self.reason}
 
 

@@ -1,4 +1,4 @@
-"""Speech as it is spoken: raw samples from a pipe, cut at pauses, transcribed chunk by chunk."""
+"""Streaming transcription: raw samples from a pipe, split at pauses."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from effasr.transcription.results import Failure, Segment
 _SAMPLE_TYPES = {"s16le": "<i2", "f32le": "<f4"}
 _READ_SECONDS = 0.5
 _MARGIN_SECONDS = 0.25
-"""Of background that is kept before and after speech."""
+"""Background that is kept before and after speech."""
 _MEMORY_SECONDS = 30.0
-"""How long it is remembered how loud the background and the speech were."""
+"""Past audio whose loudness of background and speech is remembered."""
 _SEARCH_SHARE = 0.5
-"""Where nobody pauses, the quietest moment of this last part of a chunk is its end."""
+"""Without a pause, a chunk ends at the quietest moment of this last part of it."""
 _FEWEST_HOPS = 8
-"""What is shorter is a click."""
+"""Shorter sounds are clicks."""
 _AHEAD = 1000
-"""Blocks that may wait, some minutes: then the recorder must."""
+"""Blocks that may wait, some minutes; then the recorder is blocked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +63,15 @@ def raw_blocks(file: BinaryIO, form: RawFormat, sample_rate: int) -> Iterator[np
     """Read samples as they arrive, to the end of the file.
 
     Args:
-        file: Unbuffered or not; only what is there is waited for.
-        form: What its bytes are.
+        file: Buffered or not; no read waits for more than the available bytes.
+        form: Format of the bytes.
         sample_rate: Of the result in Hz.
 
     Yields:
         float32 (samples,), mono, at least one sample each.
 
     Raises:
-        AudioError: The file begins with the header of a WAV file, or has a sample that is not
+        AudioError: The file begins with the header of an audio file, or has a sample that is not
             finite.
     """
     sample = np.dtype(_SAMPLE_TYPES[form.encoding])
@@ -122,22 +122,22 @@ def cut_stream(
     latency_seconds: float = 10.0,
     pause_seconds: float = 0.5,
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """Cut audio that is still being spoken, at pauses, and leave out where nobody speaks.
+    """Split audio at pauses while it arrives, and leave out stretches without speech.
 
-    Background and speech are told apart by the loudness of the last half minute.
+    Background and speech are distinguished by the loudness of the last half minute.
 
     Args:
-        blocks: float (samples,) each, mono, as they arrive; short ones keep the delay short.
+        blocks: float (samples,) each, mono, as they arrive; short ones keep the latency low.
         sample_rate: Samples per second.
-        latency_seconds: No chunk is longer: one without a pause is cut at its quietest moment.
-        pause_seconds: So much without speech ends a chunk.
+        latency_seconds: Longest chunk: one without a pause is cut at its quietest moment.
+        pause_seconds: Length of a pause that ends a chunk.
 
     Yields:
         The chunks in order, each with its samples, as soon as its end is known.
 
     Raises:
-        ValueError: ``latency_seconds`` is under one second, or ``pause_seconds`` is under 0.1 or
-            over half of it.
+        ValueError: ``latency_seconds`` is less than one second, or ``pause_seconds`` is less than
+            0.1 or more than half of it.
     """
     if latency_seconds < 1.0:
         raise ValueError(f"`latency_seconds` must be at least 1, but is {latency_seconds}.")
@@ -146,18 +146,18 @@ def cut_stream(
             f"`pause_seconds` must be from 0.1 to half of `latency_seconds` = {latency_seconds}, "
             f"but is {pause_seconds}."
         )
-    return _cut(blocks, _Live(sample_rate, latency_seconds, pause_seconds))
+    return _cut(blocks, _StreamCutter(sample_rate, latency_seconds, pause_seconds))
 
 
-def _cut(blocks: Iterable[np.ndarray], live: _Live) -> Iterator[tuple[Chunk, np.ndarray]]:
+def _cut(blocks: Iterable[np.ndarray], cutter: _StreamCutter) -> Iterator[tuple[Chunk, np.ndarray]]:
     for block in blocks:
-        live.held = np.concatenate([live.held, block])
-        yield from live.cut()
-    yield from live.cut(ended=True)
+        cutter.held = np.concatenate([cutter.held, block])
+        yield from cutter.cut()
+    yield from cutter.cut(ended=True)
 
 
-class _Live:
-    """What was heard and not yet cut off, and how loud the half minute before was."""
+class _StreamCutter:
+    """The audio that is not yet cut off, and the loudness of the half minute before."""
 
     def __init__(self, sample_rate: int, latency_seconds: float, pause_seconds: float) -> None:
         self.held = np.zeros(0, np.float32)
@@ -170,7 +170,7 @@ class _Live:
         self._margin = min(round(_MARGIN_SECONDS / HOP_SECONDS), self._pause // 2)
 
     def cut(self, *, ended: bool = False) -> Iterator[tuple[Chunk, np.ndarray]]:
-        """Cut off every chunk whose end is known, all there is if no more will come."""
+        """Cut off every chunk whose end is known; all of them if the stream has ended."""
         while len(speech := self._speech()):
             if (quiet := int(speech[0]) - self._margin) > 0:
                 self._take(quiet * self._hop)
@@ -193,7 +193,7 @@ class _Live:
         return np.flatnonzero(is_speech(heard, np.inf)[len(self._past) :])
 
     def _end(self, speech: np.ndarray, ended: bool) -> int | None:
-        """Samples of the first chunk, once its end is known."""
+        """Number of samples of the first chunk, once its end is known."""
         hops = -(-len(self.held) // self._hop)
         # The end of the held audio bounds a pause as speech does.
         following = np.append(speech[1:], hops + self._pause if ended else hops)
@@ -207,7 +207,7 @@ class _Live:
         return quietest(self.held, low, self._longest, self._longest, self._rate)
 
     def _take(self, samples: int) -> tuple[int, np.ndarray]:
-        """Cut off the first samples: where they began, and the samples."""
+        """Cut off the first samples; returns their start and the samples."""
         start, taken = self._start, self.held[:samples]
         levels = loudness(taken, self._rate) if samples else self._past[:0]
         self._past = np.concatenate([self._past, levels])[-round(_MEMORY_SECONDS / HOP_SECONDS) :]
@@ -222,18 +222,18 @@ def transcribe_stream(
     *,
     latency_seconds: float = 10.0,
 ) -> Iterator[Segment]:
-    """Transcribe audio that is still being spoken.
+    """Transcribe audio while it arrives.
 
-    Samples are read on a thread, so that a recorder need not wait while chunks are decoded.
+    Samples are read on a thread, so that the recorder need not wait during decoding.
 
     Args:
         recognizer: Of the model.
         blocks: float32 (samples,) each, mono, at the recognizer's rate, as they arrive.
         prompt: Languages and task.
-        latency_seconds: As in `cut_stream`; the time to decode a chunk comes to it.
+        latency_seconds: As in `cut_stream`, without the time to decode a chunk.
 
     Yields:
-        A segment for each chunk in which something was recognised, as soon as it is known.
+        A segment for each chunk with recognised speech, as soon as it is known.
 
     Raises:
         ValueError: The stream is damaged, or the prompt is refused.

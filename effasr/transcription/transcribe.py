@@ -1,4 +1,4 @@
-"""Transcripts of audio files and arrays, and how fast they came."""
+"""Transcription of audio files and arrays, with its speed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from effasr.transcription.results import Failure, Result, Transcription
 
 @dataclass(frozen=True, slots=True)
 class Waveform:
-    """Audio which is already in memory.
+    """Audio in memory.
 
     Attributes:
-        id: Names it in the result.
+        id: Identifies the result.
         samples: Floating point (samples,) or (samples, channels), full scale 1.
         sample_rate: In Hz.
     """
@@ -43,8 +43,8 @@ class TranscriptionRun:
     """The results of one call of `transcribe`, to iterate over once.
 
     Attributes:
-        audio_seconds: Of the recordings transcribed so far.
-        seconds: From the beginning of the iteration to the last result, loading included.
+        audio_seconds: Duration of the recordings transcribed so far.
+        seconds: From the start of the iteration to the last result, loading included.
         failed: Recordings without a transcript so far.
     """
 
@@ -81,17 +81,16 @@ def transcribe(
 ) -> TranscriptionRun:
     """Transcribe recordings of any sample rate, number of channels and length.
 
-    Results come in the order of the sources, while later ones are still being read. One that
-    cannot be read gives a `Failure`, and the rest goes on.
+    Results come in the order of the sources, while later ones are being read. A source that cannot
+    be read gives a `Failure`, and the others go on.
 
     Args:
-        model: Decodes on the device which holds it.
+        model: Decodes on its device.
         tokenizer: Of this model.
-        sources: Audio files, what `effasr.transcription.inputs.sources` found, or audio in memory.
-        Channels
-            are averaged. Of a long file only a part is in memory at a time.
-        prompt: Languages and task of all sources that bring none; English speech to English text
-            by default.
+        sources: Audio files, results of `effasr.transcription.inputs.sources`, or audio in memory.
+            Channels are averaged. Only a part of a long file is in memory at a time.
+        prompt: Languages and task of sources without a prompt; English speech to English text by
+            default.
         config: The default configuration by default.
         on_audio: Called after each batch, with the seconds of audio in it.
 
@@ -107,7 +106,7 @@ def transcribe(
 
 
 def render(result: Result, style: Literal["text", "jsonl"]) -> str:
-    """A result as one line: id, tab and text, or a JSON object (see `Transcription.as_row`)."""
+    """A result as one line: id, tab and text, or its JSON object."""
     if style == "jsonl":
         return json_line(result.as_row())
     text = result.text if isinstance(result, Transcription) else f"failed: {result.reason}"

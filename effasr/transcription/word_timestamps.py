@@ -1,4 +1,4 @@
-"""Words with the times at which they are said."""
+"""Word timestamps from CTC alignments and pauses."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from effasr.decoding.ctc_alignment import Span
 from effasr.transcription.inputs.vad import HOP_SECONDS
 
 _PAUSE_SECONDS = 0.1
-"""So long without speech is behind a word; the closure of a stop inside one is shorter."""
+"""Least pause between words; the closure of a stop consonant is shorter."""
 _TAIL_SECONDS = 0.6
-"""How long a word may go on after CTC has recognised it."""
+"""How long a word may continue after CTC has recognised it."""
 _DELAY_FRAMES = 1.0
-"""From where a word begins to the centre of its first frame, where no pause tells."""
+"""From the start of a word to the centre of its first frame, if no pause shows it."""
 _LEAST_DELAY, _MOST_DELAY = 0.5, 4.0
 """A frame is as much what precedes its centre as what follows; more than the most is a guess."""
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word, or a character of a language that is written without spaces.
+    """A word, or a character of a language without spaces.
 
     Attributes:
-        text: As it is written.
+        text: Written form.
         start: Seconds from the beginning of the recording.
         end: Likewise.
     """
@@ -46,19 +46,19 @@ def word_timestamps(
     offset: float = 0.0,
     spaces: bool = True,
 ) -> list[Word]:
-    """Put tokens together to words, and tell when each was said.
+    """Join tokens to words, and find the time of each.
 
-    CTC emits a token at the frame or two that identify it, later than it begins and for less than
-    it lasts. How much later depends on the model: the words behind pauses tell it, whose beginning
-    is heard, and the others begin so much before their first frame, yet not before the last frame
-    of the word before. A word ends where the next one begins, or a pause.
+    CTC emits a token at the one or two frames that identify it, later than its start, for less than
+    its duration. The delay depends on the model. It is measured at words after pauses, whose start
+    is audible, and the other words start this much before their first frame, but not before the
+    last frame of the previous word. A word ends where the next one or a pause starts.
 
     Args:
         tokens: Of a transcript.
         spans: Frames of each; frame f is centred at ``f * frame_seconds``.
         decode: The tokenizer's, from tokens to text.
         frame_seconds: Between the centres of encoder frames.
-        speech: bool (hops,), where the audio may be speech: see `effasr.transcription.inputs.vad`.
+        speech: bool (hops,), from `effasr.transcription.inputs.vad`.
         offset: Added to all times; seconds.
         spaces: Whether spaces separate words; else each character is one.
     """
@@ -86,7 +86,7 @@ def word_timestamps(
 
 @dataclass(slots=True)
 class _Group:
-    """Words that share tokens, mostly a single one, and their frames."""
+    """Words that share tokens, usually one word, and their frames."""
 
     texts: list[str]
     first: int
@@ -111,7 +111,7 @@ def _groups(
 
 
 def _delay(centres: Sequence[float], onsets: Sequence[float | None], frame_seconds: float) -> float:
-    """Median seconds from where words behind a pause begin to their first frame."""
+    """Median seconds from the start of words after a pause to their first frame."""
     known = [
         centre - onset for centre, onset in zip(centres, onsets, strict=True) if onset is not None
     ]
@@ -120,9 +120,9 @@ def _delay(centres: Sequence[float], onsets: Sequence[float | None], frame_secon
 
 
 def _onset(speech: np.ndarray, earliest: float, latest: float, longest: float) -> float | None:
-    """The time between the first two at which speech begins behind a pause, if there is one.
+    """The time between these two at which speech starts after a pause, or None.
 
-    It is not more than ``longest`` before the second.
+    It is at most ``longest`` before the second.
     """
     begin, end = round(earliest / HOP_SECONDS), round(latest / HOP_SECONDS)
     hops = round(_PAUSE_SECONDS / HOP_SECONDS)
@@ -140,7 +140,7 @@ def _onset(speech: np.ndarray, earliest: float, latest: float, longest: float) -
 
 
 def _pause(speech: np.ndarray, earliest: float, latest: float) -> float:
-    """The time between these two at which a pause begins; the second if there is none."""
+    """The time between these two at which a pause starts; the second if there is none."""
     begin, end = round(earliest / HOP_SECONDS), round(latest / HOP_SECONDS)
     hops = round(_PAUSE_SECONDS / HOP_SECONDS)
     run = 0

@@ -99,7 +99,7 @@ class TokenNgrams:
         return torch.from_numpy(found).to(symbols.device).unflatten(0, symbols.shape[:2])
 
     def _known(self, tokens: Sequence[int]) -> Context:
-        """The longest end of these tokens, with one ``<s>`` before the first, that is a context."""
+        """The longest suffix of these tokens, after one ``<s>``, that is a context."""
         said = [token for token in tokens if token != _BEGIN]
         context = (_BEGIN, *said) if len(said) < self.order - 1 else tuple(said)
         context = context[max(0, len(context) - self.order + 1) :]

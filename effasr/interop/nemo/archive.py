@@ -1,6 +1,6 @@
-"""NeMo's ``.nemo`` files, read and written without NeMo.
+"""Reading and writing of NeMo's ``.nemo`` files, without NeMo.
 
-A ``.nemo`` is a tar, in older versions gzipped, of ``model_config.yaml``, ``model_weights.ckpt``
+A ``.nemo`` is a tar, gzipped in older versions, of ``model_config.yaml``, ``model_weights.ckpt``
 and files that the configuration names as ``nemo:FILE``; or a folder with the same files.
 """
 
@@ -27,7 +27,7 @@ from effasr.data.atomic_files import atomic_file
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 _PREFIX = "nemo:"
 _MOST_BYTES = 64 << 20
-"""Of a file other than the weights: a configuration, or a part of a tokenizer."""
+"""Of a file other than the weights."""
 
 # What a damaged tar, gzip stream or checkpoint raises.
 _DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
@@ -35,13 +35,13 @@ _DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError,
 
 @dataclass(frozen=True, slots=True)
 class NemoArchive:
-    """What a ``.nemo`` holds.
+    """Content of a ``.nemo``.
 
     Attributes:
-        path: Where it was read.
+        path: Of the file or folder.
         config: Of ``model_config.yaml``.
-        weights: Of ``model_weights.ckpt``, on the CPU, in the types that they were saved in.
-        files: The small files beside these, by name.
+        weights: Of ``model_weights.ckpt``, on the CPU, in their saved dtypes.
+        files: The other small files, by name.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class NemoArchive:
 
         Args:
             where: The field, for the message.
-            name: Its value, ``nemo:FILE``; old files name a path of the machine they were made on.
+            name: Its value, ``nemo:FILE``; old files have a path of the machine that made them.
 
         Raises:
             ValueError: There is no such file.
@@ -71,8 +71,8 @@ class NemoArchive:
 def read_archive(path: str | Path) -> NemoArchive:
     """Read a ``.nemo`` file, or a folder with its files.
 
-    Of a tar only regular files at its top are read, and by their names alone; nothing is written
-    but the weights, under a name of our own in a temporary folder, which is gone afterwards.
+    Only regular files at the top of the tar are read. Only the weights are written, under our own
+    name in a temporary folder, which is removed afterwards.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -102,7 +102,7 @@ def read_archive(path: str | Path) -> NemoArchive:
 
 
 def _unpack(path: Path, weights: Path) -> dict[str, bytes]:
-    """Read the members in the order in which they come, as a gzipped tar can only be read so."""
+    """Read the members in their order, as a gzipped tar allows no other."""
     files: dict[str, bytes] = {}
     with tarfile.open(path, "r:*") as tar:
         for member in tar:
@@ -163,11 +163,11 @@ def _load(path: Path, weights: Path) -> dict[str, Tensor]:
 def write_archive(
     path: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], files: Mapping[str, bytes]
 ) -> None:
-    """Write a ``.nemo`` file, in full or not at all.
+    """Write a ``.nemo`` file atomically, replacing an existing one.
 
     Args:
-        path: The file; one that is there is replaced.
-        config: Of plain types, in the order in which they are to be read.
+        path: The file.
+        config: Of plain types; the order is kept.
         weights: By NeMo's names.
         files: By the names that the configuration has after ``nemo:``.
     """
@@ -200,5 +200,5 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes | Any, size: int | None
 
 
 def file_reference(name: str) -> str:
-    """How a configuration names a file of the archive."""
+    """The name of a file of the archive in a configuration."""
     return f"{_PREFIX}{name}"

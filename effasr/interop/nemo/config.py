@@ -1,4 +1,4 @@
-"""NeMo's configuration of a model, as this project's."""
+"""Conversion of NeMo's model configurations to this project's."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from effasr.model.transducer import TransducerConfig
 CTC, TRANSDUCER = "EncDecCTCModelBPE", "EncDecRNNTBPEModel"
 HYBRID, MULTITASK = "EncDecHybridRNNTCTCBPEModel", "EncDecMultiTaskModel"
 CLASSES = (CTC, TRANSDUCER, HYBRID, MULTITASK)
-"""Models of NeMo that are known here."""
+"""NeMo's models that are supported here."""
 
 
 def model_class(config: Mapping[str, Any]) -> str:
-    """The class that a configuration is of.
+    """The class of a configuration.
 
     Raises:
-        ValueError: It is not known here.
+        ValueError: It is not supported here.
     """
     name = str(config.get("target")).rsplit(".", 1)[-1]
     if name not in CLASSES:
@@ -45,10 +45,10 @@ def read_model(config: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
     """Read ``model_config.yaml``.
 
     Returns:
-        The architecture, and the options of training that are not used here.
+        The architecture, and the training options that are not used here.
 
     Raises:
-        ValueError: It asks for something that is not known here; the message names it.
+        ValueError: It has an option that is not supported here; the message names it.
     """
     name, unused = model_class(config), []
     features = _features(config.get("preprocessor"), unused)

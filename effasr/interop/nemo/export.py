@@ -1,4 +1,4 @@
-"""Models as ``.nemo`` files, which NeMo restores; written without it."""
+"""Export of models as ``.nemo`` files, which NeMo restores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROUNDED_TO = 8
 """NeMo rounds the classes of a Canary up to a multiple of this."""
 
 _NEVER = -1e4
-"""Bias of a class that no token has: no probability, and finite in float16."""
+"""Bias of a class without token: probability 0, and finite in float16."""
 
 _BIASED = re.compile(
     r"encoder\.layers\.\d+\.(feed_forward[12]\.linear[12]|self_attn\.(qkv|o)_proj"
@@ -37,23 +37,23 @@ _BIASED = re.compile(
 def export_nemo(
     model: ASRModel, tokenizer: Tokenizer, path: str | Path, prompt: Prompt | None = None
 ) -> str:
-    """Write a ``.nemo`` file, of the first output that the model has.
+    """Write a ``.nemo`` file of the first output that the model has.
 
     That is the decoder, else the transducer, with a CTC head if there is one, else the CTC head.
-    Other parts are left out with a warning, as are options of training that NeMo has not: they do
+    Other parts, and training options that NeMo does not have, are left out with a warning: they do
     not change what the exported model computes.
 
     Args:
-        model: Any that NeMo can express.
-        tokenizer: Its tokenizer: one of a ``.nemo`` file, or of `effasr tokenizer`.
-        path: The file; one that is there is replaced.
-        prompt: What a Canary is asked by default.
+        model: The model.
+        tokenizer: Of a ``.nemo`` file, or of `effasr tokenizer`.
+        path: The file; an existing one is replaced.
+        prompt: Default prompt of a Canary.
 
     Returns:
         The class that restores it.
 
     Raises:
-        ValueError: NeMo cannot express the model or has no equal tokenizer; the message says why.
+        ValueError: NeMo cannot express the model or its tokenizer; the message says why.
     """
     config = model.config
     check_expressible(config)
@@ -93,7 +93,7 @@ def _parts(model: ASRModel, name: str) -> dict[str, Tensor]:
 
 
 def _add_biases(state: dict[str, Tensor], config: ModelConfig) -> None:
-    """Zeros, where NeMo has a bias and this model has none."""
+    """Add zero biases where NeMo has a bias and this model has none."""
     encoder, decoder = config.encoder, config.decoder
     assert isinstance(encoder, FastConformerConfig)  # checked by check_expressible
     for name in list(state):
@@ -111,14 +111,14 @@ def _add_biases(state: dict[str, Tensor], config: ModelConfig) -> None:
 def _put_classes(
     state: dict[str, Tensor], tokens: NemoTokens, known: int, ours: int, classes: int
 ) -> None:
-    """Bring the classes of a decoder into NeMo's order.
+    """Reorder the classes of a decoder as NeMo's.
 
     Args:
         state: Of the decoder.
-        tokens: NeMo's.
+        tokens: NeMo's tokens.
         known: Tokens of our tokenizer.
-        ours: Classes of our model, those that no token has after the others.
-        classes: Of NeMo's.
+        ours: Classes of our model, the first ``known`` with a token.
+        classes: Of NeMo's model.
     """
     spare = list(range(known, ours))
     ids: list[int | None] = [*tokens.ids, *spare][:classes]
@@ -149,14 +149,14 @@ def _put_labels(state: dict[str, Tensor], tokens: NemoTokens, blank: int) -> Non
 
 
 def _rows(tensor: Tensor, ids: list[int | None], fill: float) -> Tensor:
-    """The rows of these numbers; of None, filled."""
+    """The rows with these numbers; rows of None are filled."""
     rows = tensor[torch.tensor([0 if index is None else index for index in ids])]
     missing = torch.tensor([index is None for index in ids])
     return rows.masked_fill(missing.view(-1, *[1] * (tensor.dim() - 1)), fill)
 
 
 def _tables(config: ModelConfig) -> dict[str, Tensor]:
-    """What NeMo saves though it is computed."""
+    """Computed tables that NeMo saves."""
     features = LogMel(config.features)
     tables = {
         "preprocessor.featurizer.window": features.window,
@@ -169,7 +169,7 @@ def _tables(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _defaults(prompt: Prompt, prompt_format: str) -> list[dict[str, object]]:
-    """The slots that NeMo fills a prompt with, unless it is asked otherwise."""
+    """Default slots of NeMo's prompt."""
     # Were the languages tokens, too, NeMo would not know which tokenizer to take.
     slots = {
         "source_lang": prompt.source,

@@ -1,4 +1,4 @@
-"""Models of NeMo, read from ``.nemo`` files without it."""
+"""Import of NeMo's models from ``.nemo`` files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from effasr.model.asr import ModelConfig
 _log = logging.getLogger(__name__)
 
 _MAX_SYMBOLS = 10
-"""Labels of a frame: the default of decoding here."""
+"""Labels per frame: the default of decoding here."""
 
 _BANDS, _WINDOW = "preprocessor.featurizer.fb", "preprocessor.featurizer.window"
 _POSITIONS = "transf_decoder._embedding.position_embedding.pos_enc"
@@ -42,14 +42,14 @@ _IGNORED = ("transf_decoder._embedding.token_type_embedding.weight", "encoder.po
 
 @dataclass(frozen=True, slots=True)
 class NemoModel:
-    """A model of NeMo, as this project's.
+    """A converted model of NeMo.
 
     Attributes:
         config: Its architecture.
         vocab_size: Classes without the blank; a Canary may have more than its tokenizer has tokens.
         state: For `ASRModel.from_state_dict`; float32.
         tokenizer: Its tokenizer.
-        prompt: What it is asked by default.
+        prompt: Its default prompt.
     """
 
     config: ModelConfig
@@ -60,16 +60,16 @@ class NemoModel:
 
 
 def import_nemo(path: str | Path) -> NemoModel:
-    """Read a ``.nemo`` file, or a folder with what one holds.
+    """Read a ``.nemo`` file, or a folder with its content.
 
     The classes are `effasr.interop.nemo.config.CLASSES`: FastConformer CTC models, transducers
-    (RNN-T and TDT), both together, and Canary. Options of training that have no counterpart here
-    are named in a warning.
+    (RNN-T and TDT), hybrids of both, and Canary. A warning lists training options that are not used
+    here.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is damaged, or of another class, or has an option or weights that are
-            unknown here.
+        ValueError: It is damaged, of another class, or has an option or weights that are not
+            supported here.
     """
     path = Path(path)
     archive = read_archive(path)
@@ -107,7 +107,7 @@ def _read(archive: NemoArchive) -> NemoModel:
 
 
 def _check_tables(config: ModelConfig, rest: Mapping[str, Tensor], tied: Tensor | None) -> None:
-    """Check that what NeMo saves is what is computed, or shared, here.
+    """Check that NeMo's saved tables equal those that are computed, or shared, here.
 
     Args:
         config: The architecture.
@@ -135,7 +135,7 @@ def _check_tables(config: ModelConfig, rest: Mapping[str, Tensor], tied: Tensor 
 
 
 def _prompt(config: Mapping[str, Any], tokenizer: NeMoTokenizer) -> Prompt:
-    """What NeMo asks by default; else English, else the tokenizer's first language."""
+    """NeMo's default prompt; else English, else the tokenizer's first language."""
     language = "en"
     if tokenizer.languages and language not in tokenizer.languages:
         language = tokenizer.languages[0]

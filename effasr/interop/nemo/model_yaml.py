@@ -1,4 +1,4 @@
-"""This project's configuration of a model, as NeMo's ``model_config.yaml``."""
+"""NeMo's ``model_config.yaml`` of a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TARGETS = {
 }
 _ASR = "nemo.collections.asr."
 _PLACES = 5000
-"""Frames for which NeMo makes a table of positions at first; it grows."""
+"""Initial length of NeMo's position table, which grows."""
 
 # What is looked at; all other fields of a decoder must be as they are by default.
 _DECODER_FIELDS = (
@@ -35,10 +35,7 @@ _DECODER_FIELDS = (
 
 
 def nemo_class(config: ModelConfig) -> str:
-    """The class of NeMo that has the first output of a model, and a CTC head with a transducer.
-
-    The first is that of the decoder, else of the transducer, else of the CTC head.
-    """
+    """The class of NeMo for the first output of a model; see `export_nemo`."""
     if config.decoder is not None:
         return MULTITASK
     if config.transducer is not None:
@@ -47,10 +44,10 @@ def nemo_class(config: ModelConfig) -> str:
 
 
 def check_expressible(config: ModelConfig) -> None:
-    """Check that NeMo has all that the first output of a model needs.
+    """Check that NeMo can express the first output of a model.
 
     Raises:
-        ValueError: It has not; the message says all reasons.
+        ValueError: It cannot; the message lists all reasons.
     """
     encoder, decoder = config.encoder, config.decoder
     if not isinstance(encoder, FastConformerConfig):
@@ -90,10 +87,10 @@ def _decoder_reasons(decoder: DecoderConfig) -> dict[str, bool]:
 
 
 def model_yaml(config: ModelConfig, tokens: NemoTokens, classes: int) -> dict[str, Any]:
-    """The whole of ``model_config.yaml``, with what training in NeMo needs as in its examples.
+    """The whole of ``model_config.yaml``, with training options as in NeMo's examples.
 
     Args:
-        config: One that `check_expressible` lets pass.
+        config: One that `check_expressible` accepts.
         tokens: The tokenizer.
         classes: Of the decoder's output.
     """
@@ -128,7 +125,7 @@ def model_yaml(config: ModelConfig, tokens: NemoTokens, classes: int) -> dict[st
 
 
 def _data(rate: int, *, lhotse: bool) -> dict[str, Any]:
-    """Where a user of NeMo names recordings."""
+    """Sections in which NeMo's users name recordings."""
     common: dict[str, Any] = {"manifest_filepath": None, "sample_rate": rate, "batch_size": 8}
     common |= {"use_lhotse": True} if lhotse else {}
     common |= {"num_workers": 4, "pin_memory": True}
@@ -160,7 +157,7 @@ def _preprocessor(features: FeatureConfig) -> dict[str, Any]:
 
 
 def _seconds(samples: int, rate: int) -> float:
-    """What NeMo truncates to so many samples."""
+    """Seconds that NeMo truncates to this many samples."""
     seconds = samples / rate
     return seconds if int(seconds * rate) == samples else (samples + 0.5) / rate
 
@@ -202,7 +199,7 @@ def _encoder(encoder: FastConformerConfig, bands: int) -> dict[str, Any]:
 
 
 def _labels(config: ModelConfig, name: str, width: int, pieces: Sequence[str]) -> dict[str, Any]:
-    """What comes after the encoder of a CTC model or a transducer."""
+    """Sections after the encoder of a CTC model or a transducer."""
     head = {
         "_target_": f"{_ASR}modules.ConvASRDecoder",
         "feat_in": width,

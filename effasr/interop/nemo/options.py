@@ -1,4 +1,4 @@
-"""Sections of NeMo's YAML files, read strictly: no option that matters is passed by."""
+"""Strict reading of sections of NeMo's YAML files: unknown options are errors."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Rule = tuple[Any, Callable[[Any], bool], str]
-"""Of an option with one meaning here: NeMo's default, whether a value is right, and what is."""
+"""Of an option that must have one meaning: NeMo's default, a check, and the rule in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What a section of a configuration may say.
+    """Options of a section.
 
     Attributes:
-        defaults: Options that are read, with what NeMo takes where the file leaves them out.
-        fixed: Options that must have one value, or mean it.
-        training: Options of training alone that have no counterpart, and what turns them off.
-        ignored: Options that change neither the function nor what training aims at, between
-            spaces.
-        classes: The classes that ``_target_`` may name, without their modules; empty for any.
+        defaults: Options that are read, with NeMo's defaults.
+        fixed: Options that must have one value or meaning.
+        training: Training options without counterpart here, with the value that turns them off.
+        ignored: Options that affect neither the function nor the objective, separated by spaces.
+        classes: Classes that ``_target_`` may name, without their modules; empty for any.
     """
 
     defaults: Mapping[str, Any]
@@ -30,15 +29,15 @@ class Section:
     classes: tuple[str, ...] = ()
 
     def read(self, where: str, mapping: Any, unused: list[str]) -> dict[str, Any]:
-        """The options that are read.
+        """Read the options of the section.
 
         Args:
-            where: The name of the section, for messages.
+            where: Name of the section, for messages.
             mapping: Its content.
-            unused: Gets the options of training that are not used here.
+            unused: Receives the training options that are not used here.
 
         Raises:
-            ValueError: It is no mapping, or an option is unknown or must have another value.
+            ValueError: It is no mapping, or an option is unknown or has another value.
         """
         if not isinstance(mapping, Mapping):
             raise ValueError(f"`{where}` must be a mapping, but is {mapping!r}.")
@@ -68,28 +67,20 @@ class Section:
 
 
 def only(*values: Any, default: Any = None) -> Rule:
-    """The option has one of these values, the first of which is NeMo's default unless given."""
+    """A rule that allows these values, the first of which is NeMo's default unless given."""
     names = " or ".join(_shown(value) for value in values)
     return values[0] if default is None else default, lambda value: value in values, names
 
 
 def integer(where: str, value: Any) -> int:
-    """A whole number.
-
-    Raises:
-        ValueError: It is none, such as an interpolation that was not resolved.
-    """
+    """Check that an option is an integer, and no unresolved interpolation."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"`{where}` must be an int, but is {value!r}.")
     return value
 
 
 def number(where: str, value: Any) -> float:
-    """A number; null is 0.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Check that an option is a number; null is 0."""
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -98,11 +89,7 @@ def number(where: str, value: Any) -> float:
 
 
 def switch(where: str, value: Any) -> bool:
-    """True or false.
-
-    Raises:
-        ValueError: It is neither.
-    """
+    """Check that an option is true or false."""
     if not isinstance(value, bool):
         raise ValueError(f"`{where}` must be true or false, but is {value!r}.")
     return value

@@ -1,4 +1,4 @@
-"""The tokenizer's section of NeMo's configurations, read and written."""
+"""Reading and writing of the tokenizer section of NeMo's configurations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_tokenizer(archive: NemoArchive, prompt_format: str | None) -> NeMoToken
         prompt_format: Of a Canary; None for a model without prompts.
 
     Raises:
-        ValueError: It is of a kind that is not known here, or a file is missing or broken.
+        ValueError: Its kind is not supported here, or a file is missing or damaged.
     """
     section = archive.config.get("tokenizer")
     if not isinstance(section, Mapping):
@@ -66,13 +66,13 @@ def _read_model(archive: NemoArchive, where: str, section: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class NemoTokens:
-    """A tokenizer as NeMo has it.
+    """A tokenizer in NeMo's form.
 
     Attributes:
         section: The configuration.
-        files: What it names.
+        files: Files that it names.
         vocabulary: NeMo's tokens, in the order of their ids.
-        ids: Our id of each of them, None where we have no such token.
+        ids: Our id of each of them; None if there is none.
         prompt_format: Of a Canary; None without prompts.
     """
 
@@ -87,9 +87,9 @@ def nemo_tokens(tokenizer: Tokenizer, *, prompts: bool) -> NemoTokens:
     """Express a tokenizer by NeMo's classes.
 
     Args:
-        tokenizer: One that was imported from a ``.nemo`` file, or effasr's own.
-        prompts: Whether the model has prompts, as a Canary. Without them the prompt's tokens of
-            effasr's own tokenizer, which no text has, are left out.
+        tokenizer: Imported from a ``.nemo`` file, or effasr's own.
+        prompts: Whether the model has prompts, as a Canary. If not, the prompt tokens of effasr's
+            own tokenizer, which occur in no text, are left out.
 
     Raises:
         ValueError: NeMo has no equal tokenizer; the message says why.
@@ -119,7 +119,7 @@ def _own(tokenizer: NeMoTokenizer, prompts: bool) -> NemoTokens:
 
 
 def _ours(tokenizer: SentencePieceTokenizer, prompts: bool) -> NemoTokens:
-    """Languages follow one another here as there; only the special tokens are kept otherwise."""
+    """Languages keep their order; only the special tokens differ."""
     first = len(tokenizer.specials)
     ids: list[int | None] = list(range(first, tokenizer.vocab_size))
     if not prompts:
@@ -137,7 +137,7 @@ def _ours(tokenizer: SentencePieceTokenizer, prompts: bool) -> NemoTokens:
 
 
 def _special_model(tokens: Sequence[str] | Mapping[str, int]) -> bytes:
-    """A SentencePiece model of these tokens, as NeMo makes them: <unk> before, a space after."""
+    """A SentencePiece model of these tokens as NeMo makes them: first <unk>, last a space."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(tokens),

@@ -1,4 +1,4 @@
-"""What ``onnx.json`` says of the graphs of a model: all that another runtime needs to know."""
+"""Description of exported ONNX graphs for other runtimes: ``onnx.json``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def describe(
     """Write ``onnx.json``.
 
     Args:
-        model: That the graphs were made of.
+        model: The exported model.
         directory: Of the graphs.
-        outputs: Names of what the encoder's graph gives.
-        texts: What else it shall say, such as the prompt and the end.
+        outputs: Names of the outputs of the encoder's graph.
+        texts: Further fields, such as the prompt and the end token.
     """
     features = model.config.features
     rows: dict[str, Any] = {
@@ -95,7 +95,7 @@ def _predictor(head: Transducer) -> dict[str, Any]:
         name, following = f"input_states_{number}", f"output_states_{number}"
         dtype = str(state.dtype).removeprefix("torch.")
         shape = ["batch" if size is None else size for size in state.shape]
-        inputs[name] = f"{dtype} ({', '.join(map(str, shape))}): {state.says}"
+        inputs[name] = f"{dtype} ({', '.join(map(str, shape))}): {state.description}"
         outputs[following] = f"{name} of the next label"
         carried[name] = {
             "dtype": dtype,

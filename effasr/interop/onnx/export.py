@@ -1,4 +1,4 @@
-"""A model as ONNX graphs: the encoder, and steps of the decoder and of the transducer."""
+"""Export of ONNX graphs: the encoder, and steps of the decoder and the transducer."""
 
 from __future__ import annotations
 
@@ -30,29 +30,28 @@ _STEP_OUTPUTS: tuple[str, ...] = ("logits", "keys", "values")
 _JOINT_INPUTS: tuple[str, ...] = ("encoder_projected", "predictor_projected")
 _CHECKED_STEPS = 5
 _EXAMPLE = (83, 40, 9)
-"""Mel rows of the utterances that are traced."""
+"""Mel rows of the traced utterances."""
 _OTHER = (57, 100)
-"""Of those that are checked: others in number and length, for no size may be a constant."""
+"""Mel rows of the checked utterances: other sizes, to find sizes that became constants."""
 
 
 def export_onnx(model: ASRModel, directory: Path, texts: Mapping[str, Any]) -> list[str]:
-    """Write the graphs of a model and a description, ``onnx.json``.
+    """Write the graphs of a model and their description, ``onnx.json``.
 
-    They are ``encoder.onnx``, which gives the CTC head's log-probabilities, too, if the model has
-    one; ``decoder_step.onnx`` if there is a decoder; ``predictor.onnx`` and ``joint.onnx`` if there
-    is a transducer.
+    The graphs are ``encoder.onnx``, with the log-probabilities of a CTC head if there is one;
+    ``decoder_step.onnx`` for a decoder; ``predictor.onnx`` and ``joint.onnx`` for a transducer.
 
     Args:
         model: In any mode, on any device; exported in float32.
-        directory: Made if need be; files of the same names are replaced, and graphs of an earlier
-            export that this model has not are removed.
-        texts: What the description says of tokens, such as the prompt and the end.
+        directory: Created if needed; files of the same names are replaced, and other graphs of an
+            earlier export removed.
+        texts: Fields of the description about tokens, such as the prompt and the end token.
 
     Returns:
         Names of the graphs.
 
     Raises:
-        ValueError: The packages for it are missing.
+        ValueError: Required packages are missing.
     """
     check_packages()
     model = _on_host(model)
@@ -107,7 +106,7 @@ def write_transducer(head: Transducer, directory: Path) -> None:
 
     Args:
         head: In evaluation mode, on the host, float32.
-        directory: Made if need be; files of the same names are replaced.
+        directory: Created if needed; files of the same names are replaced.
     """
     predictor = predictor_step(head).eval()
     count = len(_EXAMPLE)
@@ -130,7 +129,7 @@ def write_transducer(head: Transducer, directory: Path) -> None:
 
 
 def check_onnx(model: ASRModel, directory: Path) -> None:
-    """See that onnxruntime computes from the graphs what the model computes.
+    """Check that onnxruntime computes the same from the graphs as the model.
 
     Raises:
         ImportError: onnxruntime is not installed.
@@ -165,12 +164,12 @@ def _check_decoder_step(model: ASRModel, directory: Path, encoded: Mapping[str, 
 
 @torch.no_grad()
 def check_transducer(head: Transducer, directory: Path, frames: Tensor) -> None:
-    """See that ``predictor.onnx`` and ``joint.onnx`` are the transducer, label by label.
+    """Check ``predictor.onnx`` and ``joint.onnx`` against the transducer, label by label.
 
     Args:
         head: In evaluation mode, on the host, float32.
         directory: Of the graphs.
-        frames: (B, T, J), encoder frames as the joint network takes them.
+        frames: (B, T, J), encoder frames for the joint network.
 
     Raises:
         ImportError: onnxruntime is not installed.

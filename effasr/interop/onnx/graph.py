@@ -1,4 +1,4 @@
-"""One module as an ONNX graph in a file, and what onnxruntime makes of it."""
+"""Export of one module as an ONNX graph, and its execution by onnxruntime."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 _OPSET = 18
 _LARGEST_BYTES = 1_500_000_000
-"""Of weights inside a graph, whose file may have 2 GB; larger ones lie beside it."""
+"""Of weights inside a graph, as its file is limited to 2 GB; larger ones are stored beside it."""
 _TOLERANCE = 1e-3
 """Largest difference of a checked output, relative to its largest value."""
 
 
 def check_packages() -> None:
-    """See that graphs can be written.
+    """Check that the packages for writing graphs are installed.
 
     Raises:
-        ValueError: A package for it is missing.
+        ValueError: One is missing.
     """
     for package in ("onnx", "onnxscript"):
         if importlib.util.find_spec(package) is None:
@@ -43,14 +43,14 @@ def write_graph(
     outputs: Sequence[str],
     dynamic: Mapping[str, Mapping[int, str]],
 ) -> None:
-    """Write a module as a graph; a file of the same name is replaced.
+    """Write a module as a graph, replacing a file of the same name.
 
     Args:
         module: In evaluation mode, on the host.
-        path: Of the graph; its folder is made if need be.
-        inputs: Examples by name, under which ``module.forward`` takes them.
-        outputs: Names of what it returns.
-        dynamic: Of each input, names of the sizes that may be others.
+        path: Of the graph; its folder is created if needed.
+        inputs: Examples, by the argument names of ``module.forward``.
+        outputs: Names of the results.
+        dynamic: Names of the dynamic sizes of each input.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     size = sum(weight.numel() * weight.element_size() for weight in module.parameters())
@@ -80,11 +80,7 @@ class Graph:
     """A graph on the host, run by onnxruntime."""
 
     def __init__(self, path: Path):
-        """Load it.
-
-        Raises:
-            ImportError: onnxruntime is not installed.
-        """
+        """Load it; raises ImportError if onnxruntime is not installed."""
         import onnxruntime
 
         self.name = path.name
@@ -94,17 +90,17 @@ class Graph:
     def compared(
         self, inputs: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Run it.
+        """Run the graph and compare its outputs.
 
         Args:
             inputs: By name.
-            expected: By name, what must come out.
+            expected: The outputs of the model, by name.
 
         Returns:
-            What comes out.
+            The outputs of the graph.
 
         Raises:
-            ValueError: Other outputs, or one that differs.
+            ValueError: The outputs have other names, or one differs.
         """
         values = {name: value.contiguous().numpy() for name, value in inputs.items()}
         found = dict(zip(self._outputs, self._session.run(None, values), strict=True))
@@ -134,7 +130,7 @@ def _compare(name: str, expected: np.ndarray, found: Any) -> None:
 
 
 class _quiet:
-    """The exporter tells what it does, and which functions it registers, as warnings."""
+    """Silences the exporter, which logs its steps as warnings."""
 
     def __enter__(self) -> None:
         self._logger = logging.getLogger("torch.onnx")

@@ -1,7 +1,7 @@
-"""The model over padded batches, without operations of our own: for formats that others run.
+"""The model over padded batches in plain PyTorch, for export to other formats.
 
-The functions and the weights are those of `effasr.model.asr.ASRModel` in evaluation mode; only the
-layout differs. It serves to be exported, not to be fast.
+Functions and weights are those of `effasr.model.asr.ASRModel` in evaluation mode; only the layout
+differs. Speed does not matter here.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from effasr_kernels import Rotary
 
 
 class PaddedEncoder(nn.Module):
-    """From features to encoder frames, and to what the other parts of a model make of them once.
+    """Encoder, and everything that the other parts compute once from its output.
 
     Attributes:
-        outputs: Names of what `forward` returns.
+        outputs: Names of the results of `forward`.
     """
 
     def __init__(self, model: ASRModel):
@@ -52,13 +52,12 @@ class PaddedEncoder(nn.Module):
         """Encode.
 
         Args:
-            features: float32 (B, T, mel_bins), as `effasr.data.features.log_mel.LogMel` gives them
-            for each
-                utterance; what is behind it does not matter.
+            features: float32 (B, T, mel_bins), from `effasr.data.features.log_mel.LogMel` for each
+                utterance, followed by arbitrary rows.
             lengths: int64 (B,), real rows of each, at least one.
 
         Returns:
-            Frames, (B, T / subsampling rounded up, width); how many are real, int64 (B,); with a
+            Frames, (B, T / subsampling rounded up, width), and their lengths, int64 (B,); with a
             decoder the keys and values of its layers, (layers, B, heads, frames, head_dim) each;
             with a CTC head log-probabilities of tokens and blank, (B, frames, V + 1); with a
             transducer the encoder's share of its joint network, (B, frames, J).
@@ -81,7 +80,7 @@ class PaddedEncoder(nn.Module):
 
 
 class PaddedDecoderStep(nn.Module):
-    """One more token of each utterance; all have read equally many."""
+    """Decoder step for one token per utterance, all at the same position."""
 
     def __init__(self, model: ASRModel):
         """Share the weights of a model with a decoder."""
@@ -102,8 +101,8 @@ class PaddedDecoderStep(nn.Module):
 
         Args:
             tokens: int64 (B,), the next token of each.
-            positions: int64 (B,), P. An exporter would take the shape's for a constant.
-            past_keys: (layers, B, heads, P, head_dim), of the P tokens before, none at first.
+            positions: int64 (B,), P; an exporter would make a constant of a size.
+            past_keys: (layers, B, heads, P, head_dim), of the P earlier tokens, none at first.
             past_values: Likewise.
             cross_keys: From the encoder.
             cross_values: Likewise.
@@ -240,7 +239,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tens
 
 
 def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn (B, heads, T, D) by place: the same in each utterance, as padding is behind it."""
+    """Apply rotary embedding to (B, heads, T, D); positions are equal as padding is at the end."""
     half = rotary.rotated(x.shape[-1]) // 2
     if not half:
         return x
@@ -248,8 +247,8 @@ def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
     angles = torch.arange(x.shape[2], device=x.device)[:, None] * rates
     cos, sin = angles.cos(), angles.sin()
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat([*turned, rest] if rest.shape[-1] else turned, -1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*rotated, rest] if rest.shape[-1] else rotated, -1)
 
 
 def _heads_qkv(module: SelfAttention, x: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
-"""A transducer one step at a time, without operations of our own: for formats that others run.
+"""Steps of a transducer in plain PyTorch, for export to other formats.
 
-The functions and the weights are those of `effasr.model.transducer.Transducer` in evaluation mode.
-States have the layout that NeMo's exported predictors take, layers before the batch.
+Functions and weights are those of `effasr.model.transducer.Transducer` in evaluation mode. States
+have the layout of NeMo's exported predictors, layers before the batch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from effasr.nn.predictor import LSTMPredictor, PredictorState, StatelessPredicto
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """What a predictor carries from label to label.
+    """State of a predictor between labels.
 
     Attributes:
-        says: What it is.
+        description: Its meaning.
         dtype: Of its numbers.
         shape: Its sizes; None is the batch.
-        initial: What it is filled with before the first label.
+        initial: Fill value before the first label.
     """
 
-    says: str
+    description: str
     dtype: torch.dtype
     shape: tuple[int | None, ...]
     initial: int
@@ -58,7 +58,7 @@ class LSTMStep(nn.Module):
         self.projection = head.predictor_projection
         sizes = self.predictor.lstm.layers, None, self.predictor.lstm.width
         self.states = tuple(
-            StateTensor(says, torch.float32, sizes, 0) for says in ("hidden state", "cell state")
+            StateTensor(name, torch.float32, sizes, 0) for name in ("hidden state", "cell state")
         )
 
     def forward(

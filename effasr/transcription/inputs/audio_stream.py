@@ -1,4 +1,4 @@
-"""Recordings of any length, read a few seconds at a time."""
+"""Reading of recordings of any length in blocks of a few seconds."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _BLOCK_S = 10
 
 @dataclass(frozen=True, slots=True)
 class AudioStream:
-    """Audio to be read once, from the beginning to the end.
+    """Audio that is read once, in order.
 
     Attributes:
-        blocks: float32 (samples,) each, mono, at the rate asked for. They raise AudioError where
-            the file is damaged.
-        total: Samples of all blocks together; None where that shows only at the end.
+        blocks: float32 (samples,) each, mono, at the requested rate. Raise AudioError where the
+            file is damaged.
+        total: Samples of all blocks together; None if only the end shows it.
     """
 
     blocks: Iterator[np.ndarray]
@@ -50,17 +50,17 @@ def open_stream(
 ) -> AudioStream:
     """Open a file, or a part of it, as one channel.
 
-    What soundfile cannot read is left to ffmpeg, which mixes channels down in its own way.
+    ffmpeg reads what soundfile cannot, and mixes channels in its own way.
 
     Args:
         path: Of an audio or a video file, or a place in a tar file.
         sample_rate: Rate of the result in Hz; other rates are resampled by soxr.
-        offset: Where to begin, in seconds.
-        duration: How much to read, in seconds; up to the end by default.
+        offset: Start in seconds.
+        duration: Seconds to read; up to the end by default.
         channels: The channels to average; all by default.
 
     Returns:
-        The same samples as `effasr.data.audio.waveform.read_audio` gives at once.
+        The samples that `effasr.data.audio.waveform.read_audio` gives at once.
 
     Raises:
         AudioError: The file is missing, or neither soundfile nor ffmpeg can read it.

@@ -1,4 +1,4 @@
-"""Where to cut a long recording: at its quietest moments, so that no word is split."""
+"""Splitting of long recordings at their quietest moments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 _HOP_SECONDS = 0.01
 _WINDOW_HOPS = 20
-"""Energy is summed over 0.2 s: a pause between words, not the closure of a stop inside one."""
+"""Energy is summed over 0.2 s: a pause between words, not the closure of a stop consonant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +24,23 @@ class Chunk:
 def split_at_pauses(
     audio: np.ndarray, sample_rate: int, *, chunk_seconds: float = 30.0, search_seconds: float = 3.0
 ) -> list[Chunk]:
-    """Cut a recording into chunks which cover it without gap or overlap.
+    """Split a recording into chunks that cover it without gap or overlap.
 
-    The chunks would be equally long, so that none is left with a fraction of a second; each cut
-    then moves to the quietest moment near its place. Silence moves no cut further than needed.
+    The chunks are of equal length at first, so that none is a fraction of a second; then each cut
+    moves to the quietest moment near its place. Within silence a cut moves no further than needed.
 
     Args:
         audio: float (samples,), mono.
         sample_rate: Samples per second.
-        chunk_seconds: No chunk is longer.
+        chunk_seconds: Longest chunk.
         search_seconds: How far a cut may move to either side.
 
     Returns:
         The chunks in order; none for a recording without samples.
 
     Raises:
-        ValueError: ``chunk_seconds`` is under one second, or ``search_seconds`` is negative or
-            over half of ``chunk_seconds``.
+        ValueError: ``chunk_seconds`` is less than one second, or ``search_seconds`` is negative or
+            more than half of ``chunk_seconds``.
     """
     cut = cut_at_pauses(
         [audio] if len(audio) else [],
@@ -60,23 +60,12 @@ def cut_at_pauses(
     chunk_seconds: float = 30.0,
     search_seconds: float = 3.0,
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """Cut a recording as `split_at_pauses` does while it is being read.
+    """Split a recording as `split_at_pauses` does, while it is being read.
 
-    No more than two chunks and a block are in memory.
-
-    Args:
-        blocks: float (samples,) each, mono, in order.
-        sample_rate: Samples per second.
-        total: Samples of all blocks together, which makes the chunks equally long. Where it is
-            unknown, chunks are as long as they may be until the end is in sight.
-        chunk_seconds: No chunk is longer.
-        search_seconds: How far a cut may move to either side.
-
-    Yields:
-        The chunks in order, each with its samples.
-
-    Raises:
-        ValueError: As `split_at_pauses`, when the first chunk is asked for.
+    At most two chunks and a block are in memory. ``blocks`` are float (samples,) each, mono, in
+    order. ``total`` is the number of their samples, which makes the chunks equally long; if it is
+    unknown, chunks are as long as allowed until the end is in sight. Yields the chunks with their
+    samples; errors are raised with the first chunk.
     """
     if chunk_seconds < 1.0:
         raise ValueError(f"`chunk_seconds` must be at least 1, but is {chunk_seconds}.")
@@ -119,7 +108,7 @@ class _Ahead:
         self.samples = np.zeros(0, np.float32)
 
     def fill(self, wanted: int) -> bool:
-        """Read until so many samples are there, or all; whether that was the end."""
+        """Read until this many samples are held, or the end; returns whether it is the end."""
         parts, held = [self.samples], len(self.samples)
         while held <= wanted and not self._ended:
             block = next(self._blocks, None)
@@ -146,7 +135,7 @@ def _hop(sample_rate: int) -> int:
 
 
 def quietest(audio: np.ndarray, low: int, high: int, wanted: int, sample_rate: int) -> int:
-    """The sample in low..high around which there is least energy; nearest to wanted on a tie."""
+    """The sample in low..high with the least energy around it; of equal ones nearest to wanted."""
     hop = _hop(sample_rate)
     begin = max(0, low - _WINDOW_HOPS // 2 * hop)
     hops = (min(len(audio), high + _WINDOW_HOPS // 2 * hop) - begin) // hop

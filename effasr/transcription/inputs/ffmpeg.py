@@ -1,4 +1,4 @@
-"""Audio of any file that ffmpeg reads, such as MP4, M4A and WebM, while it is being decoded."""
+"""Audio of any file that ffmpeg reads, such as MP4, M4A and WebM, decoded as a stream."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import numpy as np
 from effasr.data.audio.waveform import AudioError, AudioProblem, regular_file_size
 
 PATIENCE_S = 60.0
-"""How long ffmpeg may think without a sample to show for it."""
+"""Seconds after which ffmpeg must have given a sample."""
 
 _BLOCK_S = 10
 _BYTES = 4
-"""Of a float32."""
+"""Per float32 sample."""
 
 _WHO = re.compile(r"^\[[^\]]*\] ")
-"""The part of ffmpeg that speaks, and its address."""
+"""Prefix of ffmpeg's messages: a component and its address."""
 
 
 def ffmpeg_blocks(
@@ -38,19 +38,18 @@ def ffmpeg_blocks(
     """Decode the first audio track of a file.
 
     Args:
-        path: A file. Whatever its name or content looks like, ffmpeg opens files alone, and no
-            addresses.
+        path: A file. ffmpeg is only allowed to open files, no URLs, whatever the name or content.
         sample_rate: Of the result in Hz.
-        reason: What is wrong with the file, to be said where there is no ffmpeg.
-        offset: Where to begin, in seconds.
-        duration: How much to decode, in seconds; up to the end by default.
+        reason: Why soundfile cannot read the file, for the message if there is no ffmpeg.
+        offset: Start in seconds.
+        duration: Seconds to decode; up to the end by default.
 
     Yields:
         float32 (samples,), mono.
 
     Raises:
-        AudioError: ffmpeg is not there, cannot read the file, or does nothing for `PATIENCE_S`
-            seconds. It is raised here for what is known before ffmpeg runs, else by the iterator.
+        AudioError: ffmpeg is missing, cannot read the file, or gives no sample for `PATIENCE_S`
+            seconds. Raised by the call if known before ffmpeg runs, else by the iterator.
     """
     regular_file_size(path)
     program = shutil.which("ffmpeg")
@@ -100,7 +99,7 @@ def _blocks(command: list[str], name: str, size: int) -> Iterator[np.ndarray]:
 
 
 def _read(pipe: IO[bytes], size: int, name: str) -> bytes:
-    """So many bytes, or all that are left."""
+    """Read this many bytes, or all that are left."""
     parts, missing = [], size
     due = time.monotonic() + PATIENCE_S
     while missing:

@@ -1,4 +1,4 @@
-"""Doing the next few calls on threads while the caller works on the last result."""
+"""Prefetching: calls on threads while the caller works on earlier results."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ B = TypeVar("B")
 def prefetch(
     call: Callable[[A], B], items: Iterable[A], *, workers: int, ahead: int | None = None
 ) -> Generator[B, None, None]:
-    """Yield ``call(item)`` for each item, in order, with calls for later items under way.
+    """Yield ``call(item)`` for each item, in order, while later calls run on threads.
 
     Args:
-        call: Runs on a thread; what it raises is raised here, in its turn.
-        items: Read one by one, never more than ``ahead`` past the result being yielded.
+        call: Runs on a thread; its exceptions are raised here, in order.
+        items: Read one by one, at most ``ahead`` past the yielded result.
         workers: Threads.
-        ahead: Calls under way or waiting; twice ``workers`` by default. It bounds the memory.
+        ahead: Calls that run or wait; twice ``workers`` by default. It limits the memory.
     """
     iterator = iter(items)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="prefetch")

@@ -1,4 +1,4 @@
-"""What to transcribe: files, folders, patterns and manifests, each recording once."""
+"""Recordings to transcribe, from files, folders, patterns and manifests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AUDIO_SUFFIXES = frozenset(
         *(".3gp", ".ac3", ".ts"),
     )
 )
-"""Files of a folder that are taken for recordings, in small or capital letters."""
+"""Suffixes of the recordings of a folder, in lower or upper case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Source:
     """A recording, or a part of one.
 
     Attributes:
-        id: Names it in the result.
-        name: Of the file for its result, without suffix, relative to the folder of results.
+        id: Identifies the result.
+        name: Of the result's file, without suffix, relative to the output folder.
         audio: The file; empty for a cut that only lhotse can read.
-        offset: Where it begins in the file, in seconds.
-        duration: In seconds; None where it ends with the file.
+        offset: Start in the file, in seconds.
+        duration: In seconds; None if it ends with the file.
         channels: Of the file, to be averaged; None for all.
-        cut: The cut that it is, if it was found in a manifest of cuts.
-        prompt: What its manifest asks for.
+        cut: Its cut, if it was found in a manifest of cuts.
+        prompt: Requested by its manifest.
         problem: Why there is nothing to transcribe.
     """
 
@@ -54,19 +54,16 @@ class Source:
 
 
 def find(arguments: Iterable[str]) -> list[Source]:
-    """The recordings that files, folders and patterns stand for.
+    """The recordings of files, folders and patterns, as given on a command line.
 
-    A folder stands for all recordings in it, at any depth, known by their names' endings. A
-    pattern has ``*``, ``?`` or ``[...]``, and ``**`` for folders at any depth. Files and folders
-    whose names begin with a dot are found only where that is asked for, and no folder is entered
-    twice, whatever links to it. What stands for nothing is a source with a problem.
-
-    Args:
-        arguments: As given on a command line.
+    A folder stands for all recordings below it, recognised by their suffixes. A pattern has ``*``,
+    ``?`` or ``[...]``, and ``**`` for folders at any depth. Names that begin with a dot are found
+    only if the argument asks for them, and no folder is entered twice through links. An argument
+    without recordings is a source with a problem.
 
     Returns:
-        The recordings in the order of the arguments, those of a folder or pattern sorted. A file
-        that is found twice is there once.
+        The recordings in the order of the arguments, each file once; those of a folder or pattern
+        are sorted.
     """
     found: dict[str, Source] = {}
     for argument in arguments:
@@ -93,10 +90,10 @@ def of_manifest(path: Path, *, language: str) -> list[Source]:
 
 
 def check_names(sources: Sequence[Source]) -> None:
-    """See that each has a result file of its own.
+    """Check that each recording has its own result file.
 
     Raises:
-        ValueError: Two would be written to the same file.
+        ValueError: Two have the same.
     """
     taken: dict[str, str] = {}
     for source in sources:
@@ -150,7 +147,7 @@ def _walk(folder: str, locked: list[OSError]) -> Iterator[str]:
 
 
 def _matches(root: str, pattern: str) -> Iterator[str]:
-    """Files that match; pathlib's ``**`` enters no links, where glob's would go round in them."""
+    """Files that match; pathlib's ``**`` enters no links, while glob's would follow cycles."""
     hidden = any(part.startswith(".") for part in PurePath(pattern).parts)
     plain = root in ("", ".")
     for path in Path(root).glob(pattern):
@@ -201,5 +198,5 @@ def _stem(path: Path) -> str:
 
 
 def _file_name(name: str) -> str:
-    """An utterance's name as that of one file: no folder can be reached with it."""
+    """An utterance's name as a file name, without path separators."""
     return name.replace("/", "_").replace("\0", "_") or "recording"

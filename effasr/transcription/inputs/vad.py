@@ -1,4 +1,4 @@
-"""Where somebody speaks, by loudness alone: what is far below the speech around it is a gap."""
+"""Voice activity detection by loudness: what is far below the surrounding speech is a gap."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 from effasr.transcription.inputs.chunking import Chunk
 
 HOP_SECONDS = 0.01
-"""Loudness is known for so long a stretch each."""
+"""Resolution of the loudness."""
 
 _SMOOTH_HOPS = 5
 _SILENT_DB = -70.0
-"""Relative to full scale: what no recording of speech is as quiet as."""
+"""Relative to full scale; recordings of speech are louder."""
 _LEAST_RANGE_DB = 8.0
-"""Between the quiet and the loud parts of a recording in which somebody speaks now and then."""
+"""Least range between background and speech in a recording with pauses."""
 _SHARE = 0.3
-"""How far from the background to the loudest speech what counts as speech begins, in dB."""
+"""Threshold of speech between the background and the loudest speech, as a share in dB."""
 _BELOW_SPEECH_DB = 15.0
-"""Audio of even loudness that is so far below the speech before it is background."""
+"""Audio of even loudness this far below the earlier speech is background."""
 
 _FORGET_DB = 3.0
-"""By so much a chunk the loudest speech before may have faded."""
+"""Decay per chunk of the remembered loudness of speech."""
 _MARGIN_HOPS = 25
 
 
@@ -43,14 +43,14 @@ def loudness(samples: np.ndarray, sample_rate: int) -> np.ndarray:
 
 
 def is_speech(levels: np.ndarray, loudest: float = -np.inf) -> np.ndarray:
-    """Tell for each hop whether it may be speech: bool (hops,).
+    """Whether each hop may be speech: bool (hops,).
 
-    Between background and speech lie 8 dB at least. Where they do not, loudness is even, and all
-    of it is speech, unless it is silent or far below what was heard before.
+    Background and speech differ by at least 8 dB. If the loudness is more even than that, all of it
+    is speech, unless it is silent or far below the earlier speech.
 
     Args:
-        levels: From `loudness`, of half a minute or less.
-        loudest: Loudness of the speech before, in dB.
+        levels: From `loudness`, of at most half a minute.
+        loudest: Loudness of the earlier speech, in dB.
     """
     background, peak = float(np.quantile(levels, 0.1)), float(levels.max())
     if peak < _SILENT_DB:
@@ -64,17 +64,16 @@ def is_speech(levels: np.ndarray, loudest: float = -np.inf) -> np.ndarray:
 def without_gaps(
     chunks: Iterable[tuple[Chunk, np.ndarray]], sample_rate: int, gap_seconds: float
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """Leave out of the chunks of a recording where nobody speaks for long.
+    """Remove long stretches without speech from the chunks of a recording.
 
     Args:
         chunks: In order, each with its samples, float (samples,).
         sample_rate: In Hz.
-        gap_seconds: What is shorter is kept, and a quarter of a second at the ends of what is left
-            out.
+        gap_seconds: Shorter gaps are kept, and a quarter of a second at the ends of removed ones.
 
     Yields:
-        What remains: nothing of a chunk without speech, a chunk without gaps as it is, and of
-        others the stretches between the gaps.
+        Nothing of a chunk without speech, an unchanged chunk without gaps, and the stretches
+        between the gaps of others.
     """
     loudest = -np.inf
     for chunk, samples in chunks:
@@ -89,7 +88,7 @@ def without_gaps(
 
 
 def _stretches(speech: np.ndarray, gap: int) -> list[tuple[int, int]]:
-    """First and last hop, exclusive, of what lies between gaps of so many hops or more."""
+    """First and last hop, exclusive, of the stretches between gaps of at least ``gap`` hops."""
     places = np.flatnonzero(speech)
     if not len(places):
         return []

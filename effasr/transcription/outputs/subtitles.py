@@ -1,4 +1,4 @@
-"""Transcripts with times in the formats that players and scoring tools read."""
+"""Subtitles (SRT, WebVTT) and CTM files of transcripts with times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from effasr.transcription.word_timestamps import Word
 
 _LONGEST_S = 6.0
 _MOST_CHARACTERS = 84
-"""Two lines of 42: what television allows on screen."""
+"""Two lines of 42, as television allows."""
 _PAUSE_S = 1.0
 
 _VTT_HEADER = "WEBVTT\n"
@@ -22,7 +22,7 @@ Cue = tuple[float, float, str]
 
 
 def cues(transcription: Transcription) -> list[Cue]:
-    """What stands on the screen at a time: words up to a pause, or segments without words."""
+    """The cues of a transcript: words up to a pause, or segments without words."""
     return [cue for segment in transcription.segments for cue in _cues(segment)]
 
 
@@ -46,16 +46,16 @@ def ctm(transcription: Transcription) -> str:
 
 
 class GrowingFile:
-    """A recording in one of these formats, segment by segment: a whole file at any time.
+    """A recording in one of these formats, segment by segment: a valid file at any time.
 
-    A blank line follows each cue at once, by which those who read along know that it is complete.
+    A blank line follows each cue at once, so that readers know that it is complete.
 
     Args:
         style: srt, vtt or ctm.
         name: Of the recording in CTM; without spaces.
 
     Attributes:
-        header: What the file begins with.
+        header: Beginning of the file.
     """
 
     def __init__(self, style: Literal["srt", "vtt", "ctm"], name: str) -> None:
@@ -65,7 +65,7 @@ class GrowingFile:
         self._numbers = itertools.count(1)
 
     def add(self, segment: Segment) -> str:
-        """What to write for the next segment."""
+        """The text of the next segment."""
         if self._style == "ctm":
             return _ctm(self._name, segment)
         if self._style == "vtt":

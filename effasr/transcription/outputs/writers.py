@@ -1,4 +1,4 @@
-"""Where transcripts go: all to standard output, or each to a file of its own."""
+"""Writers of transcripts, to standard output or to one file per recording."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Style = Literal["text", "json", "srt", "vtt", "ctm"]
 _TIMED: dict[str, Callable[[Transcription], str]] = {"srt": srt, "vtt": vtt, "ctm": ctm}
 _SUFFIXES = {"text": ".txt", "json": ".json", "srt": ".srt", "vtt": ".vtt", "ctm": ".ctm"}
 _OF_ONE = ("srt", "vtt")
-"""Formats of a file for one recording alone."""
+"""Formats whose files hold a single recording."""
 
 
 class ResultWriter:
@@ -27,12 +27,12 @@ class ResultWriter:
 
     Args:
         style: The format.
-        folder: For a file of each recording, named after it; standard output by default.
+        folder: For one file per recording, with its name; standard output by default.
         sources: The recordings.
 
     Raises:
-        ValueError: Several recordings would be mixed in one stream of subtitles, or two would be
-            written to the same file.
+        ValueError: Several recordings would share one stream of subtitles, or two would have the
+            same file.
     """
 
     def __init__(self, style: Style, folder: Path | None, sources: Sequence[Source]) -> None:
@@ -48,21 +48,21 @@ class ResultWriter:
         self._names = {source.id: source.name for source in sources}
 
     def missing(self, sources: Iterable[Source]) -> list[Source]:
-        """Those that have no file yet."""
+        """The recordings without a file."""
         return [source for source in sources if not self._path(source.id).is_file()]
 
     def write(self, result: Result) -> Failure | None:
-        """Write one result; a failure has a place in JSON on standard output alone.
+        """Write one result; failures are written only as JSON on standard output.
 
         Returns:
-            That its name is too long for a file, if it is.
+            A failure if its name is too long for a file.
         """
         if isinstance(result, Failure):
             if self._style == "json" and self._folder is None:
-                _say(render(result, "jsonl"))
+                _write(render(result, "jsonl"))
             return None
         if self._folder is None:
-            _say(self._rendered(result))
+            _write(self._rendered(result))
             return None
         text = result.text + "\n" if self._style == "text" else self._rendered(result)
         try:
@@ -84,12 +84,12 @@ class ResultWriter:
 
 
 class StreamWriter:
-    """Writes the segments of speech that goes on to standard output, each as soon as it is known.
+    """Writes the segments of a stream to standard output, each as soon as it is known.
 
-    What was written by then is a whole file of its format at any time.
+    The output is a valid file of its format at any time.
 
     Args:
-        style: The format; text and JSON are a line for each segment.
+        style: The format; text and JSON have one line per segment.
         name: Of the recording in CTM.
     """
 
@@ -98,19 +98,19 @@ class StreamWriter:
         self._file = None
         if style != "text" and style != "json":
             self._file = GrowingFile(style, name)
-            _say(self._file.header)
+            _write(self._file.header)
 
     def write(self, segment: Segment) -> None:
-        """Write a segment, and hold nothing of it back."""
+        """Write a segment and flush."""
         if self._file is not None:
-            _say(self._file.add(segment))
+            _write(self._file.add(segment))
         elif self._style == "json":
-            _say(json_line(segment.as_row()))
+            _write(json_line(segment.as_row()))
         else:
-            _say(one_line(segment.text) + "\n")
+            _write(one_line(segment.text) + "\n")
 
 
-def _say(text: str) -> None:
+def _write(text: str) -> None:
     # A terminal may know fewer letters than a transcript has.
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
