@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from effasr.model.checks import check, check_positive
+
 _COUNTS = "beam", "max_symbols", "frame_budget", "max_sequences", "extra_tokens", "workers"
 
 
@@ -77,48 +79,29 @@ class DecodingConfig:
     words: bool = False
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
-        if self.chunk_seconds < 1.0:
-            raise ValueError(f"`chunk_seconds` must be at least 1, but is {self.chunk_seconds}.")
-        if not 0.0 <= self.search_seconds <= self.chunk_seconds / 2:
-            raise ValueError(
-                f"`search_seconds` must be from 0 to half of `chunk_seconds` = "
-                f"{self.chunk_seconds}, but is {self.search_seconds}."
-            )
-        if self.gap_seconds is not None and not self.gap_seconds >= 0.1:
-            raise ValueError(
-                f"`gap_seconds` must be at least 0.1, but is {self.gap_seconds}: leave it out to "
-                "decode all audio."
-            )
-        if self.length_penalty is not None and not 0.0 <= self.length_penalty < math.inf:
-            raise ValueError(
-                f"`length_penalty` must be at least 0, but is {self.length_penalty}: 0 leaves the "
-                "scores as they are, 1 favours longer transcripts."
-            )
-        if self.coverage_penalty is not None and not 0.0 <= self.coverage_penalty < math.inf:
-            raise ValueError(
-                f"`coverage_penalty` must be at least 0, but is {self.coverage_penalty}: 0 leaves "
-                "the ranks as they are, more favours transcripts that leave out less speech."
-            )
-        if not 0.0 <= self.ctc_weight <= 1.0:
-            raise ValueError(
-                f"`ctc_weight` must be from 0 to 1, but is {self.ctc_weight}: it is the share of "
-                "CTC in the scores, and the decoder has the rest."
-            )
-        if self.lm_weight is not None and self.lm is None:
-            raise ValueError(
-                f"`lm_weight` must be left out where there is no `lm`, but is {self.lm_weight}."
-            )
-        if self.lm_weight is not None and not 0.0 < self.lm_weight < math.inf:
-            raise ValueError(
-                f"`lm_weight` must be above 0, but is {self.lm_weight}: leave out `lm` for none."
-            )
-        if not self.tokens_per_frame >= 0.0:
-            raise ValueError(
-                f"`tokens_per_frame` must be at least 0, but is {self.tokens_per_frame}."
-            )
+        check_positive(self, *_COUNTS)
+        chunk, search = self.chunk_seconds, self.search_seconds
+        check(chunk >= 1.0, "chunk_seconds", "be at least 1", chunk)
+        rule = f"be from 0 to half of `chunk_seconds` = {chunk}"
+        check(0.0 <= search <= chunk / 2, "search_seconds", rule, search)
+        for name, least, remedy in (
+            ("gap_seconds", 0.1, "leave it out to decode all audio"),
+            ("length_penalty", 0, "0 leaves the scores as they are, 1 favours longer transcripts"),
+            ("coverage_penalty", 0, "0 leaves the ranks as they are, more favours transcripts that "
+             "leave out less speech"),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None:
+                check(least <= value < math.inf, name, f"be at least {least}", value, remedy)
+        share = "it is the share of CTC in the scores, and the decoder has the rest"
+        check(0.0 <= self.ctc_weight <= 1.0, "ctc_weight", "be from 0 to 1", self.ctc_weight, share)
+        if self.lm_weight is not None:
+            weight = self.lm_weight
+            check(self.lm is not None, "lm_weight", "be left out where there is no `lm`", weight)
+            rule, remedy = "be above 0", "leave out `lm` for none"
+            check(0.0 < weight < math.inf, "lm_weight", rule, weight, remedy)
+        per_frame = self.tokens_per_frame
+        check(per_frame >= 0.0, "tokens_per_frame", "be at least 0", per_frame)
 
     def max_tokens(self, frames: int) -> int:
         """Limit of the tokens of a transcript of this many encoder frames."""

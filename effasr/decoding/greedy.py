@@ -22,6 +22,7 @@ from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
+from effasr.model.checks import check
 from effasr_kernels import PackedSequence
 
 _PARTS = {"attention": "decoder", "transducer": "transducer", "ctc": "CTC head"}
@@ -54,37 +55,26 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
         ValueError: The model lacks a part, or an option has no effect with this method.
     """
     method = choose_method(model, config.method)
-    if config.length_penalty is not None and (method != "attention" or config.beam == 1):
-        raise ValueError(
-            f"`length_penalty` must be left out for the method {method} with a beam of "
-            f"{config.beam}, but is {config.length_penalty}: only a beam of 2 or more of the "
-            "attention decoder compares transcripts of different lengths."
-        )
-    if config.coverage_penalty is not None and (method != "attention" or config.beam == 1):
-        raise ValueError(
-            f"`coverage_penalty` must be left out for the method {method} with a beam of "
-            f"{config.beam}, but is {config.coverage_penalty}: only a beam of 2 or more of the "
-            "attention decoder compares what transcripts attend to."
-        )
+    for name, what in (
+        ("length_penalty", "transcripts of different lengths"),
+        ("coverage_penalty", "what transcripts attend to"),
+    ):
+        used = getattr(config, name) is None or (method == "attention" and config.beam > 1)
+        rule = f"be left out for the method {method} with a beam of {config.beam}"
+        remedy = f"only a beam of 2 or more of the attention decoder compares {what}"
+        check(used, name, rule, getattr(config, name), remedy)
     if config.ctc_weight > 0:
-        if method != "attention":
-            raise ValueError(
-                f"`ctc_weight` must be 0 for the method {method}, but is {config.ctc_weight}: "
-                "joint scores need the attention decoder: use method attention."
-            )
-        if not model.config.ctc:
-            raise ValueError(
-                f"`ctc_weight` must be 0 for a model without CTC head, but is {config.ctc_weight}."
-            )
-    if config.lm is not None and method == "transducer":
-        raise ValueError(
-            f"`lm` must be left out for the method transducer, but is {config.lm}: only the "
-            "attention decoder and CTC can be joined with a language model."
-        )
-    if config.lm is not None and method == "ctc" and config.beam == 1:
-        raise ValueError(
-            f"`beam` must be at least 2 for CTC with the language model {config.lm}, but is 1."
-        )
+        rule, remedy = f"be 0 for the method {method}", "joint scores need the attention decoder"
+        attends = method == "attention"
+        check(attends, "ctc_weight", rule, config.ctc_weight, f"{remedy}: use method attention")
+        rule = "be 0 for a model without CTC head"
+        check(model.config.ctc, "ctc_weight", rule, config.ctc_weight)
+    if config.lm is not None:
+        rule = "be left out for the method transducer"
+        remedy = "only the attention decoder and CTC can be joined with a language model"
+        check(method != "transducer", "lm", rule, config.lm, remedy)
+        rule = f"be at least 2 for CTC with the language model {config.lm}"
+        check(method != "ctc" or config.beam > 1, "beam", rule, config.beam)
     check_words(model, config)
     return method
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.table import Table
 
 from effasr.evaluation.bootstrap import interval, probability_of_improvement
 from effasr.evaluation.normalizer import get_normalizer
-from effasr.evaluation.tables import to_text
+from effasr.evaluation.tables import percent, to_text
 from effasr.evaluation.wer import ErrorCounts, count_errors, total
 
 
@@ -85,9 +84,9 @@ def compare(scored: Sequence[Scored]) -> str:
                 name,
                 one.system,
                 f"{counts.utterances}" + (f" (-{one.failed})" if one.failed else ""),
-                _percent(counts.wer),
-                f"{_percent(low)} - {_percent(high)}",
-                _percent(counts.cer),
+                percent(counts.wer),
+                f"{percent(low)} - {percent(high)}",
+                percent(counts.cer),
                 f"{one.rtfx:.0f}",
                 "" if one is systems[0] else _against(systems[0], one),
             )
@@ -121,7 +120,3 @@ def _read(folder: Path, system: str, set_name: str, normalizer: str | None) -> S
             f"{folder}: not an evaluation that can be read ({type(error).__name__}: {error}): "
             "make it again with `effasr evaluate`."
         ) from error
-
-
-def _percent(rate: float) -> str:
-    return "-" if math.isnan(rate) else f"{100 * rate:.2f}"

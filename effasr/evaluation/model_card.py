@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from effasr.evaluation.result import set_name
+from effasr.evaluation.tables import percent
 
 _log = logging.getLogger(__name__)
 
@@ -131,8 +132,8 @@ class ModelCard:
             found = one.result
             rows.append(
                 f"| {_cell(one.name)} | {found['utterances']} | {found['words']} | "
-                f"{_percent(found['wer'])} | {_interval(found.get('wer_interval'))} | "
-                f"{_percent(found['cer'])} | {_cell(found['normalizer'])} | {found['rtfx']:g} |"
+                f"{percent(found['wer'])} | {_interval(found.get('wer_interval'))} | "
+                f"{percent(found['cer'])} | {_cell(found['normalizer'])} | {found['rtfx']:g} |"
             )
         note = (
             "RTFx is seconds of audio per second, loading included, on the machine that evaluated."
@@ -187,12 +188,8 @@ def _result(one: TestedSet) -> dict[str, Any]:
     }
 
 
-def _percent(rate: float | None) -> str:
-    return "-" if rate is None else f"{100 * rate:.2f}"
-
-
 def _interval(bounds: Sequence[float] | None) -> str:
-    return "-" if bounds is None else " to ".join(map(_percent, bounds))
+    return "-" if bounds is None else " to ".join(map(percent, bounds))
 
 
 def _cell(text: str) -> str:

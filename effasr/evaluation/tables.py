@@ -45,7 +45,7 @@ def wer_table(evaluation: Evaluation) -> str:
         f"({evaluation.audio_seconds:.0f} s of audio in {evaluation.seconds:.1f} s)",
     ]
     if (interval := evaluation.interval) is not None:
-        low, high = map(_percent, interval)
+        low, high = map(percent, interval)
         lines.append(f"WER of such sets, 95 of 100 times: {low} to {high} %")
     if evaluation.truncated:
         lines.append(f"{evaluation.truncated} stopped at the longest text allowed")
@@ -81,9 +81,10 @@ def to_text(table: Table) -> str:
 
 def _cells(errors: ErrorCounts) -> list[str]:
     counts = (errors.insertions, errors.deletions, errors.substitutions)
-    rates = (_percent(errors.wer), _percent(errors.cer))
+    rates = (percent(errors.wer), percent(errors.cer))
     return [str(errors.utterances), str(errors.words), *rates, *map(str, counts)]
 
 
-def _percent(rate: float) -> str:
-    return "-" if math.isnan(rate) else f"{100 * rate:.2f}"
+def percent(rate: float | None) -> str:
+    """A rate in percent; a dash where it is undefined."""
+    return "-" if rate is None or math.isnan(rate) else f"{100 * rate:.2f}"

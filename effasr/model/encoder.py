@@ -17,7 +17,7 @@ from effasr.nn.attention import RelativeSelfAttention, SelfAttention
 from effasr.nn.convolution import ConformerConvolution
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.positions import relative_sinusoids
-from effasr.nn.stack import Layer, checkpointed_forward, is_empty, is_sharded, skip_layers
+from effasr.nn.stack import Layer, checkpointed_forward, run_layers
 from effasr.nn.subsampling import ConvSubsampling
 from effasr_kernels import PackedLayout, PackedSequence, Rotary
 
@@ -189,12 +189,8 @@ class FastConformerEncoder(nn.Module):
             rows = (mel.slot_positions + embeddings.shape[0] // 2).clamp(max=len(embeddings) - 1)
             x = torch.add(x, embeddings[rows], alpha=self.config.input_positions)
         x = F.dropout(x, self.config.input_dropout, self.training)
-        if is_empty(mel.layout) and is_sharded(self.layers):
-            return PackedSequence(skip_layers(self.layers, x), mel.layout)
         context = self._context(mel.layout, embeddings)
-        for number, layer in enumerate(self.layers):
-            with ranges.range(f"encoder.{number}"):
-                x = layer(x, context)
+        x = run_layers(self.layers, "encoder", x, mel.layout, context)
         return PackedSequence(x, mel.layout)
 
     def _embeddings(self, layout: PackedLayout, dtype: torch.dtype) -> Tensor | None:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import nn
 
-from effasr import ranges
 from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.positions import decoder_sinusoids
-from effasr.nn.stack import is_empty, is_sharded, skip_layers
+from effasr.nn.stack import run_layers, skip_layers
 from effasr.nn.transformer_layer import TransformerLayer
 from effasr_kernels import PackedSequence
 
@@ -64,17 +63,7 @@ class TextEncoder(nn.Module):
         self.embed_tokens = nn.Embedding(vocab_size, width)
         self.embedding_layernorm = nn.LayerNorm(width)
         self.layers = nn.ModuleList(
-            TransformerLayer(
-                width,
-                heads=config.heads,
-                feed_forward=config.feed_forward,
-                activation="relu",
-                bias=config.bias,
-                residual_dropout=config.residual_dropout,
-                activation_dropout=config.activation_dropout,
-                attention_dropout=config.attention_dropout,
-            )
-            for _ in range(config.layers)
+            TransformerLayer.of(config, width, activation="relu") for _ in range(config.layers)
         )
         self.norm = nn.LayerNorm(width)
         self.reset_parameters()
@@ -95,9 +84,5 @@ class TextEncoder(nn.Module):
         x = x + decoder_sinusoids(layout.positions(), self.width).to(x.dtype)
         x = F.dropout(self.embedding_layernorm(x), self.config.input_dropout, self.training)
         x = skip_layers(idle, x)
-        if is_empty(layout) and is_sharded(self.layers):
-            return PackedSequence(self.norm(skip_layers(self.layers, x)), layout)
-        for number, layer in enumerate(self.layers):
-            with ranges.range(f"text_encoder.{number}"):
-                x = layer(x, layout)
+        x = run_layers(self.layers, "text_encoder", x, layout, layout)
         return PackedSequence(self.norm(x), layout)

@@ -13,7 +13,7 @@ from effasr import ranges
 from effasr.data.features.log_mel import MelFrames
 from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.positions import whisper_sinusoids
-from effasr.nn.stack import is_empty, is_sharded, skip_layers
+from effasr.nn.stack import run_layers
 from effasr.nn.transformer_layer import TransformerLayer
 from effasr_kernels import PackedSequence
 
@@ -115,7 +115,10 @@ class WhisperEncoder(nn.Module):
         self.stem = ConvolutionStem(mel_bins, config.width)
         learned = config.positions == "learned"
         self.embed_positions = nn.Embedding(config.max_frames, config.width) if learned else None
-        self.layers = nn.ModuleList(_layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(
+            TransformerLayer.of(config, config.width, activation="gelu", key_bias=config.key_bias)
+            for _ in range(config.layers)
+        )
         self.norm = nn.LayerNorm(config.width)
 
     @torch.no_grad()
@@ -156,26 +159,8 @@ class WhisperEncoder(nn.Module):
             x = self.stem(mel)
         x = x + self.places(mel.slot_positions).to(x.dtype)
         x = F.dropout(x, config.input_dropout, self.training)
-        if is_empty(layout) and is_sharded(self.layers):
-            return PackedSequence(self.norm(skip_layers(self.layers, x)), layout)
-        for number, layer in enumerate(self.layers):
-            with ranges.range(f"encoder.{number}"):
-                x = layer(x, layout)
+        x = run_layers(self.layers, "encoder", x, layout, layout)
         return PackedSequence(self.norm(x), layout)
-
-
-def _layer(config: WhisperEncoderConfig) -> TransformerLayer:
-    return TransformerLayer(
-        config.width,
-        heads=config.heads,
-        feed_forward=config.feed_forward,
-        activation="gelu",
-        bias=config.bias,
-        key_bias=config.key_bias,
-        residual_dropout=config.residual_dropout,
-        activation_dropout=config.activation_dropout,
-        attention_dropout=config.attention_dropout,
-    )
 
 
 def _product(rows: Tensor, conv: nn.Conv1d) -> Tensor:

@@ -106,6 +106,26 @@ def skip_layers(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
     return x
 
 
+def run_layers(
+    layers: nn.ModuleList, name: str, x: Tensor, layout: PackedLayout, *args: Any
+) -> Any:
+    """Run a stack, with a profiler range for each layer; skip it for an empty batch if sharded.
+
+    Args:
+        layers: Called as ``layer(x, *args)``.
+        name: Of the profiler ranges.
+        x: The input.
+        layout: Its sequences.
+        args: Further arguments.
+    """
+    if is_empty(layout) and is_sharded(layers):
+        return skip_layers(layers, x)
+    for number, layer in enumerate(layers):
+        with ranges.range(f"{name}.{number}"):
+            x = layer(x, *args)
+    return x
+
+
 def is_empty(*layouts: PackedLayout) -> bool:
     """Whether the host knows that a batch has no row in one of its layouts."""
     return all(layout.known_on_host for layout in layouts) and 0 in [x.total for x in layouts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from effasr.nn.attention import SelfAttention
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.stack import Layer, checkpointed_forward
 from effasr_kernels import PackedLayout
+
+_DROPOUTS = "residual_dropout", "activation_dropout", "attention_dropout"
 
 
 class TransformerLayer(Layer):
@@ -57,6 +59,20 @@ class TransformerLayer(Layer):
         self.feed_forward = FeedForward(
             width, feed_forward, activation=activation, dropout=activation_dropout
         )
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        width: int,
+        *,
+        activation: Literal["relu", "gelu"],
+        key_bias: bool = True,
+    ) -> TransformerLayer:
+        """A layer with the other arguments from a configuration with fields of these names."""
+        names = "heads", "feed_forward", "bias", *_DROPOUTS
+        options = {name: getattr(config, name) for name in names}
+        return cls(width, activation=activation, key_bias=key_bias, **options)
 
     @checkpointed_forward
     def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from effasr.model.checks import check
+
 
 def plan_batches(
     frames: Sequence[int], frame_budget: int, max_sequences: int = 256
@@ -24,10 +26,8 @@ def plan_batches(
     Raises:
         ValueError: ``frame_budget`` or ``max_sequences`` is less than 1.
     """
-    if frame_budget < 1:
-        raise ValueError(f"`frame_budget` must be at least 1, but is {frame_budget}.")
-    if max_sequences < 1:
-        raise ValueError(f"`max_sequences` must be at least 1, but is {max_sequences}.")
+    check(frame_budget >= 1, "frame_budget", "be at least 1", frame_budget)
+    check(max_sequences >= 1, "max_sequences", "be at least 1", max_sequences)
     batches: list[list[int]] = []
     room = 0
     for index in sorted(range(len(frames)), key=lambda i: -frames[i]):

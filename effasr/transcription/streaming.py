@@ -12,6 +12,7 @@ import soxr
 
 from effasr.data.audio.waveform import AudioError, AudioProblem
 from effasr.data.prompt import Prompt
+from effasr.model.checks import check, check_positive
 from effasr.transcription.inputs.chunking import Chunk, quietest
 from effasr.transcription.inputs.prefetch import prefetch
 from effasr.transcription.inputs.vad import HOP_SECONDS, is_speech, loudness
@@ -47,16 +48,11 @@ class RawFormat:
     encoding: Literal["s16le", "f32le"] = "s16le"
 
     def __post_init__(self) -> None:
-        if not 1_000 <= self.sample_rate <= 1_000_000:
-            raise ValueError(
-                f"`sample_rate` must be from 1000 to 1000000 Hz, but is {self.sample_rate}."
-            )
-        if self.channels < 1:
-            raise ValueError(f"`channels` must be at least 1, but is {self.channels}.")
-        if self.encoding not in _SAMPLE_TYPES:
-            raise ValueError(
-                f"`encoding` must be one of {', '.join(_SAMPLE_TYPES)}, but is {self.encoding!r}."
-            )
+        rate, encodings = self.sample_rate, ", ".join(_SAMPLE_TYPES)
+        check(1_000 <= rate <= 1_000_000, "sample_rate", "be from 1000 to 1000000 Hz", rate)
+        check_positive(self, "channels")
+        known = self.encoding in _SAMPLE_TYPES
+        check(known, "encoding", f"be one of {encodings}", repr(self.encoding))
 
 
 def raw_blocks(file: BinaryIO, form: RawFormat, sample_rate: int) -> Iterator[np.ndarray]:
@@ -139,13 +135,10 @@ def cut_stream(
         ValueError: ``latency_seconds`` is less than one second, or ``pause_seconds`` is less than
             0.1 or more than half of it.
     """
-    if latency_seconds < 1.0:
-        raise ValueError(f"`latency_seconds` must be at least 1, but is {latency_seconds}.")
-    if not 0.1 <= pause_seconds <= latency_seconds / 2:
-        raise ValueError(
-            f"`pause_seconds` must be from 0.1 to half of `latency_seconds` = {latency_seconds}, "
-            f"but is {pause_seconds}."
-        )
+    latency = latency_seconds
+    check(latency >= 1.0, "latency_seconds", "be at least 1", latency)
+    rule = f"be from 0.1 to half of `latency_seconds` = {latency}"
+    check(0.1 <= pause_seconds <= latency / 2, "pause_seconds", rule, pause_seconds)
     return _cut(blocks, _StreamCutter(sample_rate, latency_seconds, pause_seconds))
 
 

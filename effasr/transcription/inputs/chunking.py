@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from effasr.model.checks import check
+
 _HOP_SECONDS = 0.01
 _WINDOW_HOPS = 20
 """Energy is summed over 0.2 s: a pause between words, not the closure of a stop consonant."""
@@ -67,13 +69,9 @@ def cut_at_pauses(
     unknown, chunks are as long as allowed until the end is in sight. Yields the chunks with their
     samples; errors are raised with the first chunk.
     """
-    if chunk_seconds < 1.0:
-        raise ValueError(f"`chunk_seconds` must be at least 1, but is {chunk_seconds}.")
-    if not 0.0 <= search_seconds <= chunk_seconds / 2:
-        raise ValueError(
-            f"`search_seconds` must be from 0 to half of `chunk_seconds` = {chunk_seconds}, "
-            f"but is {search_seconds}."
-        )
+    check(chunk_seconds >= 1.0, "chunk_seconds", "be at least 1", chunk_seconds)
+    rule = f"be from 0 to half of `chunk_seconds` = {chunk_seconds}"
+    check(0.0 <= search_seconds <= chunk_seconds / 2, "search_seconds", rule, search_seconds)
     longest, search = int(chunk_seconds * sample_rate), int(search_seconds * sample_rate)
     ahead = _Ahead(blocks)
     start, sight = 0, longest if total is not None else 2 * longest
