@@ -8,7 +8,7 @@ from typing import Any
 
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.features.spec_augment import AugmentConfig
-from effasr.interop.nemo import sections as sections
+from effasr.interop.nemo import sections
 from effasr.interop.nemo.options import integer, number, switch
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
@@ -73,7 +73,8 @@ def read_model(config: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
 
 def _features(mapping: Any, unused: list[str]) -> FeatureConfig:
     values = sections.PREPROCESSOR.read("preprocessor", mapping, unused)
-    rate = integer("preprocessor.sample_rate", values["sample_rate"])
+    fields = sections.PREPROCESSOR.convert("preprocessor", values)
+    rate = fields["sample_rate"]
     top = mapping.get("highfreq")
     if top not in (None, 0) and top != rate / 2:
         raise ValueError(f"`preprocessor.highfreq` must be {rate // 2} or null, but is {top}.")
@@ -91,19 +92,18 @@ def _features(mapping: Any, unused: list[str]) -> FeatureConfig:
             f"`preprocessor.normalize` must be per_feature or NA, but is {normalize!r}."
         )
     return FeatureConfig(
-        sample_rate=rate,
-        mel_bins=integer("preprocessor.features", values["features"]),
+        **fields,
         n_fft=values["n_fft"] or 2 ** math.ceil(math.log2(window)),
         window=window,
         hop=hop,
-        preemphasis=number("preprocessor.preemph", values["preemph"]),
         normalize=normalize == "per_feature",
     )
 
 
 def _encoder(mapping: Any, features: FeatureConfig, unused: list[str]) -> FastConformerConfig:
     values = sections.ENCODER.read("encoder", mapping, unused)
-    width = integer("encoder.d_model", values["d_model"])
+    fields = sections.ENCODER.convert("encoder", values)
+    width, taps = fields["width"], fields["conv_kernel"]
     _same("encoder.feat_in", values["feat_in"], features.mel_bins, "preprocessor.features")
     if values["feat_out"] not in (None, -1, 0, width):
         raise ValueError(
@@ -114,7 +114,6 @@ def _encoder(mapping: Any, features: FeatureConfig, unused: list[str]) -> FastCo
             f"`encoder.reduction` must be null, but is {values['reduction']} by "
             f"{values['reduction_factor']}."
         )
-    taps = integer("encoder.conv_kernel_size", values["conv_kernel_size"])
     half = (taps - 1) // 2
     if values["conv_context_size"] not in (None, half, [half, half]):
         raise ValueError(
@@ -129,25 +128,14 @@ def _encoder(mapping: Any, features: FeatureConfig, unused: list[str]) -> FastCo
     if not switch("encoder.untie_biases", values["untie_biases"]):
         # Each layer's weights hold a copy of them.
         unused.append("encoder.untie_biases = False")
-    channels = integer("encoder.subsampling_conv_channels", values["subsampling_conv_channels"])
-    bias = switch("encoder.use_bias", values["use_bias"])
-    dropout = number("encoder.dropout", values["dropout"])
+    if fields["subsampling_channels"] == -1:
+        fields["subsampling_channels"] = width
     return FastConformerConfig(
-        width=width,
-        layers=integer("encoder.n_layers", values["n_layers"]),
-        heads=integer("encoder.n_heads", values["n_heads"]),
+        **fields,
         feed_forward=width * integer("encoder.ff_expansion_factor", values["ff_expansion_factor"]),
-        conv_kernel=taps,
-        subsampling_channels=width if channels == -1 else channels,
         conv_norm=norm,
-        scale_input=switch("encoder.xscaling", values["xscaling"]),
-        bias=bias,
-        convolution_bias=bias,
-        input_dropout=number("encoder.dropout_pre_encoder", values["dropout_pre_encoder"]),
-        residual_dropout=dropout,
-        activation_dropout=dropout,
-        attention_dropout=number("encoder.dropout_att", values["dropout_att"]),
-        position_dropout=number("encoder.dropout_emb", values["dropout_emb"]),
+        convolution_bias=fields["bias"],
+        activation_dropout=fields["residual_dropout"],
     )
 
 
@@ -156,7 +144,8 @@ def _transducer(config: Mapping[str, Any], unused: list[str]) -> TransducerConfi
     prednet = sections.PREDNET.read("decoder.prednet", predictor["prednet"], unused)
     joint = sections.JOINT.read("joint", config.get("joint"), unused)
     jointnet = sections.JOINTNET.read("joint.jointnet", joint["jointnet"], unused)
-    width = integer("decoder.prednet.pred_hidden", prednet["pred_hidden"])
+    fields = sections.PREDNET.convert("decoder.prednet", prednet)
+    width = fields["width"]
     if prednet["rnn_hidden_size"] not in (None, -1, width):
         raise ValueError(
             f"`decoder.prednet.rnn_hidden_size` must be pred_hidden = {width}, but is "
@@ -173,15 +162,13 @@ def _transducer(config: Mapping[str, Any], unused: list[str]) -> TransducerConfi
         "the number of durations of the loss",
     )
     return TransducerConfig(
+        **fields,
         predictor="lstm",
-        width=width,
-        layers=integer("decoder.prednet.pred_rnn_layers", prednet["pred_rnn_layers"]),
         joint=integer("joint.jointnet.joint_hidden", jointnet["joint_hidden"]),
         activation=activation,
         fastemit=number("fastemit_lambda", options.get("fastemit_lambda")),
         durations=durations,
         sigma=number("sigma", options.get("sigma")) if durations else 0.0,
-        dropout=number("decoder.prednet.dropout", prednet["dropout"]),
     )
 
 
@@ -227,32 +214,19 @@ def _decoder(config: Mapping[str, Any], width: int, unused: list[str]) -> Decode
     where = "transf_decoder.config_dict"
     values = sections.DECODER_LAYERS.read(where, outer["config_dict"], unused)
     sections.HEAD.read("head", config.get("head"), unused)
-    sizes = {
-        key: integer(f"{where}.{key}", values[key]) for key in values if not key.endswith("dropout")
-    }
-    dropouts = {
-        key: number(f"{where}.{key}", values[key]) for key in values if key.endswith("dropout")
-    }
-    if dropouts["ffn_dropout"] != dropouts["attn_layer_dropout"]:
-        unused.append(f"{where}.ffn_dropout = {dropouts['ffn_dropout']}")
+    fields = sections.DECODER_LAYERS.convert(where, values)
+    dropout = number(f"{where}.ffn_dropout", values["ffn_dropout"])
+    if dropout != fields["residual_dropout"]:
+        unused.append(f"{where}.ffn_dropout = {dropout}")
     hidden = config.get("model_defaults") or {}
     _same("model_defaults.asr_enc_hidden", hidden.get("asr_enc_hidden"), width, "encoder.d_model")
     _same(
         "model_defaults.lm_dec_hidden",
         hidden.get("lm_dec_hidden"),
-        sizes["hidden_size"],
+        fields["width"],
         f"{where}.hidden_size",
     )
-    return DecoderConfig(
-        width=sizes["hidden_size"],
-        layers=sizes["num_layers"],
-        heads=sizes["num_attention_heads"],
-        feed_forward=sizes["inner_size"],
-        max_positions=sizes["max_sequence_length"],
-        input_dropout=dropouts["embedding_dropout"],
-        residual_dropout=dropouts["attn_layer_dropout"],
-        attention_dropout=dropouts["attn_score_dropout"],
-    )
+    return DecoderConfig(**fields)
 
 
 def _augment(mapping: Any, unused: list[str]) -> AugmentConfig:

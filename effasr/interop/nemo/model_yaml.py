@@ -9,6 +9,7 @@ from typing import Any
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.features.spec_augment import AugmentConfig
 from effasr.interop.export_checks import refuse
+from effasr.interop.nemo import sections
 from effasr.interop.nemo.config import CTC, HYBRID, MULTITASK, TRANSDUCER
 from effasr.interop.nemo.tokenizer import NemoTokens
 from effasr.model.asr import ModelConfig
@@ -140,14 +141,12 @@ def _data(rate: int, *, lhotse: bool) -> dict[str, Any]:
 def _preprocessor(features: FeatureConfig) -> dict[str, Any]:
     return {
         "_target_": f"{_ASR}modules.AudioToMelSpectrogramPreprocessor",
-        "sample_rate": features.sample_rate,
+        **sections.PREPROCESSOR.write(features),
         "normalize": "per_feature" if features.normalize else "NA",
         "window_size": _seconds(features.window, features.sample_rate),
         "window_stride": _seconds(features.hop, features.sample_rate),
         "window": "hann",
-        "features": features.mel_bins,
         "n_fft": features.n_fft,
-        "preemph": features.preemphasis,
         "log": True,
         "frame_splicing": 1,
         "dither": 1e-5,
@@ -165,33 +164,24 @@ def _seconds(samples: int, rate: int) -> float:
 def _encoder(encoder: FastConformerConfig, bands: int) -> dict[str, Any]:
     return {
         "_target_": f"{_ASR}modules.ConformerEncoder",
+        **sections.ENCODER.write(encoder),
         "feat_in": bands,
         "feat_out": -1,
-        "n_layers": encoder.layers,
-        "d_model": encoder.width,
         "use_bias": encoder.bias or encoder.convolution_bias,
         "subsampling": "dw_striding",
         "subsampling_factor": 8,
-        "subsampling_conv_channels": encoder.subsampling_channels,
         "causal_downsampling": False,
         "reduction": None,
         "reduction_position": None,
         "reduction_factor": 1,
         "ff_expansion_factor": encoder.feed_forward // encoder.width,
         "self_attention_model": "rel_pos",
-        "n_heads": encoder.heads,
         "att_context_size": [-1, -1],
         "att_context_style": "regular",
-        "xscaling": encoder.scale_input,
         "untie_biases": True,
         "pos_emb_max_len": _PLACES,
-        "conv_kernel_size": encoder.conv_kernel,
         "conv_norm_type": encoder.conv_norm,
         "conv_context_size": None,
-        "dropout": encoder.residual_dropout,
-        "dropout_pre_encoder": encoder.input_dropout,
-        "dropout_emb": encoder.position_dropout,
-        "dropout_att": encoder.attention_dropout,
         "stochastic_depth_drop_prob": 0.0,
         "stochastic_depth_mode": "linear",
         "stochastic_depth_start_layer": 1,
@@ -270,10 +260,8 @@ def _transducer(options: TransducerConfig, width: int, pieces: Sequence[str]) ->
             "random_state_sampling": False,
             "blank_as_pad": True,
             "prednet": {
-                "pred_hidden": options.width,
-                "pred_rnn_layers": options.layers,
+                **sections.PREDNET.write(options),
                 "t_max": None,
-                "dropout": options.dropout,
             },
             "vocab_size": len(pieces),
         },
@@ -287,19 +275,12 @@ def _multitask(
     decoder: DecoderConfig, width: int, tokens: NemoTokens, classes: int
 ) -> dict[str, Any]:
     layers = {
-        "hidden_size": decoder.width,
-        "inner_size": decoder.feed_forward,
-        "num_layers": decoder.layers,
-        "num_attention_heads": decoder.heads,
-        "max_sequence_length": decoder.max_positions,
+        **sections.DECODER_LAYERS.write(decoder),
         "num_token_types": 0,
         "learn_positional_encodings": False,
         "hidden_act": "relu",
         "pre_ln": True,
-        "embedding_dropout": decoder.input_dropout,
         "ffn_dropout": decoder.residual_dropout,
-        "attn_layer_dropout": decoder.residual_dropout,
-        "attn_score_dropout": decoder.attention_dropout,
         "vocab_size": classes,
     }
     prompt = {"canary": 5, "canary2": 9}

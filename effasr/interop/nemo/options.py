@@ -16,6 +16,7 @@ class Section:
 
     Attributes:
         defaults: Options that are read, with NeMo's defaults.
+        fields: Our fields of the same meaning: for each the option, and what checks its value.
         fixed: Options that must have one value or meaning.
         training: Training options without counterpart here, with the value that turns them off.
         ignored: Options that affect neither the function nor the objective, separated by spaces.
@@ -23,6 +24,7 @@ class Section:
     """
 
     defaults: Mapping[str, Any]
+    fields: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = field(default_factory=dict)
     fixed: Mapping[str, Rule] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     ignored: str = ""
@@ -58,6 +60,21 @@ class Section:
             if value is not None and value != off:
                 unused.append(f"{where}.{key} = {value}")
         return {key: mapping.get(key, default) for key, default in self.defaults.items()}
+
+    def convert(self, where: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Our fields, from what `read` returned.
+
+        Raises:
+            ValueError: A value has the wrong type.
+        """
+        return {
+            ours: check(f"{where}.{option}", values[option])
+            for ours, (option, check) in self.fields.items()
+        }
+
+    def write(self, config: object) -> dict[str, Any]:
+        """The options of these fields of one of our configurations."""
+        return {option: getattr(config, ours) for ours, (option, _) in self.fields.items()}
 
     def _check_class(self, where: str, target: Any) -> None:
         if self.classes and str(target).rsplit(".", 1)[-1] not in self.classes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from effasr.interop.nemo.options import Section, only
+from effasr.interop.nemo.options import Section, integer, number, only, switch
 
 _UNLIMITED = ([-1, -1], [[-1, -1]], None)
 PREPROCESSOR = Section(
@@ -19,6 +19,11 @@ PREPROCESSOR = Section(
         "preemph": 0.97,
         "features": 64,
         "normalize": "per_feature",
+    },
+    fields={
+        "sample_rate": ("sample_rate", integer),
+        "mel_bins": ("features", integer),
+        "preemphasis": ("preemph", number),
     },
     fixed={
         "window": only("hann"),
@@ -60,6 +65,19 @@ ENCODER = Section(
         "reduction": None,
         "reduction_factor": 1,
     },
+    fields={
+        "width": ("d_model", integer),
+        "layers": ("n_layers", integer),
+        "heads": ("n_heads", integer),
+        "conv_kernel": ("conv_kernel_size", integer),
+        "subsampling_channels": ("subsampling_conv_channels", integer),
+        "scale_input": ("xscaling", switch),
+        "bias": ("use_bias", switch),
+        "input_dropout": ("dropout_pre_encoder", number),
+        "residual_dropout": ("dropout", number),
+        "attention_dropout": ("dropout_att", number),
+        "position_dropout": ("dropout_emb", number),
+    },
     fixed={
         "subsampling": only("dw_striding", default="striding"),
         "subsampling_factor": only(8, default=4),
@@ -94,6 +112,11 @@ PREDICTOR = Section(
 )
 PREDNET = Section(
     defaults={"pred_hidden": None, "pred_rnn_layers": None, "dropout": 0.0, "rnn_hidden_size": -1},
+    fields={
+        "width": ("pred_hidden", integer),
+        "layers": ("pred_rnn_layers", integer),
+        "dropout": ("dropout", number),
+    },
     ignored="forget_gate_bias t_max weights_init_scale hidden_hidden_bias_scale",
 )
 JOINT = Section(
@@ -132,6 +155,16 @@ DECODER_LAYERS = Section(
         "attn_score_dropout": 0.0,
         "attn_layer_dropout": 0.0,
         "ffn_dropout": 0.0,
+    },
+    fields={
+        "width": ("hidden_size", integer),
+        "layers": ("num_layers", integer),
+        "heads": ("num_attention_heads", integer),
+        "feed_forward": ("inner_size", integer),
+        "max_positions": ("max_sequence_length", integer),
+        "input_dropout": ("embedding_dropout", number),
+        "residual_dropout": ("attn_layer_dropout", number),
+        "attention_dropout": ("attn_score_dropout", number),
     },
     fixed={
         "learn_positional_encodings": only(False),
