@@ -4,13 +4,13 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.batch import Example, StaticShape
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.prompt import Prompt
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded
-from effasr.decoding.greedy import attention_greedy, decode
+from effasr.decoding.greedy import attention_greedy
 from effasr.decoding.lm.ngram import TokenNgrams
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import Decoder, DecoderConfig
@@ -18,27 +18,13 @@ from effasr.model.encoder import FastConformerConfig
 from effasr.nn.cache.decoder_state import PagedCache
 from effasr.transcription.recognizer import Recognizer
 from effasr_kernels import pack
-
-SECONDS = (0.3, 2.1, 0.7, 3.3, 1.2, 0.08, 2.6)
+from tests.decoding.cases import batch_of, decode_all, make_examples
 
 
 @pytest.fixture(scope="module")
 def examples(tokenizer, noise) -> list[Example]:
     prompts = [tokenizer.prompt(Prompt(target, target)) for target in ("en", "de")]
-    return [
-        Example(str(n), noise(seconds, seed=n), prompts[n % 2], [], monotonic=False)
-        for n, seconds in enumerate(SECONDS)
-    ]
-
-
-def _batch(examples: list[Example], tokenizer, shape: StaticShape | None = None) -> Batch:
-    return collate(examples, shape, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
-
-
-def _decode(examples, model, tokenizer, shape=None, **options) -> list[Decoded]:
-    prompts = [example.prompt for example in examples]
-    config = DecodingConfig(**options)
-    return decode(model, tokenizer, _batch(examples, tokenizer, shape), prompts, config)
+    return make_examples(noise, prompts)
 
 
 def _spoken(model, encoded, prompt, said, eos_id, classes) -> float:
@@ -54,7 +40,7 @@ def _rank(score: float, said, penalty: float) -> float:
 
 @torch.no_grad()
 def test_a_beam_of_one_is_greedy_search(examples, model, tokenizer) -> None:
-    encoded = model.encode(_batch(examples, tokenizer))
+    encoded = model.encode(batch_of(examples, tokenizer))
     prompts = [example.prompt for example in examples]
     prompts[1] = [2]
     arguments = model, encoded, prompts, [9, 20, 25, 30, 30, 30, 30], tokenizer.eos_id
@@ -70,14 +56,14 @@ def test_a_beam_finds_better_transcripts_than_greedy_search(
     penalty, examples, model, tokenizer
 ) -> None:
     """A beam may lose what greedy search finds, but here it does not."""
-    greedy = _decode(examples, model, tokenizer, beam=1)
+    greedy = decode_all(examples, model, tokenizer, beam=1)
     found = {
-        beam: _decode(examples, model, tokenizer, beam=beam, length_penalty=penalty)
+        beam: decode_all(examples, model, tokenizer, beam=beam, length_penalty=penalty)
         for beam in (2, 4, 8)
     }
     better = 0
     for n, example in enumerate(examples):
-        encoded = model.encode(_batch([example], tokenizer))
+        encoded = model.encode(batch_of([example], tokenizer))
 
         def rank(result: Decoded, encoded=encoded, example=example) -> float:
             arguments = result.tokens, tokenizer.eos_id, tokenizer.vocab_size
@@ -97,27 +83,27 @@ def test_an_utterance_gives_the_same_tokens_in_any_company(
     options, examples, model, tokenizer
 ) -> None:
     options = {"beam": 4, **options}
-    together = _decode(examples, model, tokenizer, **options)
+    together = decode_all(examples, model, tokenizer, **options)
     assert len({result.tokens for result in together}) > 4, "the test needs different texts"
-    alone = [_decode([example], model, tokenizer, **options)[0] for example in examples]
+    alone = [decode_all([example], model, tokenizer, **options)[0] for example in examples]
     assert alone == together
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(1)).tolist()
-    permuted = _decode([examples[n] for n in order], model, tokenizer, **options)
+    permuted = decode_all([examples[n] for n in order], model, tokenizer, **options)
     assert permuted == [together[n] for n in order]
     shape = StaticShape(frame_budget=400, token_budget=80, max_sequences=11)
-    assert _decode(examples, model, tokenizer, shape, **options) == together
+    assert decode_all(examples, model, tokenizer, shape, **options) == together
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"ctc_weight": 0.3}], ids=["attention", "joint"])
 def test_prompts_may_differ_in_length(options, examples, model, tokenizer) -> None:
     options = {"beam": 3, **options}
-    encoded = model.encode(_batch(examples[:3], tokenizer))
+    encoded = model.encode(batch_of(examples[:3], tokenizer))
     prompts = [[2], examples[1].prompt, [2, 7, 3, 7, 5, 9, 9, 9]]
     limits = [20, 12, 16]
     together = attention_beam(model, encoded, prompts, limits, tokenizer.eos_id, **options)
     for n, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        one = model.encode(_batch([examples[n]], tokenizer))
+        one = model.encode(batch_of([examples[n]], tokenizer))
         alone = attention_beam(model, one, [prompt], [limit], tokenizer.eos_id, **options)
         assert alone == [together[n]]
 
@@ -228,7 +214,7 @@ def test_a_wide_beam_finds_the_best_of_all_transcripts(
 def test_utterances_leave_when_they_are_done(examples, model, tokenizer, monkeypatch) -> None:
     rows, step = [], ASRModel.decode_step
     monkeypatch.setattr(ASRModel, "decode_step", lambda *a: rows.append(a[2].num_rows) or step(*a))
-    results = _decode(examples, model, tokenizer, beam=4)
+    results = decode_all(examples, model, tokenizer, beam=4)
     # No step reads the prompts, all of one length, but for their last tokens.
     assert rows[0] == 4 * len(examples)
     assert rows == sorted(rows, reverse=True)
@@ -239,13 +225,13 @@ def test_utterances_leave_when_they_are_done(examples, model, tokenizer, monkeyp
     alone = len(rows)
     rows.clear()
     shortest = min(range(len(results)), key=lambda n: len(results[n].tokens))
-    _decode([examples[shortest]], model, tokenizer, beam=4)
+    decode_all([examples[shortest]], model, tokenizer, beam=4)
     assert len(rows) < alone
 
 
 @pytest.mark.parametrize("options", [{"beam": 4}, {"beam": 3, "ctc_weight": 0.3}])
 def test_pages_change_nothing(options, examples, model, tokenizer, monkeypatch) -> None:
-    expected = _decode(examples, model, tokenizer, **options)
+    expected = decode_all(examples, model, tokenizer, **options)
     new_state, kinds = Decoder.new_state, []
 
     def paged(*arguments, **others):
@@ -254,25 +240,25 @@ def test_pages_change_nothing(options, examples, model, tokenizer, monkeypatch) 
         return state
 
     monkeypatch.setattr(Decoder, "new_state", paged)
-    assert _decode(examples, model, tokenizer, **options) == expected
+    assert decode_all(examples, model, tokenizer, **options) == expected
     assert kinds == [PagedCache]
 
 
-def test_nothing_to_decode(examples, model, tokenizer) -> None:
-    assert _decode([], model, tokenizer, beam=3) == []
+def test_nothing_todecode_all(examples, model, tokenizer) -> None:
+    assert decode_all([], model, tokenizer, beam=3) == []
     empty = Example("empty", examples[0].audio[:0], examples[0].prompt, [], monotonic=False)
     for weight in (0.0, 0.5):
         options = {"beam": 3, "ctc_weight": weight}
-        results = _decode([examples[0], empty, examples[1]], model, tokenizer, **options)
-        assert results[::2] == _decode(examples[:2], model, tokenizer, **options)
-        assert results[1] == _decode([empty], model, tokenizer, **options)[0]
+        results = decode_all([examples[0], empty, examples[1]], model, tokenizer, **options)
+        assert results[::2] == decode_all(examples[:2], model, tokenizer, **options)
+        assert results[1] == decode_all([empty], model, tokenizer, **options)[0]
     # CTC gives no token to no speech.
     assert results[1] == Decoded(())
 
 
 def test_joint_scores_with_a_beam_of_one(examples, model, tokenizer) -> None:
-    joint = _decode(examples, model, tokenizer, beam=1, ctc_weight=0.5)
-    assert joint != _decode(examples, model, tokenizer, beam=1)
+    joint = decode_all(examples, model, tokenizer, beam=1, ctc_weight=0.5)
+    assert joint != decode_all(examples, model, tokenizer, beam=1)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +278,7 @@ def test_joint_scores_with_a_beam_of_one(examples, model, tokenizer) -> None:
 )
 def test_options_that_cannot_be_are_refused(options, match, examples, model, tokenizer) -> None:
     with pytest.raises(ValueError, match=match):
-        _decode(examples[:1], model, tokenizer, **options)
+        decode_all(examples[:1], model, tokenizer, **options)
 
 
 def test_joint_scores_are_for_speech_in_its_own_language(model, tokenizer) -> None:
@@ -309,4 +295,4 @@ def test_joint_scores_need_a_ctc_head(examples, model, tokenizer) -> None:
         decoder=model.config.decoder,
     )
     with pytest.raises(ValueError, match="`ctc_weight` must be 0 for a model without CTC head"):
-        _decode(examples[:1], ASRModel(config, tokenizer.vocab_size), tokenizer, ctc_weight=0.5)
+        decode_all(examples[:1], ASRModel(config, tokenizer.vocab_size), tokenizer, ctc_weight=0.5)

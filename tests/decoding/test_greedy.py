@@ -1,62 +1,48 @@
 import pytest
 import torch
 
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.batch import Example, StaticShape
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.greedy import Decoded, attention_greedy, choose_method, decode
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr_kernels import PackedSequence, pack
-
-SECONDS = (0.3, 2.1, 0.7, 3.3, 1.2, 0.08, 2.6)
+from tests.decoding.cases import batch_of, decode_all, make_examples
 
 
 @pytest.fixture(scope="module")
 def examples(tokenizer, noise) -> list[Example]:
     prompts = [tokenizer.prompt(Prompt(target, target)) for target in ("en", "de")]
-    return [
-        Example(str(n), noise(seconds, seed=n), prompts[n % 2], [], monotonic=False)
-        for n, seconds in enumerate(SECONDS)
-    ]
-
-
-def _batch(examples: list[Example], tokenizer, shape: StaticShape | None = None) -> Batch:
-    return collate(examples, shape, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
-
-
-def _decode(examples, model, tokenizer, shape=None, **options) -> list[Decoded]:
-    prompts = [example.prompt for example in examples]
-    config = DecodingConfig(**options)
-    return decode(model, tokenizer, _batch(examples, tokenizer, shape), prompts, config)
+    return make_examples(noise, prompts)
 
 
 @pytest.mark.parametrize("method", ["attention", "ctc"])
 def test_an_utterance_gives_the_same_tokens_in_any_company(
     method, examples, model, tokenizer
 ) -> None:
-    together = _decode(examples, model, tokenizer, method=method)
+    together = decode_all(examples, model, tokenizer, method=method)
     assert len({result.tokens for result in together}) > 4, "the test needs different texts"
-    alone = [_decode([example], model, tokenizer, method=method)[0] for example in examples]
+    alone = [decode_all([example], model, tokenizer, method=method)[0] for example in examples]
     assert alone == together
     for first, second in [(0, 3), (3, 0), (5, 1), (6, 2)]:
-        pair = _decode([examples[first], examples[second]], model, tokenizer, method=method)
+        pair = decode_all([examples[first], examples[second]], model, tokenizer, method=method)
         assert pair == [together[first], together[second]]
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(1)).tolist()
-    permuted = _decode([examples[n] for n in order], model, tokenizer, method=method)
+    permuted = decode_all([examples[n] for n in order], model, tokenizer, method=method)
     assert permuted == [together[n] for n in order]
 
 
 @pytest.mark.parametrize("method", ["attention", "ctc"])
 def test_the_tail_of_a_static_shape_changes_nothing(method, examples, model, tokenizer) -> None:
     shape = StaticShape(frame_budget=400, token_budget=80, max_sequences=11)
-    tailed = _decode(examples, model, tokenizer, shape, method=method)
-    assert tailed == _decode(examples, model, tokenizer, method=method)
+    tailed = decode_all(examples, model, tokenizer, shape, method=method)
+    assert tailed == decode_all(examples, model, tokenizer, method=method)
 
 
 def test_some_texts_end_and_some_are_stopped(examples, model, tokenizer) -> None:
     """Both ways out of the loop are needed for the other tests to mean anything."""
-    results = _decode(examples, model, tokenizer)
+    results = decode_all(examples, model, tokenizer)
     assert {result.truncated for result in results} == {False, True}
     assert all(tokenizer.eos_id not in result.tokens for result in results)
 
@@ -65,7 +51,7 @@ def _uncached(
     example: Example, model: ASRModel, tokenizer, limit: int
 ) -> tuple[Decoded, list[torch.Tensor]]:
     """Greedy search which runs the decoder over the whole text at every step."""
-    encoded = model.encode(_batch([example], tokenizer))
+    encoded = model.encode(batch_of([example], tokenizer))
     tokens, logits = list(example.prompt), []
     while True:
         hidden, _ = model.decode(pack([torch.tensor(tokens)]), encoded)
@@ -81,9 +67,9 @@ def _uncached(
 @torch.no_grad()
 def test_caches_change_nothing(examples, model, tokenizer) -> None:
     config = DecodingConfig()
-    cached = _decode(examples, model, tokenizer)
+    cached = decode_all(examples, model, tokenizer)
     for n, example in enumerate(examples):
-        batch = _batch([example], tokenizer)
+        batch = batch_of([example], tokenizer)
         frames = batch.frames.lengths[0]
         limit = min(config.max_tokens(frames), 64 - len(example.prompt))
         expected, expected_logits = _uncached(example, model, tokenizer, limit)
@@ -99,39 +85,39 @@ def test_caches_change_nothing(examples, model, tokenizer) -> None:
 
 @torch.no_grad()
 def test_prompts_may_differ_in_length(examples, model, tokenizer) -> None:
-    encoded = model.encode(_batch(examples[:3], tokenizer))
+    encoded = model.encode(batch_of(examples[:3], tokenizer))
     prompts = [[2], examples[1].prompt, [2, 7, 3, 7, 5, 9, 9, 9]]
     together = attention_greedy(model, encoded, prompts, [20, 20, 20], tokenizer.eos_id)
     for n, prompt in enumerate(prompts):
-        one = model.encode(_batch([examples[n]], tokenizer))
+        one = model.encode(batch_of([examples[n]], tokenizer))
         assert attention_greedy(model, one, [prompt], [20], tokenizer.eos_id) == [together[n]]
 
 
 def test_a_text_has_at_most_as_many_tokens_as_its_frames_allow(examples, model, tokenizer) -> None:
     options = {"tokens_per_frame": 0.5, "extra_tokens": 2}
-    batch = _batch(examples, tokenizer)
-    results = _decode(examples, model, tokenizer, **options)
+    batch = batch_of(examples, tokenizer)
+    results = decode_all(examples, model, tokenizer, **options)
     for result, frames in zip(results, batch.frames.lengths, strict=True):
         assert len(result.tokens) <= frames // 2 + 2
         assert not result.truncated or len(result.tokens) == frames // 2 + 2
 
 
 def test_a_text_never_outgrows_the_positions_of_the_decoder(examples, model, tokenizer) -> None:
-    results = _decode(examples, model, tokenizer, tokens_per_frame=100.0)
+    results = decode_all(examples, model, tokenizer, tokens_per_frame=100.0)
     room = model.config.decoder.max_positions - len(examples[0].prompt)
     assert max(len(result.tokens) for result in results) == room
 
 
-def test_nothing_to_decode(model, tokenizer) -> None:
-    assert _decode([], model, tokenizer) == []
-    assert _decode([], model, tokenizer, method="ctc") == []
+def test_nothing_todecode_all(model, tokenizer) -> None:
+    assert decode_all([], model, tokenizer) == []
+    assert decode_all([], model, tokenizer, method="ctc") == []
 
 
 def test_an_utterance_without_audio_is_no_accident(examples, model, tokenizer) -> None:
     empty = Example("empty", examples[0].audio[:0], examples[0].prompt, [], monotonic=False)
     for method in ("attention", "ctc"):
-        results = _decode([examples[0], empty, examples[1]], model, tokenizer, method=method)
-        assert results[::2] == _decode(examples[:2], model, tokenizer, method=method)
+        results = decode_all([examples[0], empty, examples[1]], model, tokenizer, method=method)
+        assert results[::2] == decode_all(examples[:2], model, tokenizer, method=method)
     assert results[1] == Decoded(())
 
 
@@ -183,7 +169,7 @@ def test_ctc_is_refused_without_its_head(model, tokenizer) -> None:
     ],
 )
 def test_prompts_that_cannot_be_are_refused(prompts, match, examples, model, tokenizer) -> None:
-    batch = _batch(examples[:2], tokenizer)
+    batch = batch_of(examples[:2], tokenizer)
     with pytest.raises(ValueError, match=match):
         decode(model, tokenizer, batch, prompts)
 
@@ -191,7 +177,7 @@ def test_prompts_that_cannot_be_are_refused(prompts, match, examples, model, tok
 def test_results_keep_no_graph(examples, model, tokenizer) -> None:
     seen = []
     hook = model.encoder.register_forward_hook(lambda _, __, out: seen.append(out))
-    _decode(examples[:1], model, tokenizer)
+    decode_all(examples[:1], model, tokenizer)
     hook.remove()
     assert isinstance(seen[0], PackedSequence)
     assert not seen[0].values.requires_grad

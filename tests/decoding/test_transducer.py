@@ -5,22 +5,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.batch import Example
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.greedy import Decoded, choose_method, decode
+from effasr.decoding.greedy import Decoded, choose_method
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr.transcription.recognizer import Recognizer
-from effasr_kernels import PackedSequence, pack
+from effasr_kernels import pack
+from tests.decoding.cases import (
+    assert_independent_of_batch,
+    decode_all,
+    make_examples,
+    make_frames,
+    make_head,
+)
 
-SECONDS = (0.3, 2.1, 0.7, 3.3, 1.2, 0.08, 2.6)
-LABELS, WIDTH, JOINT = 6, 5, 7
+LABELS, JOINT = 6, 7
 KINDS = {
     "lstm": TransducerConfig(predictor="lstm", width=8, layers=2, joint=JOINT),
     "stateless": TransducerConfig(predictor="stateless", width=8, joint=JOINT, activation="tanh"),
@@ -28,22 +34,8 @@ KINDS = {
 }
 
 
-def make_head(kind: str, seed: int = 0, *, blank: float = 0.5) -> Transducer:
-    """Weights large enough for symbols to depend on the frame and on what was said."""
-    torch.manual_seed(seed)
-    head = Transducer(KINDS[kind], WIDTH, LABELS).double().eval()
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            parameter.copy_(torch.randn(parameter.shape) * (1.5 if parameter.ndim > 1 else 0.5))
-            if "output" in name and parameter.ndim == 1:
-                parameter[-1] += blank
-    return head
-
-
-def make_frames(*lengths: int, seed: int = 0) -> PackedSequence:
-    draw = torch.Generator().manual_seed(seed)
-    pieces = [torch.randn(n, WIDTH, generator=draw, dtype=torch.float64) for n in lengths]
-    return pack([2 * piece for piece in pieces])
+def head_of(kind: str, seed: int = 0, *, blank: float = 0.5) -> Transducer:
+    return make_head(KINDS[kind], LABELS, seed, blank=blank)
 
 
 @torch.no_grad()
@@ -67,7 +59,7 @@ def frame_by_frame(head: Transducer, frames: Tensor, max_symbols: int) -> list[i
 def test_greedy_is_frame_by_frame(kind: str, max_symbols: int) -> None:
     several = 0
     for seed in range(4):
-        head = make_head(kind, seed, blank=1.0)
+        head = head_of(kind, seed, blank=1.0)
         encoded = make_frames(5, 0, 1, 12, 3, 0, seed=seed)
         found = transducer_greedy(head, encoded, max_symbols)
         sequences = encoded.unpack()
@@ -81,7 +73,7 @@ def test_greedy_is_frame_by_frame(kind: str, max_symbols: int) -> None:
 def test_a_beam_of_one_is_greedy(kind: str) -> None:
     compared = set()
     for seed in range(4):
-        head = make_head(kind, seed, blank=2.0)
+        head = head_of(kind, seed, blank=2.0)
         encoded = make_frames(5, 0, 1, 12, 3, 0, seed=seed)
         unbounded = transducer_greedy(head, encoded, 100)
         for said, found in zip(unbounded, transducer_beam(head, encoded, 1, [50] * 6), strict=True):
@@ -103,7 +95,7 @@ def test_a_wide_beam_finds_the_likeliest_of_all_texts(kind: str) -> None:
     texts = every_text(2)
     better = 0
     for seed in range(8):
-        head = make_head(kind, seed, blank=1.0)
+        head = head_of(kind, seed, blank=1.0)
         encoded = make_frames(3, 1, 0, 2, 4, seed=seed)
         found = transducer_beam(head, encoded, 300, [2] * 5)
         for one, said, greedy in zip(
@@ -123,7 +115,7 @@ def test_a_wide_beam_finds_the_likeliest_of_all_texts(kind: str) -> None:
 def test_a_wider_beam_is_likelier() -> None:
     likelihoods = {beam: 0.0 for beam in (1, 2, 8)}
     for seed in range(6):
-        head = make_head("lstm", seed, blank=2.0)
+        head = head_of("lstm", seed, blank=2.0)
         encoded = make_frames(12, 9, 15, seed=seed)
         for beam in likelihoods:
             found = transducer_beam(head, encoded, beam, [40] * 3)
@@ -134,7 +126,7 @@ def test_a_wider_beam_is_likelier() -> None:
 
 @torch.no_grad()
 def test_a_beam_keeps_to_the_limits() -> None:
-    head = make_head("stateless", 1, blank=-5.0)
+    head = head_of("stateless", 1, blank=-5.0)
     found = transducer_beam(head, make_frames(5, 7, 2), 3, [4, 0, 9])
     assert [len(said) for said in found] == [4, 0, 9]
 
@@ -142,7 +134,7 @@ def test_a_beam_keeps_to_the_limits() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_a_state_read_label_by_label_is_that_of_the_transcript(kind: str) -> None:
-    head = make_head(kind)
+    head = head_of(kind)
     said = torch.randint(LABELS, (2, 5))
     labels = pack(list(said))
     whole = head.predictor_projection(head.predictor(labels.values, labels.layout)).view(2, 6, -1)
@@ -187,52 +179,30 @@ def _model(predictor: str, tokenizer: Tokenizer) -> ASRModel:
 
 @pytest.fixture(scope="module")
 def examples(tokenizer: Tokenizer, noise) -> list[Example]:
-    prompt = tokenizer.prompt(Prompt())
-    return [
-        Example(str(n), noise(seconds, seed=n), prompt, [], monotonic=True)
-        for n, seconds in enumerate(SECONDS)
-    ]
-
-
-def _batch(examples: list[Example], tokenizer, shape: StaticShape | None = None) -> Batch:
-    return collate(examples, shape, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
-
-
-def _decode(examples, model, tokenizer, shape=None, **options) -> list[Decoded]:
-    config = DecodingConfig(**options)
-    batch = _batch(examples, tokenizer, shape)
-    return decode(model, tokenizer, batch, [example.prompt for example in examples], config)
+    return make_examples(noise, [tokenizer.prompt(Prompt())], monotonic=True)
 
 
 @pytest.mark.parametrize("beam", [1, 3])
 def test_an_utterance_gives_the_same_tokens_in_any_company(
     beam, examples, model, tokenizer
 ) -> None:
-    together = _decode(examples, model, tokenizer, beam=beam)
-    assert len({result.tokens for result in together}) > 4, "the test needs different texts"
+    together = assert_independent_of_batch(examples, model, tokenizer, beam=beam)
     assert max(len(result.tokens) for result in together) > 5
-    alone = [_decode([example], model, tokenizer, beam=beam)[0] for example in examples]
-    assert alone == together
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(1)).tolist()
-    permuted = _decode([examples[n] for n in order], model, tokenizer, beam=beam)
-    assert permuted == [together[n] for n in order]
-    shape = StaticShape(frame_budget=400, token_budget=80, max_sequences=11)
-    assert _decode(examples, model, tokenizer, shape, beam=beam) == together
 
 
 @pytest.mark.parametrize("beam", [1, 3])
 def test_half_precision_decodes_too(beam, examples, model, tokenizer) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        results = _decode(examples, model, tokenizer, beam=beam)
+        results = decode_all(examples, model, tokenizer, beam=beam)
     assert any(result.tokens for result in results)
 
 
 @pytest.mark.parametrize("beam", [1, 3])
-def test_nothing_to_decode(beam, examples, model, tokenizer) -> None:
-    assert _decode([], model, tokenizer, beam=beam) == []
+def test_nothing_todecode_all(beam, examples, model, tokenizer) -> None:
+    assert decode_all([], model, tokenizer, beam=beam) == []
     empty = replace(examples[0], audio=examples[0].audio[:0])
-    assert _decode([empty, examples[1]], model, tokenizer, beam=beam)[0] == Decoded(())
-    assert _decode([empty], model, tokenizer, beam=beam) == [Decoded(())]
+    assert decode_all([empty, examples[1]], model, tokenizer, beam=beam)[0] == Decoded(())
+    assert decode_all([empty], model, tokenizer, beam=beam) == [Decoded(())]
 
 
 def test_the_method_follows_from_the_model(model, tokenizer) -> None:
