@@ -91,8 +91,14 @@ class _Search:
 
     def keep(self, index: Tensor) -> _Search:
         """Only these utterances, int64 (M,)."""
-        parts = self.names, self.end, self.limits, self.best, self.at
-        return _Search(*(part[index] for part in parts), self.hypotheses.keep(index))
+        return _Search(
+            names=self.names[index],
+            end=self.end[index],
+            limits=self.limits[index],
+            best=self.best[index],
+            at=self.at[index],
+            hypotheses=self.hypotheses.keep(index),
+        )
 
 
 def _advance(head: Transducer, frames: Tensor, search: _Search) -> _Search:

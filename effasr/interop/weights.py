@@ -116,7 +116,8 @@ def check_weights(
         ValueError: Some differ; the message names the first.
     """
     found = {name: value.shape for name, value in state.items()}
-    wrong = sorted(name for name in expected | found if expected.get(name) != found.get(name))
+    names = expected.keys() | found.keys()
+    wrong = sorted(name for name in names if expected.get(name) != found.get(name))
     if wrong:
         first = wrong[0]
         shapes = [
