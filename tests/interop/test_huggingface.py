@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from effasr.data.batch import IGNORED, Batch, Example
 from effasr.data.features.log_mel import FeatureConfig
@@ -17,26 +17,21 @@ from effasr.interop.huggingface.canary import export_canary, import_canary
 from effasr.interop.huggingface.parakeet import export_parakeet_ctc, import_parakeet_ctc
 from effasr.interop.huggingface.special_tokens import SpecialTokens
 from effasr.interop.huggingface.weights import CANARY
-from effasr.interop.weights import export_weights
 from effasr.model.asr import ASRModel, ModelConfig
+from tests.interop.parakeet import (
+    BINS,
+    ENCODER,
+    VOCABULARY,
+    assert_export_inverts_import,
+    assert_same,
+    assert_same_gradients,
+    copy_with,
+    features_of,
+    saved,
+    transformers,
+)
+from tests.support.small_model import shake
 
-transformers = pytest.importorskip("transformers")
-
-BINS, VOCABULARY = 16, 40
-ENCODER = {
-    "model_type": "parakeet_encoder",
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "num_mel_bins": BINS,
-    "subsampling_conv_channels": 8,
-    "scale_input": True,
-    **dict.fromkeys(
-        ("dropout", "dropout_positions", "layerdrop", "activation_dropout", "attention_dropout"),
-        0.0,
-    ),
-}
 DECODER = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -49,38 +44,15 @@ DECODER = {
 }
 
 
-@torch.no_grad()
-def shaken(model: nn.Module) -> nn.Module:
-    """No bias stays zero, no norm at rest: else an error in their use would not show."""
-    for parameter in model.parameters():
-        parameter.add_(0.3 * torch.randn_like(parameter))
-    for name, buffer in model.named_buffers():
-        if name.endswith("running_mean"):
-            buffer.normal_(0.0, 0.3)
-        elif name.endswith("running_var"):
-            buffer.uniform_(0.5, 2.0)
-    return model.eval()
-
-
-def saved(model: Any, directory: Path, **options: Any) -> Path:
-    model.save_pretrained(directory, **options)
-    extractor = transformers.ParakeetFeatureExtractor(feature_size=BINS)
-    extractor.save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    transformers.utils.logging.disable_progress_bar()
-
-
 @pytest.fixture(scope="module")
 def theirs() -> Any:
     torch.manual_seed(0)
     config = transformers.CanaryConfig(
         encoder_config=ENCODER, decoder_config=DECODER, vocab_size=VOCABULARY
     )
-    return shaken(transformers.CanaryForConditionalGeneration(config))
+    model = transformers.CanaryForConditionalGeneration(config).eval()
+    shake(model)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +66,10 @@ def ours(directory: Path) -> ASRModel:
 
 
 def their_inputs(example: Example) -> dict[str, Tensor]:
-    extractor = transformers.ParakeetFeatureExtractor(feature_size=BINS)
-    features = extractor(example.audio, sampling_rate=16_000, return_tensors="pt")
     tokens = torch.tensor([example.prompt + example.text])
     targets = [IGNORED] * (len(example.prompt) - 1) + example.text + [3]
-    return {**features, "decoder_input_ids": tokens, "labels": torch.tensor([targets])}
-
-
-def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Equal up to 1e-4 of the largest value."""
-    scale = expected.abs().max().clamp(min=1e-2)
-    error = (actual - expected).abs().max() / scale
-    assert error < 1e-4, f"{what}: relative error {error:.2g}"
+    labels = torch.tensor([targets])
+    return {**features_of(example), "decoder_input_ids": tokens, "labels": labels}
 
 
 def test_each_utterance_gives_the_same_logits_and_loss(
@@ -142,26 +106,11 @@ def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
     losses = ours(make_batch(examples, static=True))
     losses.cross_entropy.backward()
     assert_same(losses.cross_entropy, expected, "loss")
-
-    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    converted = export_weights(
-        {name: grad for name, grad in gradients.items() if grad is not None}, CANARY
-    )
-    their_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    assert converted.keys() == their_gradients.keys()
-    for name, gradient in their_gradients.items():
-        assert_same(converted[name], gradient, name)
+    assert_same_gradients(ours, theirs, CANARY)
 
 
-def test_export_is_the_inverse_of_import(
-    theirs: Any, ours: ASRModel, directory: Path, tmp_path: Path
-) -> None:
-    export_canary(ours, tmp_path)
-    config, vocabulary, state = import_canary(tmp_path)
-    assert (config, vocabulary) == (ours.config, ours.vocab_size)
-    assert state.keys() == ours.state_dict().keys()
-    for name, value in ours.state_dict().items():
-        assert torch.equal(state[name], value), name
+def test_export_is_the_inverse_of_import(ours: ASRModel, tmp_path: Path) -> None:
+    assert_export_inverts_import(ours, tmp_path, export_canary)
 
 
 def test_transformers_loads_what_is_exported(
@@ -174,8 +123,6 @@ def test_transformers_loads_what_is_exported(
     assert not any(report.values()), report
     inputs = their_inputs(examples[0])
     assert torch.equal(again.eval()(**inputs).logits, theirs(**inputs).logits)
-    extractor = transformers.AutoFeatureExtractor.from_pretrained(tmp_path)
-    assert extractor.to_dict() == transformers.ParakeetFeatureExtractor(feature_size=BINS).to_dict()
     assert again.generation_config.decoder_start_token_id == 7
     again.generation_config.max_new_tokens = 3
     assert again.generate(**{k: inputs[k] for k in ("input_features", "attention_mask")}).shape[0]
@@ -197,7 +144,8 @@ def test_an_untied_output_layer_goes_both_ways(tmp_path: Path) -> None:
         vocab_size=VOCABULARY,
         tie_word_embeddings=False,
     )
-    theirs = shaken(transformers.CanaryForConditionalGeneration(config))
+    theirs = transformers.CanaryForConditionalGeneration(config).eval()
+    shake(theirs)
     saved(theirs, tmp_path / "theirs")
     model = ASRModel.from_state_dict(*import_canary(tmp_path / "theirs"))
     assert torch.equal(model.decoder.output_weight, theirs.proj_out.weight)
@@ -217,13 +165,13 @@ def test_parakeet_ctc_is_the_same_function(
         pad_token_id=VOCABULARY,
         ctc_loss_reduction="sum",
     )
-    theirs = shaken(transformers.ParakeetForCTC(config))
+    theirs = transformers.ParakeetForCTC(config).eval()
+    shake(theirs)
     saved(theirs, tmp_path / "theirs")
     model = ASRModel.from_state_dict(*import_parakeet_ctc(tmp_path / "theirs")).eval()
     assert model.vocab_size == VOCABULARY
     batch = make_batch([examples[0]])
-    extractor = transformers.ParakeetFeatureExtractor(feature_size=BINS)
-    features = extractor(examples[0].audio, sampling_rate=16_000, return_tensors="pt")
+    features = features_of(examples[0])
     expected = theirs(**features, labels=torch.tensor([examples[0].text]))
     assert_same(model.ctc_logits(model.encode(batch).values), expected.logits[0], "logits")
     assert_same(model(batch).ctc, expected.loss, "loss")
@@ -295,12 +243,8 @@ def test_models_without_the_part_are_refused(ours: ASRModel, tmp_path: Path) -> 
 def test_a_directory_that_does_not_fit_is_refused(
     change: dict[str, Any], message: str, directory: Path, tmp_path: Path
 ) -> None:
-    for file in directory.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((directory / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=message):
-        import_canary(tmp_path)
+        import_canary(copy_with(directory, tmp_path, change))
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:

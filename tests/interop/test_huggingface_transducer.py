@@ -1,7 +1,6 @@
 """transformers' Parakeet transducers, with random weights, are the oracle of ours."""
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,28 +20,23 @@ from effasr.interop.huggingface.parakeet import (
 )
 from effasr.interop.huggingface.special_tokens import SpecialTokens
 from effasr.interop.huggingface.weights import PARAKEET
-from effasr.interop.weights import export_weights
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.transducer import Transducer, TransducerConfig
+from tests.interop.parakeet import (
+    BINS,
+    ENCODER,
+    VOCABULARY,
+    assert_export_inverts_import,
+    assert_same,
+    assert_same_gradients,
+    copy_with,
+    features_of,
+    saved,
+    transformers,
+)
 
-transformers = pytest.importorskip("transformers")
-
-BINS, VOCABULARY = 16, 40
 DURATIONS = (0, 1, 2, 3)
-ENCODER = {
-    "model_type": "parakeet_encoder",
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "num_mel_bins": BINS,
-    "subsampling_conv_channels": 8,
-    **dict.fromkeys(
-        ("dropout", "dropout_positions", "layerdrop", "activation_dropout", "attention_dropout"),
-        0.0,
-    ),
-}
 TRANSDUCER = {
     "encoder_config": ENCODER,
     "vocab_size": VOCABULARY + 1,
@@ -88,17 +82,6 @@ def random_model(kind: str, **options: Any) -> Any:
     return model
 
 
-def saved(model: Any, directory: Path) -> Path:
-    model.save_pretrained(directory)
-    transformers.ParakeetFeatureExtractor(feature_size=BINS).save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    transformers.utils.logging.disable_progress_bar()
-
-
 @pytest.fixture(scope="module", params=CLASSES)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -124,15 +107,9 @@ def head_of(model: ASRModel) -> Transducer:
     return model.transducer
 
 
-def their_features(*examples: Example) -> dict[str, Tensor]:
-    extractor = transformers.ParakeetFeatureExtractor(feature_size=BINS)
-    audio = [example.audio for example in examples]
-    return {**extractor(audio, sampling_rate=16_000, return_tensors="pt")}
-
-
 def their_inputs(example: Example) -> dict[str, Tensor]:
     tokens = torch.tensor([[VOCABULARY, *example.text]])
-    return {**their_features(example), "decoder_input_ids": tokens}
+    return {**features_of(example), "decoder_input_ids": tokens}
 
 
 def valid(model: Any, inputs: dict[str, Tensor]) -> int:
@@ -171,20 +148,12 @@ def their_loss(model: Any, example: Example) -> Tensor:
 
 def their_transcripts(model: Any, *examples: Example) -> list[list[int]]:
     """Of `generate`, without blanks and what follows the last frame of a shorter utterance."""
-    features = their_features(*examples)
+    features = features_of(*examples)
     found = model.generate(**features, max_new_tokens=400)
     mask = model.get_audio_features(**features).attention_mask
     frames = found.durations.cumsum(1) - found.durations
     kept = (found.sequences != VOCABULARY) & (frames < mask.sum(1, keepdim=True))
     return [row[keep].tolist() for row, keep in zip(found.sequences, kept, strict=True)]
-
-
-def assert_same(actual: Tensor, expected: Tensor, what: str, least: float = 1e-2) -> None:
-    """Equal up to 1e-4 of the largest value, or of ``least``."""
-    assert actual.shape == expected.shape, what
-    scale = expected.abs().max().clamp(min=least)
-    error = (actual - expected).abs().max() / scale
-    assert error < 1e-4, f"{what}: relative error {error:.2g}"
 
 
 @torch.no_grad()
@@ -223,17 +192,8 @@ def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
     each = [ours(make_batch([example])).transducer for example in counted]
     assert_same(torch.stack(each).double(), expected.double(), "each loss")
     assert_same(losses.transducer.double(), expected.sum().double(), "loss")
-
-    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    converted = export_weights(
-        {name: grad for name, grad in gradients.items() if grad is not None}, PARAKEET
-    )
-    their_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    assert converted.keys() == their_gradients.keys()
-    # That of a key's bias is nothing but rounding errors, as it adds the same to a row of scores.
-    least = 1e-2 * max(float(gradient.abs().max()) for gradient in their_gradients.values())
-    for name, gradient in their_gradients.items():
-        assert_same(converted[name], gradient, name, least)
+    # That of a key's bias is only rounding errors, as it adds a constant to a row of scores.
+    assert_same_gradients(ours, theirs, PARAKEET, least=1e-2)
 
 
 @torch.no_grad()
@@ -248,15 +208,9 @@ def test_greedy_transcripts_are_those_of_generate(
     assert len(found[0]) < 10 * encoded.layout.lengths[0], "no blank was said"
 
 
-def test_export_is_the_inverse_of_import(
-    theirs: Any, kind: str, ours: ASRModel, directory: Path, tmp_path: Path
-) -> None:
+def test_export_is_the_inverse_of_import(ours: ASRModel, kind: str, tmp_path: Path) -> None:
+    assert_export_inverts_import(ours, tmp_path, export_model)
     assert export_model(ours, tmp_path) == CLASSES[kind]
-    config, vocabulary, state = import_model(tmp_path)
-    assert (config, vocabulary) == (ours.config, ours.vocab_size)
-    assert state.keys() == ours.state_dict().keys()
-    for name, value in ours.state_dict().items():
-        assert torch.equal(state[name], value), name
 
 
 def test_transformers_loads_what_is_exported(
@@ -273,8 +227,6 @@ def test_transformers_loads_what_is_exported(
     assert again.config.blank_token_id == VOCABULARY
     # Without any setting: the start symbol, and the rows that are no tokens, are in the files.
     assert their_transcripts(again, *examples) == their_transcripts(theirs, *examples)
-    extractor = transformers.AutoFeatureExtractor.from_pretrained(tmp_path)
-    assert extractor.to_dict() == transformers.ParakeetFeatureExtractor(feature_size=BINS).to_dict()
 
 
 def test_a_trained_configuration_goes_out_and_comes_back(
@@ -380,12 +332,8 @@ def test_a_model_without_the_part_is_refused(
 def test_a_directory_that_does_not_fit_is_refused(
     change: dict[str, Any], message: str, directory: Path, tmp_path: Path
 ) -> None:
-    for file in directory.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((directory / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=message):
-        import_model(tmp_path)
+        import_model(copy_with(directory, tmp_path, change))
 
 
 def test_settings_that_are_not_the_models_are_named(
