@@ -28,7 +28,7 @@ def get_normalizer(name: str) -> Callable[[str], str]:
         ValueError: The name is unknown, or the package it needs is not installed.
     """
     if name == "none":
-        return _unchanged
+        return str
     if name == "basic":
         return basic
     if name == "whisper_english":
@@ -49,10 +49,6 @@ def basic(text: str) -> str:
     text = _INNER_APOSTROPHE.sub(_KEPT, text.replace(_KEPT, " "))
     bare = "".join(" " if unicodedata.category(c)[0] in "PS" else c for c in text)
     return " ".join(bare.replace(_KEPT, "'").split())
-
-
-def _unchanged(text: str) -> str:
-    return text
 
 
 def _whisper_english(name: str = "whisper_english") -> Any:

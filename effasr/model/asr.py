@@ -108,7 +108,11 @@ class ASRModel(nn.Module):
         check(vocab_size >= 1, "vocab_size", "be at least 1", vocab_size)
         self.config, self.vocab_size = config, vocab_size
         self.features = LogMel(config.features)
-        self.encoder = _encoder(config)
+        self.encoder: FastConformerEncoder | WhisperEncoder
+        if isinstance(config.encoder, WhisperEncoderConfig):
+            self.encoder = WhisperEncoder(config.encoder, config.features.mel_bins)
+        else:
+            self.encoder = FastConformerEncoder(config.encoder, config.features.mel_bins)
         width = config.encoder.width
         self.ctc_head = nn.Linear(width, vocab_size + 1) if config.ctc else None
         self.transducer = None
@@ -309,10 +313,3 @@ class ASRModel(nn.Module):
         if self.projection is None:
             return encoded
         return encoded.with_values(self.projection(encoded.values))
-
-
-def _encoder(config: ModelConfig) -> FastConformerEncoder | WhisperEncoder:
-    bands = config.features.mel_bins
-    if isinstance(config.encoder, WhisperEncoderConfig):
-        return WhisperEncoder(config.encoder, bands)
-    return FastConformerEncoder(config.encoder, bands)

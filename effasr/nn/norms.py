@@ -68,7 +68,8 @@ class BatchNorm(nn.Module):
             (T, C), the dtype of ``x``; rows of the tail are finite.
         """
         if not self.training:
-            return self._with_running_statistics(x)
+            scale = self.weight * (self.running_var + self.eps).rsqrt()
+            return (_wide(x) * scale + (self.bias - self.running_mean * scale)).to(x.dtype)
         count = layout.cu_seqlens[-1].to(_wide(x).dtype)
         mean, variance = _statistics(x, mask, count) if statistics is None else statistics
         # The compiler leaves the update out by itself where it computes again.
@@ -77,10 +78,6 @@ class BatchNorm(nn.Module):
         return _Normalise.apply(  # type: ignore[return-value]
             x, self.weight, self.bias, mask, count, mean, (variance + self.eps).rsqrt()
         )
-
-    def _with_running_statistics(self, x: Tensor) -> Tensor:
-        scale = self.weight * (self.running_var + self.eps).rsqrt()
-        return (_wide(x) * scale + (self.bias - self.running_mean * scale)).to(x.dtype)
 
     @torch.no_grad()
     def _update(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -49,7 +49,11 @@ def checkpointed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(self, *args)
         # The compiler takes no contexts, and needs none: of what it computes again, it leaves out
         # all that changes a buffer.
-        options: Any = {} if torch.compiler.is_compiling() else {"context_fn": _contexts}
+        options: Any = (
+            {}
+            if torch.compiler.is_compiling()
+            else {"context_fn": lambda: (nullcontext(), _recomputing())}
+        )
         return checkpoint(partial(forward, self), *args, use_reentrant=False, **options)
 
     @cache
@@ -136,10 +140,6 @@ def _is_reached(layer: nn.Module, inputs: Iterable[Any]) -> bool:
     values = [x.values if isinstance(x, PackedSequence) else x for x in inputs]
     tensors = [x for x in values if isinstance(x, Tensor)]
     return any(x.requires_grad for x in (*tensors, *layer.parameters()))
-
-
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _recomputing()
 
 
 @contextmanager

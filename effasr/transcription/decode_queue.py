@@ -118,7 +118,7 @@ class ContinuousSearch:
             Utterance(name, prompt, limit_of(self._model, prompt, self._config.max_tokens(length)))
             for name, prompt, length in zip(names, prompts, frames, strict=False)
         ]
-        if self._engine is not None and self._too_small(self._engine, len(names)):
+        if self._engine is not None and self._engine.slots < min(len(names), self._most):
             yield from self.finish()
             self._engine = None
         with torch.no_grad():
@@ -168,9 +168,6 @@ class ContinuousSearch:
             replace(one, spans=None if found is None else tuple(found))
             for one, found in zip(results, spans, strict=True)
         ]
-
-    def _too_small(self, engine: Engine, utterances: int) -> bool:
-        return engine.slots < min(utterances, self._most)
 
     def _build(self, utterances: int) -> Engine:
         """Make an engine for this many utterances at a time, or fewer if memory runs out."""

@@ -125,7 +125,7 @@ class Recognizer:
                     yield from take_finished(unfinished)
             yield from take_finished(unfinished)
         self._decode_window(search, window, on_audio)
-        self._finish(search, on_audio)
+        self._decode_batch(search, [], on_audio)
         yield from take_finished(unfinished)
 
     def _begin(self, request: Request) -> Recording:
@@ -146,7 +146,8 @@ class Recognizer:
                 _check(audio)
                 blocks, total = [audio], len(audio)
             for chunk, samples in self._speech(recording, self._chunks(blocks, total)):
-                samples = self._at_least_one_frame(samples)
+                missing = max(0, self._frame_samples - len(samples))
+                samples = np.pad(samples, (0, missing)) if missing else samples
                 yield Piece(recording, chunk, samples, self._features.encoder_frames(len(samples)))
         except Exception as error:
             # Ours are sentences already; of others the type is half of the message.
@@ -183,10 +184,6 @@ class Recognizer:
             longest = min(longest, most * self._frame_samples / self.sample_rate)
         return longest
 
-    def _at_least_one_frame(self, audio: np.ndarray) -> np.ndarray:
-        missing = self._frame_samples - len(audio)
-        return np.pad(audio, (0, missing)) if missing > 0 else audio
-
     def _search(self) -> Search:
         if self._method != "attention" or not is_plain_greedy(self.config):
             return BatchSearch(self.model, self.tokenizer, self.config, self._lm)
@@ -201,15 +198,14 @@ class Recognizer:
             [piece.frames for piece in pieces], self.config.frame_budget, self.config.max_sequences
         )
         for indices in plan:
-            with _evaluating(self.model):
-                done = self._decode(search, [pieces[index] for index in indices])
-            if on_audio is not None and done:
-                on_audio(done)
+            self._decode_batch(search, [pieces[index] for index in indices], on_audio)
 
-    def _finish(self, search: Search, on_audio: Callable[[float], None] | None) -> None:
-        """Decode what a search still holds."""
+    def _decode_batch(
+        self, search: Search, pieces: list[Piece], on_audio: Callable[[float], None] | None
+    ) -> None:
+        """Decode a batch, or without pieces what a search still holds."""
         with _evaluating(self.model):
-            done = self._decode(search, [])
+            done = self._decode(search, pieces)
         if on_audio is not None and done:
             on_audio(done)
 

@@ -223,17 +223,14 @@ class Engine:
         """Read a token of each row; returns the best next tokens, int64 (rows,)."""
         tokens = self._tokens[: self._state.num_rows]
         hidden = self._decoder.step(tokens, self._state)
-        likeliest = self._likeliest(hidden)
+        if self._suppression is None:
+            likeliest = self._decoder.likeliest(hidden, self._classes)
+        else:
+            begins = self._begins[: len(hidden)]
+            likeliest = self._suppression.likeliest(self._decoder, hidden, begins, self._classes)
+            begins.zero_()
         tokens.copy_(likeliest)
         return likeliest
-
-    def _likeliest(self, hidden: Tensor) -> Tensor:
-        if self._suppression is None:
-            return self._decoder.likeliest(hidden, self._classes)
-        begins = self._begins[: len(hidden)]
-        found = self._suppression.likeliest(self._decoder, hidden, begins, self._classes)
-        begins.zero_()
-        return found
 
     def _read(self) -> list[Utterance]:
         """Read the tokens of a step; finished utterances leave their slots."""

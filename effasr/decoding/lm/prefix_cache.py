@@ -79,14 +79,12 @@ class PrefixCache:
 
     def keep(self, texts: Iterable[Text]) -> None:
         """Drop all tokens that are in none of these texts."""
-        used = {
-            place for text in texts for place in self._places.get(text[: self._reach(text)], ())
-        }
+        used: set[int] = set()
+        for text in texts:
+            cached = text if text in self._places else text[: self.known(text)]
+            used.update(self._places.get(cached, ()))
         self._places = {text: own for text, own in self._places.items() if own[-1] in used}
         self._free = [place for place in range(len(self._rows)) if place not in used]
-
-    def _reach(self, text: Text) -> int:
-        return len(text) if text in self._places else self.known(text)
 
     def _make_room(self, tokens: int) -> bool:
         """Grow up to the limit, for this many more tokens."""
