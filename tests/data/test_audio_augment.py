@@ -344,7 +344,7 @@ def test_the_plan_is_known_again_by_the_recordings(
             r"`decay_time` must be .* but is \[0\.05, 1\]",
         ),
         ({"telephone": {"probability": 0}}, "leave `telephone` null"),
-        ({"gain": {}}, r"`a\.gain` is no field"),
+        ({"gain": {}}, r"`a\.gain` is an unknown field"),
     ],
 )
 def test_the_configuration_is_checked(mapping: dict, message: str) -> None:
