@@ -31,7 +31,10 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 }
 """The new keys of earlier versions' keys, by the name of the dataclass.
 
-A recipe with an old key is refused; `from_stored` and `complete` translate it."""
+A recipe with an old key is refused; what a run or a checkpoint stores is translated."""
+
+RUN_CONFIG = "config.yaml"
+"""The file of a run directory that has its configuration; it can be used as a recipe."""
 
 
 class ConfigError(ValueError):
@@ -50,7 +53,10 @@ def load(cls: type[T], recipe: str | Path, overrides: Sequence[str] = ()) -> T:
     Raises:
         ConfigError: The file is missing or malformed, a key is unknown, or a value is wrong.
     """
-    mapping = _read(_find(recipe))
+    path = _find(recipe)
+    mapping = _read(path)
+    if path.name == RUN_CONFIG:
+        mapping = _translated(cls, mapping)
     for override in overrides:
         _apply(cls, mapping, override)
     inherited = getattr(cls, "inherited", None)
@@ -107,7 +113,7 @@ def from_stored(cls: type[T], mapping: Mapping[str, Any]) -> T:
     Raises:
         ConfigError: As `from_mapping`.
     """
-    return from_mapping(cls, complete(cls, mapping) if isinstance(mapping, Mapping) else mapping)
+    return from_mapping(cls, _translated(cls, mapping) if isinstance(mapping, Mapping) else mapping)
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
@@ -126,33 +132,35 @@ def complete(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
         cls: The dataclass, as it is now.
         mapping: Keys that are unknown now stay as they are.
     """
+    return _translated(cls, mapping, fill=True)
+
+
+def _translated(cls: type, mapping: Mapping[str, Any], *, fill: bool = False) -> dict[str, Any]:
+    """Replace renamed keys, at any depth; ``fill``: and add the defaults of missing fields."""
     hints, renamed = typing.get_type_hints(cls), RENAMED.get(cls.__name__, {})
-    mapping = {renamed.get(key, key): value for key, value in mapping.items()}
-    completed = dict(mapping)
+    result = {renamed.get(key, key): value for key, value in mapping.items()}
     for field in dataclasses.fields(cls):
-        if not field.init:
-            continue
-        if field.name in mapping:
-            completed[field.name] = _completed(hints[field.name], mapping[field.name])
-        elif field.default is not dataclasses.MISSING:
-            completed[field.name] = _plain(field.default)
-        elif field.default_factory is not dataclasses.MISSING:
-            completed[field.name] = _plain(field.default_factory())
-    return completed
+        if field.init and field.name in result:
+            result[field.name] = _translated_value(hints[field.name], result[field.name], fill)
+        elif field.init and fill and field.default is not dataclasses.MISSING:
+            result[field.name] = _plain(field.default)
+        elif field.init and fill and field.default_factory is not dataclasses.MISSING:
+            result[field.name] = _plain(field.default_factory())
+    return result
 
 
-def _completed(annotation: Any, value: Any) -> Any:
+def _translated_value(annotation: Any, value: Any, fill: bool) -> Any:
     if not isinstance(value, Mapping):
         return value
     if kinds := _dataclasses(annotation):
         try:
-            return complete(_chosen(kinds, value, ""), value)
+            return _translated(_chosen(kinds, value, ""), value, fill=fill)
         except ConfigError:
             return value
     for option in _options(annotation):
         if typing.get_origin(option) is dict:
             inner = typing.get_args(option)[1]
-            return {key: _completed(inner, item) for key, item in value.items()}
+            return {key: _translated_value(inner, item, fill) for key, item in value.items()}
     return value
 
 

@@ -37,7 +37,7 @@ from bench.workload import LISTED, read_durations
 from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 
 from effasr.data.audio.augmentation.config import (
-    AudioAugmentConfig,
+    AudioAugmentationConfig,
     NoiseConfig,
     ReverberationConfig,
     TelephoneConfig,
@@ -164,7 +164,7 @@ def augmented(name: str, noises: Path) -> dict[str, Any]:
     }
     used = sections if name == "all" else {k: v for k, v in sections.items() if k == name}
     speeds = (0.9, 1.0, 1.1) if name in ("speeds", "all") else (1.0,)
-    return {"speeds": speeds, "augment": AudioAugmentConfig(**used)}
+    return {"speed_perturbation": speeds, "audio_augmentation": AudioAugmentationConfig(**used)}
 
 
 def measure(

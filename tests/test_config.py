@@ -103,7 +103,11 @@ def test_to_mapping_is_the_inverse(recipe) -> None:
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        ("encoder: {layer: 5}", [], r"`encoder\.layer` is an unknown field: did you mean `layers`\?"),
+        (
+            "encoder: {layer: 5}",
+            [],
+            r"`encoder\.layer` is an unknown field: did you mean `layers`\?",
+        ),
         ("", ["encoder.layrs=5"], r"`encoder\.layrs` is an unknown field: did you mean `layers`\?"),
         ("", ["encodr.layers=5"], r"`encodr` is an unknown field: did you mean `encoder`\?"),
         ("", ["zzz=5"], r"`zzz` is an unknown field: the fields are name, encoder"),
@@ -225,7 +229,12 @@ class Run:
         ("data: {speeds: [0.9]}", [], "data.speeds", "data.speed_perturbation"),
         ("data: {}", ["data.speeds=[0.9]"], "data.speeds", "data.speed_perturbation"),
         ("data: {}", ["data.augment.layers=2"], "data.augment", "data.audio_augmentation"),
-        ("{data: {}, parts: {a: {speeds: []}}}", [], "parts.a.speeds", "parts.a.speed_perturbation"),
+        (
+            "{data: {}, parts: {a: {speeds: []}}}",
+            [],
+            "parts.a.speeds",
+            "parts.a.speed_perturbation",
+        ),
     ],
 )
 def test_a_renamed_key_of_a_user_is_refused_by_its_new_name(recipe, text, overrides, old, new):
@@ -243,6 +252,16 @@ def test_a_renamed_key_of_an_earlier_version_is_translated() -> None:
     assert config.complete(Run, old) == config.to_mapping(run)
     with pytest.raises(ConfigError, match="has been renamed"):
         config.from_mapping(Run, old)
+
+
+def test_the_configuration_of_an_earlier_run_is_a_recipe(tmp_path) -> None:
+    for name in ("config.yaml", "recipe.yaml"):
+        (tmp_path / name).write_text("data: {speeds: [0.9]}")
+    found = config.load(Run, tmp_path / "config.yaml", ["data.audio_augmentation.layers=2"])
+    expected = DataConfig(speed_perturbation=(0.9,), audio_augmentation=Encoder(layers=2))
+    assert found == Run(data=expected)
+    with pytest.raises(ConfigError, match="has been renamed"):
+        config.load(Run, tmp_path / "recipe.yaml")
 
 
 def test_a_section_without_content_has_its_defaults(recipe) -> None:

@@ -137,7 +137,7 @@ class Loader:
             epoch_end=config.epoch_end,
         )
         skip = config.on_bad_audio == "skip"
-        self._augmenter = Augmenter(config.augment, seed=seed, skip_unreadable=skip)
+        self._augmenter = Augmenter(config.audio_augmentation, seed=seed, skip_unreadable=skip)
         self._rounds = -(-config.micro_batches // world_size)
         # What each worker is at, in memory that all see: for the message where one never returns.
         self._reading = RawArray("q", [-1] * max(1, config.workers))

@@ -178,7 +178,7 @@ def without_chance(config: ModelConfig) -> ModelConfig:
     assert config.decoder is not None
     return replace(
         config,
-        augment=replace(config.augment, freq_masks=0, time_masks=0),
+        spec_augment=replace(config.spec_augment, freq_masks=0, time_masks=0),
         encoder=replace(config.encoder, **off),
         decoder=replace(config.decoder, **off),
     )

@@ -93,7 +93,7 @@ def test_budgets_and_filters_of_the_whole_share_what_was_read(
         {"language": "de"},
         {"min_duration": 0.6},
         {"max_duration": 0.8},
-        {"speeds": (0.9, 1.0)},
+        {"speed_perturbation": (0.9, 1.0)},
         {"filters": FilterConfig(max_tokens_per_second=6.0, max_dropped=1.0)},
         {"filters": FilterConfig(max_characters_per_second=9.0, max_dropped=1.0)},
         {"filters": FilterConfig(languages=("en", "de"))},

@@ -14,7 +14,7 @@ from effasr.data.index.utterance_table import LinesInFile
 from effasr.data.manifest.prepare import prepare
 from effasr.data.tokenizer import Tokenizer
 
-LIMITS = Limits(min_duration=0.6, max_duration=1.0, speeds=(0.9, 1.0))
+LIMITS = Limits(min_duration=0.6, max_duration=1.0, speed_perturbation=(0.9, 1.0))
 Check = Callable[[Any, Any], None]
 
 
@@ -65,7 +65,10 @@ def source(
 def test_the_table_does_not_depend_on_the_processes(
     source: Path, tokenizer: Tokenizer, tmp_path: Path, check_same: Check
 ) -> None:
-    paths, limits = [source, source], Limits(min_duration=0.2, ctc=False, speeds=(0.9, 1.0))
+    paths, limits = (
+        [source, source],
+        Limits(min_duration=0.2, ctc=False, speed_perturbation=(0.9, 1.0)),
+    )
     alone = gather(paths, tokenizer, limits, "en", [0, 1])
     counts: list[int] = []
     with (tmp_path / "lines").open("w+b") as file:

@@ -251,8 +251,8 @@ class _Derivation:
         mixture = None if config.mix is None else Mixture.of(config.mix, sources, samples)
         texts = table.tokens.blocks(rows)
         others = [] if mixture is None else [sources]
-        if config.speeds != (1.0,):
-            others += [np.array(config.speeds), table.speeds[kept]]
+        if config.speed_perturbation != (1.0,):
+            others += [np.array(config.speed_perturbation), table.speeds[kept]]
         return Corpus(
             lengths=lengths,
             shape=shape,
@@ -270,7 +270,7 @@ class _Derivation:
             _tokens=table.tokens,
             _rows=rows,
             _speeds=table.speeds[kept],
-            _all_speeds=config.speeds,
+            _all_speeds=config.speed_perturbation,
             _prompt_lengths=table.prompt_lengths[kept],
             _monotonic=table.monotonic[kept],
         )
@@ -339,7 +339,7 @@ class _Derivation:
 
     def _dropped(self, index: int, reason: Reason, details: str) -> Dropped:
         cut, seconds = self._cut(index), float(self._table.durations[index])
-        name = name_at(cut.id, self._config.speeds[self._table.speeds[index]])
+        name = name_at(cut.id, self._config.speed_perturbation[self._table.speeds[index]])
         return Dropped(name, reason, details, audio_of(cut), seconds)
 
     def _cut(self, index: int) -> Cut:

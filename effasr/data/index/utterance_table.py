@@ -29,7 +29,7 @@ class UtteranceTable:
         lines: uint8, each a lhotse cut as JSON.
         tokens: int32, prompt and text of each line.
         rows: int32 (n,), the line of each utterance; several may share one.
-        speeds: uint8 (n,), the number of each utterance's speed in `Limits.speeds`.
+        speeds: uint8 (n,), the number of each utterance's speed in `Limits.speed_perturbation`.
         token_lengths: int32 (n,), tokens of prompt and text.
         prompt_lengths: int32 (n,), tokens of the prompt.
         frames: int32 (n,), encoder frames.
@@ -143,7 +143,7 @@ class Gathering:
         try:
             cut = utterance.cut(name)
         except AudioError as error:
-            for speed in limits.speeds:
+            for speed in limits.speed_perturbation:
                 copy = name_at(name, speed)
                 self._drop(Dropped(copy, error.problem, str(error), utterance.audio))
             return
@@ -161,7 +161,7 @@ class Gathering:
         self.tokens.extend(tokens.text)
         self.row_tokens.append(len(tokens.prompt) + len(tokens.text))
         for number in fitting:
-            speed = limits.speeds[number]
+            speed = limits.speed_perturbation[number]
             self.rows.append(len(self.line_lengths) - 1)
             self.speeds.append(number)
             self.token_lengths.append(self.row_tokens[-1])

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from effasr.data.features.spec_augment import AugmentConfig
+from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.asr import ASRModel, ModelConfig
 
 _log = logging.getLogger(__name__)
@@ -151,8 +151,8 @@ def warn_about_training_options(
         for name in names
         if dropouts and getattr(options, name, 0.0)
     ]
-    if config.augment != AugmentConfig():
-        dropped.append("augment")
+    if config.spec_augment != SpecAugmentConfig():
+        dropped.append("spec_augment")
     if dropped:
         _log.warning("Options of training are not exported: %s.", ", ".join(dropped))
 
