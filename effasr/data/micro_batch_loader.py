@@ -10,7 +10,8 @@ from torch.utils.data import Dataset, get_worker_info
 
 from effasr.data.audio.augmentation.augmenter import Augmenter, Moment, UnreadableRecording
 from effasr.data.audio.waveform import AudioError, AudioProblem, audio_path
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.config import DataConfig
 from effasr.data.filters.rules import Dropped
 from effasr.data.index.corpus import Corpus

@@ -16,7 +16,8 @@ from torch import nn
 
 from bench.training_corpus import EOS, PAD, Workload
 from effasr import ranges
-from effasr.data.batch import IGNORED, Batch, Example, collate
+from effasr.data.batch import IGNORED, Batch
+from effasr.data.collate import Example, collate
 from effasr.distributed.process_group import World
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.training.build import build_trainee

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from effasr.data.batch import Example, StaticShape, collate
+from effasr.data.batch import StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.greedy import choose_method, decode

@@ -6,7 +6,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.distributed.process_group import World
 from effasr.model.asr import ASRModel, ModelConfig

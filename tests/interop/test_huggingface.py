@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effasr.data.batch import IGNORED, Batch, Example
+from effasr.data.batch import IGNORED, Batch
+from effasr.data.collate import Example
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.interop.huggingface.checkpoint import (

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from effasr.data.batch import Batch, Example, collate
+from effasr.data.batch import Batch
+from effasr.data.collate import Example, collate
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import SentencePieceTokenizer, train_tokenizer
 from effasr.decoding.transducer_greedy import transducer_greedy

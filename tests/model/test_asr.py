@@ -5,7 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from effasr.data.batch import Batch, Example
+from effasr.data.batch import Batch
+from effasr.data.collate import Example
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.encoder import EncoderConfig

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from effasr.data.batch import Example, StaticShape, collate
+from effasr.data.batch import StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.features.log_mel import FeatureConfig, LogMel
 from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
 from effasr.model.losses import gather_losses

@@ -8,7 +8,8 @@ import pytest
 import soundfile
 import torch
 
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.config import DataConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.data.tokenizer import train_tokenizer

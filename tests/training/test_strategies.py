@@ -8,7 +8,8 @@ import torch
 
 from effasr import config as configuration
 from effasr.checkpoint import load_model, resolve
-from effasr.data.batch import IGNORED, Example, collate
+from effasr.data.batch import IGNORED
+from effasr.data.collate import Example, collate
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.data.sampling.strategies import STRATEGIES
 from effasr.model.asr import ASRModel

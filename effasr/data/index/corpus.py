@@ -17,7 +17,8 @@ from lhotse.cut.set import deserialize_cut
 
 from effasr.data.audio.speed_perturbation import load_at, name_at
 from effasr.data.audio.waveform import AudioError
-from effasr.data.batch import Example, StaticShape
+from effasr.data.batch import StaticShape
+from effasr.data.collate import Example
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr.data.filters.config import TooManyDropped, check_share

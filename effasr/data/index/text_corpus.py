@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import TextExample, collate_text
 from effasr.data.config import DataConfig
 from effasr.data.filters.rules import Dropped, Reason, TokenizedText, Unfit, spells_something
 from effasr.data.index.ragged import Ragged, ragged
@@ -20,7 +21,6 @@ from effasr.data.mixture_summary import SOURCE_DTYPE, Mixture
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.population import population
-from effasr.data.text_batch import TextExample, collate_text
 from effasr.data.tokenizer import Tokenizer, UnknownLanguageError
 
 _SEED = 0x7E47
