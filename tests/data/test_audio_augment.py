@@ -24,7 +24,7 @@ from effasr.data.audio.augmentation.noise import mean_power
 from effasr.data.audio.waveform import AudioError
 from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus
-from effasr.data.loader import Loader, Step
+from effasr.data.loader import Loader, StepBatch
 from effasr.data.tokenizer import Tokenizer
 
 RATE = 16_000
@@ -85,12 +85,12 @@ def make(
     return build
 
 
-def take(loader: Loader, count: int, epoch: int = 0, step: int = 0) -> list[Step]:
+def take(loader: Loader, count: int, epoch: int = 0, step: int = 0) -> list[StepBatch]:
     with closing(loader.steps(epoch, step)) as steps:
         return list(islice(steps, count))
 
 
-def audio(steps: list[Step]) -> Iterator[tuple[str, np.ndarray]]:
+def audio(steps: list[StepBatch]) -> Iterator[tuple[str, np.ndarray]]:
     """Every utterance with its samples, in order."""
     for batch in (batch for step in steps for batch in step.batches):
         values, places = batch.audio.values.numpy(), batch.audio.layout.cu_seqlens.tolist()
@@ -98,7 +98,7 @@ def audio(steps: list[Step]) -> Iterator[tuple[str, np.ndarray]]:
             yield name, values[places[number] : places[number + 1]]
 
 
-def assert_same(one: list[Step], other: list[Step]) -> None:
+def assert_same(one: list[StepBatch], other: list[StepBatch]) -> None:
     pairs = list(zip(audio(one), audio(other), strict=True))
     assert pairs
     for (name, left), (same, right) in pairs:
