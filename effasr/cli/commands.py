@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def demo_data(options: argparse.Namespace) -> int:
     """Synthesise the demo corpus and show what it holds."""
-    from effasr.data.demo import build
+    from effasr.data.demo.corpus import build
 
     with _counting("recordings") as show:
         corpus = build(
