@@ -116,7 +116,7 @@ def read_description(directory: Path) -> Description:
     path = directory / _DESCRIPTION
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return configuration.from_mapping(Description, content)
+        return configuration.from_stored(Description, content)
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory} must be a model directory, but has no {_DESCRIPTION}."

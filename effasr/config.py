@@ -1,8 +1,9 @@
-"""Mappings to frozen dataclasses and back, strictly: it knows no component.
+"""Mappings to frozen dataclasses and back, with every key and type checked.
 
 A recipe is a YAML file which lists only what differs from the defaults of the dataclasses. Any
-field can be overridden by its dotted path, ``model.encoder.layers=4``. Nothing is coerced except
-an int where a float is due: a value of the wrong type is an error, not a surprise.
+field can be overridden by its dotted path, ``model.encoder.layers=4``. Only an int is converted,
+to a float where one is required. A section that is null has its defaults, or is switched off where
+its field may be null.
 """
 
 from __future__ import annotations
@@ -24,6 +25,18 @@ T = TypeVar("T")
 RECIPES = Path(__file__).parent / "recipes"
 
 
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "ModelConfig": {"augment": "spec_augment"},
+    "DataConfig": {"augment": "audio_augmentation", "speeds": "speed_perturbation"},
+}
+"""The new keys of earlier versions' keys, by the name of the dataclass.
+
+A recipe with an old key is refused; what a run or a checkpoint stores is translated."""
+
+RUN_CONFIG = "config.yaml"
+"""The file of a run directory that has its configuration; it can be used as a recipe."""
+
+
 class ConfigError(ValueError):
     """A recipe or an override that cannot be used; the message says where and what to do."""
 
@@ -40,7 +53,10 @@ def load(cls: type[T], recipe: str | Path, overrides: Sequence[str] = ()) -> T:
     Raises:
         ConfigError: The file is missing or malformed, a key is unknown, or a value is wrong.
     """
-    mapping = _read(_find(recipe))
+    path = _find(recipe)
+    mapping = _read(path)
+    if path.name == RUN_CONFIG:
+        mapping = _translated(cls, mapping)
     for override in overrides:
         _apply(cls, mapping, override)
     inherited = getattr(cls, "inherited", None)
@@ -73,19 +89,31 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"`{path or cls.__name__}` must be a mapping, but is {mapping!r}.")
     hints = typing.get_type_hints(cls)
-    fields = {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     values = {}
     for key, value in mapping.items():
         where = f"{path}.{key}" if path else str(key)
         if key not in fields:
-            raise ConfigError(_unknown(where, str(key), fields))
-        values[key] = _convert(fields[key], value, where)
+            raise ConfigError(_unknown(cls, where, str(key), fields))
+        annotation = hints[key]
+        if value is None and _is_optional_section(fields[key], annotation):
+            continue
+        values[key] = _convert(annotation, value, where)
     try:
         return cls(**values)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"{path}: {error}" if path else str(error)) from error
+
+
+def from_stored(cls: type[T], mapping: Mapping[str, Any]) -> T:
+    """As `from_mapping`, for a mapping that an earlier version may have written.
+
+    Raises:
+        ConfigError: As `from_mapping`.
+    """
+    return from_mapping(cls, _translated(cls, mapping) if isinstance(mapping, Mapping) else mapping)
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
@@ -98,38 +126,41 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def complete(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """A `to_mapping` of an earlier version, with the defaults of fields that it did not know.
+    """A `to_mapping` of an earlier version, with new keys and the defaults of new fields.
 
     Args:
         cls: The dataclass, as it is now.
-        mapping: Keys that are no fields any more stay as they are.
+        mapping: Keys that are unknown now stay as they are.
     """
-    hints = typing.get_type_hints(cls)
-    completed = dict(mapping)
+    return _translated(cls, mapping, fill=True)
+
+
+def _translated(cls: type, mapping: Mapping[str, Any], *, fill: bool = False) -> dict[str, Any]:
+    """Replace renamed keys, at any depth; ``fill``: and add the defaults of missing fields."""
+    hints, renamed = typing.get_type_hints(cls), RENAMED.get(cls.__name__, {})
+    result = {renamed.get(key, key): value for key, value in mapping.items()}
     for field in dataclasses.fields(cls):
-        if not field.init:
-            continue
-        if field.name in mapping:
-            completed[field.name] = _completed(hints[field.name], mapping[field.name])
-        elif field.default is not dataclasses.MISSING:
-            completed[field.name] = _plain(field.default)
-        elif field.default_factory is not dataclasses.MISSING:
-            completed[field.name] = _plain(field.default_factory())
-    return completed
+        if field.init and field.name in result:
+            result[field.name] = _translated_value(hints[field.name], result[field.name], fill)
+        elif field.init and fill and field.default is not dataclasses.MISSING:
+            result[field.name] = _plain(field.default)
+        elif field.init and fill and field.default_factory is not dataclasses.MISSING:
+            result[field.name] = _plain(field.default_factory())
+    return result
 
 
-def _completed(annotation: Any, value: Any) -> Any:
+def _translated_value(annotation: Any, value: Any, fill: bool) -> Any:
     if not isinstance(value, Mapping):
         return value
     if kinds := _dataclasses(annotation):
         try:
-            return complete(_chosen(kinds, value, ""), value)
+            return _translated(_chosen(kinds, value, ""), value, fill=fill)
         except ConfigError:
             return value
     for option in _options(annotation):
         if typing.get_origin(option) is dict:
             inner = typing.get_args(option)[1]
-            return {key: _completed(inner, item) for key, item in value.items()}
+            return {key: _translated_value(inner, item, fill) for key, item in value.items()}
     return value
 
 
@@ -208,7 +239,7 @@ def _child(owner: Any, key: str, path: str) -> Any:
     else:
         hints = typing.get_type_hints(owner)
         if key not in hints:
-            raise ConfigError(_unknown(where, key, hints))
+            raise ConfigError(_unknown(owner, where, key, hints))
         annotation = hints[key]
     if _dataclasses(annotation):
         return annotation
@@ -216,6 +247,12 @@ def _child(owner: Any, key: str, path: str) -> Any:
         if typing.get_origin(option) is dict:
             return option
     raise ConfigError(f"`{where}` must be given a value itself, as it has no fields.")
+
+
+def _is_optional_section(field: dataclasses.Field, annotation: Any) -> bool:
+    """Whether null stands for the defaults of a field, as in YAML of a section without content."""
+    has_default = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
+    return has_default and type(None) not in _options(annotation) and bool(_dataclasses(annotation))
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
@@ -328,9 +365,11 @@ def _describe(annotation: Any) -> str:
     return names.get(annotation, f"a mapping ({getattr(annotation, '__name__', annotation)})")
 
 
-def _unknown(where: str, key: str, known: Mapping[str, Any]) -> str:
-    near = _nearest(key, list(known)) or f"there are {', '.join(known)}."
-    return f"`{where}` is no field: {near}"
+def _unknown(cls: type, where: str, key: str, known: Mapping[str, Any]) -> str:
+    if key in (renamed := RENAMED.get(cls.__name__, {})):
+        return f"`{where}` has been renamed: use `{where.removesuffix(key)}{renamed[key]}`."
+    near = _nearest(key, list(known)) or f"the fields are {', '.join(known)}."
+    return f"`{where}` is an unknown field: {near}"
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

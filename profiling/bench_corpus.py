@@ -137,7 +137,7 @@ def _measured(folder: Path, jobs: int, keep: bool, ready: Any) -> tuple[Corpus, 
 def _worker(corpus: Corpus, results: Any) -> None:
     before, begin, cpu_begin = _private(), time.perf_counter(), time.process_time()
     for index in np.random.default_rng(0).integers(len(corpus), size=LOOKS).tolist():
-        corpus.cut(index)
+        corpus.audio(index)
         corpus._tokens[corpus._rows[index]].tolist()
     seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
     own, now = _private(), _memory()

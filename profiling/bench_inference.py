@@ -32,7 +32,8 @@ import torch
 from bench.workload import LISTED, read_durations
 from bench_ops import provenance
 
-from effasr.data.batch import Batch, Example, collate
+from effasr.data.batch import Batch
+from effasr.data.collate import Example, collate
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.model.asr import ASRModel, ModelConfig

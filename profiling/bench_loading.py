@@ -37,12 +37,12 @@ from bench.workload import LISTED, read_durations
 from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 
 from effasr.data.audio.augmentation.config import (
-    AudioAugmentConfig,
+    AudioAugmentationConfig,
     NoiseConfig,
     ReverberationConfig,
     TelephoneConfig,
 )
-from effasr.data.audio.waveform import TarMember
+from effasr.data.audio.waveform import AudioSegment, TarMember
 from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
@@ -136,12 +136,10 @@ def stored_bytes(corpus: Corpus) -> int:
     """Size of the audio files, as they are stored; of utterances at several speeds, of each."""
     total = 0
     for index in range(len(corpus)):
-        cut = corpus.cut(index)
-        assert isinstance(cut, MonoCut)
-        assert cut.recording is not None
-        source = str(cut.recording.sources[0].source)
-        member = TarMember.parse(source)
-        total += Path(source).stat().st_size if member is None else member.size
+        audio = corpus.audio(index)
+        assert isinstance(audio, AudioSegment)
+        path = audio.path
+        total += path.size if isinstance(path, TarMember) else Path(path).stat().st_size
     return total
 
 
@@ -164,7 +162,7 @@ def augmented(name: str, noises: Path) -> dict[str, Any]:
     }
     used = sections if name == "all" else {k: v for k, v in sections.items() if k == name}
     speeds = (0.9, 1.0, 1.1) if name in ("speeds", "all") else (1.0,)
-    return {"speeds": speeds, "augment": AudioAugmentConfig(**used)}
+    return {"speed_perturbation": speeds, "audio_augmentation": AudioAugmentationConfig(**used)}
 
 
 def measure(

@@ -31,7 +31,8 @@ import torch
 
 from effasr import config
 from effasr.data.atomic_files import write_atomically
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.cost import CostModel

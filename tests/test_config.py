@@ -103,10 +103,14 @@ def test_to_mapping_is_the_inverse(recipe) -> None:
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        ("encoder: {layer: 5}", [], r"`encoder\.layer` is no field: did you mean `layers`\?"),
-        ("", ["encoder.layrs=5"], r"`encoder\.layrs` is no field: did you mean `layers`\?"),
-        ("", ["encodr.layers=5"], r"`encodr` is no field: did you mean `encoder`\?"),
-        ("", ["zzz=5"], r"`zzz` is no field: there are name, encoder"),
+        (
+            "encoder: {layer: 5}",
+            [],
+            r"`encoder\.layer` is an unknown field: did you mean `layers`\?",
+        ),
+        ("", ["encoder.layrs=5"], r"`encoder\.layrs` is an unknown field: did you mean `layers`\?"),
+        ("", ["encodr.layers=5"], r"`encodr` is an unknown field: did you mean `encoder`\?"),
+        ("", ["zzz=5"], r"`zzz` is an unknown field: the fields are name, encoder"),
         ("", ["encoder.layers=many"], r"`encoder\.layers` must be an integer, but is 'many'"),
         ("", ["encoder.layers=2.5"], r"must be an integer, but is 2\.5"),
         ("", ["encoder.layers=true"], r"must be an integer, but is True"),
@@ -183,7 +187,7 @@ def test_an_earlier_file_has_the_first_kind() -> None:
     ("text", "message"),
     [
         ("shape: {kind: star}", "`shape.kind` must be one of square, circle, but is 'star'"),
-        ("shape: {kind: circle, side: 2}", "`shape.side` is no field"),
+        ("shape: {kind: circle, side: 2}", "`shape.side` is an unknown field"),
         ("shape: 3", "`shape` must be a mapping .* or a mapping .* or null, but is 3"),
     ],
 )
@@ -203,3 +207,70 @@ def test_kinds_are_checked(recipe, text, message) -> None:
 )
 def test_what_is_left_out_is_inherited(recipe, text, expected) -> None:
     assert config.load(Heir, recipe(text)).shape == expected
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """It bears the name of one whose keys were renamed."""
+
+    speed_perturbation: tuple[float, ...] = (1.0,)
+    audio_augmentation: Encoder = field(default_factory=Encoder)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    data: DataConfig
+    parts: dict[str, DataConfig] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "old", "new"),
+    [
+        ("data: {speeds: [0.9]}", [], "data.speeds", "data.speed_perturbation"),
+        ("data: {}", ["data.speeds=[0.9]"], "data.speeds", "data.speed_perturbation"),
+        ("data: {}", ["data.augment.layers=2"], "data.augment", "data.audio_augmentation"),
+        (
+            "{data: {}, parts: {a: {speeds: []}}}",
+            [],
+            "parts.a.speeds",
+            "parts.a.speed_perturbation",
+        ),
+    ],
+)
+def test_a_renamed_key_of_a_user_is_refused_by_its_new_name(recipe, text, overrides, old, new):
+    with pytest.raises(ConfigError, match=rf"^`{old}` has been renamed: use `{new}`\.$"):
+        config.load(Run, recipe(text), overrides)
+
+
+def test_a_renamed_key_of_an_earlier_version_is_translated() -> None:
+    old = {"data": {"speeds": [0.9], "augment": {"layers": 2}}, "parts": {"a": {"speeds": [2.0]}}}
+    run = Run(
+        data=DataConfig(speed_perturbation=(0.9,), audio_augmentation=Encoder(layers=2)),
+        parts={"a": DataConfig(speed_perturbation=(2.0,))},
+    )
+    assert config.from_stored(Run, old) == run
+    assert config.complete(Run, old) == config.to_mapping(run)
+    with pytest.raises(ConfigError, match="has been renamed"):
+        config.from_mapping(Run, old)
+
+
+def test_the_configuration_of_an_earlier_run_is_a_recipe(tmp_path) -> None:
+    for name in ("config.yaml", "recipe.yaml"):
+        (tmp_path / name).write_text("data: {speeds: [0.9]}")
+    found = config.load(Run, tmp_path / "config.yaml", ["data.audio_augmentation.layers=2"])
+    expected = DataConfig(speed_perturbation=(0.9,), audio_augmentation=Encoder(layers=2))
+    assert found == Run(data=expected)
+    with pytest.raises(ConfigError, match="has been renamed"):
+        config.load(Run, tmp_path / "recipe.yaml")
+
+
+def test_a_section_without_content_has_its_defaults(recipe) -> None:
+    assert config.load(Root, recipe("encoder:")) == Root()
+    assert config.load(Root, recipe("encoder: {layers: 5}"), ["encoder=null"]) == Root()
+    found = config.load(Root, recipe(""), ["encoder=null", "encoder.layers=4"])
+    assert found.encoder == Encoder(layers=4)
+
+
+def test_a_section_that_must_be_given_cannot_be_null(recipe) -> None:
+    with pytest.raises(ConfigError, match=r"`data` must be a mapping \(DataConfig\), but is None"):
+        config.load(Run, recipe("data: null"))

@@ -27,7 +27,7 @@ def add(command: AddCommand) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Synthesise the corpus and print statistics of each split."""
-    from effasr.data.demo import build
+    from effasr.data.demo.corpus import build
 
     with progress_counter("recordings") as show:
         corpus = build(

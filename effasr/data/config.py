@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from effasr.data.audio.augmentation.config import AudioAugmentConfig
+from effasr.data.audio.augmentation.config import AudioAugmentationConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.filters.config import FilterConfig
 from effasr.data.filters.limits import Limits
@@ -24,10 +24,10 @@ class DataConfig:
         mix: Sources with shares, in place of ``train``.
         validation: Manifests to evaluate on during training.
         tokenizer: Folder of the tokenizer.
-        speeds: Of training utterances: each of them is trained on at every speed in every epoch,
-            as an utterance of its own, whose length is what limits and shares look at. With 0.9,
-            1.0 and 1.1, an epoch has three times the steps.
-        augment: What is done to their audio besides: noise, rooms, the telephone.
+        speed_perturbation: Speeds of training utterances. Each utterance is in every epoch once at
+            every speed, as an utterance of its own, to whose length limits and shares apply. With
+            0.9, 1.0 and 1.1, an epoch has three times the steps.
+        audio_augmentation: What is done to their audio besides: noise, rooms, the telephone.
         language: The language of utterances that name none.
         strategy: How utterances become micro-batches. ``packed`` fills the budgets of one static
             shape. The others are the batches of other toolkits, for comparison: ``random``,
@@ -76,8 +76,8 @@ class DataConfig:
     mix: MixConfig | None = None
     validation: str | tuple[str, ...] = ()
     tokenizer: str = ""
-    speeds: tuple[float, ...] = (1.0,)
-    augment: AudioAugmentConfig = field(default_factory=AudioAugmentConfig)
+    speed_perturbation: tuple[float, ...] = (1.0,)
+    audio_augmentation: AudioAugmentationConfig = field(default_factory=AudioAugmentationConfig)
     language: str = "en"
     strategy: Strategy = "packed"
     epoch_end: EpochEnd | None = None
@@ -243,6 +243,6 @@ class DataConfig:
             languages=self.filters.languages,
             characters=self.filters.characters,
             ctc=ctc,
-            speeds=self.speeds,
+            speed_perturbation=self.speed_perturbation,
             framing=framing,
         )

@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
@@ -22,58 +22,21 @@ from torch.utils.data import DataLoader
 
 from effasr.data import worker_processes
 from effasr.data.audio.augmentation.augmenter import Augmenter
-from effasr.data.audio.waveform import audio_path
-from effasr.data.batch import Batch, StaticShape
+from effasr.data.audio.waveform import AudioError, audio_path
+from effasr.data.batch import StaticShape
 from effasr.data.config import DataConfig
-from effasr.data.filters.rules import Dropped
 from effasr.data.index.corpus import Corpus
-from effasr.data.micro_batch_loader import Failure, Loaded, MicroBatches, Place, Turn, checked
+from effasr.data.micro_batch_loader import EMPTY, MicroBatchDataset, MicroBatchRef, StepBatch
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.plan import EpochPlan
 from effasr.data.sampling.strategies import planner
 
-__all__ = ["Corpus", "DataConfig", "Loader", "Step", "Turn"]
+__all__ = ["Corpus", "DataConfig", "Loader", "MicroBatchRef", "StepBatch"]
 
 log = logging.getLogger(__name__)
 
-_NOBODY = np.zeros(0, dtype=np.int32)
-
-
-# Of so many epochs the plans are kept: that which a late learner is in, and that after it.
 _PLANS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A rank's part of a global step.
-
-    Attributes:
-        epoch: Counted from 0.
-        step: Counted from 0 in each epoch.
-        num_steps: Steps of this epoch.
-        batches: This rank's micro-batches.
-        skipped: Utterances left out of them because their audio could not be read.
-        indices: int (m,), the utterances of the corpus that were to be in them.
-        text_indices: int (m,), the text pairs that are in text-only ones.
-        places: Number of each of the ``batches`` among the micro-batches of the global step.
-        number: That of the `Turn`.
-    """
-
-    epoch: int
-    step: int
-    num_steps: int
-    batches: list[Batch]
-    skipped: tuple[Dropped, ...]
-    indices: np.ndarray
-    text_indices: np.ndarray
-    places: range
-    number: int = 0
-
-    @property
-    def next_position(self) -> tuple[int, int]:
-        """Epoch and step that follow; what a checkpoint after this step holds."""
-        last = self.step + 1 == self.num_steps
-        return (self.epoch + 1, 0) if last else (self.epoch, self.step + 1)
+"""Epochs whose plans are kept: that which a late learner is in, and the next."""
 
 
 class Loader:
@@ -137,7 +100,7 @@ class Loader:
             epoch_end=config.epoch_end,
         )
         skip = config.on_bad_audio == "skip"
-        self._augmenter = Augmenter(config.augment, seed=seed, skip_unreadable=skip)
+        self._augmenter = Augmenter(config.audio_augmentation, seed=seed, skip_unreadable=skip)
         self._rounds = -(-config.micro_batches // world_size)
         # What each worker is at, in memory that all see: for the message where one never returns.
         self._reading = RawArray("q", [-1] * max(1, config.workers))
@@ -195,7 +158,7 @@ class Loader:
             self.plan(epoch)
         return self._fingerprints[epoch]
 
-    def steps(self, epoch: int = 0, step: int = 0) -> Generator[Step, None, None]:
+    def steps(self, epoch: int = 0, step: int = 0) -> Generator[StepBatch, None, None]:
         """This rank's part of every global step from a position on, without end.
 
         Closing the iterator ends its worker processes.
@@ -214,98 +177,107 @@ class Loader:
                 f"`step` must be in 0 .. {self.plan(epoch).num_steps - 1}, the steps of epoch "
                 f"{epoch}, but is {step}: corpus or budgets are not those of the saved position."
             )
-        return self.take(self._turns(epoch, step))
+        return self.take(self._own_parts(epoch, step))
 
-    def take(self, turns: Iterable[Turn]) -> Generator[Step, None, None]:
+    def take(self, parts: Iterable[MicroBatchRef]) -> Generator[StepBatch, None, None]:
         """The parts of global steps that are asked for, in any order.
 
         Closing the iterator ends its worker processes.
 
         Args:
-            turns: Without end; asked for a little ahead of what is yielded.
+            parts: Endless, each named by epoch, step, rank and number; asked for a little ahead of
+                what is yielded.
 
         Raises:
             AudioError: As `steps`.
             RuntimeError: As `steps`.
         """
         with warnings.catch_warnings():
-            # Of more workers than processors: they wait for files, and are as many as configured.
+            # More workers than processors are what the configuration asks for: they wait for files.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
-            loaded = iter(self._data_loader(turns))
+            loaded = iter(self._data_loader(parts))
         try:
             while True:
-                yield self._step([worker_processes.next_item(loaded) for _ in range(self._rounds)])
+                yield self._joined(
+                    [worker_processes.next_item(loaded) for _ in range(self._rounds)]
+                )
         finally:
             # An error keeps this frame, but must not keep the workers.
             del loaded
 
-    def reading(self) -> list[str]:
-        """The utterances that are being read at this moment, each with its file."""
-        corpus = self._corpus
-        reading = [index for index in self._reading[:] if index >= 0]
-        return [f"{corpus.name(i)} ({audio_path(corpus.cut(i)) or 'no file'})" for i in reading]
-
-    def load(self, turn: Turn) -> Step:
+    def load(self, part: MicroBatchRef) -> StepBatch:
         """One part of a global step, at once and in this process.
 
         Raises:
             AudioError: As `steps`.
         """
-        data = self._micro_batches()
-        step = self._step([data[place] for place in self._places([turn])])
-        if self._pin_memory:
-            return replace(step, batches=[batch.pin_memory() for batch in step.batches])
-        return step
+        data = self._dataset()
+        step = self._joined([data[ref] for ref in self._refs([part])])
+        return step.pin_memory() if self._pin_memory else step
 
-    def _step(self, items: list[Loaded | Failure]) -> Step:
-        parts = [checked(item) for item in items]
-        place = parts[0].place
-        return Step(
-            epoch=place.turn.epoch,
-            step=place.turn.step,
-            num_steps=place.num_steps,
-            batches=[part.batch for part in parts],
-            skipped=tuple(drop for part in parts for drop in part.skipped),
-            indices=_members(parts, text=False),
-            text_indices=_members(parts, text=True),
-            places=range(self._rounds * self._world_size)[place.turn.rank :: self._world_size],
-            number=place.turn.number,
-        )
+    def reading(self) -> list[str]:
+        """The utterances that are being read at this moment, each with its file."""
+        corpus = self._corpus
+        reading = [index for index in self._reading[:] if index >= 0]
+        return [f"{corpus.name(i)} ({audio_path(corpus.audio(i)) or 'no file'})" for i in reading]
 
-    def _turns(self, epoch: int, step: int) -> Iterator[Turn]:
-        """This rank's own, in the order of the plans."""
+    def _own_parts(self, epoch: int, step: int) -> Iterator[MicroBatchRef]:
+        """This rank's parts of all global steps, in the order of the plans."""
         while True:
             for number in range(step, self.plan(epoch).num_steps):
-                yield Turn(epoch, number, self._rank)
+                yield MicroBatchRef(epoch, number, self._rank)
             epoch, step = epoch + 1, 0
 
-    def _places(self, turns: Iterable[Turn]) -> Iterator[Place]:
-        """What to load, in order; the data loader asks a little ahead of the training."""
-        for turn in turns:
-            plan, text = self._both_plans(turn.epoch)
-            members = [(indices, False) for indices in plan.step(turn.step)]
+    def _refs(self, parts: Iterable[MicroBatchRef]) -> Iterator[MicroBatchRef]:
+        """The micro-batches of each part, as many for each."""
+        for part in parts:
+            plan, text = self._both_plans(part.epoch)
+            members = [(indices, False) for indices in plan.step(part.step)]
             if text is not None:
-                members += [(indices, True) for indices in text.step(turn.step % text.num_steps)]
-                # By turns on every rank, whose batch norms must see speech now and then.
-                first = turn.step % len(members)
+                members += [(indices, True) for indices in text.step(part.step % text.num_steps)]
+                # Rotated, so that the batch norms of every rank see speech now and then.
+                first = part.step % len(members)
                 members = members[first:] + members[:first]
-            own = members[turn.rank :: self._world_size]
-            # A rank that stayed away from a round would keep the others waiting.
-            own += [(_NOBODY, False)] * (self._rounds - len(own))
-            for indices, is_text in own:
-                yield Place(turn, plan.num_steps, indices, is_text)
+            own = members[part.rank :: self._world_size]
+            # A rank without a micro-batch in a round would keep the others waiting.
+            own += [(EMPTY, False)] * (self._rounds - len(own))
+            for round_, (indices, is_text) in enumerate(own):
+                yield replace(
+                    part,
+                    num_steps=plan.num_steps,
+                    place=part.rank + round_ * self._world_size,
+                    indices=indices,
+                    is_text=is_text,
+                )
 
-    def _micro_batches(self) -> MicroBatches:
+    def _joined(self, items: list[StepBatch | AudioError]) -> StepBatch:
+        """A rank's micro-batches of a step together; an error among them is raised."""
+        parts: list[StepBatch] = []
+        for item in items:
+            if isinstance(item, AudioError):
+                raise item
+            parts.append(item)
+        count = self._world_size
+        return replace(
+            parts[0],
+            batches=[batch for part in parts for batch in part.batches],
+            skipped=tuple(drop for part in parts for drop in part.skipped),
+            indices=np.concatenate([part.indices for part in parts]),
+            text_indices=np.concatenate([part.text_indices for part in parts]),
+            places=range(parts[0].places.start, self._rounds * count, count),
+        )
+
+    def _dataset(self) -> MicroBatchDataset:
         shape = self._planner.shape
-        return MicroBatches(self._corpus, self._config, shape, self._reading, self._augmenter)
+        return MicroBatchDataset(self._corpus, self._config, shape, self._reading, self._augmenter)
 
-    def _data_loader(self, turns: Iterable[Turn]) -> DataLoader[Any]:
+    def _data_loader(self, parts: Iterable[MicroBatchRef]) -> DataLoader[Any]:
         workers = self._config.workers
         return DataLoader(
-            self._micro_batches(),
+            self._dataset(),
             batch_size=None,
-            sampler=_Iterable(self._places(turns)),
-            collate_fn=_as_it_is,
+            sampler=self._refs(parts),
+            collate_fn=_identity,
             num_workers=workers,
             prefetch_factor=self._config.prefetch if workers else None,
             pin_memory=self._pin_memory,
@@ -314,22 +286,6 @@ class Loader:
             worker_init_fn=partial(worker_processes.end_with_parent, os.getpid()),
             multiprocessing_context=worker_processes.context() if workers else None,
         )
-
-
-class _Iterable:
-    """An iterator in the shape that DataLoader wants of a sampler."""
-
-    def __init__(self, items: Iterator[Place]) -> None:
-        self._items = items
-
-    def __iter__(self) -> Iterator[Place]:
-        return self._items
-
-
-def _members(parts: list[Loaded], *, text: bool) -> np.ndarray:
-    """What was to be in the micro-batches of a kind."""
-    members = [part.place.indices for part in parts if part.place.is_text == text]
-    return np.concatenate([_NOBODY, *members])
 
 
 def _uneven(micro_batches: int, world_size: int) -> str:
@@ -351,5 +307,5 @@ def _fingerprint(plan: EpochPlan, augmentation: str) -> str:
     return digest.hexdigest()
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item

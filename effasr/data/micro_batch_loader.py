@@ -1,72 +1,88 @@
-"""Micro-batches on their way from the disk to the training, by worker processes or without."""
+"""Loads micro-batches: what a `Loader` asks its worker processes for, and what they return."""
 
 from __future__ import annotations
 
 from collections.abc import MutableSequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
 from effasr.data.audio.augmentation.augmenter import Augmenter, Moment, UnreadableRecording
-from effasr.data.audio.waveform import AudioError, AudioProblem, audio_path
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.audio.waveform import AudioError, audio_path
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.config import DataConfig
 from effasr.data.filters.rules import Dropped
 from effasr.data.index.corpus import Corpus
 
+EMPTY = np.zeros(0, dtype=np.int32)
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Which part of which global step a rank is to train on.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatchRef:
+    """A micro-batch to be loaded; the first four fields name a rank's part of a global step.
 
     Attributes:
         epoch: Counted from 0.
         step: Counted from 0 in each epoch.
         rank: Whose part.
-        number: By which the caller knows it again.
+        number: What the caller recognises the part by.
+        num_steps: Steps of the epoch.
+        place: Its number among the micro-batches of the global step.
+        indices: int32 (m,), the utterances of the corpus, or the text pairs, that are in it.
+        is_text: Whether it is text-only.
     """
 
     epoch: int
     step: int
     rank: int
     number: int = 0
+    num_steps: int = 0
+    place: int = 0
+    indices: np.ndarray = field(default_factory=EMPTY.copy)
+    is_text: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """A micro-batch to be loaded, and where it belongs."""
+class StepBatch:
+    """A rank's part of a global step, or one micro-batch of it.
 
-    turn: Turn
+    Attributes:
+        epoch: Counted from 0.
+        step: Counted from 0 in each epoch.
+        num_steps: Steps of this epoch.
+        batches: This rank's micro-batches.
+        skipped: Utterances left out of them because their audio could not be read.
+        indices: int32 (m,), the utterances of the corpus that were to be in them.
+        text_indices: int32 (m,), the text pairs that are in text-only ones.
+        places: Number of each of the ``batches`` among the micro-batches of the global step.
+        number: That of the `MicroBatchRef`.
+    """
+
+    epoch: int
+    step: int
     num_steps: int
+    batches: list[Batch]
+    skipped: tuple[Dropped, ...]
     indices: np.ndarray
-    is_text: bool
+    text_indices: np.ndarray
+    places: range
+    number: int = 0
+
+    @property
+    def next_position(self) -> tuple[int, int]:
+        """Epoch and step that follow; what a checkpoint after this step holds."""
+        last = self.step + 1 == self.num_steps
+        return (self.epoch + 1, 0) if last else (self.epoch, self.step + 1)
+
+    def pin_memory(self) -> StepBatch:
+        """The same in pinned memory; called by torch's DataLoader."""
+        return replace(self, batches=[batch.pin_memory() for batch in self.batches])
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A micro-batch on its way from a worker."""
-
-    place: Place
-    batch: Batch
-    skipped: list[Dropped]
-
-    def pin_memory(self) -> Loaded:
-        """Called by torch's DataLoader."""
-        return Loaded(self.place, self.batch.pin_memory(), self.skipped)
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An error on its way from a worker, without the worker's traceback."""
-
-    problem: AudioProblem
-    message: str
-    remedy: str
-
-
-class MicroBatches(Dataset[Loaded | Failure]):
-    """Loads what it is asked for; lives in every worker."""
+class MicroBatchDataset(Dataset[StepBatch | AudioError]):
+    """Loads the micro-batches that it is asked for; every worker process has a copy."""
 
     def __init__(
         self,
@@ -92,27 +108,27 @@ class MicroBatches(Dataset[Loaded | Failure]):
         self._padded = config.padded
         self._skip = config.on_bad_audio == "skip"
 
-    def __getitem__(self, place: Place) -> Loaded | Failure:
+    def __getitem__(self, ref: MicroBatchRef) -> StepBatch | AudioError:
+        """One micro-batch; an error is returned, not raised, to arrive without a traceback."""
         corpus = self._corpus
-        if place.is_text:
+        if ref.is_text:
             assert corpus.text is not None
-            return Loaded(place, corpus.text.batch(place.indices), [])
-        examples, skipped = [], []
+            return _part(ref, corpus.text.batch(ref.indices), [])
+        examples: list[Example] = []
+        skipped: list[Dropped] = []
         worker = get_worker_info()
         slot = 0 if worker is None else worker.id
-        for index in place.indices.tolist():
-            self._reading[slot] = index
-            try:
-                examples.append(self._example(index, place.turn, skipped))
-            except AudioError as error:
-                if not self._skip:
-                    self._reading[slot] = -1
-                    return Failure(error.problem, str(error), _remedy(error))
-                cut = corpus.cut(index)
-                path, seconds = audio_path(cut) or "", corpus.duration(index)
-                name = corpus.name(index)
-                skipped.append(Dropped(name, error.problem, str(error), path, seconds))
-        self._reading[slot] = -1
+        try:
+            for index in ref.indices.tolist():
+                self._reading[slot] = index
+                try:
+                    examples.append(self._example(index, ref, skipped))
+                except AudioError as error:
+                    if not self._skip:
+                        return _with_remedy(error)
+                    skipped.append(self._dropped(index, error))
+        finally:
+            self._reading[slot] = -1
         batch = collate(
             examples,
             self._shape,
@@ -121,33 +137,40 @@ class MicroBatches(Dataset[Loaded | Failure]):
             padded=self._padded,
             framing=corpus.shape.framing,
         )
-        return Loaded(place, batch, skipped)
+        return _part(ref, batch, skipped)
 
-    def _example(self, index: int, turn: Turn, skipped: list[Dropped]) -> Example:
-        """An utterance; recordings that it would have been changed by are added to ``skipped``."""
+    def _example(self, index: int, ref: MicroBatchRef, skipped: list[Dropped]) -> Example:
+        """An utterance, augmented; recordings that cannot be read for it go to ``skipped``."""
         example = self._corpus.example(index)
         if not self._augmenter:
             return example
-        audio, unreadable = self._augmenter(example.audio, Moment(turn.epoch, turn.step, index))
+        audio, unreadable = self._augmenter(example.audio, Moment(ref.epoch, ref.step, index))
         skipped += unreadable
         return replace(example, audio=audio)
 
+    def _dropped(self, index: int, error: AudioError) -> Dropped:
+        corpus = self._corpus
+        path = audio_path(corpus.audio(index)) or ""
+        name, seconds = corpus.name(index), corpus.duration(index)
+        return Dropped(name, error.problem, str(error), path, seconds)
 
-def _remedy(error: AudioError) -> str:
+
+def _part(ref: MicroBatchRef, batch: Batch, skipped: list[Dropped]) -> StepBatch:
+    return StepBatch(
+        epoch=ref.epoch,
+        step=ref.step,
+        num_steps=ref.num_steps,
+        batches=[batch],
+        skipped=tuple(skipped),
+        indices=EMPTY if ref.is_text else ref.indices,
+        text_indices=ref.indices if ref.is_text else EMPTY,
+        places=range(ref.place, ref.place + 1),
+        number=ref.number,
+    )
+
+
+def _with_remedy(error: AudioError) -> AudioError:
+    remedy = "Run `effasr prepare` to leave it out"
     if isinstance(error, UnreadableRecording):
-        return "Mend it or remove it"
-    return "Run `effasr prepare` to leave it out"
-
-
-def checked(item: Loaded | Failure) -> Loaded:
-    """What was loaded.
-
-    Raises:
-        AudioError: It was not.
-    """
-    if isinstance(item, Failure):
-        raise AudioError(
-            item.problem,
-            f"{item.message} {item.remedy}, or set data.on_bad_audio=skip.",
-        )
-    return item
+        remedy = "Mend it or remove it"
+    return AudioError(error.problem, f"{error} {remedy}, or set data.on_bad_audio=skip.")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from effasr import ranges
 from effasr.data.batch import Batch
 from effasr.data.features.log_mel import FeatureConfig, LogMel
-from effasr.data.features.spec_augment import AugmentConfig, spec_augment
+from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
 from effasr.model.checks import check
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
@@ -53,7 +53,7 @@ class ModelConfig:
 
     Attributes:
         features: Log-mel features.
-        augment: SpecAugment, in training only.
+        spec_augment: SpecAugment, in training only.
         encoder: A FastConformer, or Whisper's Transformer, selected by its ``kind``.
         decoder: The attention decoder; null for none.
         ctc: Whether the encoder has a CTC head.
@@ -62,7 +62,7 @@ class ModelConfig:
     """
 
     features: FeatureConfig = field(default_factory=FeatureConfig)
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
     encoder: FastConformerConfig | WhisperEncoderConfig = field(default_factory=FastConformerConfig)
     decoder: DecoderConfig | None = field(default_factory=DecoderConfig)
     ctc: bool = False
@@ -249,7 +249,7 @@ class ASRModel(nn.Module):
         with ranges.range("features"):
             mel = self.features(batch.audio, batch.frames)
             if self.training:
-                mel = mel.with_values(spec_augment(mel, self.config.augment))
+                mel = mel.with_values(spec_augment(mel, self.config.spec_augment))
         with ranges.range("encoder"):
             encoded = self.encoder(mel)
         if self.text_encoder is None:

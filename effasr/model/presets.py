@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from effasr.data.features.log_mel import FeatureConfig
-from effasr.data.features.spec_augment import AugmentConfig
+from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 
 _FEATURES = FeatureConfig(mel_bins=128)
-_AUGMENT = AugmentConfig(freq_masks=2, freq_width=27, time_masks=10, time_width=0.05)
+_AUGMENT = SpecAugmentConfig(freq_masks=2, freq_width=27, time_masks=10, time_width=0.05)
 _ENCODER = FastConformerConfig(
     width=1024,
     feed_forward=4096,
@@ -31,7 +31,7 @@ _DECODER = DecoderConfig(
 
 
 def _canary(encoder: FastConformerConfig, decoder: DecoderConfig) -> ModelConfig:
-    return ModelConfig(features=_FEATURES, augment=_AUGMENT, encoder=encoder, decoder=decoder)
+    return ModelConfig(features=_FEATURES, spec_augment=_AUGMENT, encoder=encoder, decoder=decoder)
 
 
 PRESETS: dict[str, ModelConfig] = {

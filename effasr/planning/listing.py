@@ -172,12 +172,12 @@ class _Reader:
             by_text=self._by_text,
             by_duration=self._by_duration,
             dropped=tuple(self._dropped),
-            speeds=self._limits.speeds,
+            speeds=self._limits.speed_perturbation,
         )
 
     def _add(self, name: str | None, place: _Place, seconds: float, text: int, prompt: int) -> None:
         """Add an utterance at every speed."""
-        for speed in self._limits.speeds:
+        for speed in self._limits.speed_perturbation:
             self._add_copy(name, place, seconds, text, prompt, speed)
 
     def _add_copy(
@@ -199,7 +199,7 @@ class _Reader:
         for row in rows:
             tokens = row.tokens
             if tokens is None:
-                self._by_duration += len(self._limits.speeds)
+                self._by_duration += len(self._limits.speed_perturbation)
                 tokens = max(1, round(min(TOKENS_PER_SECOND * row.seconds, MOST_TOKENS)))
             self._add(row.name, (source, row.line), row.seconds, tokens, self._prompt_tokens)
 
@@ -247,7 +247,7 @@ class _Reader:
         try:
             cut = utterance.cut(name)
         except AudioError as error:
-            for speed in self._limits.speeds:
+            for speed in self._limits.speed_perturbation:
                 copy = name_at(name, speed)
                 self._dropped.append(Dropped(copy, error.problem, str(error), utterance.audio))
             return
@@ -263,7 +263,7 @@ class _Reader:
         origin: str,
     ) -> None:
         if not self._looks_at_texts:
-            self._by_text += len(self._limits.speeds)
+            self._by_text += len(self._limits.speed_perturbation)
             self._add(name, place, seconds, _estimate(text), self._prompt_tokens)
             return
         prompt = prompt_fields(row, origin, self._language)
@@ -283,7 +283,9 @@ class _Reader:
         else:
             lengths = len(tokens.text), len(tokens.prompt)
         for number in fitting:
-            self._add_copy(name, place, cut.duration, *lengths, self._limits.speeds[number])
+            self._add_copy(
+                name, place, cut.duration, *lengths, self._limits.speed_perturbation[number]
+            )
 
 
 def _estimate(text: str) -> int:

@@ -42,7 +42,7 @@ def _remarks(listing: Listing) -> Iterator[str]:
     """What the counts mean: speeds, and how many token counts were estimated, and how."""
     if listing.speeds != (1.0,):
         speeds = ", ".join(map(str, listing.speeds))
-        yield f"every utterance is there once at each of the speeds {speeds} (data.speeds)"
+        yield f"every utterance is there at each of the speeds {speeds} (data.speed_perturbation)"
     for count, how in (
         (listing.by_text, f"texts, {BYTES_PER_TOKEN} bytes each: --tokenizer DIR counts them"),
         (listing.by_duration, f"durations, {TOKENS_PER_SECOND} a second"),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from effasr.data.index.corpus import Corpus
-from effasr.data.loader import Step
+from effasr.data.loader import StepBatch
 from effasr.data.mixture_summary import Blend, Mixture, drawn
 from effasr.distributed.process_group import World
 
@@ -26,7 +26,7 @@ class DrawnBlend:
         self._merged = [np.zeros((2, len(mixture.names)), np.int64) for mixture in self._mixtures()]
         self._own = [np.zeros_like(counts) for counts in self._merged]
 
-    def add(self, step: Step) -> None:
+    def add(self, step: StepBatch) -> None:
         """Count what this rank trains on in a step."""
         corpus = self._corpus
         if corpus.mixture is None:

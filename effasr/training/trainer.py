@@ -18,7 +18,7 @@ from effasr import config as configuration
 from effasr import ranges
 from effasr.data.filters.config import TooManyDropped
 from effasr.data.index.corpus import Corpus
-from effasr.data.loader import Loader, Step
+from effasr.data.loader import Loader, StepBatch
 from effasr.distributed.batch_norm import average
 from effasr.distributed.process_group import World, joined
 from effasr.evaluation.result import Evaluation, merge
@@ -214,7 +214,7 @@ class Trainer:
             listed = self.directory.path / "dropped.jsonl"
             raise ValueError(f"{error} All are listed in {listed}.") from error
 
-    def _advance(self, steps: Iterator[Step | None], stop: StopRequest) -> bool:
+    def _advance(self, steps: Iterator[StepBatch | None], stop: StopRequest) -> bool:
         """Make a step, or let learners meet; whether all ranks are at the same step now."""
         self.checkpoints.check()
         started = time.perf_counter()
@@ -251,7 +251,7 @@ class Trainer:
             self._log(together)
         return together
 
-    def _train(self, data: Step, number: int, stopping: bool) -> None:
+    def _train(self, data: StepBatch, number: int, stopping: bool) -> None:
         self.trainee.activity.begin(WAITING, batches=data.batches)
         report = train_step(
             self.trainee, data.batches, number, stopping=stopping, places=data.places

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from effasr.data.batch import Batch, Example, collate
+from effasr.data.batch import Batch
+from effasr.data.collate import Example, collate
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig

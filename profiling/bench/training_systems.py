@@ -16,7 +16,8 @@ from torch import nn
 
 from bench.training_corpus import EOS, PAD, Workload
 from effasr import ranges
-from effasr.data.batch import IGNORED, Batch, Example, collate
+from effasr.data.batch import IGNORED, Batch
+from effasr.data.collate import Example, collate
 from effasr.distributed.process_group import World
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.training.build import build_trainee
@@ -178,7 +179,7 @@ def without_chance(config: ModelConfig) -> ModelConfig:
     assert config.decoder is not None
     return replace(
         config,
-        augment=replace(config.augment, freq_masks=0, time_masks=0),
+        spec_augment=replace(config.spec_augment, freq_masks=0, time_masks=0),
         encoder=replace(config.encoder, **off),
         decoder=replace(config.decoder, **off),
     )

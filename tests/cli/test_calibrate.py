@@ -75,7 +75,7 @@ def test_it_tries_anew_each_time(effasr, workplace, trials) -> None:
         (("--target-share", "1.5"), 2, "`target_share` must be above 0 and at most 1"),
         (("--target-bytes", "9e9x"), 2, "`calibration.target_bytes` must be an integer or null"),
         (("--objective", "speed"), 2, "argument --objective: invalid choice: 'speed'"),
-        (("data.frames=3",), 2, "`data.frames` is no field"),
+        (("data.frames=3",), 2, "`data.frames` is an unknown field"),
     ],
 )
 def test_errors_are_one_line(effasr, workplace, arguments, code, line) -> None:

@@ -19,8 +19,11 @@ BAD_AUDIO = {
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.encoder.layrs=3", "`model.encoder.layrs` is no field: did you mean `layers`?"),
-        ("nmae=x", "`nmae` is no field: did you mean `name`?"),
+        (
+            "model.encoder.layrs=3",
+            "`model.encoder.layrs` is an unknown field: did you mean `layers`?",
+        ),
+        ("nmae=x", "`nmae` is an unknown field: did you mean `name`?"),
         ("model.encoder.layers=three", "`model.encoder.layers` must be an integer, but is 'three'"),
         ("model.ctc=1", "`model.ctc` must be true or false, but is 1"),
         ("optimizer.lr=.nan", "`optimizer.lr` must be a finite number, but is nan"),

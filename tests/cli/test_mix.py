@@ -68,7 +68,7 @@ def test_a_recipe_with_sources_trains_and_says_what_it_draws(effasr, recipe, tmp
     ("override", "message"),
     [
         ("data.mix.sources.en.temprature=1", "did you mean `temperature`?"),
-        ("data.mx.temperature=1", "`data.mx` is no field: did you mean `mix`?"),
+        ("data.mx.temperature=1", "`data.mx` is an unknown field: did you mean `mix`?"),
         ("data.mix.epoch=half", "`data.mix.epoch` must be one of 'infinite', 'full'"),
         ("data.train=a.jsonl", "`train` must be left out where `mix` is given, but is a.jsonl"),
         ("data.text_share=null", "`data.text_share` must be given where a manifest is text-only"),

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from effasr.checkpoint import load_model, resolve
-from effasr.data.batch import Example, collate
+from effasr.data.collate import Example, collate
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.decoding.greedy import attention_greedy
 from effasr.interop.onnx.export import check_onnx, export_onnx

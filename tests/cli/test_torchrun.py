@@ -46,7 +46,10 @@ def test_all_ways_to_train_from_another_folder(workplace, tmp_path, command) -> 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("model.encoder.layrs=3", "`model.encoder.layrs` is no field: did you mean `layers`?"),
+        (
+            "model.encoder.layrs=3",
+            "`model.encoder.layrs` is an unknown field: did you mean `layers`?",
+        ),
         (
             "data.strategy=random data.micro_batches=3",
             "`micro_batches` must be a multiple of the number of ranks, 2, for strategy random",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from effasr.data.index.ragged import Ragged
+from effasr.data.index.columns import Ragged
 from effasr.data.tokenizer import SentencePieceTokenizer, train_tokenizer
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

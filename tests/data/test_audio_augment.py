@@ -15,7 +15,7 @@ from effasr.data.audio.augmentation import clips
 from effasr.data.audio.augmentation.augmenter import Augmenter, Moment
 from effasr.data.audio.augmentation.clips import Clips
 from effasr.data.audio.augmentation.config import (
-    AudioAugmentConfig,
+    AudioAugmentationConfig,
     NoiseConfig,
     ReverberationConfig,
     TelephoneConfig,
@@ -24,7 +24,7 @@ from effasr.data.audio.augmentation.noise import mean_power
 from effasr.data.audio.waveform import AudioError
 from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus
-from effasr.data.loader import Loader, Step
+from effasr.data.loader import Loader, StepBatch
 from effasr.data.tokenizer import Tokenizer
 
 RATE = 16_000
@@ -55,8 +55,8 @@ def rooms(tmp_path: Path) -> Path:
     return folder
 
 
-def everything(noises: Path, rooms: Path) -> AudioAugmentConfig:
-    return AudioAugmentConfig(
+def everything(noises: Path, rooms: Path) -> AudioAugmentationConfig:
+    return AudioAugmentationConfig(
         reverberation=ReverberationConfig(manifests=str(rooms)),
         noise=NoiseConfig(manifests=(str(noises),), snr=(0, 10)),
         telephone=TelephoneConfig(probability=0.3),
@@ -75,8 +75,8 @@ def make(
             "frame_budget": 60,
             "micro_batches": 4,
             "workers": 0,
-            "speeds": (1.0, 1.1),
-            "augment": everything(noises, rooms),
+            "speed_perturbation": (1.0, 1.1),
+            "audio_augmentation": everything(noises, rooms),
         }
         config = DataConfig(train=str(manifest), **(defaults | options))  # type: ignore[arg-type]
         corpus = Corpus.load(config.train, tokenizer, config, ctc=False)
@@ -85,12 +85,12 @@ def make(
     return build
 
 
-def take(loader: Loader, count: int, epoch: int = 0, step: int = 0) -> list[Step]:
+def take(loader: Loader, count: int, epoch: int = 0, step: int = 0) -> list[StepBatch]:
     with closing(loader.steps(epoch, step)) as steps:
         return list(islice(steps, count))
 
 
-def audio(steps: list[Step]) -> Iterator[tuple[str, np.ndarray]]:
+def audio(steps: list[StepBatch]) -> Iterator[tuple[str, np.ndarray]]:
     """Every utterance with its samples, in order."""
     for batch in (batch for step in steps for batch in step.batches):
         values, places = batch.audio.values.numpy(), batch.audio.layout.cu_seqlens.tolist()
@@ -98,7 +98,7 @@ def audio(steps: list[Step]) -> Iterator[tuple[str, np.ndarray]]:
             yield name, values[places[number] : places[number + 1]]
 
 
-def assert_same(one: list[Step], other: list[Step]) -> None:
+def assert_same(one: list[StepBatch], other: list[StepBatch]) -> None:
     pairs = list(zip(audio(one), audio(other), strict=True))
     assert pairs
     for (name, left), (same, right) in pairs:
@@ -131,7 +131,7 @@ def test_epochs_seeds_and_steps_differ_and_lengths_stay(make: Callable[..., Load
     steps = take(loader, 2 * loader.plan(0).num_steps)
     epochs = [dict(audio([s for s in steps if s.epoch == epoch])) for epoch in (0, 1)]
     both = epochs[0].keys() & epochs[1].keys()
-    clean = dict(audio(take(make(augment=AudioAugmentConfig()), len(steps))))
+    clean = dict(audio(take(make(audio_augmentation=AudioAugmentationConfig()), len(steps))))
     same = sum(np.array_equal(epochs[0][name], epochs[1][name]) for name in both)
     # Half of the utterances have noise and half a room: a tenth has nothing, twice in a row.
     assert same < 0.2 * len(both)
@@ -146,17 +146,21 @@ def test_epochs_seeds_and_steps_differ_and_lengths_stay(make: Callable[..., Load
 def test_without_a_section_nothing_is_changed(
     nemo: Callable[..., Path], tokenizer: Tokenizer, make: Callable[..., Loader]
 ) -> None:
-    assert not Augmenter(AudioAugmentConfig(), seed=0, skip_unreadable=False)
+    assert not Augmenter(AudioAugmentationConfig(), seed=0, skip_unreadable=False)
     plain = DataConfig(train=str(nemo(24)), frame_budget=60)
     corpus = Corpus.load(plain.train, tokenizer, plain, ctc=False)
     own = {corpus.name(i): corpus.example(i).audio for i in range(24)}
-    for name, samples in audio(take(make(augment=AudioAugmentConfig(), speeds=(1.0,)), 2)):
+    for name, samples in audio(
+        take(make(audio_augmentation=AudioAugmentationConfig(), speed_perturbation=(1.0,)), 2)
+    ):
         assert np.array_equal(samples, own[name])
 
 
 def test_one_kind_does_the_same_without_the_others(noises: Path, rooms: Path) -> None:
-    alone = AudioAugmentConfig(noise=everything(noises, rooms).noise)
-    together = AudioAugmentConfig(noise=alone.noise, telephone=TelephoneConfig(probability=1e-9))
+    alone = AudioAugmentationConfig(noise=everything(noises, rooms).noise)
+    together = AudioAugmentationConfig(
+        noise=alone.noise, telephone=TelephoneConfig(probability=1e-9)
+    )
     one, other = (Augmenter(c, seed=1, skip_unreadable=False) for c in (alone, together))
     for index in range(20):
         moment = Moment(0, 2, index)
@@ -164,7 +168,7 @@ def test_one_kind_does_the_same_without_the_others(noises: Path, rooms: Path) ->
 
 
 def test_the_share_and_the_ratio_are_those_asked_for(noises: Path) -> None:
-    config = AudioAugmentConfig(
+    config = AudioAugmentationConfig(
         noise=NoiseConfig(manifests=str(noises), probability=0.3, snr=(3.0, 9.0))
     )
     augment = Augmenter(config, seed=1, skip_unreadable=False)
@@ -256,7 +260,7 @@ def test_a_run_tells_what_is_done(make: Callable[..., Loader]) -> None:
         "50 % in 2 recorded rooms, 50 % with noise at 0 to 10 dB from 3 recordings, "
         "30 % over the telephone"
     )
-    assert make(augment=AudioAugmentConfig()).augmentation == ""
+    assert make(audio_augmentation=AudioAugmentationConfig()).augmentation == ""
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -264,11 +268,11 @@ def test_unreadable_noise_follows_on_bad_audio(
     make: Callable[..., Loader], noises: Path, workers: int
 ) -> None:
     loader, skipping = make(workers=workers), make(workers=workers, on_bad_audio="skip")
-    clean = make(augment=AudioAugmentConfig())
+    clean = make(audio_augmentation=AudioAugmentationConfig())
     for file in noises.rglob("*.*"):
         file.write_bytes(b"no audio")
     with pytest.raises(
-        AudioError, match=r"`data\.augment`: .*noises/.* Mend it or remove it, or set"
+        AudioError, match=r"`data\.audio_augmentation`: .*noises/.* Mend it or remove it, or set"
     ):
         take(loader, 3)
     steps = take(skipping, 3)
@@ -282,18 +286,20 @@ def test_unreadable_noise_follows_on_bad_audio(
 
 def test_recordings_are_checked_at_the_start(tmp_path: Path, noises: Path) -> None:
     def load(path: Path) -> Augmenter:
-        config = AudioAugmentConfig(noise=NoiseConfig(manifests=str(path)))
+        config = AudioAugmentationConfig(noise=NoiseConfig(manifests=str(path)))
         return Augmenter(config, seed=0, skip_unreadable=True)
 
     with pytest.raises(ValueError, match=r"noise\.manifests`: .*nowhere: there is no such file"):
         load(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        ValueError, match=r"`data\.augment\.noise\.manifests`: .*empty holds no audio"
+        ValueError, match=r"`data\.audio_augmentation\.noise\.manifests`: .*empty holds no audio"
     ):
         load(tmp_path / "empty")
     (noises / "b.flac").write_bytes(b"no audio")
-    with pytest.raises(ValueError, match=r"`data\.augment\.noise\.manifests`: .*b\.flac"):
+    with pytest.raises(
+        ValueError, match=r"`data\.audio_augmentation\.noise\.manifests`: .*b\.flac"
+    ):
         load(noises)
     lines = tmp_path / "m.jsonl"
     lines.write_text('{"audio_filepath": "gone.wav"}\n')
@@ -324,7 +330,7 @@ def test_the_plan_is_known_again_by_the_recordings(
 ) -> None:
     before = make().fingerprint(0)
     assert make().fingerprint(0) == before
-    assert make(augment=AudioAugmentConfig()).fingerprint(0) != before
+    assert make(audio_augmentation=AudioAugmentationConfig()).fingerprint(0) != before
     (noises / "a.wav").unlink()
     assert make().fingerprint(0) != before
 
@@ -344,22 +350,22 @@ def test_the_plan_is_known_again_by_the_recordings(
             r"`decay_time` must be .* but is \[0\.05, 1\]",
         ),
         ({"telephone": {"probability": 0}}, "leave `telephone` null"),
-        ({"gain": {}}, r"`a\.gain` is no field"),
+        ({"gain": {}}, r"`a\.gain` is an unknown field"),
     ],
 )
 def test_the_configuration_is_checked(mapping: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        from_mapping(AudioAugmentConfig, mapping, "a")
+        from_mapping(AudioAugmentationConfig, mapping, "a")
 
 
 def test_the_configuration_can_be_shown_and_read_again() -> None:
-    assert to_mapping(DataConfig())["augment"] == {
+    assert to_mapping(DataConfig())["audio_augmentation"] == {
         "reverberation": None, "noise": None, "telephone": None,
     }  # fmt: skip
     config = DataConfig(
-        augment=AudioAugmentConfig(
+        audio_augmentation=AudioAugmentationConfig(
             noise=NoiseConfig(manifests="a"), reverberation=ReverberationConfig(simulated=True)
         ),
-        speeds=(0.9, 1.0),
+        speed_perturbation=(0.9, 1.0),
     )
     assert from_mapping(DataConfig, to_mapping(config)) == config

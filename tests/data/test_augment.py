@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from effasr.data.features.log_mel import MelFrames
-from effasr.data.features.spec_augment import AugmentConfig, spec_augment
+from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
 from effasr_kernels import PackedLayout
 
 
@@ -17,7 +17,7 @@ def ones(*lengths: int, bins: int = 80, spare: int = 2) -> MelFrames:
     return mel
 
 
-def hidden(mel: MelFrames, config: AugmentConfig) -> list[torch.Tensor]:
+def hidden(mel: MelFrames, config: SpecAugmentConfig) -> list[torch.Tensor]:
     """Which of the real rows and bins of each utterance are hidden."""
     values = spec_augment(mel, config)
     assert values.shape == mel.values.shape
@@ -30,12 +30,12 @@ def hidden(mel: MelFrames, config: AugmentConfig) -> list[torch.Tensor]:
 
 def test_nothing_is_hidden_by_default() -> None:
     mel = ones(30, 12)
-    assert spec_augment(mel, AugmentConfig()) is mel.values
+    assert spec_augment(mel, SpecAugmentConfig()) is mel.values
 
 
 def test_frequency_masks_are_bands_of_the_whole_utterance() -> None:
     torch.manual_seed(0)
-    config = AugmentConfig(freq_masks=1, freq_width=10)
+    config = SpecAugmentConfig(freq_masks=1, freq_width=10)
     masks = hidden(ones(*[16] * 200), config)[:200]
     widths = torch.stack([mask[0].sum() for mask in masks])
     for mask in masks:
@@ -50,7 +50,7 @@ def test_frequency_masks_are_bands_of_the_whole_utterance() -> None:
 
 def test_time_masks_are_stretches_in_proportion_to_the_utterance() -> None:
     torch.manual_seed(0)
-    config = AugmentConfig(time_masks=1, time_width=0.25)
+    config = SpecAugmentConfig(time_masks=1, time_width=0.25)
     masks = hidden(ones(*[16, 40] * 100, 3), config)
     for mask in masks[:-2]:
         assert (mask == mask[:, :1]).all()
@@ -64,14 +64,14 @@ def test_several_masks_hide_more_and_keep_the_input() -> None:
     torch.manual_seed(0)
     mel = ones(200)
     before = mel.values.clone()
-    few = hidden(mel, AugmentConfig(time_masks=1, time_width=0.1))[0].sum()
-    many = hidden(mel, AugmentConfig(time_masks=10, time_width=0.1, freq_masks=2))[0].sum()
+    few = hidden(mel, SpecAugmentConfig(time_masks=1, time_width=0.1))[0].sum()
+    many = hidden(mel, SpecAugmentConfig(time_masks=10, time_width=0.1, freq_masks=2))[0].sum()
     assert many > few
     assert torch.equal(mel.values, before)
 
 
 def test_the_global_seed_decides() -> None:
-    mel, config = ones(100, 60), AugmentConfig(freq_masks=2, time_masks=2, time_width=0.2)
+    mel, config = ones(100, 60), SpecAugmentConfig(freq_masks=2, time_masks=2, time_width=0.2)
     torch.manual_seed(1)
     first = spec_augment(mel, config)
     second = spec_augment(mel, config)
@@ -82,7 +82,7 @@ def test_the_global_seed_decides() -> None:
 
 def test_widths_larger_than_the_features_are_cut() -> None:
     torch.manual_seed(0)
-    config = AugmentConfig(freq_masks=3, freq_width=500, time_masks=3, time_width=1.0)
+    config = SpecAugmentConfig(freq_masks=3, freq_width=500, time_masks=3, time_width=1.0)
     for _ in range(20):
         assert torch.isfinite(spec_augment(ones(5, 1, 0), config)).all()
 
@@ -93,4 +93,4 @@ def test_widths_larger_than_the_features_are_cut() -> None:
 )
 def test_a_wrong_configuration_names_the_remedy(field: str, value: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AugmentConfig(**{field: value})
+        SpecAugmentConfig(**{field: value})

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effasr.data.batch import IGNORED, Example, StaticShape, collate
+from effasr.data.batch import IGNORED, StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.features.frame_geometry import Framing
 
 EOS, PAD = 2, 1

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from effasr.data.audio.waveform import AudioError
+from effasr.data.audio.waveform import AudioError, AudioSegment
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.config import FilterConfig
@@ -28,7 +28,7 @@ def test_examples_are_those_of_the_manifest(
     assert not corpus.dropped
     for index, cut in enumerate(read(manifest)):
         example = corpus.example(index)
-        assert (example.id, corpus.cut(index)) == (cut.id, cut)
+        assert (example.id, corpus.audio(index)) == (cut.id, AudioSegment.of(cut))
         assert (example.audio == load_audio(cut)).all()
         assert tokenizer.decode(example.text) == cut.supervisions[0].text
         assert len(example.prompt) == 5
@@ -48,7 +48,7 @@ def test_a_prepared_folder_gives_the_same_corpus_without_opening_audio(
         file.rename(file.with_suffix(".away"))
     prepared = load(tmp_path / "out", tokenizer)
     assert prepared.fingerprint == direct.fingerprint
-    assert [prepared.cut(i) for i in range(5)] == [direct.cut(i) for i in range(5)]
+    assert [prepared.audio(i) for i in range(5)] == [direct.audio(i) for i in range(5)]
     with pytest.raises(AudioError, match=r"utterance 'u3': .*u3\.wav: there is no such file"):
         prepared.example(3)
 
@@ -64,7 +64,7 @@ def test_what_cannot_be_trained_on_is_listed(
         ("u2", "missing_audio"),
         ("u6", "too_long"),
     ]
-    assert [corpus.cut(index).id for index in range(4)] == ["u1", "u3", "u4", "u5"]
+    assert [corpus.name(index) for index in range(4)] == ["u1", "u3", "u4", "u5"]
 
 
 def test_over_budgets(

@@ -19,7 +19,7 @@ from effasr.data.filters.config import FilterConfig, TooManyDropped
 from effasr.data.index import corpus_cache
 from effasr.data.index.corpus import Corpus
 from effasr.data.index.corpus_cache import CorpusCache
-from effasr.data.index.index_reader import gather
+from effasr.data.index.index_reader import build_table
 from effasr.data.loader import Loader
 from effasr.data.manifest.prepare import prepare
 from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer, train_tokenizer
@@ -62,7 +62,7 @@ def test_what_was_kept_is_what_is_read(
         assert was_read(notes) is expected
         check_same(plain, kept)
         for index in range(len(plain)):
-            assert kept.cut(index) == plain.cut(index)
+            assert kept.audio(index) == plain.audio(index)
             check_same(kept.example(index), plain.example(index))
     assert [path.suffix for path in sorted(folder.iterdir())] == [".corpus", ".lock"]
 
@@ -93,7 +93,7 @@ def test_budgets_and_filters_of_the_whole_share_what_was_read(
         {"language": "de"},
         {"min_duration": 0.6},
         {"max_duration": 0.8},
-        {"speeds": (0.9, 1.0)},
+        {"speed_perturbation": (0.9, 1.0)},
         {"filters": FilterConfig(max_tokens_per_second=6.0, max_dropped=1.0)},
         {"filters": FilterConfig(max_characters_per_second=9.0, max_dropped=1.0)},
         {"filters": FilterConfig(languages=("en", "de"))},
@@ -153,7 +153,7 @@ def test_the_manifest_counts_by_its_content(
     assert not was_read(notes)
     # Its relative paths now lead elsewhere.
     shutil.copytree(manifest.parent, moved := manifest.parent.with_name("moved"))
-    assert load(moved / manifest.name, tokenizer, folder, notes).cut(0) != first.cut(0)
+    assert load(moved / manifest.name, tokenizer, folder, notes).audio(0) != first.audio(0)
     assert was_read(notes)
 
 
@@ -202,7 +202,7 @@ def test_the_order_of_manifests_and_their_sources_count(
     ):
         table = cache(paths, tokenizer, limits, "en", sources)
         assert was_read(notes)
-        check_same(gather(paths, tokenizer, limits, "en", sources), table)
+        check_same(build_table(paths, tokenizer, limits, "en", sources), table)
 
 
 def test_audio_that_has_changed_is_looked_at_again(
@@ -375,13 +375,13 @@ def test_a_manifest_that_changes_while_it_is_read(
     manifest = nemo(3)
 
     def change(*arguments: Any, **options: Any) -> Any:
-        table = gather(*arguments, **options)
+        table = build_table(*arguments, **options)
         row = json.loads(manifest.read_text().splitlines()[0])
         with manifest.open("a") as file:
             file.write(json.dumps(row | {"id": "more"}) + "\n")
         return table
 
-    monkeypatch.setattr(corpus_cache, "gather", change)
+    monkeypatch.setattr(corpus_cache, "build_table", change)
     with pytest.raises(ValueError, match="must not change while it is read, but did"):
         load(manifest, tokenizer, folder, [])
     assert not list(folder.glob("*.corpus"))
@@ -417,7 +417,7 @@ def test_old_files_of_the_same_manifests_are_removed_unless_they_are_used(
         load(manifest, tokenizer, folder, notes, max_duration=10.0 + step)
     assert len(names()) == 4
     assert first.name in names()
-    assert used.cut(0).id == "u0"
+    assert used.name(0) == "u0"
     del used
     load(manifest, tokenizer, folder, notes, max_duration=20.0)
     assert len(names()) == 3

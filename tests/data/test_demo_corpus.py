@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from effasr.data.demo import DemoCorpus, build, corpus, workers
+from effasr.data.demo import corpus, workers
+from effasr.data.demo.corpus import DemoCorpus, build
 from effasr.data.demo.plan import SPLITS
 from effasr.data.manifest import reader
 from effasr.data.prompt import Prompt

@@ -16,7 +16,7 @@ import torch
 from effasr.data.audio.waveform import AudioError
 from effasr.data.batch import Batch
 from effasr.data.config import DataConfig
-from effasr.data.loader import Corpus, Loader, Step, Turn
+from effasr.data.loader import Corpus, Loader, MicroBatchRef, StepBatch
 from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer
 
 
@@ -34,7 +34,7 @@ def make(nemo: Callable[..., Path], tokenizer: Tokenizer) -> Callable[..., Loade
     return build
 
 
-def take(loader: Loader, count: int, epoch: int = 0, step: int = 0) -> list[Step]:
+def take(loader: Loader, count: int, epoch: int = 0, step: int = 0) -> list[StepBatch]:
     with closing(loader.steps(epoch, step)) as steps:
         return list(islice(steps, count))
 
@@ -45,7 +45,7 @@ def tensors(batch: Batch) -> list[torch.Tensor]:
     return [*values, batch.monotonic, *(layout.cu_seqlens for layout in layouts)]
 
 
-def assert_equal(a: Step, b: Step) -> None:
+def assert_equal(a: StepBatch, b: StepBatch) -> None:
     assert (a.epoch, a.step, a.num_steps) == (b.epoch, b.step, b.num_steps)
     for one, other in zip(a.batches, b.batches, strict=True):
         assert one.ids == other.ids
@@ -98,7 +98,7 @@ def test_parts_of_steps_can_be_asked_for_in_any_order(make: Callable[..., Loader
     loader = make(world_size=2, workers=1)
     assert whole[0].epoch != whole[2].epoch
     turns = [
-        Turn(whole[n].epoch, whole[n].step, rank, number=2 * n + rank)
+        MicroBatchRef(whole[n].epoch, whole[n].step, rank, number=2 * n + rank)
         for n in (2, 0, 1)
         for rank in (1, 0)
     ]

@@ -76,10 +76,13 @@ def test_a_source_without_data_leaves_its_share_to_the_others_of_its_level() -> 
             {"sources": {"a": {"manifests": "m", "sources": {"b": "c"}}}},
             "sources.a: a source must have either `manifests` or `sources`, but this one has both",
         ),
-        ({"sources": {"a": {"manifest": "m"}}}, "`sources.a.manifest` is no field: did you mean"),
+        (
+            {"sources": {"a": {"manifest": "m"}}},
+            "`sources.a.manifest` is an unknown field: did you mean",
+        ),
         (
             {"sources": {"a": {"sources": {"b": {"manifests": "m", "wieght": 1}}}}},
-            "`sources.a.sources.b.wieght` is no field: did you mean `weight`",
+            "`sources.a.sources.b.wieght` is an unknown field: did you mean `weight`",
         ),
         ({"sources": {"a": "m"}, "epoch": "half"}, "`epoch` must be one of 'infinite', 'full'"),
         ({"sources": {"a": "m"}, "temperature": -1}, "`temperature` must be at least 0"),
@@ -116,7 +119,9 @@ def test_a_recipe_and_overrides_reach_every_source(tmp_path) -> None:
     assert config.mix.sources["de"].temperature == 0.25
     assert config.manifests == [("en.jsonl", 0), ("a", 1), ("b", 1)]
     assert configuration.from_mapping(DataConfig, configuration.to_mapping(config)) == config
-    with pytest.raises(ConfigError, match=r"`mix.sources.de.temprature` is no field: did you mean"):
+    with pytest.raises(
+        ConfigError, match=r"`mix.sources.de.temprature` is an unknown field: did you mean"
+    ):
         configuration.load(DataConfig, recipe, ["mix.sources.de.temprature=1"])
     with pytest.raises(ConfigError, match=r"`mix.sources.de.weight` must be given a value itself"):
         configuration.load(DataConfig, recipe, ["mix.sources.de.weight.x=1"])

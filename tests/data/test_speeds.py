@@ -25,7 +25,7 @@ SPEEDS = (0.9, 1.0, 1.1)
 
 
 def load(path: Path, tokenizer: Tokenizer, **options: object) -> Corpus:
-    defaults = {"train": str(path), "frame_budget": 60, "speeds": SPEEDS}
+    defaults = {"train": str(path), "frame_budget": 60, "speed_perturbation": SPEEDS}
     config = DataConfig(**(defaults | options))  # type: ignore[arg-type]
     return Corpus.load(config.train, tokenizer, config)
 
@@ -72,14 +72,14 @@ def test_every_utterance_is_there_at_every_speed(
     nemo: Callable[..., Path], tokenizer: Tokenizer
 ) -> None:
     manifest = nemo(7)
-    plain, corpus = load(manifest, tokenizer, speeds=(1.0,)), load(manifest, tokenizer)
+    plain, corpus = load(manifest, tokenizer, speed_perturbation=(1.0,)), load(manifest, tokenizer)
     assert len(corpus) == 21
     names = [f"u{n}{suffix}" for n in range(7) for suffix in ("_sp0.9", "", "_sp1.1")]
     examples = [corpus.example(index) for index in range(21)]
     assert [example.id for example in examples] == names
     for index, example in enumerate(examples):
         assert corpus.name(index) == example.id
-        assert corpus.cut(index).id == f"u{index // 3}"
+        assert corpus.audio(index) == plain.audio(index // 3)
         assert len(example.audio) == corpus.samples[index]
         assert corpus.duration(index) == len(example.audio) / 16_000
         assert corpus.lengths.frames[index] == Framing().frames(len(example.audio))
@@ -91,7 +91,7 @@ def test_every_utterance_is_there_at_every_speed(
     shares = sum(1 / speed for speed in SPEEDS)
     assert corpus.seconds == pytest.approx(plain.seconds * shares, abs=0.01)
     # Texts and lines are in memory once.
-    assert len(corpus._lines.values) == len(plain._lines.values)
+    assert len(corpus._audio.paths.values) == len(plain._audio.paths.values)
     assert len(corpus._tokens.values) == len(plain._tokens.values)
 
 
@@ -122,7 +122,9 @@ def test_rates_and_ctc_are_those_of_the_copy(
     nemo: Callable[..., Path], tokenizer: Tokenizer
 ) -> None:
     manifest = nemo(3, text="one")
-    plain = load(manifest, tokenizer, speeds=(1.0,), filters=FilterConfig(max_dropped=1))
+    plain = load(
+        manifest, tokenizer, speed_perturbation=(1.0,), filters=FilterConfig(max_dropped=1)
+    )
     rates = (plain.lengths.tokens - 5) / (plain.samples / 16_000)
     limit = FilterConfig(max_tokens_per_second=float(rates[0]) * 1.05, max_dropped=1)
     corpus = load(manifest, tokenizer, filters=limit)
@@ -131,7 +133,9 @@ def test_rates_and_ctc_are_those_of_the_copy(
     dense = nemo(3, text="one two three four")
     frames = Framing().frames(8000)
     everything = FilterConfig(max_dropped=1)
-    slow = load(dense, tokenizer, speeds=(0.5, 1.0, 2.0), filters=everything, token_budget=60)
+    slow = load(
+        dense, tokenizer, speed_perturbation=(0.5, 1.0, 2.0), filters=everything, token_budget=60
+    )
     infeasible = {d.id for d in slow.dropped if d.reason == "ctc_infeasible"}
     assert "u0_sp2.0" in infeasible
     assert "u0_sp0.5" not in infeasible
@@ -143,7 +147,7 @@ def test_the_fingerprint_follows_the_speeds(
 ) -> None:
     manifest = nemo(4)
     every = [(1.0,), SPEEDS, (1.1, 1.0, 0.9), (0.9, 1.0), (1.0, 1.00001)]
-    prints = [load(manifest, tokenizer, speeds=speeds).fingerprint for speeds in every]
+    prints = [load(manifest, tokenizer, speed_perturbation=speeds).fingerprint for speeds in every]
     assert len(set(prints)) == len(prints)
     assert load(manifest, tokenizer).fingerprint == prints[1]
 
@@ -155,9 +159,9 @@ def test_what_is_kept_for_later_starts_has_the_copies(
     cache = CorpusCache(tmp_path / "cache", least_bytes=0, jobs=1)
     kept: dict[tuple[float, ...], Corpus] = {}
     for speeds in (SPEEDS, (1.0,), SPEEDS):
-        config = DataConfig(train=str(manifest), frame_budget=60, speeds=speeds)
+        config = DataConfig(train=str(manifest), frame_budget=60, speed_perturbation=speeds)
         kept[speeds] = Corpus.load(config.train, tokenizer, config, read=cache)
-        direct = load(manifest, tokenizer, speeds=speeds)
+        direct = load(manifest, tokenizer, speed_perturbation=speeds)
         assert kept[speeds].fingerprint == direct.fingerprint
         for index in range(len(direct)):
             one, other = kept[speeds].example(index), direct.example(index)
@@ -170,7 +174,9 @@ def test_shares_of_sources_count_the_hours_of_the_copies(
     nemo: Callable[..., Path], tokenizer: Tokenizer
 ) -> None:
     manifest = str(nemo(7))
-    config = DataConfig(mix=MixConfig(sources={"a": manifest}), frame_budget=60, speeds=SPEEDS)
+    config = DataConfig(
+        mix=MixConfig(sources={"a": manifest}), frame_budget=60, speed_perturbation=SPEEDS
+    )
     corpus = Corpus.load([manifest], tokenizer, config, sources=[0])
     assert corpus.mixture is not None
     assert corpus.mixture.utterances.tolist() == [21]
@@ -183,7 +189,7 @@ def test_shares_of_sources_count_the_hours_of_the_copies(
 def test_a_plan_lists_what_training_reads(nemo: Callable[..., Path], tokenizer: Tokenizer) -> None:
     manifest = nemo(7)
     corpus = load(manifest, tokenizer, max_duration=1.1, filters=FilterConfig(max_dropped=1))
-    config = DataConfig(frame_budget=60, speeds=SPEEDS, max_duration=1.1)
+    config = DataConfig(frame_budget=60, speed_perturbation=SPEEDS, max_duration=1.1)
     for reader in (tokenizer, None):
         listing = read_listing([manifest], limits=config.limits(), tokenizer=reader)
         chosen = select(listing, config.limits(), frame_budget=60)
@@ -196,15 +202,15 @@ def test_a_plan_lists_what_training_reads(nemo: Callable[..., Path], tokenizer: 
 @pytest.mark.parametrize(
     ("speeds", "message"),
     [
-        ((), "`speeds` must be one to 8 numbers, but are 0"),
-        ((0.4,), r"`speeds` must lie from 0\.5 to 2, but one is 0\.4"),
-        ((float("nan"),), "`speeds` must lie from"),
-        ((1.0, 1.0), r"`speeds` must differ from each other, but are \[1\.0, 1\.0\]"),
+        ((), "`speed_perturbation` must be one to 8 numbers, but are 0"),
+        ((0.4,), r"`speed_perturbation` must lie from 0\.5 to 2, but one is 0\.4"),
+        ((float("nan"),), "`speed_perturbation` must lie from"),
+        ((1.0, 1.0), r"`speed_perturbation` must differ from each other, but are \[1\.0, 1\.0\]"),
     ],
 )
 def test_speeds_are_checked(speeds: tuple[float, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DataConfig(speeds=speeds)
+        DataConfig(speed_perturbation=speeds)
 
 
 def test_reading_at_a_speed_resamples_once(tmp_path: Path, write_tone: Callable[..., Path]) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.features.log_mel import FeatureConfig, LogMel
-from effasr.data.features.spec_augment import AugmentConfig, spec_augment
+from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
 from effasr_kernels import PackedLayout, PackedSequence
 
 transformers = pytest.importorskip("transformers")
@@ -70,7 +70,7 @@ def test_masks_hide_no_silence() -> None:
     config = FeatureConfig(**WHISPER, minimum_s=2.0)
     frames, mel = compute(config, waves(), tail=3)
     torch.manual_seed(0)
-    masked = spec_augment(mel, AugmentConfig(time_masks=8, time_width=0.5))
+    masked = spec_augment(mel, SpecAugmentConfig(time_masks=8, time_width=0.5))
     assert mel.spoken is not None
     assert mel.spoken.tolist() == [*(samples // 160 for samples in SAMPLES), 0, 0]
     found = (masked == 0).all(1).split([2 * n for n in (*frames, 3)])

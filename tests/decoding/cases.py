@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded

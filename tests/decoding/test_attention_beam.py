@@ -4,7 +4,8 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from effasr.data.batch import Example, StaticShape
+from effasr.data.batch import StaticShape
+from effasr.data.collate import Example
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.prompt import Prompt
 from effasr.decoding.attention_beam import attention_beam

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from effasr.data.batch import Example, collate
+from effasr.data.collate import Example, collate
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.decoding.decoded import Decoded
 from effasr.model.asr import ASRModel

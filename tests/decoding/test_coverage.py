@@ -3,7 +3,8 @@ from itertools import product
 import pytest
 import torch
 
-from effasr.data.batch import Example, StaticShape, collate
+from effasr.data.batch import StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.prompt import Prompt
 from effasr.decoding import attention_beam as searched

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from effasr.data.batch import Example, StaticShape
+from effasr.data.batch import StaticShape
+from effasr.data.collate import Example
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_greedy import ctc_greedy

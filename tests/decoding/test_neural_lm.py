@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from effasr.data.batch import Example, collate
+from effasr.data.collate import Example, collate
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.greedy import decode, load_lm

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from effasr.data.batch import Example, collate
+from effasr.data.collate import Example, collate
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_beam import ctc_beam

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from effasr.data.batch import Example
+from effasr.data.collate import Example
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.greedy import choose_method

@@ -5,7 +5,8 @@ import sys
 import numpy as np
 import torch
 
-from effasr.data.batch import Example, StaticShape, collate
+from effasr.data.batch import StaticShape
+from effasr.data.collate import Example, collate
 from effasr.distributed.process_group import World, joined
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig

@@ -6,8 +6,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from effasr.data.batch import Batch, Example, StaticShape, collate
-from effasr.data.features.spec_augment import AugmentConfig
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
+from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.distributed.process_group import World
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import cost_model
@@ -64,7 +65,7 @@ def make_trainee(
         decoder=decoder if transducer is None else None,
         transducer=transducer,
         ctc=True,
-        augment=AugmentConfig(),
+        spec_augment=SpecAugmentConfig(),
     )
     by_transducer = float(transducer is not None)
     model = ASRModel(config, VOCABULARY).to(device).train()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from effasr.data.batch import Example
+from effasr.data.collate import Example
 from effasr.interop.huggingface.checkpoint import import_model
 from effasr.interop.weights import Renames, export_weights
 from effasr.model.asr import ASRModel

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effasr.data.batch import IGNORED, Batch, Example
+from effasr.data.batch import IGNORED, Batch
+from effasr.data.collate import Example
 from effasr.data.features.log_mel import FeatureConfig
-from effasr.data.features.spec_augment import AugmentConfig
+from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.interop.huggingface.canary import export_canary, import_canary
 from effasr.interop.huggingface.parakeet import export_parakeet_ctc, import_parakeet_ctc
 from effasr.interop.huggingface.special_tokens import SpecialTokens
@@ -187,12 +188,12 @@ def test_what_only_training_uses_is_left_out_with_a_warning(
     config = dataclasses.replace(
         tiny_config,
         decoder=dataclasses.replace(tiny_config.decoder, width=32, heads=4, residual_dropout=0.2),
-        augment=AugmentConfig(freq_masks=1),
+        spec_augment=SpecAugmentConfig(freq_masks=1),
     )
     with caplog.at_level(logging.WARNING):
         export_canary(ASRModel(config, VOCABULARY), tmp_path)
     assert "CTC head is not exported" in caplog.text
-    assert "decoder.residual_dropout = 0.2, augment" in caplog.text
+    assert "decoder.residual_dropout = 0.2, spec_augment" in caplog.text
     imported, _, state = import_canary(tmp_path)
     assert not imported.ctc
     assert "ctc_head.weight" not in state

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from effasr.data.batch import Batch, Example
+from effasr.data.batch import Batch
+from effasr.data.collate import Example
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.interop.huggingface.canary import export_canary
 from effasr.interop.huggingface.checkpoint import export_model, import_model

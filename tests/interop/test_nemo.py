@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from effasr.data.batch import Batch, Example, collate
+from effasr.data.batch import Batch
+from effasr.data.collate import Example, collate
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import SentencePieceTokenizer, train_tokenizer
 from effasr.decoding.transducer_greedy import transducer_greedy
@@ -135,8 +136,8 @@ def test_scores_of_a_canary_are_nemos(model: ASRModel, expected: dict[str, np.nd
 def test_what_is_imported_is_as_the_file_says(imported: NemoModel, case: str) -> None:
     config, encoder = imported.config, imported.config.encoder
     assert isinstance(encoder, FastConformerConfig)
-    assert config.augment.time_masks == 10
-    assert config.augment.time_width == 0.05
+    assert config.spec_augment.time_masks == 10
+    assert config.spec_augment.time_width == 0.05
     assert (encoder.input_dropout, encoder.position_dropout) == (0.05, 0.02)
     assert (encoder.residual_dropout, encoder.activation_dropout) == (0.1, 0.1)
     assert encoder.attention_dropout == 0.15

@@ -166,8 +166,8 @@ def test_what_is_trained_otherwise_is_named(
     ):
         assert name in first
     assert "`decoding.greedy.max_symbols` = 5" in second
-    assert found.config.augment.time_masks == 0
-    assert found.config.augment.freq_masks == 2
+    assert found.config.spec_augment.time_masks == 0
+    assert found.config.spec_augment.freq_masks == 2
 
 
 def test_defaults_of_nemo_are_filled_in(changed: Callable[..., Path]) -> None:

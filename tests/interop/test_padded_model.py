@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from effasr.data.batch import Batch, Example
+from effasr.data.batch import Batch
+from effasr.data.collate import Example
 from effasr.interop.onnx.padded_model import PaddedEncoder
 from effasr.interop.onnx.transducer_steps import JointStep, in_model_layout, predictor_step
 from effasr.model.asr import ASRModel, ModelConfig

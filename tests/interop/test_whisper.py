@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.greedy import attention_greedy
 from effasr.interop.huggingface.checkpoint import export_model, import_model

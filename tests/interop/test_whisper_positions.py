@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from effasr.data.batch import collate
+from effasr.data.collate import collate
 from effasr.interop.huggingface.checkpoint import export_model, import_model
 from effasr.interop.huggingface.special_tokens import SpecialTokens
 from effasr.model.asr import ASRModel

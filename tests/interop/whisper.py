@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from effasr.data.batch import Example
+from effasr.data.collate import Example
 
 # Whoever imports this is skipped where these are missing.
 tokenizers = pytest.importorskip("tokenizers")

@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.features.log_mel import FeatureConfig, LogMel
-from effasr.data.features.spec_augment import AugmentConfig
+from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
@@ -123,7 +124,7 @@ def variants() -> Iterator[ModelConfig]:
         )
         yield ModelConfig(
             features=FeatureConfig(mel_bins=16),
-            augment=AugmentConfig(freq_masks=2, freq_width=3, time_masks=2),
+            spec_augment=SpecAugmentConfig(freq_masks=2, freq_width=3, time_masks=2),
             encoder=encoder,
             decoder=decoder,
             ctc=other,
@@ -141,7 +142,7 @@ def variants() -> Iterator[ModelConfig]:
             preemphasis=0.0,
             normalize=False,
         ),
-        augment=AugmentConfig(freq_masks=2, freq_width=3, time_masks=2),
+        spec_augment=SpecAugmentConfig(freq_masks=2, freq_width=3, time_masks=2),
         encoder=WhisperEncoderConfig(width=32, layers=1, heads=4, feed_forward=48, **DROPOUT),
         decoder=DecoderConfig(
             width=32,

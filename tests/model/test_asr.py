@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from effasr.data.batch import Batch, Example
-from effasr.data.features.spec_augment import AugmentConfig
+from effasr.data.batch import Batch
+from effasr.data.collate import Example
+from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.losses import Losses
@@ -166,8 +167,8 @@ def test_training_twice_from_one_seed_is_bitwise_equal(
         attention_dropout=0.1,
         position_dropout=0.1,
     )
-    augment = AugmentConfig(freq_masks=1, freq_width=4, time_masks=2)
-    config = dataclasses.replace(tiny_config, encoder=encoder, augment=augment)
+    augment = SpecAugmentConfig(freq_masks=1, freq_width=4, time_masks=2)
+    config = dataclasses.replace(tiny_config, encoder=encoder, spec_augment=augment)
     batch = make_batch(examples, static=True)
 
     def run(seed: int) -> list[torch.Tensor]:
@@ -186,8 +187,8 @@ def test_training_twice_from_one_seed_is_bitwise_equal(
 def test_augmentation_is_for_training_only(
     tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make
 ) -> None:
-    augment = AugmentConfig(freq_masks=2, freq_width=8)
-    tiny_model.config = dataclasses.replace(tiny_model.config, augment=augment)
+    augment = SpecAugmentConfig(freq_masks=2, freq_width=8)
+    tiny_model.config = dataclasses.replace(tiny_model.config, spec_augment=augment)
     batch = make_batch(examples)
     quiet = tiny_model.encode(batch).values
     assert torch.equal(tiny_model.encode(batch).values, quiet)

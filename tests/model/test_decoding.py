@@ -3,7 +3,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from effasr.data.batch import Batch, Example
+from effasr.data.batch import Batch
+from effasr.data.collate import Example
 from effasr.model.asr import ASRModel
 from effasr.nn.cache.decoder_state import DecoderState, PagedCache
 from effasr_kernels import pack

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr.data.batch import Batch, Example
+from effasr.data.batch import Batch
+from effasr.data.collate import Example
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from effasr.data.batch import Batch, Example
+from effasr.data.batch import Batch
+from effasr.data.collate import Example
 from effasr.model.asr import ASRModel
 from effasr.model.losses import Losses
 from effasr_kernels import allow_reference_on_gpu

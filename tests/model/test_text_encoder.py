@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from effasr.data.batch import IGNORED, StaticShape
-from effasr.data.text_batch import TextExample, collate_text
+from effasr.data.collate import TextExample, collate_text
 from effasr.interop.huggingface.canary import export_canary
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import text_cost_model

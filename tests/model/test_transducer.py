@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from effasr.data.batch import Batch, Example
+from effasr.data.batch import Batch
+from effasr.data.collate import Example
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.losses import Losses
 from effasr.model.transducer import TransducerConfig

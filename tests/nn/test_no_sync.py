@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from effasr.data.batch import Example, StaticShape, collate
+from effasr.data.batch import StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.features.log_mel import FeatureConfig, LogMel
-from effasr.data.features.spec_augment import AugmentConfig, spec_augment
+from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
 from effasr.model.losses import gather_losses
 from effasr.model.whisper_encoder import ConvolutionStem
 from effasr.nn.norms import BatchNorm
@@ -53,7 +54,7 @@ def test_nothing_waits_for_the_device() -> None:
     batch = collate(examples, shape, eos_id=4, pad_id=0)
     features, norm = LogMel(FeatureConfig(mel_bins=16)), BatchNorm(6)
     subsampling = ConvSubsampling(16, 4, 6)
-    augment = AugmentConfig(freq_masks=2, freq_width=3, time_masks=2)
+    augment = SpecAugmentConfig(freq_masks=2, freq_width=3, time_masks=2)
     with NoWaiting():
         mel = features(batch.audio, batch.frames)
         mel = mel.with_values(spec_augment(mel, augment))
@@ -83,6 +84,6 @@ def test_nothing_waits_for_the_device_in_whisper() -> None:
     features, stem = LogMel(config), ConvolutionStem(16, 8)
     with NoWaiting():
         mel = features(batch.audio, batch.frames)
-        mel = mel.with_values(spec_augment(mel, AugmentConfig(freq_masks=1, time_masks=2)))
+        mel = mel.with_values(spec_augment(mel, SpecAugmentConfig(freq_masks=1, time_masks=2)))
         x = stem(mel) + whisper_sinusoids(mel.slot_positions, 8)
         x.sum().backward()

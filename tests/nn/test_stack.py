@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from effasr.data.batch import Batch, StaticShape
-from effasr.data.text_batch import TextExample, collate_text
+from effasr.data.collate import TextExample, collate_text
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig

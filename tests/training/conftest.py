@@ -8,9 +8,10 @@ import pytest
 import soundfile
 import torch
 
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.config import DataConfig
-from effasr.data.features.spec_augment import AugmentConfig
+from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.data.tokenizer import train_tokenizer
 from effasr.distributed.process_group import World
 from effasr.model.asr import ASRModel, ModelConfig
@@ -134,7 +135,9 @@ def make_config(tones, model_config, tmp_path) -> Callable[..., TrainConfig]:
             "name": "run",
             "output": str(tmp_path),
             "seed": 3,
-            "model": replace(model_config, augment=AugmentConfig(freq_masks=1, time_masks=1)),
+            "model": replace(
+                model_config, spec_augment=SpecAugmentConfig(freq_masks=1, time_masks=1)
+            ),
             "loss": LossConfig(
                 ctc_weight=0.3,
                 transducer_weight=0.0,

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from effasr.data.batch import StaticShape, collate
+from effasr.data.batch import StaticShape
+from effasr.data.collate import collate
 from effasr.distributed.local_sgd import LocalSGDConfig
 from effasr.distributed.process_group import World, joined
 from effasr.optim.adamw import OptimizerConfig

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
 from effasr.distributed.process_group import World, joined
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from effasr.data.batch import Batch, StaticShape, collate
-from effasr.data.text_batch import TextExample, collate_text
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import TextExample, collate, collate_text
 from effasr.distributed.process_group import World, joined
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.optim.adamw import OptimizerConfig

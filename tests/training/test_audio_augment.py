@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from effasr import config as configuration
 from effasr.data.audio.augmentation.config import (
-    AudioAugmentConfig,
+    AudioAugmentationConfig,
     NoiseConfig,
     ReverberationConfig,
     TelephoneConfig,
@@ -28,7 +28,7 @@ def make_augmented(make_config, tmp_path):
     rng = np.random.default_rng(0)
     for name in ("one", "two"):
         soundfile.write(noise / f"{name}.wav", 0.1 * rng.standard_normal(9000), 16_000)
-    augment = AudioAugmentConfig(
+    augment = AudioAugmentationConfig(
         noise=NoiseConfig(manifests=str(noise)),
         reverberation=ReverberationConfig(simulated=True),
         telephone=TelephoneConfig(),
@@ -37,7 +37,7 @@ def make_augmented(make_config, tmp_path):
     def make(name: str) -> TrainConfig:
         return make_config(
             name=name,
-            data={"speeds": (1.0, 1.1), "augment": augment, "workers": 1},
+            data={"speed_perturbation": (1.0, 1.1), "audio_augmentation": augment, "workers": 1},
             training={"max_steps": 6},
         )
 
@@ -61,15 +61,21 @@ def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_augmented, tmp_
     stopped = make_augmented("stopped")
     assert run(configuration.load(TrainConfig, _written(stopped), ["training.stop_at=2"])) == 0
     (tmp_path / "noise").rename(tmp_path / "moved")
-    here = [f"data.augment.noise.manifests=[{tmp_path}/moved]", "data.workers=0"]
+    here = [f"data.audio_augmentation.noise.manifests=[{tmp_path}/moved]", "data.workers=0"]
     assert run(configuration.load(TrainConfig, _written(stopped), here)) == 0
     ours, theirs = weights(tmp_path / "straight"), weights(tmp_path / "stopped")
     assert len(ours) > 20
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     for change, message in (
-        ("data.augment.noise.snr=[1, 2]", r"`data\.augment\.noise\.snr` must stay \[5\.0, 20\.0\]"),
-        ("data.augment.telephone=null", r"`data\.augment\.telephone` must stay \{'probability'"),
-        ("data.speeds=[1.0]", r"`data\.speeds` must stay \[1\.0, 1\.1\]"),
+        (
+            "data.audio_augmentation.noise.snr=[1, 2]",
+            r"`data\.audio_augmentation\.noise\.snr` must stay \[5\.0, 20\.0\]",
+        ),
+        (
+            "data.audio_augmentation.telephone=null",
+            r"`data\.audio_augmentation\.telephone` must stay \{'probability'",
+        ),
+        ("data.speed_perturbation=[1.0]", r"`data\.speed_perturbation` must stay \[1\.0, 1\.1\]"),
     ):
         more = [*here, "training.max_steps=7", change]
         other = configuration.load(TrainConfig, _written(stopped), more)

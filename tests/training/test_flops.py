@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from effasr.data.batch import Example, StaticShape, collate
+from effasr.data.batch import StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.sampling.cost import CostModel
 from effasr.distributed.process_group import World
 from effasr.training import metrics as meters

@@ -68,7 +68,9 @@ def test_frozen_batch_norms_use_their_running_statistics(make_trainee, batches) 
     """So that the loss of an utterance depends on no other, though the rest is in training."""
     model, trainee = make_trainee(training=loop("encoder", "decoder"))
     before = [statistic.clone() for statistic in trainee.statistics]
-    model.config = replace(model.config, augment=replace(model.config.augment, freq_masks=0))
+    model.config = replace(
+        model.config, spec_augment=replace(model.config.spec_augment, freq_masks=0)
+    )
     with torch.no_grad():
         trained = model.encode(batches[0]).values
         frozen = model.eval().encode(batches[0]).values

@@ -78,7 +78,7 @@ def check_trained_once(config: TrainConfig, folder: Path, steps: int, ranks: int
         plan = loader.plan(epoch)
         for step in range(min(plan.num_steps, steps - number)):
             for indices in plan.step(step):
-                expected[number + step].update(corpus.cut(i).id for i in indices.tolist())
+                expected[number + step].update(corpus.name(i) for i in indices.tolist())
         epoch, number = epoch + 1, number + plan.num_steps
     found = defaultdict(Counter)
     for rank in range(ranks):

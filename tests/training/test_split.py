@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from effasr.data.batch import collate
+from effasr.data.collate import collate
 from effasr.training.fault_tolerance.batch_split import split, utterances
 from tests.training.conftest import make_batch
 

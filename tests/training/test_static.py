@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from effasr.data.batch import Batch, Example, StaticShape, collate
-from effasr.data.features.spec_augment import AugmentConfig
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
+from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.training.step import train_step
 
@@ -39,7 +40,7 @@ def make_model(config: ModelConfig) -> ASRModel:
     return ASRModel(
         replace(
             config,
-            augment=AugmentConfig(),
+            spec_augment=SpecAugmentConfig(),
             encoder=replace(config.encoder, **quiet),
             decoder=replace(config.decoder, **quiet),
         ),

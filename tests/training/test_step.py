@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from effasr.data.batch import StaticShape, collate
+from effasr.data.batch import StaticShape
+from effasr.data.collate import collate
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training.config import LoopConfig

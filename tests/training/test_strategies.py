@@ -8,8 +8,9 @@ import torch
 
 from effasr import config as configuration
 from effasr.checkpoint import load_model, resolve
-from effasr.data.batch import IGNORED, Example, collate
-from effasr.data.features.spec_augment import AugmentConfig
+from effasr.data.batch import IGNORED
+from effasr.data.collate import Example, collate
+from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.data.sampling.strategies import STRATEGIES
 from effasr.model.asr import ASRModel
 from effasr.training import build, trainer
@@ -62,7 +63,7 @@ def quiet(model_config) -> ASRModel:
     none = {"residual_dropout": 0.0, "attention_dropout": 0.0}
     config = replace(
         model_config,
-        augment=AugmentConfig(),
+        spec_augment=SpecAugmentConfig(),
         encoder=replace(model_config.encoder, **none),
         decoder=replace(model_config.decoder, residual_dropout=0.0),
     )

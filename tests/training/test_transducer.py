@@ -9,7 +9,7 @@ import torch
 
 from effasr.checkpoint import load_model, resolve
 from effasr.cli.main import main
-from effasr.data.features.spec_augment import AugmentConfig
+from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.training.loss import LossConfig
@@ -44,7 +44,7 @@ def test_the_model_compiles_once_and_without_a_break(hybrid: ModelConfig) -> Non
     assert hybrid.transducer is not None
     quiet = replace(
         hybrid,
-        augment=AugmentConfig(),
+        spec_augment=SpecAugmentConfig(),
         encoder=replace(hybrid.encoder, residual_dropout=0.0, attention_dropout=0.0),
         transducer=replace(hybrid.transducer, dropout=0.0),
     )

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from effasr.data.batch import Example, collate
+from effasr.data.collate import Example, collate
 from effasr.data.prompt import Prompt
 from effasr.model.asr import ASRModel
 from effasr.nn.feed_forward import FeedForward

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from effasr.data.batch import Example, collate
+from effasr.data.collate import Example, collate
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, train_tokenizer

@@ -49,6 +49,10 @@ class AudioError(ValueError):
         super().__init__(message)
         self.problem = problem
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A worker process returns it by pickling it."""
+        return type(self), (self.problem, str(self))
+
 
 class UnknownFormat(AudioError):
     """A file is none that soundfile can read; another program may."""

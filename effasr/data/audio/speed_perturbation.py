@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from lhotse.cut import Cut
 
-from effasr.data.audio.waveform import load_audio, samples_in
+from effasr.data.audio.waveform import AudioSegment, load_audio, samples_in
 from effasr.data.features.log_mel import SAMPLE_RATE
 
 
@@ -17,16 +17,16 @@ def name_at(name: str, speed: float) -> str:
     return name if speed == 1 else f"{name}_sp{speed}"
 
 
-def load_at(cut: Cut, speed: float) -> np.ndarray:
-    """The waveform of a cut at a speed: read at another sample rate, and played at the usual one.
+def load_at(source: Cut | AudioSegment, speed: float) -> np.ndarray:
+    """The waveform at a speed: read at another sample rate, and played at the usual one.
 
     Returns:
-        float32 (samples,), exactly ``samples_in(duration_at(cut.duration, speed))``.
+        float32 (samples,), exactly ``samples_in(duration_at(source.duration, speed))``.
 
     Raises:
         AudioError: As `load_audio`.
     """
-    return load_audio(cut, SAMPLE_RATE / speed)
+    return load_audio(source, SAMPLE_RATE / speed)
 
 
 def duration_at(duration: float, speed: float) -> float:

@@ -33,6 +33,7 @@ __all__ = [
     "AudioError",
     "AudioHeader",
     "AudioProblem",
+    "AudioSegment",
     "TarMember",
     "UnknownFormat",
     "audio_path",
@@ -120,63 +121,85 @@ def read_audio(
     return mono if duration is None else _fit(mono, samples_in(duration, sample_rate))
 
 
-def load_audio(cut: Cut, sample_rate: float = SAMPLE_RATE) -> np.ndarray:
-    """The waveform of a lhotse cut, one channel.
+@dataclass(frozen=True, slots=True)
+class AudioSegment:
+    """A part of an audio file, to be read as one channel.
 
-    Files are read with soundfile and soxr. What only lhotse can read (in-memory and remote
-    recordings, mixed cuts, recordings with transforms) is read by lhotse.
+    Attributes:
+        path: The file, or where in a tar file it is.
+        start: Seconds.
+        duration: Seconds.
+        channels: Those that are averaged.
+    """
+
+    path: str | TarMember
+    start: float
+    duration: float
+    channels: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cut: Cut) -> AudioSegment | None:
+        """The segment that a lhotse cut is; None if only lhotse can read its audio.
+
+        That is so of in-memory and remote recordings, mixed cuts and recordings with transforms.
+        """
+        if not isinstance(cut, DataCut) or cut.recording is None or cut.recording.transforms:
+            return None
+        sources = cut.recording.sources
+        if len(sources) != 1 or sources[0].type not in ("file", "shar"):
+            return None
+        name = str(sources[0].source)
+        path = name if sources[0].type == "file" else TarMember.parse(name)
+        if path is None:
+            return None
+        channels = (cut.channel,) if isinstance(cut.channel, int) else tuple(cut.channel)
+        return cls(path, cut.start, cut.duration, channels)
+
+
+def load_audio(source: Cut | AudioSegment, sample_rate: float = SAMPLE_RATE) -> np.ndarray:
+    """The waveform of a lhotse cut, or of a part of a file, as one channel.
+
+    Files are read with soundfile and soxr; lhotse reads only what has no `AudioSegment`.
 
     Args:
-        cut: Any cut with a recording.
+        source: Any cut with a recording, or a segment.
         sample_rate: Rate of the result in Hz.
 
     Returns:
-        float32 (samples,), exactly ``samples_in(cut.duration, sample_rate)``.
+        float32 (samples,), exactly ``samples_in(source.duration, sample_rate)``.
 
     Raises:
         AudioError: The audio is missing, damaged, or shorter than the cut.
     """
-    path = audio_path(cut) or _tar_member(cut)
-    if path is not None:
-        assert isinstance(cut, DataCut)
-        channels = [cut.channel] if isinstance(cut.channel, int) else cut.channel
+    part = source if isinstance(source, AudioSegment) else AudioSegment.of(source)
+    if part is not None:
         return read_audio(
-            path, sample_rate, offset=cut.start, duration=cut.duration, channels=channels
+            part.path,
+            sample_rate,
+            offset=part.start,
+            duration=part.duration,
+            channels=part.channels,
         )
+    assert isinstance(source, Cut)
     try:
-        samples: Any = cut.load_audio()
+        samples: Any = source.load_audio()
     except Exception as error:  # lhotse raises whatever the storage behind it raises
-        raise AudioError(
-            AudioProblem.UNREADABLE, f"{cut.id}: lhotse cannot read the audio: {one_line(error)}"
-        ) from error
+        message = f"{source.id}: lhotse cannot read the audio: {one_line(error)}"
+        raise AudioError(AudioProblem.UNREADABLE, message) from error
     if samples is None or samples.size == 0:
-        raise AudioError(AudioProblem.EMPTY, f"{cut.id}: the cut holds no audio.")
+        raise AudioError(AudioProblem.EMPTY, f"{source.id}: the cut holds no audio.")
     mono = samples.mean(axis=0, dtype=np.float32)
-    if cut.sampling_rate != sample_rate:
-        mono = soxr.resample(mono, cut.sampling_rate, sample_rate)
-    wanted = samples_in(cut.duration, sample_rate)
-    _check_complete(cut.id, mono.shape[0], wanted, sample_rate)
+    if source.sampling_rate != sample_rate:
+        mono = soxr.resample(mono, source.sampling_rate, sample_rate)
+    wanted = samples_in(source.duration, sample_rate)
+    _check_complete(source.id, mono.shape[0], wanted, sample_rate)
     return _fit(mono, wanted)
 
 
-def audio_path(cut: Cut) -> str | None:
-    """The one plain file that a cut is a part of; None where there is no such file."""
-    if not isinstance(cut, DataCut) or cut.recording is None or cut.recording.transforms:
-        return None
-    sources = cut.recording.sources
-    if len(sources) != 1 or sources[0].type != "file":
-        return None
-    return str(sources[0].source)
-
-
-def _tar_member(cut: Cut) -> TarMember | None:
-    """Where in a tar file the audio of a cut of a Shar folder is."""
-    if not isinstance(cut, DataCut) or cut.recording is None or cut.recording.transforms:
-        return None
-    sources = cut.recording.sources
-    if len(sources) != 1 or sources[0].type != "shar":
-        return None
-    return TarMember.parse(str(sources[0].source))
+def audio_path(source: Cut | AudioSegment) -> str | None:
+    """The plain file that a cut or a segment is a part of; None where there is no such file."""
+    part = source if isinstance(source, AudioSegment) else AudioSegment.of(source)
+    return part.path if part is not None and isinstance(part.path, str) else None
 
 
 def place(

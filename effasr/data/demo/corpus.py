@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from effasr.data.atomic_files import write_atomically
 from effasr.data.demo.acoustics import SAMPLE_RATE
 from effasr.data.demo.plan import SPLITS, Recording, plan
 from effasr.data.demo.workers import Progress, render_all
@@ -103,11 +104,11 @@ def build(
             "but is not; run `pip install effasr[demo]`"
         )
     _clear(root)
-    _write(root / _STATE, json.dumps({"fingerprint": fingerprint, "complete": False}))
+    _write_json(root / _STATE, {"fingerprint": fingerprint, "complete": False})
     lengths = render_all(root, recordings, jobs, progress)
     state = {"fingerprint": fingerprint, "complete": True}
     state |= _write_manifests(root, recordings, lengths)
-    _write(root / _STATE, json.dumps(state, indent=2, ensure_ascii=False) + "\n")
+    _write_json(root / _STATE, state)
     return _corpus(root, state)
 
 
@@ -183,11 +184,9 @@ def _clear(root: Path) -> None:
         (root / split / "audio").mkdir(parents=True)
 
 
-def _write(path: Path, text: str) -> None:
-    """Writes a whole file or none of it."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+def _write_json(path: Path, content: dict) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(path, text.encode())
 
 
 def _write_manifests(
@@ -203,8 +202,8 @@ def _write_manifests(
             for item, duration in zip(members, durations, strict=True)
             for row in manifest_rows(item, duration)
         ]
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        _write(root / f"{split}.jsonl", "".join(lines))
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_atomically(root / f"{split}.jsonl", lines.encode())
         figures = SplitStatistics(
             rows=len(rows),
             recordings=len(members),

@@ -11,7 +11,7 @@ from effasr.data.features.log_mel import MelFrames
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AugmentConfig:
+class SpecAugmentConfig:
     """How much of the features is hidden in training; by default nothing is.
 
     NVIDIA's Canary recipes use 2 frequency masks of 27 bands and 10 time masks of 0.05.
@@ -39,7 +39,7 @@ class AugmentConfig:
             )
 
 
-def spec_augment(mel: MelFrames, config: AugmentConfig) -> Tensor:
+def spec_augment(mel: MelFrames, config: SpecAugmentConfig) -> Tensor:
     """Hide random bands and stretches of each utterance, by zeros.
 
     Every utterance draws its own masks from torch's global generator of the device: the width of

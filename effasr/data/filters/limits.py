@@ -29,7 +29,7 @@ class Limits:
         characters: The only ones of texts, as between the brackets of a regular expression; None
             for any.
         ctc: Whether a transcription must leave CTC a path through its frames.
-        speeds: Those at which it is trained on, each as an utterance of its own.
+        speed_perturbation: Those at which it is trained on, each as an utterance of its own.
         framing: How many encoder frames the model has of it.
     """
 
@@ -44,7 +44,7 @@ class Limits:
     languages: tuple[str, ...] = ()
     characters: str | None = None
     ctc: bool = True
-    speeds: tuple[float, ...] = (1.0,)
+    speed_perturbation: tuple[float, ...] = (1.0,)
     framing: Framing = FASTCONFORMER
 
     def __post_init__(self) -> None:
@@ -64,23 +64,16 @@ class Limits:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"`{name}` must be greater than 0, but is {value}.")
-        _check_speeds(self.speeds)
+        _check_speeds(self.speed_perturbation)
 
 
 def _check_speeds(speeds: tuple[float, ...]) -> None:
+    problem = None
     if not 0 < len(speeds) <= _MOST_SPEEDS:
-        raise ValueError(
-            f"`speeds` must be one to {_MOST_SPEEDS} numbers, but are {len(speeds)}: "
-            "[0.9, 1.0, 1.1] is usual."
-        )
-    for speed in speeds:
-        if not _SLOWEST <= speed <= _FASTEST:
-            raise ValueError(
-                f"`speeds` must lie from {_SLOWEST:g} to {_FASTEST:g}, but one is {speed:g}: "
-                "[0.9, 1.0, 1.1] is usual."
-            )
-    if len(set(speeds)) < len(speeds):
-        raise ValueError(
-            f"`speeds` must differ from each other, but are {list(speeds)}: leave out what is "
-            "there twice."
-        )
+        problem = f"be one to {_MOST_SPEEDS} numbers, but are {len(speeds)}"
+    elif outside := [speed for speed in speeds if not _SLOWEST <= speed <= _FASTEST]:
+        problem = f"lie from {_SLOWEST:g} to {_FASTEST:g}, but one is {outside[0]:g}"
+    elif len(set(speeds)) < len(speeds):
+        problem = f"differ from each other, but are {list(speeds)}"
+    if problem:
+        raise ValueError(f"`speed_perturbation` must {problem}: [0.9, 1.0, 1.1] is usual.")

@@ -172,7 +172,7 @@ def check_copies(
     tokens: TokenizedText | None = None
     fitting: list[int] = []
     dropped: list[Dropped] = []
-    for number, speed in enumerate(limits.speeds):
+    for number, speed in enumerate(limits.speed_perturbation):
         try:
             tokens = check(cut, limits, tokenizer, speed=speed, tokens=tokens)
             fitting.append(number)

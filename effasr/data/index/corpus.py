@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,20 +12,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from lhotse.cut import Cut
-from lhotse.cut.set import deserialize_cut
 
 from effasr.data.audio.speed_perturbation import load_at, name_at
-from effasr.data.audio.waveform import AudioError
-from effasr.data.batch import Example, StaticShape
+from effasr.data.audio.waveform import AudioError, AudioSegment
+from effasr.data.batch import StaticShape
+from effasr.data.collate import Example
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr.data.filters.config import TooManyDropped, check_share
 from effasr.data.filters.rules import Dropped, Reason, rate_outliers
-from effasr.data.index.index_reader import Reader, gather
-from effasr.data.index.ragged import Ragged
+from effasr.data.index.columns import AudioColumns, Ragged
+from effasr.data.index.index_reader import Reader, build_table
 from effasr.data.index.utterance_table import UtteranceTable
 from effasr.data.manifest.cuts import audio_of
-from effasr.data.manifest.reader import request
 from effasr.data.mixture_summary import Blend, Mixture, planned
 from effasr.data.prompt import Prompt
 from effasr.data.sampling.packing import suggest_token_budget
@@ -73,7 +71,7 @@ class Corpus:
     eos_id: int
     pad_id: int
     text: TextCorpus | None
-    _lines: Ragged
+    _audio: AudioColumns
     _tokens: Ragged
     _rows: np.ndarray
     _speeds: np.ndarray
@@ -94,7 +92,7 @@ class Corpus:
         max_positions: int | None = None,
         framing: Framing = FASTCONFORMER,
         sources: Sequence[int] | None = None,
-        read: Reader = gather,
+        read: Reader = build_table,
     ) -> Corpus:
         """Read manifests, tokenize their texts and leave out what cannot be trained on.
 
@@ -165,9 +163,12 @@ class Corpus:
             blends.append(planned(text.mixture, text.sources, read, text_plan.indices))
         return blends
 
-    def cut(self, index: int) -> Cut:
-        """The utterance as a lhotse cut; of one at another speed, that which it is made from."""
-        return deserialize_cut(json.loads(self._lines[self._rows[index]].tobytes()))
+    def audio(self, index: int) -> AudioSegment | Cut:
+        """Where the audio of an utterance is: a part of a file, or a cut that lhotse must read.
+
+        Of an utterance at another speed, the audio from which it is made.
+        """
+        return self._audio[self._rows[index]]
 
     def speed(self, index: int) -> float:
         """The speed at which an utterance is trained on."""
@@ -175,7 +176,7 @@ class Corpus:
 
     def name(self, index: int) -> str:
         """The id of an utterance; of one at another speed, with that."""
-        return name_at(self.cut(index).id, self.speed(index))
+        return name_at(self._audio.name(self._rows[index]), self.speed(index))
 
     def duration(self, index: int) -> float:
         """Seconds that an utterance lasts at its speed."""
@@ -187,10 +188,9 @@ class Corpus:
         Raises:
             AudioError: The audio cannot be read; the message names file and utterance.
         """
-        cut, speed = self.cut(index), self.speed(index)
-        name = name_at(cut.id, speed)
+        name = self.name(index)
         try:
-            audio = load_at(cut, speed)
+            audio = load_at(self.audio(index), self.speed(index))
         except AudioError as error:
             raise AudioError(error.problem, f"utterance {name!r}: {error}") from error
         tokens = self._tokens[self._rows[index]].tolist()
@@ -250,9 +250,10 @@ class _Derivation:
         rows, sources, samples = table.rows[kept], table.sources[kept], self._samples(kept)
         mixture = None if config.mix is None else Mixture.of(config.mix, sources, samples)
         texts = table.tokens.blocks(rows)
+        monotonic = np.array([prompt.monotonic for prompt in table.prompts])
         others = [] if mixture is None else [sources]
-        if config.speeds != (1.0,):
-            others += [np.array(config.speeds), table.speeds[kept]]
+        if config.speed_perturbation != (1.0,):
+            others += [np.array(config.speed_perturbation), table.speeds[kept]]
         return Corpus(
             lengths=lengths,
             shape=shape,
@@ -266,13 +267,13 @@ class _Derivation:
             eos_id=tokenizer.eos_id,
             pad_id=tokenizer.pad_id,
             text=None,
-            _lines=table.lines,
+            _audio=table.audio,
             _tokens=table.tokens,
             _rows=rows,
             _speeds=table.speeds[kept],
-            _all_speeds=config.speeds,
+            _all_speeds=config.speed_perturbation,
             _prompt_lengths=table.prompt_lengths[kept],
-            _monotonic=table.monotonic[kept],
+            _monotonic=monotonic[table.prompt_ids[kept]],
         )
 
     def _within(self, token_budget: int | None) -> tuple[np.ndarray, list[Dropped]]:
@@ -302,11 +303,8 @@ class _Derivation:
         return np.floor(self._table.durations[kept] * SAMPLE_RATE + 0.5).astype(np.int32)
 
     def _prompt(self, fit: np.ndarray) -> Prompt:
-        """The most usual one of those that fit."""
-        prompts = self._table.prompts.copy()
-        for index in np.flatnonzero(~fit).tolist():
-            prompts[request(self._cut(index))] -= 1
-        return prompts.most_common(1)[0][0]
+        """The most frequent one of those that fit; of equally frequent ones, the first."""
+        return self._table.prompts[int(np.bincount(self._table.prompt_ids[fit]).argmax())]
 
     def _rates(self) -> np.ndarray:
         """Tokens of text per second."""
@@ -338,13 +336,10 @@ class _Derivation:
             yield self._dropped(index, Reason.TOKEN_BUDGET, details)
 
     def _dropped(self, index: int, reason: Reason, details: str) -> Dropped:
-        cut, seconds = self._cut(index), float(self._table.durations[index])
-        name = name_at(cut.id, self._config.speeds[self._table.speeds[index]])
-        return Dropped(name, reason, details, audio_of(cut), seconds)
-
-    def _cut(self, index: int) -> Cut:
-        line = self._table.lines[self._table.rows[index]]
-        return deserialize_cut(json.loads(line.tobytes()))
+        table = self._table
+        audio, row = table.audio, table.rows[index]
+        name = name_at(audio.name(row), self._config.speed_perturbation[table.speeds[index]])
+        return Dropped(name, reason, details, audio_of(audio[row]), float(table.durations[index]))
 
 
 def _where(kept: np.ndarray) -> np.ndarray | slice:

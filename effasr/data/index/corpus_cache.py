@@ -14,28 +14,25 @@ import json
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, astuple, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
-from lhotse.cut.set import deserialize_cut
 
 from effasr.data.audio.waveform import AudioProblem, samples_in
 from effasr.data.filters.limits import Limits
 from effasr.data.filters.rules import Dropped
 from effasr.data.index.build_lock import PATIENCE_S, building
 from effasr.data.index.column_file import Damaged, map_columns, remove_unused, write_columns
-from effasr.data.index.index_reader import gather
-from effasr.data.index.ragged import Ragged
-from effasr.data.index.utterance_table import LinesInFile, UtteranceTable
-from effasr.data.manifest.cuts import audio_of
+from effasr.data.index.columns import decode
+from effasr.data.index.index_reader import build_table
+from effasr.data.index.utterance_table import UtteranceTable
 from effasr.data.manifest.reader import deciding_files
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
@@ -57,12 +54,13 @@ _READ = "reading manifests: {:,} utterances, {:,.0f} a second"
 _PROBES = 256
 """Audio files whose size and age are looked at, to see whether all were replaced."""
 
-_ARRAYS = tuple(name for name in UtteranceTable.__annotations__)
+T = TypeVar("T")
+
 _PACKAGES = ("effasr", "lhotse", "numpy", "sentencepiece", "soundfile", "tokenizers")
 
 
 class CorpusCache:
-    """Reads manifests as `index_reader.gather` does, or maps what was read before.
+    """Reads manifests as `index_reader.build_table` does, or maps what was read before.
 
     Of the processes that ask for the same table at once, one reads, with all processors of the
     machine, and the others wait.
@@ -98,7 +96,7 @@ class CorpusCache:
         language: str,
         sources: Sequence[int],
     ) -> UtteranceTable:
-        """The table: see `effasr.data.index.index_reader.gather`.
+        """The table: see `effasr.data.index.index_reader.build_table`.
 
         Raises:
             ValueError: A manifest is malformed, or was changed while it was read, or there is no
@@ -108,7 +106,7 @@ class CorpusCache:
         arguments = (paths, tokenizer, limits, language, sources)
         folder, files = self._folder, _files(paths)
         if folder is None or files is None or sum(map(_size, files[0])) < self._least_bytes:
-            return gather(*arguments, progress=_Progress(_READ, self._note))
+            return build_table(*arguments, progress=_Progress(_READ, self._note))
         key = _key(arguments, *files)
         path = folder / f"{_name(arguments)}-{key}.corpus"
         if (table := self._find(path, key)) is not None:
@@ -134,7 +132,7 @@ class CorpusCache:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
             log.warning("%s cannot be written to (%s): nothing is kept", folder, error)
-            return gather(*arguments, progress=_Progress(_READ, self._note))
+            return build_table(*arguments, progress=_Progress(_READ, self._note))
 
     def _find(self, path: Path, key: str) -> UtteranceTable | None:
         """The table in a file, if that is there, whole, and about audio that is as it was."""
@@ -168,16 +166,13 @@ class CorpusCache:
             left.unlink(missing_ok=True)
         started = time.monotonic()
         progress = _Progress(_READ, self._note, say)
-        with TemporaryFile(dir=path.parent) as file:
-            table = gather(*arguments, lines=LinesInFile(file), jobs=self._jobs, progress=progress)
-            say("checking that the manifests have not changed")
-            if _key(arguments, *files) != key:
-                shown = ", ".join(map(str, arguments[0]))
-                raise ValueError(
-                    f"{shown}: must not change while it is read, but did: start again."
-                )
-            written = _Progress("writing the corpus: {:,} bytes, {:,.0f} a second", self._note, say)
-            size = write_columns(path, key, _columns(table), written)
+        table = build_table(*arguments, jobs=self._jobs, progress=progress)
+        say("checking that the manifests have not changed")
+        if _key(arguments, *files) != key:
+            shown = ", ".join(map(str, arguments[0]))
+            raise ValueError(f"{shown}: must not change while it is read, but did: start again.")
+        written = _Progress("writing the corpus: {:,} bytes, {:,.0f} a second", self._note, say)
+        size = write_columns(path, key, _columns(table), written)
         for old in _by_age(path)[_KEPT:]:
             if remove_unused(old):
                 old.with_suffix(".lock").unlink(missing_ok=True)
@@ -214,34 +209,45 @@ class _Progress:
 
 def _columns(table: UtteranceTable) -> dict[str, np.ndarray]:
     """A table as arrays; `_restored` is the way back."""
-    columns: dict[str, np.ndarray] = {}
-    for name in _ARRAYS:
-        value = getattr(table, name)
-        if isinstance(value, np.ndarray):
-            columns[name] = value
-        elif isinstance(value, Ragged):
-            columns[name], columns[f"{name}.offsets"] = value.values, value.offsets
     missed, probes = _looks_at(table)
     meta = {
         "dropped": [list(astuple(drop)) for drop in table.dropped],
-        "prompts": [[asdict(prompt), count] for prompt, count in table.prompts.items()],
+        "prompts": [asdict(prompt) for prompt in table.prompts],
         "missed": missed,
         "probes": probes,
     }
     encoded = json.dumps(meta, ensure_ascii=True).encode()
-    return columns | {"meta": np.frombuffer(encoded, np.uint8)}
+    return _flattened(table) | {"meta": np.frombuffer(encoded, np.uint8)}
 
 
 def _restored(columns: dict[str, np.ndarray]) -> UtteranceTable:
-    meta, values = _meta(columns), {}
-    for name in _ARRAYS:
-        if f"{name}.offsets" in columns:
-            values[name] = Ragged(columns[name], columns[f"{name}.offsets"])
-        elif name in columns:
-            values[name] = columns[name]
-    prompts = Counter({Prompt(**prompt): count for prompt, count in meta["prompts"]})
+    meta = _meta(columns)
+    prompts = tuple(Prompt(**prompt) for prompt in meta["prompts"])
     dropped = tuple(Dropped(*drop) for drop in meta["dropped"])
-    return UtteranceTable(**values, dropped=dropped, prompts=prompts)
+    return _unflattened(UtteranceTable, columns, dropped=dropped, prompts=prompts)
+
+
+def _flattened(value: Any, prefix: str = "") -> dict[str, np.ndarray]:
+    """The arrays of a dataclass and of those in its fields, by dotted path."""
+    columns: dict[str, np.ndarray] = {}
+    for field in fields(value):
+        part, name = getattr(value, field.name), f"{prefix}{field.name}"
+        if isinstance(part, np.ndarray):
+            columns[name] = part
+        elif is_dataclass(part):
+            columns |= _flattened(part, f"{name}.")
+    return columns
+
+
+def _unflattened(
+    cls: type[T], columns: dict[str, np.ndarray], prefix: str = "", **others: Any
+) -> T:
+    for name, kind in get_type_hints(cls).items():
+        if kind is np.ndarray:
+            others[name] = columns[f"{prefix}{name}"]
+        elif is_dataclass(kind):
+            others[name] = _unflattened(kind, columns, f"{prefix}{name}.")  # type: ignore[arg-type]
+    return cls(**others)
 
 
 def _meta(columns: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -257,8 +263,7 @@ def _looks_at(table: UtteranceTable) -> list[list[_Look]]:
     missed = [_look(drop.audio) for drop in table.dropped if drop.reason in problems]
     opened = np.flatnonzero(table.opened)
     chosen = opened[np.linspace(0, len(opened) - 1, min(_PROBES, len(opened))).astype(np.int64)]
-    cuts = (deserialize_cut(json.loads(table.lines[row].tobytes())) for row in table.rows[chosen])
-    return [missed, [_look(audio_of(cut)) for cut in cuts]]
+    return [missed, [_look(decode(table.audio.paths[row])) for row in table.rows[chosen]]]
 
 
 def _look(file: str) -> _Look:

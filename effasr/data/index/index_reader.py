@@ -13,7 +13,7 @@ from pathlib import Path
 
 from effasr.data import worker_processes
 from effasr.data.filters.limits import Limits
-from effasr.data.index.utterance_table import Gathering, Lines, UtteranceTable
+from effasr.data.index.utterance_table import IndexBuilder, UtteranceTable
 from effasr.data.manifest.reader import Names, Part, named, parts
 from effasr.data.tokenizer import Tokenizer
 
@@ -21,7 +21,7 @@ Reader = Callable[
     [Sequence[str | Path], Tokenizer, Limits, str, Sequence[int]],
     UtteranceTable,
 ]
-"""Reads manifests as `gather` does, with its first five arguments."""
+"""Reads manifests as `build_table` does, with its first five arguments."""
 
 PART = 2_000
 """Lines that a process is given at a time."""
@@ -30,14 +30,13 @@ _AHEAD = 4
 """Parts for each process that are read before their turn."""
 
 
-def gather(
+def build_table(
     paths: Sequence[str | Path],
     tokenizer: Tokenizer,
     limits: Limits,
     language: str,
     sources: Sequence[int],
     *,
-    lines: Lines | None = None,
     jobs: int = 1,
     progress: Callable[[int], None] = lambda count: None,
 ) -> UtteranceTable:
@@ -49,7 +48,6 @@ def gather(
         limits: What an utterance may be.
         language: The language of utterances that name none.
         sources: The number of each manifest's source.
-        lines: Where the lines go; into memory by default.
         jobs: Processes that read; the table does not depend on it.
         progress: Called with the number of utterances read so far.
 
@@ -57,7 +55,7 @@ def gather(
         ValueError: A manifest is malformed.
         RuntimeError: A process was killed.
     """
-    gathering, count = Gathering(lines), 0
+    builder, count = IndexBuilder(), 0
     for path, source in zip(paths, sources, strict=True):
         work = _Work(tokenizer, limits, language, source)
         if jobs > 1 and worker_processes.context() is not None:
@@ -65,10 +63,10 @@ def gather(
         else:
             done = _in_turn(path, work)
         for part in done:
-            gathering.extend(part)
+            builder.extend(part)
             count += len(part.rows) + len(part.dropped)
             progress(count)
-    return gathering.table()
+    return builder.table()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +78,26 @@ class _Work:
     language: str
     source: int
 
-    def of(self, part: Part, names: Sequence[str] | None) -> tuple[Gathering, list[str]]:
-        """Gather a part; without ``names``, each utterance has that which the source gives it."""
-        gathering, own = Gathering(), []
+    def of(self, part: Part, names: Sequence[str] | None) -> tuple[IndexBuilder, list[str]]:
+        """Index a part; without ``names``, each utterance has that which the source gives it."""
+        builder, own = IndexBuilder(), []
         for place, utterance in enumerate(part.utterances(self.language)):
             own.append(utterance.id)
             name = utterance.id if names is None else names[place]
-            gathering.add(name, utterance, self.limits, self.tokenizer, self.source)
-        return gathering, own
+            builder.add(name, utterance, self.limits, self.tokenizer, self.source)
+        return builder, own
 
 
-def _in_turn(path: str | Path, work: _Work) -> Iterator[Gathering]:
+def _in_turn(path: str | Path, work: _Work) -> Iterator[IndexBuilder]:
     utterances = named(path, language=work.language)
     while some := list(islice(utterances, PART)):
-        gathering = Gathering()
+        builder = IndexBuilder()
         for name, utterance in some:
-            gathering.add(name, utterance, work.limits, work.tokenizer, work.source)
-        yield gathering
+            builder.add(name, utterance, work.limits, work.tokenizer, work.source)
+        yield builder
 
 
-def _in_parallel(path: Path, work: _Work, jobs: int) -> Iterator[Gathering]:
+def _in_parallel(path: Path, work: _Work, jobs: int) -> Iterator[IndexBuilder]:
     """Parts of a manifest, in order.
 
     The processes take names as they are, and only here is seen whether one is taken. A source whose
@@ -110,18 +108,18 @@ def _in_parallel(path: Path, work: _Work, jobs: int) -> Iterator[Gathering]:
     if first is None:
         return
     given = names.take_all(first.utterances(work.language))
-    gathering, own = work.of(first, given)
-    yield gathering
+    builder, own = work.of(first, given)
+    yield builder
     names_first = given != own
     executor = ProcessPoolExecutor(jobs, worker_processes.context(), _begin, (work, os.getpid()))
     try:
-        for part, given, (gathering, own) in _in_order(
+        for part, given, (builder, own) in _in_order(
             executor, every, work, names if names_first else None, jobs
         ):
             if given is None and not names.take_as_they_are(own):
                 given = names.take_all(part.utterances(work.language))
-                gathering, _ = work.of(part, given)
-            yield gathering
+                builder, _ = work.of(part, given)
+            yield builder
     except BrokenProcessPool as error:
         raise RuntimeError(
             f"{path}: a process that read it was killed: if memory ran out, start where there is "
@@ -137,9 +135,9 @@ def _in_order(
     work: _Work,
     names: Names | None,
     jobs: int,
-) -> Iterator[tuple[Part, list[str] | None, tuple[Gathering, list[str]]]]:
+) -> Iterator[tuple[Part, list[str] | None, tuple[IndexBuilder, list[str]]]]:
     """Parts with their names, where ``names`` gives them, and what came of them."""
-    pending: deque[tuple[Part, list[str] | None, Future[tuple[Gathering, list[str]]]]] = deque()
+    pending: deque[tuple[Part, list[str] | None, Future[tuple[IndexBuilder, list[str]]]]] = deque()
     for part in every:
         given = None if names is None else names.take_all(part.utterances(work.language))
         pending.append((part, given, executor.submit(_run, part, given)))
@@ -161,6 +159,6 @@ def _begin(work: _Work, parent: int) -> None:
     worker_processes.end_with_parent(parent, 0)
 
 
-def _run(part: Part, names: Sequence[str] | None) -> tuple[Gathering, list[str]]:
+def _run(part: Part, names: Sequence[str] | None) -> tuple[IndexBuilder, list[str]]:
     assert _work is not None
     return _work.of(part, names)

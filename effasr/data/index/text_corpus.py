@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import TextExample, collate_text
 from effasr.data.config import DataConfig
 from effasr.data.filters.rules import Dropped, Reason, TokenizedText, Unfit, spells_something
-from effasr.data.index.ragged import Ragged, ragged
+from effasr.data.index.columns import Ragged, RaggedBuilder, decode, encode, to_numpy
 from effasr.data.manifest.pairs import TextPair, pairs
 from effasr.data.mixture import MixConfig
-from effasr.data.mixture_summary import SOURCE_DTYPE, Mixture
+from effasr.data.mixture_summary import Mixture
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.population import population
-from effasr.data.text_batch import TextExample, collate_text
 from effasr.data.tokenizer import Tokenizer, UnknownLanguageError
 
 _SEED = 0x7E47
@@ -85,20 +85,20 @@ class TextCorpus:
             ValueError: A manifest is malformed, or no pair is left.
         """
         budget = config.text_token_budget or token_budget
-        gathered = _Gathered(tokenizer, budget, max_positions)
+        builder = _TextIndexBuilder(tokenizer, budget, max_positions)
         sources = sources or [0] * len(paths)
         for path, source in zip(paths, sources, strict=True):
             for pair in pairs(path):
-                gathered.add(pair, source)
-        if not gathered.written_lengths:
-            first = f"; the first: {gathered.dropped[0].details}" if gathered.dropped else ""
+                builder.add(pair, source)
+        if not len(builder.written):
+            first = f"; the first: {builder.dropped[0].details}" if builder.dropped else ""
             raise ValueError(
                 f"{', '.join(map(str, paths))}: no text pair can be trained on "
-                f"({len(gathered.dropped)} dropped{first})."
+                f"({len(builder.dropped)} dropped{first})."
             )
         # Without shares, all is one source.
         mix = config.mix or MixConfig(sources={"text": tuple(map(str, paths))})
-        corpus = gathered.corpus(mix)
+        corpus = builder.corpus(mix)
         corpus.mixture.check(sources)
         return corpus
 
@@ -140,50 +140,39 @@ class TextCorpus:
 
     def _example(self, index: int) -> TextExample:
         written, split = self._written[index].tolist(), int(self._prompt_lengths[index])
-        name = self._ids[index].tobytes().decode()
+        name = decode(self._ids[index])
         return TextExample(name, self._read[index].tolist(), written[:split], written[split:])
 
 
-class _Gathered:
-    """Text pairs while they are read."""
+class _TextIndexBuilder:
+    """A `TextCorpus` while it is made."""
 
     def __init__(self, tokenizer: Tokenizer, token_budget: int, max_positions: int | None) -> None:
         self.tokenizer = tokenizer
         self.token_budget = token_budget
         self.max_positions = max_positions
         self.dropped: list[Dropped] = []
-        self.ids = bytearray()
-        self.read = array("i")
-        self.written = array("i")
-        self.id_lengths = array("i")
-        self.read_lengths = array("i")
-        self.written_lengths = array("i")
+        self.ids, self.read, self.written = (RaggedBuilder(code) for code in "Bii")
         self.prompt_lengths = array("i")
         self.sources = array("H")
 
     def add(self, pair: TextPair, source: int) -> None:
-        """Keep a pair, or note why not."""
+        """Add a pair, or list why it cannot be trained on."""
         try:
             read, prompt, text = self._tokenize(pair)
         except Unfit as error:
             self.dropped.append(Dropped(pair.id, error.reason, str(error), pair.origin))
             return
-        name = pair.id.encode()
-        self.ids += name
-        self.id_lengths.append(len(name))
-        self.read.extend(read)
-        self.read_lengths.append(len(read))
-        self.written.extend(prompt)
-        self.written.extend(text)
-        self.written_lengths.append(len(prompt) + len(text))
+        self.ids.append(encode(pair.id))
+        self.read.append(read)
+        self.written.append(prompt + text)
         self.prompt_lengths.append(len(prompt))
         self.sources.append(source)
 
     def corpus(self, mix: MixConfig) -> TextCorpus:
         """The corpus, with as many rows for the text encoder as go with the decoder's."""
-        read, written = _int32(self.read_lengths), _int32(self.written_lengths)
-        sources = np.array(self.sources, dtype=SOURCE_DTYPE)
-        texts = ragged(_int32(self.written), written), ragged(_int32(self.read), read)
+        texts, sources = (self.written.build(), self.read.build()), to_numpy(self.sources)
+        written, read = (text.lengths.astype(np.int32) for text in texts)
         digest = hashlib.sha256()
         for values in (read, written, sources, *(text.values for text in texts)):
             digest.update(np.ascontiguousarray(values).data)
@@ -205,10 +194,10 @@ class _Gathered:
             fingerprint=digest.hexdigest(),
             eos_id=self.tokenizer.eos_id,
             pad_id=self.tokenizer.pad_id,
-            _ids=ragged(np.frombuffer(self.ids, dtype=np.uint8), self.id_lengths),
+            _ids=self.ids.build(),
             _read=texts[1],
             _written=texts[0],
-            _prompt_lengths=_int32(self.prompt_lengths),
+            _prompt_lengths=to_numpy(self.prompt_lengths),
         )
 
     def _tokenize(self, pair: TextPair) -> tuple[list[int], list[int], list[int]]:
@@ -239,7 +228,3 @@ class _Gathered:
         if self.max_positions is not None and count > self.max_positions:
             raise Unfit(Reason.MODEL, f"{count} tokens, over `max_positions` {self.max_positions}")
         return [*read, tokenizer.eos_id], prompt, text
-
-
-def _int32(values: array[int]) -> np.ndarray:
-    return np.array(values, dtype=np.int32)

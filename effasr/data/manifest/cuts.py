@@ -10,6 +10,7 @@ from lhotse.cut import Cut
 from lhotse.cut.data import DataCut
 from lhotse.cut.set import deserialize_cut
 
+from effasr.data.audio.waveform import AudioSegment
 from effasr.data.manifest.fields import prompt_fields
 from effasr.data.manifest.lines import parse_object
 from effasr.data.manifest.utterance import CutUtterance, absolute, custom_fields
@@ -92,8 +93,10 @@ def _complete(cut: Cut, origin: str, folder: Path, language: str) -> bool:
     return changed
 
 
-def audio_of(cut: Cut) -> str:
-    """Where the audio of a cut with a recording is, for messages."""
+def audio_of(cut: Cut | AudioSegment) -> str:
+    """Where the audio of a cut with a recording, or of a segment, is: for messages."""
+    if isinstance(cut, AudioSegment):
+        return str(cut.path)
     assert isinstance(cut, DataCut)
     assert cut.recording is not None
     sources = cut.recording.sources

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
+
+from effasr.data.batch import StaticShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,3 +80,25 @@ class EpochPlan:
         first = step * self.micro_batches
         bounds = self.offsets[first : first + self.micro_batches + 1]
         return [self.indices[begin:end] for begin, end in pairwise(bounds)]
+
+
+class Planner(Protocol):
+    """Plans epochs; each plan is a pure function of what the planner was made from."""
+
+    @property
+    def shape(self) -> StaticShape | None:
+        """The static shape of every batch; None where each batch has its own."""
+        ...
+
+    @property
+    def buckets(self) -> np.ndarray | None:
+        """int32 (n,): the bucket of each utterance, all of a batch in one; None without any."""
+        ...
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """Plan an epoch: each utterance is in one micro-batch or deferred.
+
+        Raises:
+            ValueError: ``epoch`` is negative.
+        """
+        ...

@@ -6,19 +6,15 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from effasr.data.batch import StaticShape
-from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
+from effasr.data.sampling.plan import EpochPlan, Planner, UtteranceLengths
 from effasr.data.sampling.shuffle import shuffled
 
 Population = Callable[[int], np.ndarray]
 """The utterances of an epoch, int32 (p,), with repetitions."""
-
-if TYPE_CHECKING:
-    from effasr.data.sampling.strategies import Planner
 
 
 def population(

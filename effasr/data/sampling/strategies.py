@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, get_args
-
-import numpy as np
+from typing import Literal, get_args
 
 from effasr.data.batch import StaticShape
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.packing import EpochEnd, plan_epoch
-from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
+from effasr.data.sampling.plan import EpochPlan, Planner, UtteranceLengths
 from effasr.data.sampling.population import Population, PopulationPlanner
 
 Strategy = Literal["packed", "random", "bucketed", "sync_bucketed", "sync_bucketed_2d"]
@@ -105,28 +103,6 @@ class StrategyOptions:
                 "`batch_duration` must be left out where `bucket_batch_sizes` gives the batch "
                 f"sizes, but is {self.batch_duration}."
             )
-
-
-class Planner(Protocol):
-    """Plans epochs; each plan is a pure function of what the planner was made from."""
-
-    @property
-    def shape(self) -> StaticShape | None:
-        """The static shape of every batch; None where each batch has its own."""
-        ...
-
-    @property
-    def buckets(self) -> np.ndarray | None:
-        """int32 (n,): the bucket of each utterance, all of a batch in one; None without any."""
-        ...
-
-    def plan(self, epoch: int) -> EpochPlan:
-        """Plan an epoch: each utterance is in one micro-batch or deferred.
-
-        Raises:
-            ValueError: ``epoch`` is negative.
-        """
-        ...
 
 
 def planner(

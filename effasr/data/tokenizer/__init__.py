@@ -7,15 +7,17 @@ from pathlib import Path
 from effasr.data.tokenizer.base import Tokenizer, UnknownLanguageError
 from effasr.data.tokenizer.hugging_face import (
     TOKENIZER_FILE,
+    VOCABULARY_FILE,
     CanaryTokenizer,
     HuggingFaceTokenizer,
     ParakeetTokenizer,
-    load_hugging_face,
+    find_blank,
+    read_tokenizer_json,
 )
 from effasr.data.tokenizer.nemo import NEMO_FILE, NeMoTokenizer
 from effasr.data.tokenizer.sentence_piece import METADATA_FILE, SentencePieceTokenizer
 from effasr.data.tokenizer.training import train_tokenizer
-from effasr.data.tokenizer.whisper import VOCABULARY_FILE, WhisperTokenizer
+from effasr.data.tokenizer.whisper import WhisperTokenizer, is_whisper
 
 __all__ = [
     "CanaryTokenizer",
@@ -49,3 +51,17 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         f"{folder}: holds neither {METADATA_FILE} nor {TOKENIZER_FILE}: train a tokenizer with "
         "`effasr tokenizer MANIFEST OUT`."
     )
+
+
+def load_hugging_face(directory: str | Path) -> HuggingFaceTokenizer:
+    """Read the ``tokenizer.json`` of a Whisper, of a Parakeet, if it has a blank, or of a Canary.
+
+    Raises:
+        ValueError: The file is missing or broken, or that of another model.
+        ImportError: The package `tokenizers` is not installed.
+    """
+    path = Path(directory) / TOKENIZER_FILE
+    vocabulary = read_tokenizer_json(path).get_vocab(with_added_tokens=True)
+    if is_whisper(vocabulary):
+        return WhisperTokenizer(directory)
+    return (CanaryTokenizer if find_blank(vocabulary) is None else ParakeetTokenizer)(directory)

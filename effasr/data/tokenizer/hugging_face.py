@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer.base import Tokenizer, check_ids, check_language
 
 TOKENIZER_FILE = "tokenizer.json"
+VOCABULARY_FILE, MERGES_FILE, _ADDED_FILE = "vocab.json", "merges.txt", "added_tokens.json"
+"""What older checkpoints have in place of ``tokenizer.json``."""
+
+TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
+"""A token of Whisper's for a time."""
+
 _COMPANIONS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
+    _ADDED_FILE,
+    VOCABULARY_FILE,
+    MERGES_FILE,
     "normalizer.json",
 )
 _LANGUAGE = re.compile(r"<\|([a-z]{2})\|>")
@@ -40,7 +48,7 @@ class HuggingFaceTokenizer(Tokenizer):
             ImportError: The package `tokenizers` is not installed.
         """
         self._path = Path(directory) / TOKENIZER_FILE
-        self._tokenizer = _load(self._path)
+        self._tokenizer = read_tokenizer_json(self._path)
         self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have holes: the model's output has a class for each number up to the largest.
         self.vocab_size = max(self._vocabulary.values(), default=-1) + 1
@@ -131,7 +139,7 @@ class ParakeetTokenizer(HuggingFaceTokenizer):
             ValueError: There is no blank, or nothing else.
         """
         super().__init__(directory)
-        blank = _find_blank(self._vocabulary)
+        blank = find_blank(self._vocabulary)
         if not blank:
             raise ValueError(
                 f"{self._path}: must have the blank, {_BLANK} or {_PAD}, after all other tokens, "
@@ -156,22 +164,8 @@ class ParakeetTokenizer(HuggingFaceTokenizer):
         return [self.pad_id]
 
 
-def load_hugging_face(directory: str | Path) -> HuggingFaceTokenizer:
-    """Read the ``tokenizer.json`` of a Whisper, of a Parakeet, if it has a blank, or of a Canary.
-
-    Raises:
-        ValueError: The file is missing or broken, or that of another model.
-        ImportError: The package `tokenizers` is not installed.
-    """
-    from effasr.data.tokenizer.whisper import WhisperTokenizer, is_whisper
-
-    vocabulary = _load(Path(directory) / TOKENIZER_FILE).get_vocab(with_added_tokens=True)
-    if is_whisper(vocabulary):
-        return WhisperTokenizer(directory)
-    return (CanaryTokenizer if _find_blank(vocabulary) is None else ParakeetTokenizer)(directory)
-
-
-def _find_blank(vocabulary: Mapping[str, int]) -> int | None:
+def find_blank(vocabulary: Mapping[str, int]) -> int | None:
+    """The blank of a Parakeet; None where these are the tokens of another model."""
     if _BLANK in vocabulary:
         return vocabulary[_BLANK]
     last = vocabulary.get(_PAD)
@@ -182,22 +176,52 @@ def _tag(language: str) -> str:
     return f"<|{language}|>"
 
 
-def _load(path: Path):
-    """The tokenizer of a file; where it is missing, that of ``vocab.json`` and ``merges.txt``."""
-    parts = [path.with_name(name) for name in ("vocab.json", "merges.txt")]
+def read_tokenizer_json(path: Path) -> Any:
+    """The tokenizer of a file; where it is missing, that of ``vocab.json`` and ``merges.txt``.
+
+    Raises:
+        ValueError: There is neither, or a file is broken.
+        ImportError: The package `tokenizers` is not installed.
+    """
+    parts = [path.with_name(name) for name in (VOCABULARY_FILE, MERGES_FILE)]
     if not path.is_file() and not all(part.is_file() for part in parts):
         raise ValueError(f"{path}: there is no such file.")
     try:
-        from tokenizers import Tokenizer as Fast
+        import tokenizers
     except ImportError as error:
         raise ImportError(
             f"{path}: needs the package `tokenizers`: pip install effasr[huggingface]."
         ) from error
     if not path.is_file():
-        from effasr.data.tokenizer.whisper import from_vocabulary
-
-        return from_vocabulary(path.parent)
+        return _from_vocabulary(path.parent)
     try:
-        return Fast.from_file(str(path))
+        return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
         raise ValueError(f"{path}: not a tokenizer that can be read: {error}.") from error
+
+
+def _from_vocabulary(folder: Path) -> Any:
+    """The tokenizer of the three files that older checkpoints of Whisper have."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    try:
+        model = models.BPE.from_file(str(folder / VOCABULARY_FILE), str(folder / MERGES_FILE))
+        added_file = folder / _ADDED_FILE
+        added = json.loads(added_file.read_text(encoding="utf-8")) if added_file.is_file() else {}
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ValueError(f"{folder}: not a tokenizer that can be read: {error}.") from error
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if tokenizer.token_to_id(_EOS) is not None:
+        added = {_EOS: tokenizer.token_to_id(_EOS), **added}
+    for token, index in sorted(added.items(), key=lambda item: item[1]):
+        special = not TIMESTAMP.fullmatch(token)
+        tokenizer.add_tokens([AddedToken(token, normalized=False, special=special)])
+        if tokenizer.token_to_id(token) != index:
+            raise ValueError(
+                f"{folder / _ADDED_FILE}: the id of {token} must be "
+                f"{tokenizer.token_to_id(token)}, the next one, but is {index}: take a checkpoint "
+                f"that has {TOKENIZER_FILE}."
+            )
+    return tokenizer

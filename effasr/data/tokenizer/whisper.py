@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,17 +9,12 @@ from typing import Any
 
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer.base import UnknownLanguageError, check_ids, check_language
-from effasr.data.tokenizer.hugging_face import TOKENIZER_FILE, HuggingFaceTokenizer
+from effasr.data.tokenizer.hugging_face import TIMESTAMP, HuggingFaceTokenizer
 
-VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"
-"""What older checkpoints have in place of ``tokenizer.json``."""
-
-_ADDED_FILE = "added_tokens.json"
-_START, _EOS, _NO_TIMESTAMPS = "<|startoftranscript|>", "<|endoftext|>", "<|notimestamps|>"
+_START, _EOS, _NOTIMESTAMPS = "<|startoftranscript|>", "<|endoftext|>", "<|notimestamps|>"
 _TASKS = {"transcribe": "<|transcribe|>", "translate": "<|translate|>"}
 _PREVIOUS = "<|startofprev|>"
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
-_TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
 _GPT2_EOS = 50_256
 _TRANSLATION = "en"
 
@@ -47,7 +41,7 @@ class WhisperTokenizer(HuggingFaceTokenizer):
         """
         super().__init__(directory)
         vocabulary = self._vocabulary
-        missing = [name for name in (_START, _EOS, _NO_TIMESTAMPS) if name not in vocabulary]
+        missing = [name for name in (_START, _EOS, _NOTIMESTAMPS) if name not in vocabulary]
         found = (_LANGUAGE.fullmatch(token) for token in vocabulary)
         languages = tuple(sorted(match[1] for match in found if match))
         # English-only models have GPT-2's own vocabulary, and the others' languages to no purpose.
@@ -62,7 +56,7 @@ class WhisperTokenizer(HuggingFaceTokenizer):
         self.sources = self.languages = languages if self.is_multilingual else (_TRANSLATION,)
         self.pad_id = self.eos_id = vocabulary[_EOS]
         timestamps = {
-            token: index for token, index in vocabulary.items() if _TIMESTAMP.fullmatch(token)
+            token: index for token, index in vocabulary.items() if TIMESTAMP.fullmatch(token)
         }
         self.specials = {**self.specials, **timestamps}
         self._silent = {*timestamps.values()}
@@ -86,7 +80,7 @@ class WhisperTokenizer(HuggingFaceTokenizer):
             UnknownLanguageError: The model knows not a language, or does not translate into it.
         """
         self.check_prompt_languages(prompt)
-        names = [_START, _NO_TIMESTAMPS]
+        names = [_START, _NOTIMESTAMPS]
         if self.is_multilingual:
             if prompt.task == "translate" and prompt.target != _TRANSLATION:
                 raise UnknownLanguageError(
@@ -105,7 +99,7 @@ class WhisperTokenizer(HuggingFaceTokenizer):
         vocabulary = self._vocabulary
         facts: dict[str, Any] = {
             "is_multilingual": self.is_multilingual,
-            "no_timestamps_token_id": vocabulary[_NO_TIMESTAMPS],
+            "no_timestamps_token_id": vocabulary[_NOTIMESTAMPS],
         }
         if _PREVIOUS in vocabulary:
             facts["prev_sot_token_id"] = vocabulary[_PREVIOUS]
@@ -119,35 +113,4 @@ class WhisperTokenizer(HuggingFaceTokenizer):
 
 def is_whisper(vocabulary: Mapping[str, int]) -> bool:
     """Whether these are the tokens of a Whisper model."""
-    return _START in vocabulary and _NO_TIMESTAMPS in vocabulary
-
-
-def from_vocabulary(folder: Path):
-    """Make a fast tokenizer of ``vocab.json``, ``merges.txt`` and ``added_tokens.json``.
-
-    Raises:
-        ValueError: A file is broken, or the ids of added tokens do not follow the others.
-    """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    try:
-        model = models.BPE.from_file(str(folder / VOCABULARY_FILE), str(folder / MERGES_FILE))
-        added_file = folder / _ADDED_FILE
-        added = json.loads(added_file.read_text(encoding="utf-8")) if added_file.is_file() else {}
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ValueError(f"{folder}: not a tokenizer that can be read: {error}.") from error
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    if tokenizer.token_to_id(_EOS) is not None:
-        added = {_EOS: tokenizer.token_to_id(_EOS), **added}
-    for token, index in sorted(added.items(), key=lambda item: item[1]):
-        special = not _TIMESTAMP.fullmatch(token)
-        tokenizer.add_tokens([AddedToken(token, normalized=False, special=special)])
-        if tokenizer.token_to_id(token) != index:
-            raise ValueError(
-                f"{folder / _ADDED_FILE}: the id of {token} must be "
-                f"{tokenizer.token_to_id(token)}, the next one, but is {index}: take a checkpoint "
-                f"that has {TOKENIZER_FILE}."
-            )
-    return tokenizer
+    return _START in vocabulary and _NOTIMESTAMPS in vocabulary

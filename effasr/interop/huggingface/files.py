@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from effasr.data.features.spec_augment import AugmentConfig
+from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.interop.export_checks import warn_about_options
 from effasr.interop.huggingface.special_tokens import SpecialTokens
 from effasr.interop.weights import Renames, check_weights, import_weights, weight_shapes
@@ -150,8 +150,8 @@ def warn_about_training_options(
         for name in names
         if dropouts and getattr(options, name, 0.0)
     ]
-    if config.augment != AugmentConfig():
-        dropped.append("augment")
+    if config.spec_augment != SpecAugmentConfig():
+        dropped.append("spec_augment")
     warn_about_options(dropped)
 
 

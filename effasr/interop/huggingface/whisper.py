@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 _UNUSED = {
     "encoder_layerdrop": "`encoder_layerdrop`",
     "decoder_layerdrop": "`decoder_layerdrop`",
-    "apply_spec_augment": "SpecAugment as transformers has it (`model.augment` is ours)",
+    "apply_spec_augment": "SpecAugment as transformers has it (`model.spec_augment` is ours)",
 }
 _POSITIONS = "model.encoder.embed_positions.weight"
 _POSITION_ERROR = 2e-4

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from effasr.data.features.log_mel import FeatureConfig
-from effasr.data.features.spec_augment import AugmentConfig
+from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.interop.nemo import sections
 from effasr.interop.nemo.options import integer, number, switch
 from effasr.model.asr import ModelConfig
@@ -62,7 +62,7 @@ def read_model(config: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
     is_transducer = name in (TRANSDUCER, HYBRID)
     read = ModelConfig(
         features=features,
-        augment=_augment(config.get("spec_augment"), unused),
+        spec_augment=_augment(config.get("spec_augment"), unused),
         encoder=encoder,
         decoder=_decoder(config, encoder.width, unused) if name == MULTITASK else None,
         ctc=name in (CTC, HYBRID),
@@ -229,9 +229,9 @@ def _decoder(config: Mapping[str, Any], width: int, unused: list[str]) -> Decode
     return DecoderConfig(**fields)
 
 
-def _augment(mapping: Any, unused: list[str]) -> AugmentConfig:
+def _augment(mapping: Any, unused: list[str]) -> SpecAugmentConfig:
     if mapping is None:
-        return AugmentConfig()
+        return SpecAugmentConfig()
     values = sections.AUGMENT.read("spec_augment", mapping, unused)
     counts = {
         key: integer(f"spec_augment.{key}", values[key])
@@ -245,8 +245,8 @@ def _augment(mapping: Any, unused: list[str]) -> AugmentConfig:
     if not counts["freq_masks"]:
         counts.pop("freq_width")
     if not counts["time_masks"]:
-        return AugmentConfig(**counts)
-    return AugmentConfig(**counts, time_width=share)
+        return SpecAugmentConfig(**counts)
+    return SpecAugmentConfig(**counts, time_width=share)
 
 
 def _same(where: str, value: Any, expected: int, what: str) -> None:

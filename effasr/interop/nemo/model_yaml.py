@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from effasr.data.features.log_mel import FeatureConfig
-from effasr.data.features.spec_augment import AugmentConfig
+from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.interop.export_checks import refuse
 from effasr.interop.nemo import sections
 from effasr.interop.nemo.config import CTC, HYBRID, MULTITASK, TRANSDUCER
@@ -104,10 +104,10 @@ def model_yaml(config: ModelConfig, tokens: NemoTokens, classes: int) -> dict[st
         "tokenizer": tokens.section,
         "preprocessor": _preprocessor(config.features),
     }
-    if config.augment != AugmentConfig():
+    if config.spec_augment != SpecAugmentConfig():
         yaml["spec_augment"] = {
             "_target_": f"{_ASR}modules.SpectrogramAugmentation",
-            **dataclasses.asdict(config.augment),
+            **dataclasses.asdict(config.spec_augment),
         }
     yaml["encoder"] = _encoder(encoder, config.features.mel_bins)
     if name == MULTITASK:

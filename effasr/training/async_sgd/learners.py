@@ -31,7 +31,7 @@ from effasr.training.fault_tolerance.nonfinite_guard import TrainingFailed
 from effasr.training.fault_tolerance.phase_tracker import LOADING
 
 if TYPE_CHECKING:
-    from effasr.data.loader import Loader, Step, Turn
+    from effasr.data.loader import Loader, MicroBatchRef, StepBatch
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Learners:
         *,
         begin: Callable[[], None],
         note: Callable[[str], None],
-    ) -> Iterator[Iterator[Step | None]]:
+    ) -> Iterator[Iterator[StepBatch | None]]:
         """What this rank is to train on, one after the other; None where all have met.
 
         Args:
@@ -178,7 +178,7 @@ class Learners:
         if self.members is not None:
             self.members.suspect(learner)
 
-    def _work(self, loader: Loader) -> Generator[Step | None, None, None]:
+    def _work(self, loader: Loader) -> Generator[StepBatch | None, None, None]:
         with closing(loader.take(self._turns())) as loaded:
             self._open()
             self._note(LOADING)
@@ -202,7 +202,7 @@ class Learners:
                     yield None
                     self._open()
 
-    def _turns(self) -> Iterator[Turn]:
+    def _turns(self) -> Iterator[MicroBatchRef]:
         """Of the claims that this learner reserves; its ranks ask for the same ones."""
         number = 0
         while True:
@@ -219,12 +219,12 @@ class Learners:
     def _reserved(self, number: int) -> str:
         return f"reserved/{self.number}/{number}"
 
-    def _turn(self, claim: int) -> Turn:
+    def _turn(self, claim: int) -> MicroBatchRef:
         # Here, so that a model can be trained without the packages that read data.
-        from effasr.data.loader import Turn
+        from effasr.data.loader import MicroBatchRef
 
         step, share = divmod(claim, self.count)
-        return Turn(*self._calendar(step), share + self.count * self.own.rank, claim)
+        return MicroBatchRef(*self._calendar(step), share + self.count * self.own.rank, claim)
 
     def _agree(self, ahead: int) -> tuple[int, int]:
         """What the leader decides to do next, on all ranks of the learner."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from effasr.data.loader import Step
+from effasr.data.loader import StepBatch
 from effasr.distributed.batch_norm import average
 from effasr.distributed.process_group import World
 from effasr.training.async_sgd.learners import Learners
@@ -55,12 +55,12 @@ def form_learners(config: TrainConfig, world: World) -> Learners | None:
     return Learners(world, size, gossip)
 
 
-def steps_of(trainer: Trainer) -> AbstractContextManager[Iterator[Step | None]]:
+def steps_of(trainer: Trainer) -> AbstractContextManager[Iterator[StepBatch | None]]:
     """What this rank trains on, from where the run is; None where learners have met."""
     if trainer.learners is None:
         # A generator, whose end is that of the data workers.
         steps = trainer.loader.steps(*trainer.position)
-        return closing(cast(Generator[Step | None], steps))
+        return closing(cast(Generator[StepBatch | None], steps))
 
     def goal(step: int) -> int:
         settings = trainer.config.training
@@ -78,7 +78,7 @@ def steps_of(trainer: Trainer) -> AbstractContextManager[Iterator[Step | None]]:
 @contextmanager
 def _steps_apart(
     trainer: Trainer, learners: Learners, goal: Callable[[int], int]
-) -> Iterator[Iterator[Step | None]]:
+) -> Iterator[Iterator[StepBatch | None]]:
     mixing, activity = _mixing(trainer), trainer.trainee.activity
     try:
         with learners.training(

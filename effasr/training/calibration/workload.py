@@ -9,7 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths

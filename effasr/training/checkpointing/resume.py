@@ -22,8 +22,8 @@ _HARMLESS = frozenset(
         "data.workers",
         "data.prefetch",
         "data.on_bad_audio",
-        "data.augment.noise.manifests",
-        "data.augment.reverberation.manifests",
+        "data.audio_augmentation.noise.manifests",
+        "data.audio_augmentation.reverberation.manifests",
     }
 )
 """Fields of decisive parts that may change. Of the manifests and the tokenizer the content counts,
@@ -93,9 +93,9 @@ def check_same_plan(saved: Mapping[str, Any], fingerprint: Callable[[int], str])
         raise ValueError(
             f"the plan of epoch {epoch} must stay as it was in the checkpoint, of which {step} "
             "steps have been made, but it has changed, and utterances would be lost or repeated: "
-            "restore the file of `data.bucket_batch_sizes`, the recordings of `data.augment`, or "
-            "the versions of effasr and lhotse that the run began with, or begin anew with "
-            "training.restart=true."
+            "restore the file of `data.bucket_batch_sizes`, the recordings of "
+            "`data.audio_augmentation`, or the versions of effasr and lhotse that the run began "
+            "with, or begin anew with training.restart=true."
         )
 
 

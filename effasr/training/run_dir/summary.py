@@ -62,7 +62,7 @@ def summarise(trainer: Trainer) -> Iterator[str]:
             "weights in the background"
         )
     yield describe_batches(plan, trainer.loader.shape, trainer.corpus.lengths, trainer.config.data)
-    speeds = trainer.config.data.speeds
+    speeds = trainer.config.data.speed_perturbation
     if speeds != (1.0,):
         yield f"each utterance at the speeds {', '.join(map(str, speeds))}, as one of its own"
     if augmentation := trainer.loader.augmentation:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from effasr.data.audio.augmentation.clips import Clips
-from effasr.data.audio.augmentation.config import AudioAugmentConfig
+from effasr.data.audio.augmentation.config import AudioAugmentationConfig
 from effasr.data.audio.augmentation.noise import add_noise, looped
 from effasr.data.audio.augmentation.reverberation import ImpulseResponse, reverberate
 from effasr.data.audio.augmentation.rooms import simulated_room
@@ -46,7 +46,9 @@ class UnreadableRecording(AudioError):
 class Augmenter:
     """Changes audio as configured."""
 
-    def __init__(self, config: AudioAugmentConfig, *, seed: int, skip_unreadable: bool) -> None:
+    def __init__(
+        self, config: AudioAugmentationConfig, *, seed: int, skip_unreadable: bool
+    ) -> None:
         """List recordings and check them.
 
         Args:
@@ -64,10 +66,10 @@ class Augmenter:
         noise, room = config.noise, config.reverberation
         self._noises = None
         if noise is not None:
-            self._noises = Clips.load(noise.manifests, "data.augment.noise.manifests")
+            self._noises = Clips.load(noise.manifests, "data.audio_augmentation.noise.manifests")
         self._responses = None
         if room is not None and room.manifests:
-            where = "data.augment.reverberation.manifests"
+            where = "data.audio_augmentation.reverberation.manifests"
             self._responses = Clips.load(room.manifests, where)
         steps = (
             (_REVERBERATION, config.reverberation, self._reverberate),
@@ -171,7 +173,7 @@ class Augmenter:
             cut = clips.cut(index)
             path = audio_path(cut) or ""
             details = str(error) if path in str(error) else f"{path}: {error}"
-            details = f"`data.augment`: {details}"
+            details = f"`data.audio_augmentation`: {details}"
             if not self._skip:
                 raise UnreadableRecording(error.problem, details) from error
             unreadable.append(Dropped(cut.id, error.problem, details, path, cut.duration))

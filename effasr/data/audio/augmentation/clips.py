@@ -25,7 +25,7 @@ from effasr.data.audio.waveform import (
     samples_in,
 )
 from effasr.data.features.log_mel import SAMPLE_RATE
-from effasr.data.index.ragged import Ragged, ragged
+from effasr.data.index.columns import Ragged, RaggedBuilder
 from effasr.data.manifest.cuts import CUTS_FILE
 from effasr.data.manifest.fields import seconds_field, text_field
 from effasr.data.manifest.folder import AUDIO_SUFFIXES
@@ -71,14 +71,12 @@ class Clips:
             ValueError: A path holds none, a line is malformed, or an audio file is missing or no
                 audio.
         """
-        data, lengths, samples = bytearray(), array("q"), array("q")
+        lines, samples = RaggedBuilder(), array("q")
         for path in paths:
             before = len(samples)
             try:
                 for cut in _cuts(Path(path)):
-                    line = json.dumps(cut.to_dict(), ensure_ascii=False).encode()
-                    data += line
-                    lengths.append(len(line))
+                    lines.append(json.dumps(cut.to_dict(), ensure_ascii=False).encode())
                     samples.append(samples_in(cut.duration))
             except ValueError as error:
                 remedy = " Remove it, or mend it." if isinstance(error, AudioError) else ""
@@ -87,7 +85,7 @@ class Clips:
                 raise ValueError(f"`{what}`: {path} holds no audio: name another, or leave it out.")
         counts = np.array(samples, dtype=np.int64)
         digest = hashlib.sha256(counts.data).hexdigest()
-        return cls(counts, digest, ragged(np.frombuffer(data, dtype=np.uint8), lengths))
+        return cls(counts, digest, lines.build())
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -89,12 +89,12 @@ class TelephoneConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AudioAugmentConfig:
+class AudioAugmentationConfig:
     """What happens to the audio of training utterances, in this order; by default nothing does.
 
     There is no random gain: features are normalised per utterance, which takes it away again.
-    Speeds are `effasr.data.config.DataConfig.speeds`, for they change lengths; masks of the
-    features are `effasr.data.features.spec_augment.AugmentConfig`.
+    Speeds are in `effasr.data.config.DataConfig`, because they change lengths; masks of features
+    are in `effasr.data.features.spec_augment.SpecAugmentConfig`.
 
     Attributes:
         reverberation: Of a room.

@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 
 from effasr.data.filters.limits import Limits
-from effasr.data.index import index_reader as gathering
-from effasr.data.index.index_reader import gather
-from effasr.data.index.utterance_table import LinesInFile
+from effasr.data.index import index_reader
+from effasr.data.index.index_reader import build_table
 from effasr.data.manifest.prepare import prepare
 from effasr.data.tokenizer import Tokenizer
 
-LIMITS = Limits(min_duration=0.6, max_duration=1.0, speeds=(0.9, 1.0))
+LIMITS = Limits(min_duration=0.6, max_duration=1.0, speed_perturbation=(0.9, 1.0))
 Check = Callable[[Any, Any], None]
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "PART", 3)
+    monkeypatch.setattr(index_reader, "PART", 3)
 
 
 def rows_of(manifest: Path) -> list[dict[str, Any]]:
@@ -63,17 +62,16 @@ def source(
 
 
 def test_the_table_does_not_depend_on_the_processes(
-    source: Path, tokenizer: Tokenizer, tmp_path: Path, check_same: Check
+    source: Path, tokenizer: Tokenizer, check_same: Check
 ) -> None:
-    paths, limits = [source, source], Limits(min_duration=0.2, ctc=False, speeds=(0.9, 1.0))
-    alone = gather(paths, tokenizer, limits, "en", [0, 1])
+    paths, limits = (
+        [source, source],
+        Limits(min_duration=0.2, ctc=False, speed_perturbation=(0.9, 1.0)),
+    )
+    alone = build_table(paths, tokenizer, limits, "en", [0, 1])
     counts: list[int] = []
-    with (tmp_path / "lines").open("w+b") as file:
-        together = gather(
-            paths, tokenizer, limits, "en", [0, 1],
-            jobs=2, lines=LinesInFile(file), progress=counts.append,
-        )  # fmt: skip
-        check_same(alone, together)
+    together = build_table(paths, tokenizer, limits, "en", [0, 1], jobs=2, progress=counts.append)
+    check_same(alone, together)
     assert len(alone) > 20
     assert alone.sources.max() == 1
     assert counts == sorted(counts)
@@ -91,7 +89,7 @@ def test_a_malformed_line_is_told(
     lines[line] = lines[line].replace('"text"', '"words"')
     manifest.write_text("\n".join(lines))
     with pytest.raises(ValueError, match=rf"train\.jsonl:{line + 1}: `text` is missing"):
-        gather([manifest], tokenizer, LIMITS, "en", [0], jobs=jobs)
+        build_table([manifest], tokenizer, LIMITS, "en", [0], jobs=jobs)
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -108,7 +106,7 @@ def test_an_id_that_is_taken_is_told(
     rows[line]["id"] = "n0"
     write_lines(manifest, rows)
     with pytest.raises(ValueError, match=rf"train\.jsonl:{line + 1}: the id 'n0' is taken by"):
-        gather([manifest], tokenizer, LIMITS, "en", [0], jobs=jobs)
+        build_table([manifest], tokenizer, LIMITS, "en", [0], jobs=jobs)
 
 
 def test_a_killed_process_is_told(
@@ -121,6 +119,6 @@ def test_a_killed_process_is_told(
             os.kill(os.getpid(), signal.SIGKILL)
 
     manifest = nemo(12)
-    monkeypatch.setattr(gathering.Gathering, "add", die)
+    monkeypatch.setattr(index_reader.IndexBuilder, "add", die)
     with pytest.raises(RuntimeError, match="a process that read it was killed: if memory ran out"):
-        gather([manifest], tokenizer, LIMITS, "en", [0], jobs=2)
+        build_table([manifest], tokenizer, LIMITS, "en", [0], jobs=2)

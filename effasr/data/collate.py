@@ -1,0 +1,220 @@
+"""Packs utterances, or text pairs, into a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+import numpy as np
+import torch
+
+from effasr.data.batch import IGNORED, Batch, StaticShape
+from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
+from effasr_kernels import PackedLayout, PackedSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One utterance, ready to be packed.
+
+    Attributes:
+        id: Its name.
+        audio: float32 (samples,), mono, at `SAMPLE_RATE`.
+        prompt: Token ids that the decoder is given; at least one.
+        text: Token ids that it must write, without the end token.
+        monotonic: Whether the text follows the speech in order; see `Batch.monotonic`.
+    """
+
+    id: str
+    audio: np.ndarray
+    prompt: list[int]
+    text: list[int]
+    monotonic: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TextExample:
+    """A text and its translation, ready to be packed.
+
+    Attributes:
+        id: Its name.
+        source: Token ids that the text encoder reads; at least one.
+        prompt: Token ids that the decoder is given; at least one.
+        text: Token ids that it must write, without the end token.
+    """
+
+    id: str
+    source: list[int]
+    prompt: list[int]
+    text: list[int]
+
+
+def collate(
+    examples: Sequence[Example],
+    shape: StaticShape | None = None,
+    *,
+    eos_id: int,
+    pad_id: int,
+    padded: bool = False,
+    framing: Framing | None = None,
+) -> Batch:
+    """Pack utterances, with a tail up to a static shape if one is given.
+
+    The decoder reads ``prompt + text`` and must say ``text + [eos]`` from the prompt's last token
+    on; earlier targets are `IGNORED`. In the tail audio is zero, tokens and text are ``pad_id``
+    and targets are `IGNORED`.
+
+    Args:
+        examples: The utterances; none at all is a batch of tails.
+        shape: The static shape; exact sizes by default.
+        eos_id: The token that ends a text.
+        pad_id: The token of the tail, and of padding.
+        padded: Whether every utterance is made as long as the longest, in exact sizes: audio by
+            silence, tokens by ``pad_id``, targets by `IGNORED`. To the model they are utterances
+            of that length, and nothing masks what was added; only ``text``, and with it the CTC
+            and transducer losses, stays as it is.
+        framing: How many encoder frames utterances have; by default the shape's, else a
+            FastConformer's.
+
+    Returns:
+        The batch, on the CPU.
+
+    Raises:
+        ValueError: A prompt is empty, the utterances do not fit in the shape, or both a shape and
+            padding are asked for.
+    """
+    if padded and shape is not None:
+        raise ValueError("`shape` must be None for a padded batch: its longest utterance gives it.")
+    tokens, targets = _decoder_rows(examples, eos_id)
+    samples = [example.audio.shape[0] for example in examples]
+    if framing is None:
+        framing = FASTCONFORMER if shape is None else shape.framing
+    frames = [framing.frames(length) for length in samples]
+    frame_lengths, token_lengths = tuple(frames), tuple(map(len, tokens))
+    if padded:
+        samples, frames = ([max(x, default=0)] * len(x) for x in (samples, frames))
+        tokens, targets = _extended(tokens, pad_id), _extended(targets, IGNORED)
+    count, frame_rows, token_rows, audio_rows = len(examples), None, None, None
+    longest_frames = longest_tokens = None
+    if shape is not None:
+        _check_fits(shape, len(examples), sum(frame_lengths), sum(token_lengths))
+        count, audio_rows = shape.max_sequences, shape.audio_rows
+        frame_rows, token_rows = shape.frame_budget, shape.token_budget
+        longest_frames, longest_tokens = shape.longest_frames, shape.longest_tokens
+    texts = [example.text if example.monotonic else [] for example in examples]
+    counted = [len(example.text) + 1 for example in examples]
+    monotonic = [example.monotonic for example in examples]
+    return Batch(
+        audio=_pack_audio(examples, samples, audio_rows, count),
+        frames=PackedLayout.from_lengths(
+            frames, rows=frame_rows, num_sequences=count, longest=longest_frames
+        ),
+        tokens=_pack_ids(tokens, token_rows, count, pad_id, longest_tokens),
+        targets=_pack_ids(targets, token_rows, count, IGNORED, longest_tokens).values,
+        text=_pack_ids(texts, token_rows, count, pad_id, longest_tokens),
+        monotonic=torch.tensor(monotonic + [False] * (count - len(examples)), dtype=torch.bool),
+        ids=tuple(example.id for example in examples),
+        audio_seconds=sum(example.audio.shape[0] for example in examples) / SAMPLE_RATE,
+        num_targets=sum(counted),
+        num_monotonic_targets=sum(compress(counted, monotonic)),
+        frame_lengths=frame_lengths,
+        token_lengths=token_lengths,
+    )
+
+
+def collate_text(
+    examples: Sequence[TextExample], shape: StaticShape, *, eos_id: int, pad_id: int
+) -> Batch:
+    """Pack text pairs into a static shape.
+
+    As in `collate`, but `Batch.source` is what the decoder attends to, there is no audio, and
+    nothing for CTC, the transducer or guided attention to learn from.
+
+    Args:
+        examples: The pairs; none at all is a batch of tails.
+        shape: Its frames are the rows of the text encoder.
+        eos_id: The token that ends a text.
+        pad_id: The token of the tails.
+
+    Returns:
+        The batch, on the CPU.
+
+    Raises:
+        ValueError: A prompt is empty, or the pairs do not fit in the shape.
+    """
+    count, rows, longest = shape.max_sequences, shape.token_budget, shape.longest_tokens
+    tokens, targets = _decoder_rows(examples, eos_id)
+    read = [example.source for example in examples]
+    _check_fits(shape, len(examples), sum(map(len, read)), sum(map(len, tokens)))
+    source = _pack_ids(read, shape.frame_budget, count, pad_id, shape.longest_frames)
+    no_audio = PackedLayout.from_lengths([], num_sequences=count, longest=0)
+    return Batch(
+        audio=PackedSequence(torch.zeros(0), no_audio),
+        frames=source.layout,
+        tokens=_pack_ids(tokens, rows, count, pad_id, longest),
+        targets=_pack_ids(targets, rows, count, IGNORED, longest).values,
+        text=_pack_ids([], 0, count, pad_id, 0),
+        monotonic=torch.zeros(count, dtype=torch.bool),
+        ids=tuple(example.id for example in examples),
+        audio_seconds=0.0,
+        num_targets=sum(len(example.text) + 1 for example in examples),
+        num_monotonic_targets=0,
+        frame_lengths=tuple(map(len, read)),
+        token_lengths=tuple(map(len, tokens)),
+        source=source,
+    )
+
+
+def _decoder_rows(
+    examples: Sequence[Example] | Sequence[TextExample], eos_id: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """What the decoder reads for each example, and what it must write next."""
+    tokens, targets = [], []
+    for example in examples:
+        if not example.prompt:
+            raise ValueError(f"{example.id}: `prompt` must have at least one token, but is empty.")
+        tokens.append(example.prompt + example.text)
+        targets.append([IGNORED] * (len(example.prompt) - 1) + example.text + [eos_id])
+    return tokens, targets
+
+
+def _check_fits(shape: StaticShape, sequences: int, frames: int, tokens: int) -> None:
+    filled = {"max_sequences": sequences, "frame_budget": frames, "token_budget": tokens}
+    for name, rows in filled.items():
+        limit = getattr(shape, name)
+        if rows > limit:
+            raise ValueError(
+                f"collate: the batch must fit in `{name}` = {limit}, but fills {rows}: "
+                "give it fewer utterances."
+            )
+
+
+def _pack_ids(
+    sequences: Sequence[list[int]], rows: int | None, count: int, fill: int, longest: int | None
+) -> PackedSequence:
+    """Pack token ids into ``rows``, whose tail has the value ``fill``."""
+    lengths = [len(sequence) for sequence in sequences]
+    layout = PackedLayout.from_lengths(lengths, rows=rows, num_sequences=count, longest=longest)
+    values = torch.full((layout.rows,), fill, dtype=torch.int64)
+    values[: layout.total] = torch.tensor(
+        [token for sequence in sequences for token in sequence], dtype=torch.int64
+    )
+    return PackedSequence(values, layout)
+
+
+def _extended(sequences: list[list[int]], fill: int) -> list[list[int]]:
+    """Make all as long as the longest."""
+    longest = max(map(len, sequences), default=0)
+    return [sequence + [fill] * (longest - len(sequence)) for sequence in sequences]
+
+
+def _pack_audio(
+    examples: Sequence[Example], lengths: Sequence[int], rows: int | None, count: int
+) -> PackedSequence:
+    """Lay out the waveforms in sequences of these lengths, each followed by silence."""
+    layout = PackedLayout.from_lengths(lengths, rows=rows, num_sequences=count)
+    values = np.zeros(layout.rows, dtype=np.float32)
+    for begin, example in zip(layout.cu_seqlens_host, examples, strict=False):
+        values[begin : begin + example.audio.shape[0]] = example.audio
+    return PackedSequence(torch.from_numpy(values), layout)

@@ -1,0 +1,186 @@
+"""Flat columns that millions of rows fit in: texts, tokens, and where the audio of each row is."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from lhotse.cut import Cut
+from lhotse.cut.set import deserialize_cut
+
+from effasr.data.audio.waveform import AudioSegment, TarMember
+
+_BLOCK = 2**16
+"""Arrays that are copied together."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """Arrays of unequal length, end to end."""
+
+    values: np.ndarray
+    offsets: np.ndarray
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 (n,), of each array."""
+        return np.diff(self.offsets)
+
+    def blocks(self, rows: np.ndarray) -> Iterator[np.ndarray]:
+        """The values of the arrays at these indices, end to end, a part at a time."""
+        for first in range(0, len(rows), _BLOCK):
+            some = rows[first : first + _BLOCK]
+            begin, end = self.offsets[some], self.offsets[some + 1]
+            if (begin[1:] == end[:-1]).all():
+                yield self.values[begin[0] : end[-1]]
+            else:
+                lengths = end - begin
+                shift = np.repeat(begin - (np.cumsum(lengths) - lengths), lengths)
+                yield self.values[shift + np.arange(len(shift))]
+
+
+class RaggedBuilder:
+    """A `Ragged` while it is made.
+
+    Args:
+        typecode: Of its values, as of `array.array`: ``B`` for bytes.
+    """
+
+    def __init__(self, typecode: str = "B") -> None:
+        self._values = array(typecode)
+        self._lengths = array("q")
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def append(self, values: bytes | Iterable[int]) -> None:
+        """Add an array."""
+        before = len(self._values)
+        if isinstance(values, bytes):
+            self._values.frombytes(values)
+        else:
+            self._values.extend(values)
+        self._lengths.append(len(self._values) - before)
+
+    def extend(self, other: RaggedBuilder) -> None:
+        """Add the arrays of another builder."""
+        self._values.extend(other._values)
+        self._lengths.extend(other._lengths)
+
+    def build(self) -> Ragged:
+        """The arrays, which share the memory of this; nothing can be added any more."""
+        ends = np.cumsum(to_numpy(self._lengths), dtype=np.int64)
+        return Ragged(to_numpy(self._values), np.concatenate([[0], ends]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AudioColumns:
+    """The name of each of n rows, and where its audio is.
+
+    Attributes:
+        paths: The audio file, or the tar file that it is in; empty for the rows of ``cuts``.
+        names: See `encode`.
+        starts: float64 (n,), seconds.
+        durations: float64 (n,), seconds.
+        channels: int32 (n,), one channel; or -c for the mean of the first c channels.
+        member_offsets: int64 (n,), where in a tar file the audio file begins; -1 if there is none.
+        member_sizes: int64 (n,), bytes of that audio file.
+        cuts: lhotse cuts as JSON, of rows whose audio only lhotse can read; empty for all others.
+    """
+
+    paths: Ragged
+    names: Ragged
+    starts: np.ndarray
+    durations: np.ndarray
+    channels: np.ndarray
+    member_offsets: np.ndarray
+    member_sizes: np.ndarray
+    cuts: Ragged
+
+    def name(self, row: int) -> str:
+        """The name of a row."""
+        return decode(self.names[row])
+
+    def __getitem__(self, row: int) -> AudioSegment | Cut:
+        if (cut := self.cuts[row]).size:
+            return deserialize_cut(json.loads(cut.tobytes()))
+        path: str | TarMember = decode(self.paths[row])
+        if (offset := int(self.member_offsets[row])) >= 0:
+            path = TarMember(path, offset, int(self.member_sizes[row]))
+        channel = int(self.channels[row])
+        channels = (channel,) if channel >= 0 else tuple(range(-channel))
+        return AudioSegment(path, float(self.starts[row]), float(self.durations[row]), channels)
+
+
+class AudioColumnsBuilder:
+    """`AudioColumns` while they are made."""
+
+    def __init__(self) -> None:
+        self.paths, self.names, self.cuts = RaggedBuilder(), RaggedBuilder(), RaggedBuilder()
+        self.starts, self.durations = array("d"), array("d")
+        self.channels = array("i")
+        self.member_offsets, self.member_sizes = array("q"), array("q")
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def append(self, cut: Cut) -> None:
+        """Add a row."""
+        segment, content = AudioSegment.of(cut), b""
+        channel = None if segment is None else _channel(segment.channels)
+        if segment is None or channel is None:
+            content = json.dumps(cut.to_dict(), ensure_ascii=False).encode()
+            segment, channel = AudioSegment("", 0.0, 0.0, (0,)), 0
+        path, offset, size = segment.path, -1, 0
+        if isinstance(path, TarMember):
+            path, offset, size = path.tar, path.offset, path.size
+        self.paths.append(encode(path))
+        self.names.append(encode(cut.id))
+        self.cuts.append(content)
+        self.starts.append(segment.start)
+        self.durations.append(segment.duration)
+        self.channels.append(channel)
+        self.member_offsets.append(offset)
+        self.member_sizes.append(size)
+
+    def extend(self, other: AudioColumnsBuilder) -> None:
+        """Add the rows of another builder."""
+        for name, values in vars(self).items():
+            values.extend(getattr(other, name))
+
+    def build(self) -> AudioColumns:
+        """The columns; nothing can be added any more."""
+        columns: dict[str, Any] = {
+            name: values.build() if isinstance(values, RaggedBuilder) else to_numpy(values)
+            for name, values in vars(self).items()
+        }
+        return AudioColumns(**columns)
+
+
+def _channel(channels: tuple[int, ...]) -> int | None:
+    """As in `AudioColumns.channels`; None for a choice of channels that no number stands for."""
+    if len(channels) == 1:
+        return channels[0]
+    return -len(channels) if channels == tuple(range(len(channels))) else None
+
+
+def to_numpy(values: array) -> np.ndarray:
+    """A numpy array that shares the memory of an `array.array`, to which nothing can be added."""
+    return np.frombuffer(values, values.typecode) if values else np.zeros(0, values.typecode)
+
+
+def encode(text: str) -> bytes:
+    """UTF-8; bytes of a file name that are not UTF-8 stay as they are (as with `os.fsencode`)."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def decode(data: np.ndarray) -> str:
+    """The text of uint8 (n,): the inverse of `encode`."""
+    return data.tobytes().decode("utf-8", "surrogateescape")
