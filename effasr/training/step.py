@@ -68,8 +68,6 @@ class Trainee:
         adascale: Measures what a step is worth, or None.
         averager: Brings ranks together that make updates of their own; or None.
         activity: Is told what is computed.
-        commit: Asks the other replicas whether the step is to be made, where they come and go: see
-            `effasr.distributed.torchft`. Otherwise None.
     """
 
     model: nn.Module
@@ -92,7 +90,6 @@ class Trainee:
     adascale: AdaScale | None = None
     averager: Averager | None = None
     activity: Activity = field(default_factory=Activity)
-    commit: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +195,6 @@ def train_step(
         splits_of_all = parts[5]
         norm = parts[8].sqrt() if is_local else clip(trainee)
         finite = parts.isfinite().all() & norm.isfinite()
-        if trainee.commit is not None:
-            finite = finite & trainee.commit()
         seen = [*parts[:5], norm, finite, objective.is_guided, splits_of_all]
         values_seen = HostCopy(torch.stack(seen))
         lr, factor = _rate(trainee, step), None
