@@ -25,9 +25,9 @@ from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.convolution import DepthwiseConv
 from effasr.nn.norms import BatchNorm
 from effasr.nn.parameters.patterns import evaluate_frozen
-from effasr.nn.parameters.unused import with_participants
+from effasr.nn.parameters.unused import touch_unused_parameters
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
-from effasr.nn.stack import is_empty, pass_by
+from effasr.nn.stack import is_empty, skip_layers
 from effasr_kernels import PackedSequence, ctc_loss, linear_cross_entropy
 
 # Not the embeddings: the decoder, which ties its own to its output, and the predictors draw them.
@@ -218,7 +218,7 @@ class ASRModel(nn.Module):
         if is_empty(batch.frames, batch.tokens.layout):
             idle = [*self.parameters(), *passed]
         if idle:
-            reached = with_participants(losses.cross_entropy, idle)
+            reached = touch_unused_parameters(losses.cross_entropy, idle)
             losses = replace(losses, cross_entropy=reached)
         return losses
 
@@ -251,7 +251,7 @@ class ASRModel(nn.Module):
             encoded = self.encoder(mel)
         if self.text_encoder is None:
             return encoded
-        return encoded.with_values(pass_by(self.text_encoder.layers, encoded.values))
+        return encoded.with_values(skip_layers(self.text_encoder.layers, encoded.values))
 
     def decode(
         self,

@@ -82,7 +82,7 @@ def recomputed_costs(
     Args:
         config: The architecture.
         vocab_size: V, the tokenizer's.
-        every: Which layers, as in `effasr.nn.stack.recompute_layers`.
+        every: Which layers, as in `effasr.nn.stack.apply_activation_checkpointing`.
         below: The first encoder layers, to which the backward does not come: nothing before or in
             them is trained.
     """

@@ -16,7 +16,7 @@ from effasr.model.checks import check
 from effasr.model.decoder_layer import DecoderConfig, DecoderLayer
 from effasr.nn.cache.decoder_state import CacheSizes, DecoderState, KeysValues
 from effasr.nn.positions import decoder_sinusoids
-from effasr.nn.stack import is_empty, is_sharded, pass_by
+from effasr.nn.stack import is_empty, is_sharded, skip_layers
 from effasr_kernels import PackedLayout, PackedSequence, projected_top_k
 
 
@@ -96,7 +96,7 @@ class Decoder(nn.Module):
             )
         x = self.embed(tokens.values, layout.positions())
         if is_empty(layout, encoded.layout) and is_sharded(self.layers):
-            x = pass_by(self.layers, x)
+            x = skip_layers(self.layers, x)
             return self.norm(x), None if sigma is None else x.new_zeros(len(x))
         penalties = []
         for number, layer in enumerate(self.layers):

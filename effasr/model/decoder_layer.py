@@ -12,7 +12,7 @@ from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.attention import CrossAttention, SelfAttention
 from effasr.nn.cache.decoder_state import DecoderState, KeysValues
 from effasr.nn.feed_forward import FeedForward
-from effasr.nn.stack import Layer, layer_forward
+from effasr.nn.stack import Layer, checkpointed_forward
 from effasr_kernels import PackedLayout, PackedSequence
 
 _MOST_BARRED = 15
@@ -119,7 +119,7 @@ class DecoderLayer(Layer):
             dropout=config.activation_dropout,
         )
 
-    @layer_forward
+    @checkpointed_forward
     def forward(
         self, x: Tensor, layout: PackedLayout, encoded: PackedSequence, sigma: float | None
     ) -> tuple[Tensor, Tensor | None]:

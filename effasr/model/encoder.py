@@ -17,7 +17,7 @@ from effasr.nn.attention import RelativeSelfAttention, SelfAttention
 from effasr.nn.convolution import Convolution
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.positions import relative_sinusoids
-from effasr.nn.stack import Layer, is_empty, is_sharded, layer_forward, pass_by
+from effasr.nn.stack import Layer, checkpointed_forward, is_empty, is_sharded, skip_layers
 from effasr.nn.subsampling import Subsampling
 from effasr_kernels import PackedLayout, PackedSequence, Rotary
 
@@ -143,7 +143,7 @@ class ConformerLayer(Layer):
         self.feed_forward2 = _feed_forward(config)
         self.norm_out = nn.LayerNorm(width)
 
-    @layer_forward
+    @checkpointed_forward
     def forward(self, x: Tensor, context: _Context) -> Tensor:
         """Transform (T, width)."""
         x = torch.add(x, self._drop(self.feed_forward1(self.norm_feed_forward1(x))), alpha=0.5)
@@ -196,7 +196,7 @@ class Encoder(nn.Module):
             x = torch.add(x, embeddings[rows], alpha=self.config.input_positions)
         x = F.dropout(x, self.config.input_dropout, self.training)
         if is_empty(mel.layout) and is_sharded(self.layers):
-            return PackedSequence(pass_by(self.layers, x), mel.layout)
+            return PackedSequence(skip_layers(self.layers, x), mel.layout)
         context = self._context(mel.layout, embeddings)
         for number, layer in enumerate(self.layers):
             with ranges.range(f"encoder.{number}"):

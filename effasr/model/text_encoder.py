@@ -11,7 +11,7 @@ from torch import nn
 from effasr import ranges
 from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.positions import decoder_sinusoids
-from effasr.nn.stack import is_empty, is_sharded, pass_by
+from effasr.nn.stack import is_empty, is_sharded, skip_layers
 from effasr.nn.transformer_layer import TransformerLayer
 from effasr_kernels import PackedSequence
 
@@ -107,9 +107,9 @@ class TextEncoder(nn.Module):
         x = self.embed_tokens(tokens.values)
         x = x + decoder_sinusoids(layout.positions(), self.width).to(x.dtype)
         x = F.dropout(self.embedding_layernorm(x), self.config.input_dropout, self.training)
-        x = pass_by(idle, x)
+        x = skip_layers(idle, x)
         if is_empty(layout) and is_sharded(self.layers):
-            return PackedSequence(self.norm(pass_by(self.layers, x)), layout)
+            return PackedSequence(self.norm(skip_layers(self.layers, x)), layout)
         for number, layer in enumerate(self.layers):
             with ranges.range(f"text_encoder.{number}"):
                 x = layer(x, layout)

@@ -13,7 +13,7 @@ from effasr import ranges
 from effasr.data.features.log_mel import MelFrames
 from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.positions import whisper_sinusoids
-from effasr.nn.stack import is_empty, is_sharded, pass_by
+from effasr.nn.stack import is_empty, is_sharded, skip_layers
 from effasr.nn.transformer_layer import TransformerLayer
 from effasr_kernels import PackedSequence
 
@@ -166,7 +166,7 @@ class TransformerEncoder(nn.Module):
         x = x + self.places(mel.slot_positions).to(x.dtype)
         x = F.dropout(x, config.input_dropout, self.training)
         if is_empty(layout) and is_sharded(self.layers):
-            return PackedSequence(self.norm(pass_by(self.layers, x)), layout)
+            return PackedSequence(self.norm(skip_layers(self.layers, x)), layout)
         for number, layer in enumerate(self.layers):
             with ranges.range(f"encoder.{number}"):
                 x = layer(x, layout)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from effasr import ranges
 from effasr.nn.parameters.sharded import is_sharded_tensor
-from effasr.nn.parameters.unused import with_participants
+from effasr.nn.parameters.unused import touch_unused_parameters
 from effasr_kernels import PackedLayout, PackedSequence
 
 # Of the thread, for autograd computes again in its own.
@@ -22,22 +22,22 @@ _here = threading.local()
 
 
 class Layer(nn.Module):
-    """One of a stack; its forward is made by `layer_forward`.
+    """One of a stack; its forward is made by `checkpointed_forward`.
 
     Attributes:
-        is_recomputed: Whether only its inputs are kept between the forward and the backward.
+        is_checkpointed: Whether only its inputs are kept between the forward and the backward.
         is_compiled: Whether torch.compile makes it, alone.
     """
 
-    is_recomputed = False
+    is_checkpointed = False
     is_compiled = False
 
 
-def layer_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+def checkpointed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Make the forward of a `Layer` from what it computes: (self, x, ...) to anything.
 
     The result takes ``idle=True`` besides, and then returns ``x`` as it is, whose backward reaches
-    the layer's parameters: see `pass_by`.
+    the layer's parameters: see `skip_layers`.
 
     Where a layer is computed again, the random numbers are the same, those of seeds that an
     operation draws included, and so are the gradients, bit by bit. What a forward leaves behind,
@@ -45,7 +45,7 @@ def layer_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def compute(self: Layer, *args: Any) -> Any:
-        if not (self.is_recomputed and torch.is_grad_enabled() and _is_reached(self, args)):
+        if not (self.is_checkpointed and torch.is_grad_enabled() and _is_reached(self, args)):
             return forward(self, *args)
         # The compiler takes no contexts, and needs none: of what it computes again, it leaves out
         # all that changes a buffer.
@@ -60,19 +60,19 @@ def layer_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def run(self: Layer, x: Tensor, *args: Any, idle: bool = False) -> Any:
         if idle:
-            return with_participants(x, self.parameters())
+            return touch_unused_parameters(x, self.parameters())
         return (compiled() if self.is_compiled else compute)(self, x, *args)
 
     return run
 
 
-def recompute_layers(model: nn.Module, every: int) -> None:
+def apply_activation_checkpointing(model: nn.Module, every: int) -> None:
     """Let each ``every``-th layer of every stack in a model be recomputed, its first included."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             for number, layer in enumerate(module):
                 if isinstance(layer, Layer):
-                    layer.is_recomputed = number % every == 0
+                    layer.is_checkpointed = number % every == 0
 
 
 def compile_layers(model: nn.Module) -> None:
@@ -92,7 +92,7 @@ def is_sharded(layers: Iterable[nn.Module]) -> bool:
     return any(is_sharded_tensor(next(layer.parameters(), None)) for layer in layers)
 
 
-def pass_by(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+def skip_layers(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
     """Return ``x`` after layers that have nothing to do, each of which is gathered all the same.
 
     The processes of a group gather sharded layers together, in one order, and reduce their

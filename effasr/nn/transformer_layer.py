@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from effasr.nn.attention import SelfAttention
 from effasr.nn.feed_forward import FeedForward
-from effasr.nn.stack import Layer, layer_forward
+from effasr.nn.stack import Layer, checkpointed_forward
 from effasr_kernels import PackedLayout
 
 
@@ -58,7 +58,7 @@ class TransformerLayer(Layer):
             width, feed_forward, activation=activation, dropout=activation_dropout
         )
 
-    @layer_forward
+    @checkpointed_forward
     def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
         """Transform (T, width)."""
         x = x + self._drop(self.self_attn(self.norm_self_att(x), layout))

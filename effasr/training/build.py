@@ -24,7 +24,7 @@ from effasr.distributed.process_group import World
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import recomputed_costs
 from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
-from effasr.nn.stack import compile_layers, recompute_layers
+from effasr.nn.stack import apply_activation_checkpointing, compile_layers
 from effasr.optim.adamw import build_adamw
 from effasr.optim.adascale import AdaScale
 from effasr.optim.batch_scaling import peak_learning_rate, relative_batch
@@ -184,7 +184,7 @@ def build_trainee(
     schedule, steps = config.schedule, config.training.max_steps
     every, again = int(config.training.activation_checkpointing), None
     if every:
-        recompute_layers(model, every)
+        apply_activation_checkpointing(model, every)
         again = recomputed_costs(config.model, model.vocab_size, every, unreached_layers(model))
     if config.training.compile and config.training.strategy == "fsdp2":
         # Between two of which ranks gather parameters, which is not compiled.

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from effasr.data.audio.augmentation import clips
 from lhotse import CutSet, Recording, RecordingSet
 
 from effasr.config import ConfigError, from_mapping, to_mapping
+from effasr.data.audio.augmentation import clips
 from effasr.data.audio.augmentation.augmenter import Augmenter, Moment
 from effasr.data.audio.augmentation.clips import Clips
 from effasr.data.audio.augmentation.config import (

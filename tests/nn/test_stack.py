@@ -14,7 +14,7 @@ from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import EncoderConfig
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.nn.norms import BatchNorm
-from effasr.nn.stack import is_recomputing, recompute_layers
+from effasr.nn.stack import apply_activation_checkpointing, is_recomputing
 from tests.training.conftest import VOCABULARY, make_batch
 
 NOISE = {"residual_dropout": 0.1, "activation_dropout": 0.1, "attention_dropout": 0.1}
@@ -39,7 +39,7 @@ def make_model(every: int) -> ASRModel:
     )  # fmt: skip
     model = ASRModel(config, VOCABULARY).train()
     if every:
-        recompute_layers(model, every)
+        apply_activation_checkpointing(model, every)
     return model
 
 
@@ -106,8 +106,8 @@ def test_statistics_count_a_batch_once() -> None:
 def test_the_first_layer_of_every_n_is_computed_again() -> None:
     model = make_model(2)
     assert model.decoder is not None
-    assert [layer.is_recomputed for layer in model.encoder.layers] == [True, False, True]
-    assert [layer.is_recomputed for layer in model.decoder.layers] == [True, False]
+    assert [layer.is_checkpointed for layer in model.encoder.layers] == [True, False, True]
+    assert [layer.is_checkpointed for layer in model.decoder.layers] == [True, False]
 
 
 def test_nothing_is_computed_again_where_nothing_was_kept() -> None:

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from effasr.nn.parameters.sharded import is_sharded_tensor
 
 
-def with_participants(x: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+def touch_unused_parameters(x: Tensor, parameters: Iterable[Tensor]) -> Tensor:
     """Return ``x`` such that its backward also reaches parameters that it does not depend on.
 
     Their gradient is zero. The processes of a group wait until every parameter has been reached.
