@@ -100,11 +100,11 @@ def tokenizer(options: argparse.Namespace) -> int:
 
 def train(options: argparse.Namespace) -> int:
     """Train, or show the configuration."""
-    from effasr.distributed.process_group import one_voice
+    from effasr.distributed.failures import report_once_per_node
     from effasr.training.config import TrainConfig
     from effasr.training.trainer import run
 
-    with one_voice():
+    with report_once_per_node():
         settings = config.load(TrainConfig, options.recipe, options.overrides)
     if options.show:
         _say(config.dump(settings))
