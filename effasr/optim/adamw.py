@@ -202,3 +202,19 @@ def apply_update(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
         optimizer.step()
     elif finite:
         optimizer.step()
+
+
+def initialize_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the moments, which an optimizer creates at its first update, as zeros."""
+    groups: Sequence[dict[str, Any]] = optimizer.param_groups
+    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+    if all(parameter in optimizer.state for parameter in parameters):
+        return
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    apply_update(optimizer, torch.zeros((), dtype=torch.bool, device=parameters[0].device))
+    if parameters[0] not in optimizer.state:
+        # An optimizer that cannot skip an update on the device.
+        set_learning_rate(optimizer, 0.0)
+        optimizer.step()
+    optimizer.zero_grad()

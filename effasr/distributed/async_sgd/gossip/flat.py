@@ -90,24 +90,3 @@ class FlatWeights:
         """Wait until the device has done all that it was asked to."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-@torch.no_grad()
-def apply(tensors: Sequence[Tensor], delta: Tensor) -> None:
-    """Add a row of numbers to the tensors that it is of, in place; the host does not wait.
-
-    Args:
-        tensors: As given to `effasr.distributed.async_sgd.gossip.gossip.Gossip`, in the same order.
-        delta: float32 (count,), from its `take`; on the host or on the tensors' device.
-
-    Raises:
-        ValueError: The numbers are not as many as those of the tensors.
-    """
-    count = sum(tensor.numel() for tensor in tensors)
-    if delta.shape != (count,):
-        raise ValueError(
-            f"`delta` must have shape ({count},), as the tensors have numbers, but has "
-            f"{tuple(delta.shape)}."
-        )
-    for tensor, piece in zip(tensors, delta.split([t.numel() for t in tensors]), strict=True):
-        tensor.add_(piece.to(tensor.device, non_blocking=True).view(tensor.shape))
