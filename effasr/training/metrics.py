@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.training.flops import peak_flops
 from effasr.training.memory import peak_bytes
 from effasr.training.step import StepReport
-from effasr.training.step_stats import Counts
+from effasr.training.step_stats import StepCounts
 
 _MEANS = ("loss", "cross_entropy", "ctc", "transducer", "guided", "grad_norm")
 """What `StepReport.values` begins with."""
@@ -22,7 +22,7 @@ _ROWS = ("frames", "frame_rows", "token_rows", *_FLOPS)
 
 
 @dataclass(slots=True)
-class Meter:
+class TrainingMetrics:
     """Sums since the last line.
 
     Reports are read one step late: by then a GPU has computed them, and works on the next one.
@@ -56,7 +56,7 @@ class Meter:
     def add(self, report: StepReport) -> None:
         """Take a report; what it says is read by `collect`."""
         self._pending.append(report)
-        counts = Counts.from_values(report.counts.read())
+        counts = StepCounts.from_values(report.counts.read())
         self.stopping = counts.stopping > 0
         self._increase(
             steps=1,
@@ -93,16 +93,16 @@ class Meter:
             self._increase(updates=1, **dict(zip(_MEANS, means, strict=True)))
         return left_out
 
-    def merge(self, world: World, *, counts: bool) -> None:
+    def merge(self, context: DistributedContext, *, counts: bool) -> None:
         """Add up ``skipped`` and ``oom_splits`` of learners that train apart.
 
         Args:
-            world: The ranks, which call it together.
+            context: The ranks, which call it together.
             counts: Whether this rank counts for its learner.
         """
         before = self._merged
         own = (self.skipped - before[0], self.oom_splits - before[1]) if counts else (0, 0)
-        skipped, splits = map(sum, zip(*world.gather(own), strict=True))
+        skipped, splits = map(sum, zip(*context.all_gather(own), strict=True))
         self.skipped, self.oom_splits = before[0] + skipped, before[1] + splits
         self._merged = self.skipped, self.oom_splits
 

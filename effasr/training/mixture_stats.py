@@ -9,10 +9,10 @@ import numpy as np
 from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Step
 from effasr.data.mixture_summary import Blend, Mixture, drawn
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 
 
-class DrawnBlend:
+class MixtureStats:
     """Counts what is drawn of each source, from the beginning of the run.
 
     Args:
@@ -37,14 +37,14 @@ class DrawnBlend:
         for own, counts in zip(self._own, found, strict=True):
             own += np.stack(counts)
 
-    def merge(self, world: World) -> list[Blend]:
+    def merge(self, context: DistributedContext) -> list[Blend]:
         """Add up what the ranks have counted, all together.
 
         Returns:
             The blend of speech, and that of text if there is any; nothing without a mixture.
         """
         for merged, own in zip(self._merged, self._own, strict=True):
-            merged += np.sum(world.gather(own), axis=0)
+            merged += np.sum(context.all_gather(own), axis=0)
             own[:] = 0
         pairs = zip(self._mixtures(), self._merged, strict=True)
         return [Blend.of(mixture, *counts) for mixture, counts in pairs]

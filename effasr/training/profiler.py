@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from effasr import ranges
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 
 log = logging.getLogger(__name__)
 
@@ -64,27 +64,27 @@ class ProfileConfig:
             )
 
 
-class Capture:
+class StepProfiler:
     """Switches a profiler on for the configured steps, and off after them.
 
     Args:
         config: Which steps.
-        world: Of this rank.
+        context: Of this rank.
         folder: For what is written; it is made when something is.
 
     Raises:
         ValueError: What is asked for needs a GPU, and there is none.
     """
 
-    def __init__(self, config: ProfileConfig, world: World, folder: Path) -> None:
+    def __init__(self, config: ProfileConfig, context: DistributedContext, folder: Path) -> None:
         self._config = config
-        self._world = world
+        self._context = context
         self._folder = folder
         self._on = ExitStack()
         self._recording = False
         self._last = config.first_step + config.steps - 1
         self._profiler: torch.profiler.profile | None = None
-        on_gpu = world.device.type == "cuda"
+        on_gpu = context.device.type == "cuda"
         if config.memory and not on_gpu:
             raise ValueError(
                 "`training.profile.memory` must be false without a GPU, whose allocations it "
@@ -148,7 +148,7 @@ class Capture:
         ranges.enable("kineto")
         self._on.callback(ranges.disable)
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._world.device.type == "cuda":
+        if self._context.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         profiler = torch.profiler.profile(
             activities=activities,
@@ -168,7 +168,7 @@ class Capture:
 
     def _write(self, profiler: torch.profiler.profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank{self._world.rank}.json.gz"
+        path = self._folder / f"rank{self._context.rank}.json.gz"
         unfinished = path.with_name(f"unfinished_{path.name}")
         profiler.export_chrome_trace(str(unfinished))
         unfinished.replace(path)
@@ -179,10 +179,10 @@ class Capture:
         if not self._config.memory:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank{self._world.rank}_memory.pickle"
+        path = self._folder / f"rank{self._context.rank}_memory.pickle"
         if not path.exists():
             torch.cuda.memory._dump_snapshot(str(path))
 
     def _synchronize(self) -> None:
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
+        if self._context.device.type == "cuda":
+            torch.cuda.synchronize(self._context.device)

@@ -14,7 +14,7 @@ import torch
 from effasr import config as configuration
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.tokenizer import Tokenizer
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.training import build
 from effasr.training.calibration import store
 from effasr.training.calibration.runner import measure
@@ -34,7 +34,7 @@ _AMPLE = 1_000_000
 """A frame budget in which every utterance of a corpus fits, with all of its tokens."""
 
 
-def settle(config: TrainConfig, tokenizer: Tokenizer, world: World) -> TrainConfig:
+def settle(config: TrainConfig, tokenizer: Tokenizer, context: DistributedContext) -> TrainConfig:
     """Replace ``data.frame_budget: auto`` by what was found before, or is found now.
 
     Rank 0 tries, and the others wait for it however long that takes.
@@ -42,7 +42,7 @@ def settle(config: TrainConfig, tokenizer: Tokenizer, world: World) -> TrainConf
     Args:
         config: Resolved but for the budget.
         tokenizer: Of the run.
-        world: The ranks; all of them call this.
+        context: The ranks; all of them call this.
 
     Raises:
         OutOfMemory: There is no budget that fits.
@@ -54,8 +54,8 @@ def settle(config: TrainConfig, tokenizer: Tokenizer, world: World) -> TrainConf
     population = read_population(config, tokenizer)
 
     def find(alive: Callable[[], None]) -> tuple[Calibration, bool]:
-        target = target_bytes(config.calibration, world.device, os.environ)
-        described = store.describe(config, tokenizer.vocab_size, population, world.device, target)
+        target = target_bytes(config.calibration, context.device, os.environ)
+        described = store.describe(config, tokenizer.vocab_size, population, context.device, target)
         known = store.find(store.fingerprint(described))
         if known is not None:
             return known, False
@@ -65,13 +65,13 @@ def settle(config: TrainConfig, tokenizer: Tokenizer, world: World) -> TrainConf
         )
         return (
             calibrate(
-                config, tokenizer.vocab_size, population, world.device, target,
+                config, tokenizer.vocab_size, population, context.device, target,
                 note=lambda text: log.warning("%s", text), alive=alive,
             ),
             True,
         )  # fmt: skip
 
-    found, is_new = on_rank_zero(find, world, config.training.timeout_s / 4)
+    found, is_new = on_rank_zero(find, context, config.training.timeout_s / 4)
     log.warning(
         "data.frame_budget is %d, data.token_budget %d%s",
         found.frame_budget,
@@ -211,7 +211,9 @@ def target_bytes(
     return int(settings.target_share * total_bytes(device) / sharing)
 
 
-def on_rank_zero(work: Callable[[Callable[[], None]], T], world: World, every_s: float) -> T:
+def on_rank_zero(
+    work: Callable[[Callable[[], None]], T], context: DistributedContext, every_s: float
+) -> T:
     """Do something on rank 0 alone, and give the result to all.
 
     The others do not wait longer for a word of it than a collective call may: ``work`` is given a
@@ -220,22 +222,22 @@ def on_rank_zero(work: Callable[[Callable[[], None]], T], world: World, every_s:
 
     Args:
         work: What to do.
-        world: The ranks; all of them call this.
+        context: The ranks; all of them call this.
         every_s: Seconds between two words.
     """
-    if world.size > 1 and not world.is_main:
+    if context.size > 1 and not context.is_main:
         while True:
-            done, value = world.broadcast((False, None))
+            done, value = context.broadcast((False, None))
             if done:
                 return value  # type: ignore[return-value]
     last = time.monotonic()
 
     def alive() -> None:
         nonlocal last
-        if world.size > 1 and time.monotonic() - last >= every_s:
-            world.broadcast((False, None))
+        if context.size > 1 and time.monotonic() - last >= every_s:
+            context.broadcast((False, None))
             last = time.monotonic()
 
     value = work(alive)
-    world.broadcast((True, value))
+    context.broadcast((True, value))
     return value

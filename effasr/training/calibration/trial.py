@@ -24,12 +24,12 @@ import torch
 from effasr import config as configuration
 from effasr.data.batch import StaticShape
 from effasr.data.features.frame_geometry import Framing
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.training import build
 from effasr.training.calibration.workload import Workload, batch_of
 from effasr.training.config import TrainConfig
 from effasr.training.fault_tolerance.oom_recovery import Failure, OutOfMemory, attempt
-from effasr.training.step import Trainee, train_step
+from effasr.training.step import TrainState, train_step
 from effasr_kernels import allow_reference_on_gpu
 
 _PR_SET_PDEATHSIG = 1
@@ -136,13 +136,13 @@ def run(request: Request) -> Measurement:
     allow_reference_on_gpu()
     _limit(device, request.limit_bytes)
     model = build.build_model(config, request.vocab_size, None, device)
-    trainee = build.build_trainee(config, model, World(0, 1, device))
+    train_state = build.build_train_state(config, model, DistributedContext(0, 1, device))
     work = request.workload
     seconds, audio = [], []
     for step, lengths in enumerate([work.timed[0], *work.timed, work.extreme]):
         batch = batch_of(lengths, work.shape, request.vocab_size, step)
         batches = [batch] * request.micro_batches
-        taken = _timed_step(trainee, batches, step, device)
+        taken = _timed_step(train_state, batches, step, device)
         # The first makes moments and chooses algorithms, the last is no usual batch.
         if 0 < step <= len(work.timed):
             seconds.append(taken / len(batches))
@@ -157,11 +157,11 @@ def run(request: Request) -> Measurement:
     )
 
 
-def _timed_step(trainee: Trainee, batches: list, step: int, device: torch.device) -> float:
+def _timed_step(train_state: TrainState, batches: list, step: int, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()
-    *_, splits = train_step(trainee, batches, step).values.read()
+    *_, splits = train_step(train_state, batches, step).values.read()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     if splits:

@@ -47,7 +47,7 @@ from effasr.checkpoint import (
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed import tensor_files
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
 from effasr.training.checkpointing.background_task import Background
 from effasr.training.checkpointing.staging import HostCopies
@@ -92,14 +92,14 @@ class RunCheckpoints:
         self._rank = 0
         self._group: dist.ProcessGroup | None = None
 
-    def share(self, world: World, timeout_s: float) -> None:
+    def share(self, context: DistributedContext, timeout_s: float) -> None:
         """From here on all ranks save together, each its part of sharded tensors.
 
         Args:
-            world: All ranks, each of which calls this.
+            context: All ranks, each of which calls this.
             timeout_s: How long one waits for another to write.
         """
-        self._rank = world.rank
+        self._rank = context.rank
         # A group of the thread's own: two threads must not use the same.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         assert isinstance(group, dist.ProcessGroup)

@@ -24,8 +24,9 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from effasr.distributed.process_group import PeerFailed, World, earlier_failure, tell_torchrun
-from effasr.training.fault_tolerance.phase_tracker import COMPUTING, LOADING, WAITING, Activity
+from effasr.distributed.failures import PeerFailed, record_failure, write_torchrun_error
+from effasr.distributed.process_group import DistributedContext
+from effasr.training.fault_tolerance.phase_tracker import COMPUTING, LOADING, WAITING, PhaseTracker
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Watchdog:
     """Watches the training of this rank, and what it hears of the others.
 
     Args:
-        world: All ranks.
+        context: All ranks.
         activity: Of this rank.
         timeout_s: How long a micro-batch may take, where there are other ranks to wait for it.
         data_timeout_s: How long loading may take.
@@ -62,28 +63,28 @@ class Watchdog:
 
     def __init__(
         self,
-        world: World,
-        activity: Activity,
+        context: DistributedContext,
+        activity: PhaseTracker,
         timeout_s: float,
         data_timeout_s: float,
         reading: Callable[[], Sequence[str]],
         last_words: Callable[[], object] = lambda: None,
     ) -> None:
-        self._world = world
+        self._context = context
         self._activity = activity
         self._reading = reading
         self._last_words = last_words
         # A kernel that hangs never returns to raise an error; torch's own end comes at the limit,
         # without a word of which utterances. Gloo's calls do raise one, at the limit.
-        computing = timeout_s * (0.9 if world.device.type == "cuda" else 1.25) + 1.0
+        computing = timeout_s * (0.9 if context.device.type == "cuda" else 1.25) + 1.0
         self._limits = {LOADING: ("data_timeout_s", data_timeout_s)}
-        if world.size > 1:
+        if context.size > 1:
             self._limits[WAITING] = self._limits[COMPUTING] = ("timeout_s", computing)
-        self._beat_s = max(_BEAT_S, world.size / _RANKS_PER_BEAT)
+        self._beat_s = max(_BEAT_S, context.size / _RANKS_PER_BEAT)
         self._ended = threading.Event()
         self._store: Store | None = None
         self._heard: list[dict[str, Any]] = []
-        self._known: list[tuple[int, float]] = [(0, 0.0)] * world.size
+        self._known: list[tuple[int, float]] = [(0, 0.0)] * context.size
         self._judged = self._known
         self._judged_at = time.monotonic()
         self._warned: int | None = None
@@ -91,9 +92,9 @@ class Watchdog:
     def __enter__(self) -> Self:
         """Begin; all ranks enter."""
         self._ended.clear()
-        if self._world.store is not None:
+        if self._context.store is not None:
             # A connection of its own, for another thread may wait on the first.
-            self._store = self._world.store.clone()  # type: ignore[attr-defined]
+            self._store = self._context.store.clone()  # type: ignore[attr-defined]
             self._beat(0)
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
         return self
@@ -115,7 +116,7 @@ class Watchdog:
         # Without the place in the sources, and the advice.
         reason = re.sub(r"^\[\S*\] ", "", " ".join(str(error).split())).partition(". ")[0]
         raise RankLost(
-            f"rank {self._world.rank}: {_describe(self._own())}: cannot reach the others. "
+            f"rank {self._context.rank}: {_describe(self._own())}: cannot reach the others. "
             f"{self._missing()} To start the run again goes on from its last checkpoint. "
             f"(PyTorch says: {reason})"
         ) from error
@@ -128,7 +129,7 @@ class Watchdog:
             rank's, which is what the others wait for it. None before the first signs of life.
         """
         heard = [(one["own"][0], one["own"][1]) for one in self._heard]
-        if self._world.size == 1:
+        if self._context.size == 1:
             return {"slowest_rank": 0, "rank_wait_s": 0.0}
         if not heard:
             return {"slowest_rank": None, "rank_wait_s": None}
@@ -140,7 +141,7 @@ class Watchdog:
     def _warn(self, heard: list[tuple[int, float]]) -> None:
         """Once, where a rank is slow not just for a moment; again, when it is another one."""
         now = time.monotonic()
-        made = heard[self._world.rank][0] - self._judged[self._world.rank][0]
+        made = heard[self._context.rank][0] - self._judged[self._context.rank][0]
         if made < _JUDGED_STEPS or now - self._judged_at < _JUDGED_S:
             return
         rank, seconds, median = _slowest(self._judged, heard)
@@ -167,7 +168,7 @@ class Watchdog:
                 continue
             try:
                 self._beat(count)
-                if self._world.is_main:
+                if self._context.is_main:
                     self._heard = self._read()
             except RuntimeError as error:
                 # The thread that trains will come to know.
@@ -177,7 +178,7 @@ class Watchdog:
     def _beat(self, count: int) -> None:
         if self._store is not None:
             beat = json.dumps(self._own() | {"count": count})
-            self._store.set(f"activity/{self._world.rank}", beat)
+            self._store.set(f"activity/{self._context.rank}", beat)
 
     def _own(self) -> dict[str, Any]:
         """What this rank is doing."""
@@ -196,7 +197,7 @@ class Watchdog:
     def _read(self) -> list[dict[str, Any]]:
         """What all ranks said last; nothing before each has said something."""
         assert self._store is not None
-        names = [f"activity/{rank}" for rank in range(self._world.size)]
+        names = [f"activity/{rank}" for rank in range(self._context.size)]
         if not self._store.check(names):
             return []
         return [json.loads(text) for text in self._store.multi_get(names)]
@@ -211,7 +212,7 @@ class Watchdog:
             return "Nor can the store be reached: the node of rank 0 may be lost."
         if not after or not before:
             return "Not all ranks have begun to train."
-        ranks = [rank for rank in range(self._world.size) if rank != self._world.rank]
+        ranks = [rank for rank in range(self._context.size) if rank != self._context.rank]
         silent = [rank for rank in ranks if after[rank]["count"] == before[rank]["count"]]
         if silent:
             return _listed(silent, after, "does not answer any more")
@@ -228,16 +229,16 @@ class Watchdog:
         if limit is None or time.monotonic() - self._activity.since < limit:
             return
         text = (
-            f"rank {self._world.rank}: {_describe(self._own())}: nothing has come of it for "
+            f"rank {self._context.rank}: {_describe(self._own())}: nothing has come of it for "
             f"{limit:.3g} s (training.{name}), so this process is ended. It hangs {_where()}. "
             "To start the run again goes on from its last checkpoint."
         )
         sys.stderr.write(f"effasr train: {text}\n")
         sys.stderr.flush()
-        tell_torchrun(text)
+        write_torchrun_error(text)
         try:
-            if self._store is not None and self._world.store is not None:
-                earlier_failure(self._store, self._world.rank, text)
+            if self._store is not None and self._context.store is not None:
+                record_failure(self._store, self._context.rank, text)
         except RuntimeError as error:
             log.debug("the store does not answer: %s", error)
         try:
