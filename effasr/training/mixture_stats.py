@@ -1,4 +1,4 @@
-"""How much of every source a run has trained on."""
+"""Counts how much of every source a run has trained on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from effasr.distributed.process_group import DistributedContext
 
 
 class MixtureStats:
-    """Counts what is drawn of each source, from the beginning of the run.
+    """Counts utterances and samples or tokens of each source since the start of the run.
 
     Args:
-        corpus: What is drawn from; without a mixture there is nothing to count.
+        corpus: The corpus; without a mixture there is nothing to count.
     """
 
     def __init__(self, corpus: Corpus) -> None:
@@ -27,7 +27,7 @@ class MixtureStats:
         self._own = [np.zeros_like(counts) for counts in self._merged]
 
     def add(self, step: Step) -> None:
-        """Count what this rank trains on in a step."""
+        """Count this rank's data of a step."""
         corpus = self._corpus
         if corpus.mixture is None:
             return
@@ -38,7 +38,7 @@ class MixtureStats:
             own += np.stack(counts)
 
     def merge(self, context: DistributedContext) -> list[Blend]:
-        """Add up what the ranks have counted, all together.
+        """Sum the counts of all ranks, which call this.
 
         Returns:
             The blend of speech, and that of text if there is any; nothing without a mixture.
@@ -50,7 +50,7 @@ class MixtureStats:
         return [Blend.of(mixture, *counts) for mixture, counts in pairs]
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts of all ranks at the last `merge`."""
+        """Return the counts of all ranks at the last `merge`."""
         return {"drawn": [counts.tolist() for counts in self._merged]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Hands some steps of a run to a profiler, and keeps it away from all others."""
+"""Profiles some steps of a run."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ class ProfileConfig:
 
     Attributes:
         tool: ``nsys``: the run was started by ``profiling/nsys_train.sh``, and the steps are its
-            capture range. ``kineto``: torch's own profiler, which writes
-            ``profile/rankN.json.gz`` to the run directory. They cannot be used together.
-        first_step: The first step that is recorded; by then caches should be warm.
-        steps: How many are recorded.
+            capture range. ``kineto``: torch's profiler, which writes ``profile/rankN.json.gz`` to
+            the run directory. They cannot be used together.
+        first_step: First step to record, when caches should be warm.
+        steps: Number of steps to record.
         ranges: Library of the ranges under nsys; see `effasr.ranges.enable`.
-        layers: Also record which operator of the forward each kernel of the backward belongs to.
-            It slows the host, so times are those of a run without it.
-        memory: Also record every allocation of the GPU, up to the last recorded step or the
-            first that runs out of memory, to ``profile/rankN_memory.pickle``, which
-            https://pytorch.org/memory_viz shows.
+        layers: Whether to record the forward operator of each backward kernel. It slows the host.
+        memory: Whether to record every allocation of the GPU, up to the last recorded step or the
+            first that runs out of memory, to ``profile/rankN_memory.pickle``, for
+            https://pytorch.org/memory_viz.
     """
 
     tool: Tool = "none"
@@ -69,11 +68,11 @@ class StepProfiler:
 
     Args:
         config: Which steps.
-        context: Of this rank.
-        folder: For what is written; it is made when something is.
+        context: This rank.
+        folder: Folder of the recordings.
 
     Raises:
-        ValueError: What is asked for needs a GPU, and there is none.
+        ValueError: The settings need a GPU, and there is none.
     """
 
     def __init__(self, config: ProfileConfig, context: DistributedContext, folder: Path) -> None:
@@ -99,7 +98,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Surrounds a step, given its number from 0; records it if it is one of those wanted."""
+        """Surround a step, given its number from 0; record it if configured."""
         if self._config.tool != "none":
             self._begin(step)
         try:
@@ -114,7 +113,7 @@ class StepProfiler:
             self._dump_memory()
 
     def close(self) -> None:
-        """Stop recording, if steps are being recorded; what was recorded is kept."""
+        """Stop recording; what was recorded is kept."""
         if not self._recording:
             return
         self._recording = False

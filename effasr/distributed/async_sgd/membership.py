@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -68,12 +67,7 @@ class Membership:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Stop the heartbeat; after an error, tell the others at once."""
         self._ended.set()
         # Not for ever, because the store may be gone.
