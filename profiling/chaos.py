@@ -261,9 +261,9 @@ def _train(recipe: str, seen: str) -> int:
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     path = Path(f"{seen}.{attempt}.{os.environ['RANK']}")
 
-    def noted(trainee: Any, batches: Any, step: int, **options: Any) -> Any:
+    def noted(train_state: Any, batches: Any, step: int, **options: Any) -> Any:
         time.sleep(_PACE_S)
-        report = train_step(trainee, batches, step, **options)
+        report = train_step(train_state, batches, step, **options)
         names = [name for batch in batches for name in batch.ids]
         with path.open("a") as file:
             line = {"attempt": attempt, "step": step + 1, "utterances": names}

@@ -37,13 +37,13 @@ from effasr.data.features.frame_geometry import Framing
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.cost import CostModel
 from effasr.data.sampling.plan import UtteranceLengths
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.planning.picture import Panel, draw
 from effasr.planning.request import Request
 from effasr.planning.selection import Selection
 from effasr.planning.study import LADDER, Outcome, Planned, StudyOptions, compare, plan_by
 from effasr.planning.text import percent
-from effasr.training.build import build_model, build_trainee
+from effasr.training.build import build_model, build_train_state
 from effasr.training.calibration.runner import measure
 from effasr.training.calibration.search import Search, bucket_sizes, load_of
 from effasr.training.calibration.settings import CalibrationConfig
@@ -53,7 +53,7 @@ from effasr.training.calibration.workload import Population
 from effasr.training.calibration.workload import Workload as CalibrationWorkload
 from effasr.training.config import TrainConfig, resolve_losses
 from effasr.training.memory import total_bytes
-from effasr.training.step import Trainee, train_step
+from effasr.training.step import TrainState, train_step
 
 _VOCABULARY = 512
 _MODEL = "small"
@@ -219,14 +219,14 @@ def measure_all(
     seconds: float,
 ) -> dict[str, Measured]:
     """Run steps of all rungs in turn, until the time is spent or all steps are done."""
-    trainee = _trainee()
+    train_state = _train_state()
     loads = {
         name: Workload(selection, plan_rung(name, selection, cost, options, table))
         for name in RUNGS
     }
     found = {name: Measured(load.planned.plans[0].num_steps) for name, load in loads.items()}
     # So that no strategy pays for what is done but once.
-    _timed(trainee, loads["packed"].step(0)[:1], 0)
+    _timed(train_state, loads["packed"].step(0)[:1], 0)
     ends = time.process_time() + seconds
     for step in itertools.count():
         done = True
@@ -234,7 +234,7 @@ def measure_all(
             if (batches := load.next_step()) is None:
                 continue
             done = False
-            found[name].cpu_seconds += _timed(trainee, batches, step)
+            found[name].cpu_seconds += _timed(train_state, batches, step)
             found[name].audio_seconds += sum(batch.audio_seconds for batch in batches)
             found[name].steps += 1
         if done or time.process_time() > ends:
@@ -252,17 +252,19 @@ def _settings() -> TrainConfig:
     return replace(settings, loss=resolve_losses(settings.loss, settings.model))
 
 
-def _trainee() -> Trainee:
+def _train_state() -> TrainState:
     torch.set_num_threads(1)
     settings = _settings()
-    world = World(0, 1, torch.device("cpu"))
-    return build_trainee(settings, build_model(settings, _VOCABULARY, None, world.device), world)
+    context = DistributedContext(0, 1, torch.device("cpu"))
+    return build_train_state(
+        settings, build_model(settings, _VOCABULARY, None, context.device), context
+    )
 
 
-def _timed(trainee: Trainee, batches: list[Batch], step: int) -> float:
+def _timed(train_state: TrainState, batches: list[Batch], step: int) -> float:
     """CPU seconds: what others do on this machine at the same time does not count."""
     started = time.process_time()
-    train_step(trainee, batches, step).values.read()
+    train_step(train_state, batches, step).values.read()
     return time.process_time() - started
 
 

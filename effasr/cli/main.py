@@ -87,12 +87,12 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _fail(command: str, error: Exception, code: int) -> int:
-    from effasr.distributed.process_group import PeerFailed, tell_torchrun
+    from effasr.distributed.failures import PeerFailed, write_torchrun_error
 
     if os.environ.get("EFFASR_TRACEBACK"):
         traceback.print_exc()
     text = _explain(error)
-    tell_torchrun(text)
+    write_torchrun_error(text)
     if isinstance(error, PeerFailed):
         # torchrun ends all processes when one has ended: not before the other has reported.
         time.sleep(_PEER_GRACE_S)

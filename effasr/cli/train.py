@@ -33,11 +33,11 @@ def add(command: AddCommand) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train, or print the configuration."""
-    from effasr.distributed.process_group import one_voice
+    from effasr.distributed.process_group import report_once_per_node
     from effasr.training.config import TrainConfig
     from effasr.training.trainer import run
 
-    with one_voice():
+    with report_once_per_node():
         settings = config.load(TrainConfig, options.recipe, options.overrides)
     if options.show:
         print_line(config.dump(settings))

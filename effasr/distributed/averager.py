@@ -1,69 +1,115 @@
-"""What strategies have in common in which each rank, or group of ranks, makes its own updates."""
+"""Averages over ranks: of weights, of optimizer moments, and of batch-norm statistics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 
 
-class Averager(Protocol):
-    """Brings the weights of ranks together that do not exchange every gradient."""
+class Averager:
+    """Averages the weights of ranks that make updates of their own.
+
+    This base class averages nothing: gradients are exchanged in every step, so the weights of all
+    ranks are equal.
+    """
 
     def is_local(self, step: int) -> bool:
-        """Whether the gradients of a step, counted from 0, are not exchanged."""
-        ...
+        """Return whether the gradients of a step, counted from 0, are not exchanged."""
+        return False
 
     def before(self, step: int) -> None:
-        """Called before the first forward of a step."""
-        ...
+        """Prepare a step; called before its first forward."""
 
     def after(self, step: int) -> None:
-        """Called after the update of a step."""
-        ...
+        """Finish a step; called after its update."""
 
-    def settle(self, others: Iterable[Tensor] = ()) -> None:
-        """Give all ranks the mean of their weights and moments, as a checkpoint holds them.
+    def synchronize(self, others: Iterable[Tensor] = ()) -> None:
+        """Replace weights, moments and ``others`` by their mean over the ranks, in place."""
 
-        Args:
-            others: More to average.
-        """
-        ...
+
+class LocalUpdates(Averager):
+    """Lets ranks make updates of their own after a warm-up, in which gradients are exchanged.
+
+    Args:
+        model: Model without wrapper.
+        optimizer: Optimizer of its parameters.
+        statistics: Running statistics of its batch norms.
+        context: All ranks, more than one.
+        warmup_steps: Length of the warm-up.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        statistics: Sequence[Tensor],
+        context: DistributedContext,
+        warmup_steps: int,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._context = context
+        self._warmup_steps = warmup_steps
+        self._tensors = [*(p.detach() for p in _trained(model)), *statistics]
+
+    def is_local(self, step: int) -> bool:
+        """See `Averager.is_local`."""
+        return step >= self._warmup_steps
+
+    def synchronize(self, others: Iterable[Tensor] = ()) -> None:
+        """See `Averager.synchronize`."""
+        average_training_state(self._model, self._optimizer, others, self._context)
 
 
 @torch.no_grad()
-def average(tensors: Sequence[Tensor], world: World) -> None:
-    """Replace float32 tensors by their mean over ranks, all at once, in place."""
-    mean = world.sum(torch.cat([tensor.reshape(-1) for tensor in tensors])).div_(world.size)
+def average_flat(tensors: Sequence[Tensor], context: DistributedContext) -> None:
+    """Replace float32 tensors by their mean over the ranks in one all-reduce, in place."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    mean = context.all_reduce(flat).div_(context.size)
     pieces = mean.split([tensor.numel() for tensor in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):
         tensor.copy_(piece.view_as(tensor))
 
 
 @torch.no_grad()
-def add_flat(tensors: Sequence[Tensor], change: Tensor) -> None:
-    """Add to tensors, in place, what lies end to end in another, (elements of all,)."""
-    pieces = change.split([tensor.numel() for tensor in tensors])
-    for tensor, piece in zip(tensors, pieces, strict=True):
-        tensor.add_(piece.view_as(tensor))
+def average_each(tensors: Iterable[Tensor], context: DistributedContext) -> None:
+    """Replace each tensor by its mean over the ranks, in place, without a copy of all of them."""
+    for tensor in tensors:
+        context.all_reduce(tensor.detach()).div_(context.size)
 
 
 @torch.no_grad()
-def settle(
-    model: nn.Module, optimizer: torch.optim.Optimizer, others: Iterable[Tensor], world: World
-) -> None:
-    """Average all that an update changes, over the ranks, in place.
+def add_flat(tensors: Sequence[Tensor], delta: Tensor) -> None:
+    """Add a flat tensor to the tensors whose elements it concatenates; the host does not wait.
 
     Args:
-        model: Not replicated.
-        optimizer: Of its parameters, whose moments are averaged as well.
-        others: More to average.
-        world: The ranks.
+        tensors: Tensors to change in place.
+        delta: Shape (elements of all tensors,), on the host or on their device.
+
+    Raises:
+        ValueError: ``delta`` has another number of elements than the tensors.
     """
+    sizes = [tensor.numel() for tensor in tensors]
+    if delta.shape != (sum(sizes),):
+        raise ValueError(
+            f"`delta` must have shape ({sum(sizes)},), the elements of all tensors, but has "
+            f"{tuple(delta.shape)}."
+        )
+    for tensor, piece in zip(tensors, delta.split(sizes), strict=True):
+        tensor.add_(piece.to(tensor.device, non_blocking=True).view(tensor.shape))
+
+
+def average_training_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    others: Iterable[Tensor],
+    context: DistributedContext,
+) -> None:
+    """Average trained parameters, their floating-point moments, and ``others`` over the ranks."""
     trained = _trained(model)
     moments = [
         value
@@ -71,21 +117,15 @@ def settle(
         for value in optimizer.state.get(parameter, {}).values()
         if isinstance(value, Tensor) and value.is_floating_point()
     ]
-    for tensor in [*trained, *moments, *others]:
-        world.sum(tensor.detach()).div_(world.size)
-
-
-def mixed_tensors(model: nn.Module, statistics: Sequence[Tensor]) -> list[Tensor]:
-    """What learners average as they train: the weights, and the statistics of batch norms."""
-    return [*(parameter.detach() for parameter in _trained(model)), *statistics]
+    average_each([*trained, *moments, *others], context)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
-    """Those that learn; the others are alike on all ranks, and a mean would round them."""
+    """Return the trained parameters; the others are equal on all ranks, and a mean rounds."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def check_warmup(steps: int) -> None:
-    """Raises a ValueError for a ``warmup_steps`` that is none."""
+    """Raise a ValueError for a negative ``warmup_steps``."""
     if steps < 0:
         raise ValueError(f"`warmup_steps` must be at least 0, but is {steps}.")

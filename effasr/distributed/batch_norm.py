@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from effasr.distributed.process_group import World
-
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
-    """The running means and variances in a model: themselves, not copies."""
+    """Return the running means and variances in a model: the buffers themselves, not copies."""
     return [
         buffer
         for module in model.modules()
@@ -21,14 +19,7 @@ def running_statistics(model: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def average(statistics: Sequence[Tensor], world: World) -> None:
-    """Replace statistics by their mean over all ranks, each of which saw other data."""
-    for statistic in statistics:
-        world.sum(statistic).div_(world.size)
-
-
-@torch.no_grad()
 def restore_unless(finite: Tensor, statistics: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-    """Put back the ``kept`` copies where ``finite`` (bool ()) is false; the host does not wait."""
+    """Restore the ``kept`` copies where ``finite`` (bool ()) is false; the host does not wait."""
     for statistic, copy in zip(statistics, kept, strict=True):
         torch.where(finite, statistic, copy, out=statistic)

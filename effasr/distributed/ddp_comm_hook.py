@@ -1,4 +1,4 @@
-"""The exchange of gradients, made good on a rank whose backward broke off halfway."""
+"""A DDP communication hook whose all-reduce can be completed after a backward that failed."""
 
 # Annotations stay objects: torch compares those of a communication hook with its own classes.
 from collections.abc import Callable, Sequence
@@ -10,14 +10,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 
-class GradientExchange:
-    """Watches the buckets that `DistributedDataParallel` sends, and can send the rest itself.
+class RecoverableAllReduceHook:
+    """Records the buckets that `DistributedDataParallel` sends, and can send the rest itself.
 
     A rank that fails must not leave the others waiting. Each of them waits for as many buckets, of
     the same sizes and in the same order, as in any other step: so the rank that failed computes
-    its gradient in another way and sends what it has not sent yet. The others notice nothing.
+    its gradient in another way and sends the buckets that it has not sent yet.
 
-    Costs one call of a Python function for each bucket, and a look at each gradient, per step.
+    It costs one call of a Python function per bucket, and a read of each gradient, per step.
 
     Args:
         model: Made by `effasr.distributed.ddp.replicate`, and not used yet.
@@ -33,34 +33,25 @@ class GradientExchange:
         model.register_comm_hook(None, self._send)
         model.register_forward_hook(self._note)
 
-    @property
-    def module(self) -> nn.Module:
-        """The model that is replicated."""
-        return self._model.module
-
     def begin(self, on_send: Callable[[], object]) -> None:
-        """Forget the step before.
-
-        Args:
-            on_send: Called when the first gradients are ready, and before they are sent.
-        """
+        """Begin a step; ``on_send`` is called before its first gradients are sent."""
         self._on_send = on_send
         self._sent.clear()
         self._begun = False
 
     @property
     def begun(self) -> bool:
-        """Whether a backward that sends has begun, so that gradients may be on their way."""
+        """Whether the forward of the backward that sends has run, so that buckets may be sent."""
         return self._begun
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
-        """Average the gradients over the ranks, as the backward that failed would have.
+        """Average the gradients over the ranks, as the failed backward would have.
 
         A bucket that was sent holds the whole gradient of its parameters, as the backward computed
-        it before it failed; of these the argument is ignored.
+        it before it failed; for these the argument is ignored.
 
         Args:
-            gradients: Of this rank's whole step, for each parameter that is trained.
+            gradients: Gradient of this rank's whole step for each trained parameter.
 
         Raises:
             RuntimeError: The failure was in the exchange itself, after the last gradient.
@@ -74,7 +65,7 @@ class GradientExchange:
         missing = []
         rows = zip(self._parameters, gradients, self._places, strict=True)
         for parameter, gradient, place in rows:
-            # What the backward had come to is in its bucket now, and no longer in its place.
+            # Gradients that the backward has finished are in their bucket now.
             ready = parameter.grad is not None and parameter.grad.data_ptr() != place
             if id(parameter) not in sent:
                 gradient = torch.zeros_like(parameter) if gradient is None else gradient
@@ -92,7 +83,7 @@ class GradientExchange:
         _touch(missing).backward()
 
     def _send_all(self) -> None:
-        """A forward and a backward that add nothing, and exchange what is there."""
+        """Run a forward and a backward that add nothing, and exchange the gradients there are."""
         model, inner = self._model, self._model.module
         model.module = _Touch(self._parameters)
         try:
@@ -116,7 +107,7 @@ class GradientExchange:
 
 
 class _Touch(nn.Module):
-    """Reaches parameters that belong to another module."""
+    """A module whose forward reaches parameters of another module."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
@@ -129,5 +120,5 @@ class _Touch(nn.Module):
 
 
 def _touch(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """A zero whose gradient, zero as well, reaches every parameter."""
+    """Return a zero whose gradient, zero as well, reaches every parameter."""
     return torch.stack([parameter.sum() * 0.0 for parameter in parameters]).sum()

@@ -1,4 +1,4 @@
-"""FSDP2: each rank holds a part of every parameter, of its gradient, and of its moments."""
+"""FSDP2: each rank holds a shard of every parameter, of its gradient, and of its moments."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 
 
-def shard(model: nn.Module, world: World, dtype: torch.dtype | None = None) -> FSDPModule:
-    """Let each rank keep a part of a model's parameters, in place; all start with rank 0's.
+def shard(
+    model: nn.Module, context: DistributedContext, dtype: torch.dtype | None = None
+) -> FSDPModule:
+    """Shard a model's parameters over the ranks, in place; all start with rank 0's weights.
 
     The layers of every `nn.ModuleList` are gathered one at a time, when they are needed, and the
     rest of the model once per forward. Gradients are averaged in float32.
 
     Args:
-        model: On the device of this rank.
-        world: The ranks, more than one.
-        dtype: In which parameters are gathered; None for their own.
+        model: Model on the device of this rank.
+        context: All ranks, more than one.
+        dtype: Dtype in which parameters are gathered; None for their own.
     """
     for tensor in [*model.parameters(), *model.buffers()]:
         dist.broadcast(tensor.detach(), src=0)
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = init_device_mesh(context.device.type, (context.size,))
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -40,8 +42,8 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype | None = None) -> F
 
 
 @contextmanager
-def accumulating(model: FSDPModule) -> Iterator[None]:
-    """While in it, gradients add up locally, whole, as the next backward's are to be added."""
+def no_sync(model: FSDPModule) -> Iterator[None]:
+    """Accumulate whole gradients locally in the block; a later backward reduces them."""
     model.set_requires_gradient_sync(False)
     model.set_is_last_backward(False)
     try:
@@ -51,8 +53,8 @@ def accumulating(model: FSDPModule) -> Iterator[None]:
         model.set_is_last_backward(True)
 
 
-def whole(value: Tensor) -> Tensor:
-    """A tensor as it is without sharding; all ranks call it for the same ones."""
+def full_tensor(value: Tensor) -> Tensor:
+    """Return a tensor without sharding; all ranks call this for the same tensors."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -61,4 +63,4 @@ def gather(source: nn.Module, target: nn.Module) -> None:
     """Copy the parameters and buffers of a sharded model into one that is not."""
     own = dict(target.named_parameters()) | dict(target.named_buffers())
     for name, value in (*source.named_parameters(), *source.named_buffers()):
-        own[name].copy_(whole(value))
+        own[name].copy_(full_tensor(value))

@@ -1,8 +1,8 @@
-"""Local SGD: every rank makes updates of its own, and now and then some take the mean of theirs."""
+"""Local SGD: every rank makes its own updates, and groups of ranks average at intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from effasr.distributed.averager import average, check_warmup, mixed_tensors, settle
-from effasr.distributed.process_group import World
+from effasr.distributed.averager import LocalUpdates, average_flat, check_warmup
+from effasr.distributed.process_group import DistributedContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,24 +65,24 @@ class HierarchicalConfig:
         check_warmup(self.warmup_steps)
 
 
-class LocalSGD:
-    """The mean of what ranks have of their own, in groups that grow with the period.
+class LocalSGD(LocalUpdates):
+    """Averages weights in groups of ranks that grow with the period.
 
-    PyTorch's `PeriodicModelAverager` and `HierarchicalModelAverager` would keep the time as well,
-    but leave out each parameter without a gradient in place, be it on one rank alone, which then
-    waits for the others for ever, and count from the start of the process.
+    PyTorch's `PeriodicModelAverager` and `HierarchicalModelAverager` leave out each parameter
+    without a gradient, also if only one rank has none, which then deadlocks, and count steps from
+    the start of the process.
 
     Args:
-        model: Not replicated.
-        optimizer: Of its parameters.
-        statistics: Of its batch norms.
-        world: The ranks, more than one.
-        periods: Ranks of a group, None for all, by the steps between two means; all ranks make
-            the groups together.
+        model: Model without wrapper.
+        optimizer: Optimizer of its parameters.
+        statistics: Running statistics of its batch norms.
+        context: All ranks, more than one.
+        periods: Group size, None for all ranks, by the steps between two averages; all ranks
+            create the groups together.
         warmup_steps: Steps before, in which gradients are exchanged.
 
     Raises:
-        ValueError: A size of groups does not divide the ranks.
+        ValueError: A group size does not divide the number of ranks.
     """
 
     def __init__(
@@ -90,56 +90,35 @@ class LocalSGD:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         statistics: Sequence[Tensor],
-        world: World,
+        context: DistributedContext,
         periods: Mapping[int, int | None],
         warmup_steps: int,
     ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._statistics = statistics
-        self._world = world
-        self._warmup_steps = warmup_steps
+        super().__init__(model, optimizer, statistics, context, warmup_steps)
         self._groups = {
-            period: _group(size, world) for period, size in sorted(periods.items(), reverse=True)
+            period: _group(size, context) for period, size in sorted(periods.items(), reverse=True)
         }
 
-    def is_local(self, step: int) -> bool:
-        """Whether the gradients of a step, counted from 0, are not exchanged."""
-        return step >= self._warmup_steps
-
-    def before(self, step: int) -> None:
-        """Nothing comes before a step."""
-
-    @torch.no_grad()
     def after(self, step: int) -> None:
-        """Average the weights and statistics after a step, if it is time to."""
+        """Average weights and statistics if the step ends a period."""
         done = step + 1 - self._warmup_steps
         for period, ranks in self._groups.items():
             if done > 0 and done % period == 0:
-                average(mixed_tensors(self._model, self._statistics), ranks)
+                average_flat(self._tensors, ranks)
                 return
 
-    def settle(self, others: Iterable[Tensor] = ()) -> None:
-        """Give all ranks the mean of their weights and moments, as a checkpoint holds them.
 
-        Args:
-            others: More to average.
-        """
-        settle(self._model, self._optimizer, others, self._world)
-
-
-def _group(size: int | None, world: World) -> World:
-    """The neighbours of this rank, ``size`` with itself."""
-    if size is None or size >= world.size:
-        return world
-    if world.size % size:
+def _group(size: int | None, context: DistributedContext) -> DistributedContext:
+    """Return the context of the ``size`` neighbouring ranks that include this one."""
+    if size is None or size >= context.size:
+        return context
+    if context.size % size:
         raise ValueError(
-            f"`training.hierarchical.periods` must have groups that divide the {world.size} ranks, "
-            f"but one is of {size}."
+            "`training.hierarchical.periods` must have groups that divide the "
+            f"{context.size} ranks, but one is of {size}."
         )
     groups = [
-        dist.new_group(list(range(first, first + size))) for first in range(0, world.size, size)
+        dist.new_group(list(range(first, first + size))) for first in range(0, context.size, size)
     ]
-    return World(
-        world.rank % size, size, world.device, cast(dist.ProcessGroup, groups[world.rank // size])
-    )
+    group = cast(dist.ProcessGroup, groups[context.rank // size])
+    return DistributedContext(context.rank % size, size, context.device, group)

@@ -1,15 +1,13 @@
-"""The processes of one run: how they meet, what they tell each other, how they part."""
+"""The processes of a run: how they join, exchange values and leave."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
@@ -17,34 +15,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from effasr.distributed.restart_id import agree
+from effasr.distributed.failures import PeerFailed, record_failure, report_once_per_node
+from effasr.distributed.restart_id import agree_on_restart_id
 
 T = TypeVar("T")
 
 NCCL = "cpu:gloo,cuda:nccl"
-"""The backend of processes with a GPU each."""
-
-_FIRST_FAILURE = "first_failure"
+"""The backend of processes that have one GPU each."""
 
 _GRACE_S = 0.1
-"""For gloo's threads to let go of the last calls."""
-
-
-class PeerFailed(RuntimeError):
-    """Another process of the run says why it failed: this one need not."""
+"""Time for gloo's threads to release the last calls."""
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """This process among those of the run, or of a part. With a size of 1, methods are no-ops.
+class DistributedContext:
+    """This process among those of a run or of a subgroup. With a size of 1, methods are no-ops.
 
     Attributes:
-        rank: Of this process among them, from 0.
-        size: Number of processes.
-        device: Of this process.
-        group: Of these processes, where they are not all of the run.
-        store: What all processes of the run read and write; None where there is only one.
-        left: What took this world's place when ranks of it were lost, the newest last.
+        rank: Rank of this process in the group, from 0.
+        size: Number of processes in the group.
+        device: Device of this process.
+        group: Process group; None for all processes of the run.
+        store: Key-value store that all processes of the run share; None for a single process.
+        survivors: Contexts that replaced this one after ranks were lost, the newest last.
     """
 
     rank: int
@@ -52,21 +45,21 @@ class World:
     device: torch.device
     group: dist.ProcessGroup | None = None
     store: Store | None = None
-    left: list[World] = field(default_factory=list, repr=False, compare=False)
+    survivors: list[DistributedContext] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the files and talks to the user."""
+        """Whether this process writes the files and reports to the user."""
         return self.rank == 0
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Replace ``tensor`` by its sum over all ranks; on a GPU the host does not wait."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in their order, on every rank."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values (any picklable object) of all ranks, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
@@ -74,7 +67,7 @@ class World:
         return values  # type: ignore[return-value]
 
     def broadcast(self, value: T) -> T:
-        """The value of rank 0, on every rank."""
+        """Return the value (any picklable object) of rank 0 on every rank."""
         if self.size == 1:
             return value
         values = [value]
@@ -82,17 +75,17 @@ class World:
         return values[0]
 
     def barrier(self) -> None:
-        """Wait for the other ranks; for those that are left, where some are lost."""
-        world = self.left[-1] if self.left else self
-        if world.size > 1:
-            dist.barrier(group=world.group)
+        """Wait for the other ranks that are not lost."""
+        context = self.survivors[-1] if self.survivors else self
+        if context.size > 1:
+            dist.barrier(group=context.group)
 
-    def part(self, ranks: Sequence[int], backend: str | None = None) -> World:
-        """This process among some of the ranks, all of which call it, and no other needs to.
+    def subgroup(self, ranks: Sequence[int], backend: str | None = None) -> DistributedContext:
+        """Return the context of some ranks, all of which call this; no other rank needs to.
 
         Args:
-            ranks: Of this world, ascending.
-            backend: Of their group; None for that of all.
+            ranks: Ranks of this context, ascending.
+            backend: Backend of the new group; None for that of all processes.
         """
         group = None
         if len(ranks) > 1:
@@ -102,73 +95,72 @@ class World:
                 dist.ProcessGroup,
                 dist.new_group(own, backend=backend, use_local_synchronization=True),
             )
-        place = list(ranks).index(self.rank)
-        return World(place, len(ranks), self.device, group, self.store)
+        rank = list(ranks).index(self.rank)
+        return DistributedContext(rank, len(ranks), self.device, group, self.store)
 
 
 @contextmanager
-def joined(
+def distributed_context(
     device: str = "auto",
     timeout_s: float = 600.0,
     environment: Mapping[str, str] | None = None,
     *,
     on_host: bool = False,
-) -> Iterator[World]:
-    """Meet the other processes that torchrun started; part when the block ends.
+) -> Iterator[DistributedContext]:
+    """Join the processes that torchrun started; leave them when the block ends.
 
     Args:
         device: ``cpu``, ``cuda``, or ``auto``: a GPU where there is one. torchrun's LOCAL_RANK
-            chooses which.
-        timeout_s: A collective call that waits longer for another rank is an error, so that
-            no rank waits forever for one that died or hangs.
-        environment: Where to find RANK, LOCAL_RANK and WORLD_SIZE; ``os.environ`` by default.
-            Without them, this process is alone.
-        on_host: Whether the processes talk to each other through the host on a GPU, too, by gloo:
-            a GPU's connections, by NCCL, are lost together when one of the processes is.
+            selects it.
+        timeout_s: A collective that waits longer than this for another rank raises an error.
+        environment: Holds RANK, LOCAL_RANK and WORLD_SIZE; ``os.environ`` by default. Without
+            them, this process is the only one.
+        on_host: Whether to use gloo on GPUs, too: NCCL loses all connections of a group when one
+            of its processes ends.
 
     Raises:
         ValueError: The device is unknown, or there is none for this rank.
-        PeerFailed: An error came out of the block, but another rank failed before.
+        PeerFailed: The block raised an error, but another rank had failed before.
     """
     environment = os.environ if environment is None else environment
     rank = int(environment.get("RANK", 0))
     size = int(environment.get("WORLD_SIZE", 1))
-    with one_voice(environment):
-        here = _rank_device(device, environment)
-    if here.type == "cuda":
-        torch.cuda.set_device(here)
+    with report_once_per_node(environment):
+        own_device = _rank_device(device, environment)
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
     if size == 1:
-        yield World(0, 1, here)
+        yield DistributedContext(0, 1, own_device)
         return
     timeout = timedelta(seconds=timeout_s)
     shared, _, _ = next(rendezvous("env://", timeout=timeout))
     shared.set_timeout(timeout)
-    # The store may be full of what processes before these wrote.
-    name = agree(PrefixStore("effasr", shared), rank, size, timeout_s)
-    store = PrefixStore(f"effasr/{name}", shared)
-    by_nccl = here.type == "cuda" and not on_host
+    # The store may still hold keys of processes that ran before a restart.
+    restart_id = agree_on_restart_id(PrefixStore("effasr", shared), rank, size, timeout_s)
+    store = PrefixStore(f"effasr/{restart_id}", shared)
+    by_nccl = own_device.type == "cuda" and not on_host
     dist.init_process_group(
         NCCL if by_nccl else "gloo",
         store=PrefixStore("process_group", store),
         rank=rank,
         world_size=size,
         timeout=timeout,
-        device_id=here if by_nccl else None,
+        device_id=own_device if by_nccl else None,
     )
-    world = World(rank, size, here, store=PrefixStore("run", store))
+    context = DistributedContext(rank, size, own_device, store=PrefixStore("run", store))
     try:
-        yield world
-        # So that no rank takes the store down while another still talks to it.
-        world.barrier()
-        _let_go()
+        yield context
+        # So that no rank takes the store down while another still uses it.
+        context.barrier()
+        _wait_for_gloo()
     except BaseException as error:
         # Before this rank's connections close, for that makes the others fail.
-        earlier, said = None, " ".join(str(error).split()) or type(error).__name__
+        earlier, reason = None, " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, Exception):
-            earlier = earlier_failure(world.store or store, rank, said)
-        # NCCL's teardown would wait for peers that may be gone; the end of the process will do.
-        if here.type != "cuda":
-            _let_go()
+            earlier = record_failure(context.store or store, rank, reason)
+        # NCCL's teardown would wait for peers that may be gone; the end of the process suffices.
+        if own_device.type != "cuda":
+            _wait_for_gloo()
             dist.destroy_process_group()
         if earlier is not None:
             raise PeerFailed(earlier) from error
@@ -176,50 +168,22 @@ def joined(
     dist.destroy_process_group()
 
 
-def _let_go() -> None:
-    """Wait, before a process group may end, until its threads have forgotten the last call.
+def _wait_for_gloo() -> None:
+    """Wait, before a process group is destroyed, until its threads have released the last call.
 
-    What ends the group holds the interpreter's lock and waits for these threads, and a thread needs
-    the lock to let go of a call's tensors: gloo's barrier, followed at once by the end of the group
-    or of a `DistributedDataParallel` that has it, left one process of two waiting for ever in 1 of
-    12 cases (torch 2.13).
+    Destroying the group holds the GIL and waits for these threads, and a thread needs the GIL to
+    release a call's tensors: gloo's barrier, followed at once by the destruction of the group or of
+    a `DistributedDataParallel` that has it, deadlocked one process of two in 1 of 12 cases
+    (torch 2.13).
     """
     time.sleep(_GRACE_S)
 
 
-@contextmanager
-def one_voice(environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """For what all processes do alike before they meet: of a node's, the first tells an error.
-
-    Args:
-        environment: Where torchrun says which process this is; ``os.environ`` by default.
-
-    Raises:
-        PeerFailed: In the others, in place of the error.
-    """
-    environment = os.environ if environment is None else environment
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        # LOCAL_WORLD_SIZE is there where LOCAL_RANK 0 is, too.
-        if "LOCAL_WORLD_SIZE" in environment and int(environment.get("LOCAL_RANK", 0)):
-            raise PeerFailed(str(error)) from error
-        raise
-
-
-def tell_torchrun(reason: str) -> None:
-    """Let torchrun's summary, which ends what its user sees, say why this process failed."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        content = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": content}))
-
-
 def choose_device(name: str) -> torch.device:
-    """The device that a user names: ``auto``, ``cpu``, ``cuda``, or ``cuda:1`` for the second GPU.
+    """Return the device of a name: ``auto``, ``cpu``, ``cuda``, or ``cuda:1`` for the second GPU.
 
     Raises:
-        ValueError: It is unknown, or is not there.
+        ValueError: The name is unknown, or there is no such device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -241,7 +205,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def _rank_device(name: str, environment: Mapping[str, str]) -> torch.device:
-    """The device of this process among those of its node."""
+    """Return the device of this process among those of its node."""
     device = choose_device(name)
     if device.type == "cpu":
         return device
@@ -253,21 +217,3 @@ def _rank_device(name: str, environment: Mapping[str, str]) -> torch.device:
             f"{torch.cuda.device_count()}. Start fewer processes per node."
         )
     return torch.device("cuda", local_rank)
-
-
-def earlier_failure(store: Store, rank: int, reason: str) -> str | None:
-    """What the first rank to fail said, unless this one is it, for this ``reason``.
-
-    torchrun's store outlives the ranks. One that went down with its rank cannot tell any more.
-    """
-    own = f"rank {rank}: {reason.removeprefix(f'rank {rank}: ')}"
-    try:
-        first = store.compare_set(_FIRST_FAILURE, "", own).decode()
-    except RuntimeError:
-        return None
-    return None if first == own else first
-
-
-def forget_failure(store: Store) -> None:
-    """Let one that fails later say why, where the run went on without the first that failed."""
-    store.delete_key(_FIRST_FAILURE)

@@ -1,4 +1,4 @@
-"""What the processes that meet now call themselves, unlike those that met before them."""
+"""A name that the processes of a run agree on at every start, unlike that of any start before."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 _POLL_S = 0.02
 
 
-def agree(store: Store, rank: int, size: int, timeout_s: float) -> str:
-    """Agree on a name that no processes had before.
+def agree_on_restart_id(store: Store, rank: int, size: int, timeout_s: float) -> str:
+    """Agree on a name that no earlier start of the run had.
 
-    torchrun's store outlives the processes and keeps what those before a restart wrote, such as the
-    addresses where they listened. Neither the number of restarts tells them apart, which stays as
-    it was when a node comes or goes, nor anything else that torchrun says.
+    torchrun's store outlives the processes and keeps what those before a restart wrote, such as
+    the addresses on which they listened. torchrun gives nothing that distinguishes the two: the
+    number of restarts stays the same when a node joins or leaves.
 
-    So every process writes a name of its own, and waits for an answer to this very name. Rank 0
-    answers all names that it finds, those of the dead as well, until each rank has said that it
-    got an answer.
+    So every process writes a name of its own and waits for an answer to it. Rank 0 answers all
+    names that it finds, also those of dead processes, until each rank has confirmed an answer.
 
     Args:
-        store: That all see.
-        rank: Of this process.
-        size: How many meet.
-        timeout_s: How long to wait.
+        store: Store that all processes share.
+        rank: Rank of this process.
+        size: Number of processes.
+        timeout_s: Seconds to wait for the others.
 
     Raises:
-        RuntimeError: Not all came.
+        RuntimeError: A process did not join in time.
     """
     own = uuid.uuid4().hex
     if rank:

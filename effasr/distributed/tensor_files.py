@@ -1,7 +1,6 @@
 """Large tensors in a folder, in the format of torch.distributed.checkpoint.
 
-Each process writes what it holds: of a sharded tensor its own part, so that none ever has all of
-it. What was written by some number of processes is read by any other, each reading what it needs.
+Each process writes its own shards. Any number of processes can read them, each what it needs.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ def write(
     """Write tensors, flushed to the disk.
 
     Args:
-        tensors: By name. What is sharded is a `DTensor` over all processes of ``group``.
-        folder: Of these tensors alone, on a file system that all processes see.
-        group: The processes that call this with the same names, on gloo; None for this one alone.
+        tensors: By name. Sharded ones are `DTensor` over all processes of ``group``.
+        folder: Holds nothing else, on a file system that all processes share.
+        group: Gloo group of the processes that call this with the same names; None for this one
+            alone.
 
     Raises:
         OSError: They cannot be written; with a group, in every process, where one cannot.
@@ -54,7 +54,7 @@ def write(
 
 
 def describe(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of each tensor, whole."""
+    """Return the full shape and the dtype of each tensor."""
     return {
         name: (item.size, item.properties.dtype)
         for name, item in _metadata(folder).state_dict_metadata.items()
@@ -63,13 +63,7 @@ def describe(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill tensors, whole or sharded, with what a folder has under their names.
-
-    Other processes need not call it.
-
-    Args:
-        tensors: By name, of the shapes of `describe`.
-        folder: Written by any number of processes.
+    """Fill tensors, whole or sharded, from a folder; other processes need not call this.
 
     Raises:
         KeyError: A name is not in the folder.
@@ -86,7 +80,7 @@ def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def read_whole(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, whole, on the CPU."""
+    """Return all tensors of a folder, whole, on the CPU."""
     described = describe(folder).items()
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in described}
     read(tensors, folder)

@@ -78,7 +78,7 @@ def recomputed_costs(
     Args:
         config: The architecture.
         vocab_size: V, the tokenizer's.
-        every: Which layers, as in `effasr.nn.stack.checkpoint_layers`.
+        every: Which layers, as in `effasr.nn.stack.apply_activation_checkpointing`.
         below: Number of first encoder layers that the backward does not reach, as nothing in or
             before them is trained.
     """

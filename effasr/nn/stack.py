@@ -70,7 +70,7 @@ def checkpointed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def checkpoint_layers(model: nn.Module, every: int) -> None:
+def apply_activation_checkpointing(model: nn.Module, every: int) -> None:
     """Checkpoint the activations of every ``every``-th layer of each stack, from the first."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList):

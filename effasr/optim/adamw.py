@@ -1,4 +1,4 @@
-"""AdamW, its settings and those of LAMB, and an update that the device can skip by itself."""
+"""AdamW, its settings and those of LAMB, and an update that the device can skip."""
 
 from __future__ import annotations
 
@@ -97,12 +97,7 @@ class OptimizerConfig:
 def build_adamw(
     groups: Sequence[dict[str, Any]], config: OptimizerConfig, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Make the optimizer.
-
-    Args:
-        groups: Of `parameter_groups`.
-        config: Which, and how.
-        device: Of the parameters.
+    """Build the optimizer from the groups of `parameter_groups`.
 
     Raises:
         ValueError: ``apex`` is asked for, but cannot be used; the message says why.
@@ -118,19 +113,19 @@ def build_adamw(
 
 
 def has_sharded(groups: Sequence[dict[str, Any]]) -> bool:
-    """Whether each process has a part of the parameters in a group."""
+    """Return whether each process has a shard of the parameters in a group."""
     return any(isinstance(p, DTensor) for group in groups for p in group["params"])
 
 
 def why_not_apex(
     device: torch.device, module: str = "fused_adam.py", *, sharded: bool = False
 ) -> str | None:
-    """The reason for which NVIDIA's apex cannot be used, or None. Nothing of it is imported.
+    """Return the reason why NVIDIA's apex cannot be used, or None, without importing it.
 
     Args:
-        device: Of the parameters.
-        module: The file of the optimizer in ``apex/optimizers``.
-        sharded: Whether each process has a part of the parameters.
+        device: Device of the parameters.
+        module: File of the optimizer in ``apex/optimizers``.
+        sharded: Whether each process has a shard of the parameters.
     """
     if sharded:
         return "apex knows no sharded parameters, as of training.strategy fsdp2"
@@ -148,14 +143,10 @@ def why_not_apex(
 
 
 def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Take the moments and counts of a saved ``state_dict``, but not its settings.
+    """Load moments and counts of a saved ``state_dict``, but not its settings.
 
-    PyTorch's ``load_state_dict`` alone would bring back the learning rate, betas, epsilon and
-    weight decay of the time of saving, whatever the configuration says now.
-
-    Args:
-        optimizer: With the settings that are to apply.
-        state: Of an optimizer of the same groups of parameters.
+    PyTorch's ``load_state_dict`` alone would restore the learning rate, betas, epsilon and weight
+    decay of the time of saving, whatever the configuration says now.
     """
     settings = [
         {name: value for name, value in group.items() if name != "params"}
@@ -172,8 +163,8 @@ def set_learning_rate(
     """Set the learning rate of the next update.
 
     Args:
-        optimizer: Any.
-        lr: The rate.
+        optimizer: Any optimizer.
+        lr: Learning rate.
         factor: Multiplies it, (), on the device of the parameters. PyTorch's fused optimizers read
             it there; any other costs one wait for the device.
     """
@@ -186,14 +177,10 @@ def set_learning_rate(
 
 
 def apply_update(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
-    """Make one update, or none at all where ``finite`` is false.
+    """Make one update where ``finite`` (bool (), on the device of the parameters) is true.
 
     PyTorch's fused optimizers decide on the device, so that the host never waits; any other
     optimizer costs one wait for the device.
-
-    Args:
-        optimizer: Gradients are in place.
-        finite: Bool (), on the device of the parameters.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         # The protocol by which torch.amp.GradScaler hands its verdict to a fused optimizer.
@@ -202,3 +189,19 @@ def apply_update(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
         optimizer.step()
     elif finite:
         optimizer.step()
+
+
+def initialize_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the moments, which an optimizer creates at its first update, as zeros."""
+    groups: Sequence[dict[str, Any]] = optimizer.param_groups
+    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+    if all(parameter in optimizer.state for parameter in parameters):
+        return
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    apply_update(optimizer, torch.zeros((), dtype=torch.bool, device=parameters[0].device))
+    if parameters[0] not in optimizer.state:
+        # An optimizer that cannot skip an update on the device.
+        set_learning_rate(optimizer, 0.0)
+        optimizer.step()
+    optimizer.zero_grad()

@@ -1,8 +1,8 @@
-"""AdaScale: how much a large batch is worth, measured while training (Johnson et al. 2020).
+"""AdaScale: the gain of a large batch, measured while training (Johnson et al. 2020).
 
 A step on S times the reference batch is worth between 1 and S reference steps: 1 where the gradient
-has no noise, so that more data teach nothing new, and S where it has nothing but noise. This *gain*
-multiplies the learning rate, and the schedule advances by it.
+has no noise, so that more data add nothing, and S where it is all noise. This *gain* multiplies the
+learning rate, and the schedule advances by it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AdaScaleConfig:
 
 
 class Reading(Protocol):
-    """Values on their way to the host."""
+    """Values that are being copied to the host."""
 
     def read(self) -> list[float]:
         """Wait for them, but for nothing that was queued since."""
@@ -102,12 +102,12 @@ class AdaScale:
                 parameter.register_hook(self._see)
 
     def begin(self) -> None:
-        """Forget the samples of the step before."""
+        """Start a step."""
         self._sums.zero_()
 
     @contextmanager
     def sample(self, targets: float) -> Iterator[None]:
-        """Take the backward in the block as that of a sample with so many targets."""
+        """Measure the backward in the block as a sample with so many targets."""
         self.square.zero_()
         yield
         if targets:
@@ -116,20 +116,20 @@ class AdaScale:
 
     @property
     def sums(self) -> Tensor:
-        """Of this rank's samples, float32 (2,): |g_k|^2 per target, added up, and their number."""
+        """Of this rank, float32 (2,): sum over samples of |g_k|^2 per target, and their number."""
         return self._sums
 
     def update(
         self, sums: Tensor, targets: Tensor, norm: Tensor, made: Tensor, seen: Tensor
     ) -> Tensor:
-        """Take in a step, and return by what to multiply its learning rate.
+        """Record a step, and return the factor of its learning rate.
 
         Args:
             sums: `sums` of all ranks, added up.
-            targets: Of the step, ().
-            norm: Of the gradient before clipping, ().
+            targets: Targets of the step, ().
+            norm: Norm of the gradient before clipping, ().
             made: Bool (): whether the update will be made; progress counts no other.
-            seen: Bool (): whether the samples were seen whole. If not, the gain is that of the
+            seen: Bool (): whether the samples are complete. If not, the gain is that of the
                 averages so far.
 
         Returns:
@@ -164,7 +164,7 @@ class AdaScale:
 
     @property
     def progress(self) -> float:
-        """What the steps were worth in reference steps, as `advance` last read it."""
+        """Progress in reference steps, as `advance` last read it."""
         return self._progress
 
     def advance(self) -> float:
@@ -174,7 +174,7 @@ class AdaScale:
         return self._progress
 
     def state_dict(self) -> dict[str, Any]:
-        """All that decides how it goes on; waits for the device."""
+        """Return the state; waits for the device."""
         return {"averages": self._state.tolist(), "progress": self._progress}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -185,7 +185,7 @@ class AdaScale:
         self._reading = self._copy(values)
 
     def begin_at(self, step: int) -> None:
-        """Take the steps of a run that had no AdaScale as reference steps."""
+        """Count the steps of a run that had no AdaScale as reference steps."""
         self.load_state_dict({"averages": [0.0, 0.0, 0.0, float(step)], "progress": float(step)})
 
     def _see(self, gradient: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,17 +10,14 @@ from torch import Tensor, nn
 
 
 class WeightAverage:
-    """Exponential moving average of the parameters that are trained, in their own precision.
+    """Exponential moving average of the trained parameters, in their own precision.
 
-    An update on k times the reference batch stands for k reference updates, and keeps
-    ``decay ** k`` of the old average (Busbridge et al. 2023), so that the average reaches back as
-    far in the data whatever the batch. The decay after n reference updates is
-    ``min(decay, (1 + n) / (10 + n))``, so that the first steps, whose weights are worth little, are
-    soon forgotten.
+    An update on k times the reference batch stands for k reference updates, and keeps ``decay **
+    k`` of the old average (Busbridge et al. 2023). The decay after n reference updates is
+    ``min(decay, (1 + n) / (10 + n))``, so that the first steps are soon forgotten.
 
     Args:
-        model: Its parameters at this moment are the first average; one that requires no gradient
-            has none.
+        model: Its parameters at this moment are the first average.
         decay: Part of the old average that a reference update keeps, in (0, 1).
         scale: k.
     """
@@ -39,7 +36,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the parameters as they are after update number ``step``, counted from 0."""
+        """Include the parameters after update number ``step``, counted from 0."""
         made = step * self.scale
         decay = min(self.decay, (1 + made) / (10 + made)) ** self.scale
         averages, parameters = list(self.average.values()), list(self._parameters.values())
@@ -47,7 +44,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Give the model the averaged weights for the length of the block."""
+        """Give the model the averaged weights in the block."""
         self._exchange()
         try:
             yield
@@ -60,15 +57,3 @@ class WeightAverage:
             kept = parameter.clone()
             parameter.copy_(self.average[name])
             self.average[name].copy_(kept)
-
-    def load(self, average: Mapping[str, Tensor]) -> None:
-        """Take the values of a saved `average`.
-
-        Raises:
-            ValueError: It is of another model.
-        """
-        if average.keys() != self.average.keys():
-            odd = sorted(average.keys() ^ self.average.keys())
-            raise ValueError(f"`average` must name the parameters of this model; not: {odd[:3]}.")
-        for name, value in average.items():
-            self.average[name].copy_(value)

@@ -15,15 +15,15 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Split the parameters in two groups for an optimizer: with and without weight decay.
 
-    A shared parameter (tied embeddings) is listed once, by the first module that has it. The
-    order is that of ``model.named_parameters()``, so it is the same in every process.
+    A shared parameter is listed once, by the first module that has it. The order is that of
+    ``model.named_parameters()``, so it is the same in every process.
 
     Args:
         model: Its parameters that require a gradient are split.
-        weight_decay: Of the first group; that of the second is 0.
+        weight_decay: Weight decay of the first group; that of the second is 0.
         exempt: Kinds of parameters to leave out: ``biases`` (named ``bias``, ``..._bias``, or as
-            those of torch's LSTM, ``bias_ih...`` and ``bias_hh...``), ``norms`` (of a
-            module whose class is named ``...Norm...``), ``embeddings``.
+            those of torch's LSTM, ``bias_ih...`` and ``bias_hh...``), ``norms`` (of a module whose
+            class is named ``...Norm...``), ``embeddings``.
 
     Returns:
         The groups, each ``{"params": [...], "weight_decay": ...}``; an empty one is left out.

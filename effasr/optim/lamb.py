@@ -16,23 +16,15 @@ from effasr.optim.adamw import OptimizerConfig, has_sharded, why_not_apex
 def build_lamb(
     groups: Sequence[dict[str, Any]], config: OptimizerConfig, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Make the optimizer, whose updates are as long as the weights they are added to.
+    """Build the optimizer from the groups of `parameter_groups`.
 
-    The function is that of the paper's third version, without correction of the moments' bias and
-    without bounds on the norm of weights, whichever library computes it. Parameters that are exempt
-    from weight decay keep the length of their updates, as in the authors' code. Gradients are not
-    clipped here.
-
-    No library decides on the device whether to make an update: `effasr.optim.adamw.apply_update`
-    waits for the device once a step.
-
-    Args:
-        groups: Of `effasr.optim.groups.parameter_groups`.
-        config: Which, and how.
-        device: Of the parameters.
+    The function is that of the paper's third version, without bias correction of the moments and
+    without bounds on the norm of weights, whichever library computes it. Parameters without weight
+    decay keep the length of their updates, as in the authors' code. Gradients are not clipped here.
+    No library can skip an update on the device: `apply_update` waits for it once a step.
 
     Raises:
-        ValueError: What is asked for is missing, or no library has it.
+        ValueError: A setting or a library is missing.
 
     References:
         You et al., 2020, https://arxiv.org/abs/1904.00962.

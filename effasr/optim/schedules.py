@@ -36,15 +36,10 @@ class ScheduleConfig:
 
 
 def learning_rate_ratio(config: ScheduleConfig, step: int, max_steps: int) -> float:
-    """The learning rate of update ``step``, as a part of the peak.
+    """Return the learning rate of update ``step`` of ``max_steps``, as a part of the peak.
 
     The warm-up ends at update ``warmup_steps - 1`` and the cosine reaches its floor at update
     ``max_steps - 1``: both exactly.
-
-    Args:
-        config: The schedule.
-        step: Updates made before this one.
-        max_steps: Updates of the whole run.
     """
     made = step + 1
     if made < config.warmup_steps:

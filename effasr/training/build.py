@@ -1,30 +1,32 @@
-"""From a configuration to the parts that train."""
+"""Builds the components of a run from its configuration."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from effasr import checkpoint
 from effasr import config as configuration
 from effasr.data.features.log_mel import SAMPLE_RATE, FeatureConfig
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
+from effasr.distributed.averager import Averager
 from effasr.distributed.batch_norm import running_statistics
-from effasr.distributed.ddp_comm_hook import GradientExchange
-from effasr.distributed.process_group import World
+from effasr.distributed.grad_sync import gradient_sync
+from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import recomputed_costs
 from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
-from effasr.nn.stack import checkpoint_layers, compile_layers
+from effasr.nn.stack import apply_activation_checkpointing, compile_layers
 from effasr.optim.adamw import build_adamw
 from effasr.optim.adascale import AdaScale
 from effasr.optim.batch_scaling import peak_learning_rate, relative_batch
@@ -32,38 +34,31 @@ from effasr.optim.ema import WeightAverage
 from effasr.optim.groups import parameter_groups
 from effasr.optim.lamb import build_lamb
 from effasr.optim.schedules import learning_rate_ratio
+from effasr.training.checkpointing.resume import Saved
 from effasr.training.config import TrainConfig, resolve_losses
 from effasr.training.cuda_graph.recording import check_recordable, recorded
-from effasr.training.fault_tolerance.phase_tracker import Activity
+from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.freezing import check_trained, prepare_weights
 from effasr.training.loss import Objective
-from effasr.training.step import Trainee
-from effasr.training.step_stats import HostCopy
-from effasr.training.strategies import averager, check_strategy, distribute, is_bfloat16
+from effasr.training.step import StepConfig, TrainState
+from effasr.training.step_stats import HostCopy, StepCosts
+from effasr.training.strategies.parallelism import check_strategy, distribute, is_bfloat16
+from effasr.training.strategies.parallelism import make_averager as default_averager
 
 if TYPE_CHECKING:
     from effasr.data.index.corpus import Corpus
-    from effasr.training.async_sgd.learners import Learners
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint to go on from: its folder, and the state beside the weights."""
-
-    path: Path
-    state: dict[str, Any]
-
-
 def resolve(config: TrainConfig, saved: Saved | None) -> TrainConfig:
-    """The configuration with nothing left open: what config.yaml holds.
+    """Return the configuration with all defaults resolved, as config.yaml has it.
 
-    But for ``data.frame_budget: auto`` of a run that begins, for which the corpus must be known:
-    see `effasr.training.calibration.calibrate.settle`.
+    ``data.frame_budget: auto`` of a run that begins stays, because it needs the corpus: see
+    `effasr.training.calibration.calibrate.settle`.
 
     Raises:
-        ValueError: The model and the losses do not fit each other.
+        ValueError: Settings contradict each other.
     """
     source = _source_of_model(config, saved)
     if config.data.frame_budget == "auto" and saved is not None:
@@ -85,14 +80,14 @@ def resolve(config: TrainConfig, saved: Saved | None) -> TrainConfig:
 
 
 def _with_saved_budgets(config: TrainConfig, saved: Saved) -> TrainConfig:
-    """Those that the run began with: a run that goes on is not calibrated again."""
+    """Return the configuration with the budgets that the run began with."""
     before = configuration.complete(TrainConfig, saved.state["config"])["data"]
     names = ("frame_budget", "token_budget", "max_sequences")
     return replace(config, data=replace(config.data, **{name: before[name] for name in names}))
 
 
 def _check_features(features: FeatureConfig) -> None:
-    """What the data are planned and loaded for; a filter bank for another rate would not show."""
+    """Check the sample rate and hop that the data are planned and loaded for."""
     for name, loaded in (("sample_rate", SAMPLE_RATE), ("hop", FeatureConfig().hop)):
         if getattr(features, name) != loaded:
             raise ValueError(
@@ -102,7 +97,7 @@ def _check_features(features: FeatureConfig) -> None:
 
 
 def _check_static_shapes(config: TrainConfig) -> None:
-    """What is recorded or compiled for one shape needs batches that have it."""
+    """Check that batches have one shape where a step is recorded or compiled."""
     if config.training.cuda_graph and config.data.text_share is not None:
         raise ValueError(
             "`training.cuda_graph` must be false where `data.text_share` is given, because batches "
@@ -124,10 +119,10 @@ def _check_static_shapes(config: TrainConfig) -> None:
 
 
 def find_tokenizer(config: TrainConfig, saved: Saved | None) -> Tokenizer:
-    """That of the checkpoint, of the model to begin with, or of ``data.tokenizer``.
+    """Return the tokenizer of the checkpoint, of ``init_from``, or of ``data.tokenizer``.
 
     Raises:
-        ValueError: There is none, or there are two.
+        ValueError: None or two of these are given.
     """
     source = _source_of_model(config, saved)
     if config.init_from is not None and config.data.tokenizer:
@@ -153,14 +148,14 @@ def _source_of_model(config: TrainConfig, saved: Saved | None) -> Path | None:
 def build_model(
     config: TrainConfig, vocab_size: int, saved: Saved | None, device: torch.device
 ) -> ASRModel:
-    """The model, with weights drawn by the seed, or read.
+    """Build the model, with weights that are initialised by the seed, or read.
 
     Raises:
-        ValueError: Weights to read do not fit, or nothing is there to freeze or to adapt.
+        ValueError: Weights to read do not fit, or there is nothing to freeze or to adapt.
     """
     source = _source_of_model(config, saved)
     if source is not None:
-        # A model of Hugging Face's may have more classes than its tokenizer has tokens.
+        # A model from Hugging Face may have more classes than its tokenizer has tokens.
         vocab_size = checkpoint.read_description(source).vocab_size
     torch.manual_seed(config.seed)
     model = ASRModel(config.model, vocab_size)
@@ -168,63 +163,71 @@ def build_model(
     return model.to(device).train()
 
 
-def build_trainee(
-    config: TrainConfig, model: ASRModel, world: World, learners: Learners | None = None
-) -> Trainee:
-    """The model with its optimizer and everything else that a step needs.
+def build_train_state(
+    config: TrainConfig,
+    model: ASRModel,
+    context: DistributedContext,
+    make_averager: Callable[[nn.Module, Optimizer, list[Tensor]], Averager] | None = None,
+) -> TrainState:
+    """Build the optimizer of a model and everything else that a step needs.
 
     Args:
-        config: The run.
-        model: On the device.
-        world: The ranks that make a step together.
-        learners: Those that do not, if there are any.
+        config: Configuration of the run.
+        model: Model on the device.
+        context: The ranks that make a step together.
+        make_averager: Builds the averager from the model, the optimizer and the statistics of batch
+            norms; by default that of a strategy in which all ranks make each step together.
     """
-    micro_batches = config.data.micro_batches
-    peak = peak_learning_rate(config.optimizer, micro_batches)
-    schedule, steps = config.schedule, config.training.max_steps
-    every, again = int(config.training.activation_checkpointing), None
+    settings = config.training
+    every, recomputed = int(settings.activation_checkpointing), None
     if every:
-        checkpoint_layers(model, every)
-        again = recomputed_costs(config.model, model.vocab_size, every, unreached_layers(model))
-    if config.training.compile and config.training.strategy == "fsdp2":
-        # Between two of which ranks gather parameters, which is not compiled.
+        apply_activation_checkpointing(model, every)
+        idle = unreached_layers(model)
+        recomputed = recomputed_costs(config.model, model.vocab_size, every, idle)
+    if settings.compile and settings.strategy == "fsdp2":
+        # Layer by layer, because the gathering of parameters between them is not compiled.
         compile_layers(model)
-    elif config.training.compile:
+    elif settings.compile:
         # In place: the state dict keeps its names.
         model.compile(fullgraph=True, dynamic=False)
-    if config.training.cuda_graph:
-        check_recordable(config.model, world)
-    cost, text_cost = learning_cost(model), learning_text_cost(model)
-    trained = distribute(config, model, world)
-    is_replicated = isinstance(trained, DistributedDataParallel)
-    exchange = GradientExchange(trained) if is_replicated else None
-    # A wrapper's names are not those of the checkpoints.
-    model = model if is_replicated else cast(ASRModel, trained)
-    groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.exempt)
-    build = build_lamb if config.optimizer.name == "lamb" else build_adamw
-    optimizer = build(groups, config.optimizer, world.device)
-    statistics = running_statistics(model)
-    trainee = Trainee(
-        model=trained,
+    if settings.cuda_graph:
+        check_recordable(config.model, context)
+    costs = StepCosts(learning_cost(model), learning_text_cost(model), recomputed)
+    wrapped = distribute(config, model, context)
+    # A wrapper's parameter names are not those of the checkpoints.
+    trained = model if isinstance(wrapped, DistributedDataParallel) else wrapped
+    groups = parameter_groups(trained, config.optimizer.weight_decay, config.optimizer.exempt)
+    build_optimizer = build_lamb if config.optimizer.name == "lamb" else build_adamw
+    optimizer = build_optimizer(groups, config.optimizer, context.device)
+    statistics = running_statistics(trained)
+    if make_averager is None:
+        averager = default_averager(config, trained, optimizer, statistics, context)
+    else:
+        averager = make_averager(trained, optimizer, statistics)
+    peak = peak_learning_rate(config.optimizer, config.data.micro_batches)
+    state = TrainState(
+        config=StepConfig(
+            learning_rate=lambda made: (
+                peak * learning_rate_ratio(config.schedule, made, settings.max_steps)
+            ),
+            autocast=make_autocast(settings.precision, context.device),
+            costs=costs,
+            seed=config.seed,
+            clip=settings.clip,
+            label_smoothing=config.loss.label_smoothing,
+        ),
+        context=context,
+        model=wrapped,
         optimizer=optimizer,
-        learning_rate=lambda made: peak * learning_rate_ratio(schedule, made, steps),
-        objective=Objective(config.loss, world.device),
-        average=_average(config, model),
+        objective=Objective(config.loss, context.device),
+        grad_sync=gradient_sync(wrapped),
+        averager=averager,
         statistics=statistics,
-        world=world,
-        autocast=make_autocast(config.training.precision, world.device),
-        seed=config.seed,
-        clip=config.training.clip,
-        label_smoothing=config.loss.label_smoothing,
-        cost=cost,
-        exchange=exchange,
-        text_cost=text_cost,
-        again=again,
-        adascale=_adascale(config, model, world),
-        activity=Activity(on_gpu=world.device.type == "cuda"),
-        averager=averager(config, model, optimizer, statistics, world, learners),
+        average=_average(config, trained),
+        adascale=_adascale(config, trained, context),
+        phases=PhaseTracker(on_gpu=context.device.type == "cuda"),
     )
-    return recorded(trainee, model) if config.training.cuda_graph else trainee
+    return recorded(state, trained) if settings.cuda_graph else state
 
 
 def _average(config: TrainConfig, model: nn.Module) -> WeightAverage | None:
@@ -234,7 +237,9 @@ def _average(config: TrainConfig, model: nn.Module) -> WeightAverage | None:
     return WeightAverage(model, decay, relative_batch(config.data.micro_batches, reference))
 
 
-def _adascale(config: TrainConfig, model: nn.Module, world: World) -> AdaScale | None:
+def _adascale(
+    config: TrainConfig, model: nn.Module, context: DistributedContext
+) -> AdaScale | None:
     settings = config.optimizer.adascale
     if settings is None:
         return None
@@ -243,17 +248,17 @@ def _adascale(config: TrainConfig, model: nn.Module, world: World) -> AdaScale |
         settings,
         scale=_adascale_scale(config),
         # As in `effasr.training.step.run_micro_batch`.
-        factor=world.size,
-        device=world.device,
+        factor=context.size,
+        device=context.device,
         copy=HostCopy,
     )
 
 
 def _adascale_scale(config: TrainConfig) -> float:
-    """By how much the batch is larger than the reference.
+    """Return the ratio of the batch to the reference batch.
 
     Raises:
-        ValueError: It is smaller, or a step has too few micro-batches for a variance.
+        ValueError: It is below 1, or a step has too few micro-batches for a variance.
     """
     optimizer, count = config.optimizer, config.data.micro_batches
     assert optimizer.adascale is not None
@@ -274,7 +279,7 @@ def _adascale_scale(config: TrainConfig) -> float:
 
 
 def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) -> Corpus:
-    """The utterances to train on.
+    """Load the utterances to train on.
 
     Raises:
         ValueError: There are none, or they are not those of the checkpoint.
@@ -337,7 +342,7 @@ def _cache_folder(config: TrainConfig) -> Path | None:
 
 
 def _check_text(config: TrainConfig, paths: Sequence[str]) -> None:
-    """Text pairs need a share of the steps, and the model something to read them with."""
+    """Check that text pairs have a share of the steps, and the model has a text encoder."""
     share = config.data.text_share
     if paths and share is None:
         raise ValueError(
@@ -361,7 +366,7 @@ def _check_text(config: TrainConfig, paths: Sequence[str]) -> None:
 def make_autocast(
     precision: str, device: torch.device
 ) -> Callable[[], AbstractContextManager[None]]:
-    """What makes the context for a forward: ``auto``, ``float32`` or ``bfloat16``."""
+    """Return a function that makes the autocast context of a forward."""
     if not is_bfloat16(precision, device):
         return nullcontext
     return partial(torch.autocast, device.type, torch.bfloat16)  # type: ignore[return-value]

@@ -26,8 +26,8 @@ from effasr.training.loss import (
 )
 from effasr.training.profiler import ProfileConfig
 
-LEARNING_APART = ("adpsgd", "h_adpsgd")
-"""The strategies with learners that do not wait for each other."""
+ASYNCHRONOUS = ("adpsgd", "h_adpsgd")
+"""Strategies with learners that do not wait for each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

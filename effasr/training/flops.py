@@ -1,4 +1,4 @@
-"""How much of a GPU's arithmetic a step uses: model FLOPs utilisation (MFU), and hardware's."""
+"""Model FLOPs utilisation (MFU) and hardware FLOPs utilisation (HFU) of a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PEAKS = (
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """What the GPU computes a second at most, without sparsity; None for a CPU or an unknown one.
+    """Return the peak FLOP/s of a GPU without sparsity; None for a CPU or an unknown GPU.
 
     References:
         NVIDIA's data sheets, https://www.nvidia.com/en-us/data-center/.
@@ -47,7 +47,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_of(name: str) -> float | None:
-    """Likewise, of a name such as ``NVIDIA H200``."""
+    """Return the same by the name of a GPU, such as ``NVIDIA H200``."""
     words = name.replace("-", " ").split()
     for model, flops in _PEAKS:
         if all(word in words for word in model.split()):
@@ -58,16 +58,16 @@ def peak_of(name: str) -> float | None:
 def work_of(
     batches: Sequence[Batch], cost: CostModel, text_cost: CostModel | None = None
 ) -> tuple[float, float]:
-    """FLOPs of a training step on these micro-batches, on the host: useful ones, and computed.
+    """Return the FLOPs of a training step on these micro-batches: useful ones, and computed ones.
 
-    Useful is what the utterances need, each of its own length. Computed adds what padding costs: a
-    tail of rows that belong to no utterance, which attends to nothing, or the silence by which
-    utterances are extended.
+    Useful FLOPs are those of the utterances at their own lengths. Computed ones include padding:
+    rows without an utterance, which attend to nothing, or the silence by which utterances are
+    extended.
 
     Args:
-        batches: Their lengths are known on the host.
-        cost: Of the model.
-        text_cost: Of the model with its text encoder, for text-only micro-batches.
+        batches: Micro-batches, whose lengths are known on the host.
+        cost: Cost of an utterance.
+        text_cost: Cost of a text pair, for text-only micro-batches.
 
     Raises:
         ValueError: There is such a micro-batch, but ``text_cost`` is None.
@@ -90,12 +90,9 @@ def work_of(
 def recomputed_work_of(
     batches: Sequence[Batch], cost: CostModel, text_cost: CostModel | None = None
 ) -> float:
-    """FLOPs that the backward of these micro-batches computes again, padding included.
+    """Return the FLOPs that the backward recomputes, padding included.
 
-    Args:
-        batches: As in `work_of`.
-        cost: What is computed again of an utterance: `effasr.model.cost.recomputed_cost`.
-        text_cost: Of a text pair.
+    The arguments are those of `work_of`, with costs of `effasr.model.cost.recomputed_cost`.
     """
     return work_of(batches, cost, text_cost)[1] / FORWARD_AND_BACKWARD
 

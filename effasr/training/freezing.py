@@ -12,11 +12,7 @@ from effasr.training.config import TrainConfig
 
 
 def check_trained(config: TrainConfig) -> None:
-    """Refuse what cannot be trained together.
-
-    Raises:
-        ValueError: It is asked for; the message says what to change.
-    """
+    """Raise a ValueError for settings that contradict each other."""
     frozen, lora = config.training.freeze, config.lora
     if lora is not None and frozen:
         raise ValueError(
@@ -41,17 +37,17 @@ def check_trained(config: TrainConfig) -> None:
 def prepare_weights(
     model: ASRModel, config: TrainConfig, source: Path | None, *, is_resumed: bool
 ) -> None:
-    """Read weights, add adapters, and let those parameters require gradients that are trained.
+    """Read weights, add adapters, and set which parameters require gradients.
 
     Args:
-        model: Whose weights have been drawn.
-        config: The run.
-        source: The model directory to read; None for none.
+        model: Initialised model.
+        config: Configuration of the run.
+        source: Model directory to read; None for none.
         is_resumed: Whether that is a checkpoint of this run, with its adapters.
 
     Raises:
-        ValueError: Weights do not fit, a pattern matches nothing, or a part that has just been
-            drawn would never learn.
+        ValueError: Weights do not fit, a pattern matches nothing, or a part that was initialised
+            would never be trained.
     """
     if source is not None and not is_resumed:
         # A model to begin with may never have read text.

@@ -1,4 +1,4 @@
-"""What is minimised: a weighted sum of losses, each a mean over the whole global step."""
+"""The objective: a weighted sum of losses, each a mean over the whole global step."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class LossConfig:
 
 
 class LossSums(Protocol):
-    """What `Objective` needs of the model's losses: float32 (), summed over a micro-batch."""
+    """Losses of a model: float32 (), summed over a micro-batch."""
 
     @property
     def cross_entropy(self) -> Tensor:
@@ -91,16 +91,16 @@ class LossSums(Protocol):
 
 
 class Objective:
-    """The loss of a micro-batch as its share of the loss of the global step.
+    """Weighs the losses of a micro-batch as its share of the loss of the global step.
 
     Whether the penalty is on is decided, and kept, on the device: the host never waits for it.
 
     Args:
-        config: The weights, none left open.
-        device: Of the losses.
+        config: The weights, all resolved.
+        device: Device of the losses.
 
     Raises:
-        ValueError: A weight is left open.
+        ValueError: A weight is not resolved.
     """
 
     def __init__(self, config: LossConfig, device: torch.device) -> None:
@@ -115,7 +115,7 @@ class Objective:
 
     @property
     def sigma(self) -> float | None:
-        """Width of the guided attention's diagonal; None where there is no penalty."""
+        """Width of the guided attention's diagonal; None without a penalty."""
         return self.config.guided_sigma if self.config.guided_weight else None
 
     @property
@@ -124,14 +124,14 @@ class Objective:
         return self._on
 
     def parts(self, losses: LossSums, targets: Tensor, monotonic_targets: Tensor) -> Tensor:
-        """The parts of the loss per token, float32 (5,); the gradient flows through the first.
+        """Return the loss parts per token, float32 (5,); the gradient flows through the first.
 
         They are the loss, cross-entropy, CTC, transducer and penalty.
 
         Args:
             losses: Sums over one micro-batch.
             targets: (), number of targets in the whole global step, over all ranks.
-            monotonic_targets: (), the same of transcriptions.
+            monotonic_targets: (), number of targets of transcriptions.
         """
         targets = targets.clamp(min=1).float()
         monotonic_targets = monotonic_targets.clamp(min=1).float()
@@ -153,7 +153,7 @@ class Objective:
         return torch.stack([total, *(part.detach() for part in parts)])
 
     def observe(self, ctc: Tensor, valid: Tensor) -> None:
-        """Take note of the global step's CTC loss per token, where ``valid`` (bool ())."""
+        """Record the global step's CTC loss per token, where ``valid`` (bool ())."""
         if self.config.guided_after_ctc is None:
             return
         blended = torch.lerp(ctc, self._average, _MEMORY)
@@ -163,7 +163,7 @@ class Objective:
         self._on |= self._average < self.config.guided_after_ctc
 
     def state_dict(self) -> dict[str, Any]:
-        """The running average, and whether the penalty is on."""
+        """Return the running average, and whether the penalty is on."""
         return {"average": self._average.clone(), "on": self._on.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How much memory there is, and how much is used: of the GPU, or of this process without one."""
+"""Memory of the GPU, or of this process without one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory ever held: of the GPU by tensors, or of this process where there is none."""
+    """Return the peak memory: of tensors on the GPU, or of this process without one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def total_bytes(device: torch.device) -> int:
-    """Memory of the GPU, or of this machine: what the container or batch system leaves of it."""
+    """Return the memory of the GPU, or of this machine within the limits of its control groups."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -25,7 +25,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def in_use() -> str:
-    """What is in use now, for a message."""
+    """Describe the memory in use, for a message."""
     if torch.cuda.is_available():
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         total = total_bytes(torch.device("cuda", torch.cuda.current_device()))
@@ -37,14 +37,14 @@ def in_use() -> str:
 
 
 def gib(count: float) -> str:
-    """Bytes for a person."""
+    """Format a number of bytes."""
     if count >= 2**30:
         return f"{count / 2**30:.2f} GiB"
     return f"{count / 2**20:.1f} MiB"
 
 
 def _cgroup_limits() -> list[int]:
-    """Limits of memory that control groups set on this process; version 2, then version 1."""
+    """Return the memory limits of this process's control groups; version 2, then version 1."""
     found = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

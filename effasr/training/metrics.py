@@ -1,4 +1,4 @@
-"""Adds up what steps report, and says it once in a while as one line of metrics.jsonl."""
+"""Sums up the reports of steps, and returns them as lines of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.training.flops import peak_flops
 from effasr.training.memory import peak_bytes
 from effasr.training.step import StepReport
-from effasr.training.step_stats import Counts
+from effasr.training.step_stats import StepCounts
 
 _MEANS = ("loss", "cross_entropy", "ctc", "transducer", "guided", "grad_norm")
 """What `StepReport.values` begins with."""
@@ -22,19 +22,20 @@ _ROWS = ("frames", "frame_rows", "token_rows", *_FLOPS)
 
 
 @dataclass(slots=True)
-class Meter:
+class TrainingMetrics:
     """Sums since the last line.
 
     Reports are read one step late: by then a GPU has computed them, and works on the next one.
 
     Attributes:
-        device: Of this rank.
-        ranks: How many the step is spread over.
-        skipped: Updates left out since the beginning of the run, for a loss or gradient that
-            was not finite.
-        in_a_row: Of these, the newest without any update between them, as far as is known.
-        oom_splits: Micro-batches, and pieces of such, that all ranks split since then, for want of
-            memory.
+        device: Device of this rank.
+        ranks: Number of ranks that share a step.
+        skipped: Updates left out since the beginning of the run because of a non-finite loss or
+            gradient.
+        in_a_row: The newest of these without an update between them, as far as is known.
+        oom_splits: Micro-batches, and pieces of them, that all ranks split after out-of-memory
+            errors.
+        stopping: Whether a rank was asked to stop.
     """
 
     device: torch.device
@@ -54,9 +55,9 @@ class Meter:
     _merged: tuple[int, int] = (0, 0)
 
     def add(self, report: StepReport) -> None:
-        """Take a report; what it says is read by `collect`."""
+        """Add a report; `collect` reads it."""
         self._pending.append(report)
-        counts = Counts.from_values(report.counts.read())
+        counts = StepCounts.from_values(report.counts.read())
         self.stopping = counts.stopping > 0
         self._increase(
             steps=1,
@@ -93,31 +94,26 @@ class Meter:
             self._increase(updates=1, **dict(zip(_MEANS, means, strict=True)))
         return left_out
 
-    def merge(self, world: World, *, counts: bool) -> None:
-        """Add up ``skipped`` and ``oom_splits`` of learners that train apart.
-
-        Args:
-            world: The ranks, which call it together.
-            counts: Whether this rank counts for its learner.
-        """
+    def merge(self, context: DistributedContext, *, counts: bool) -> None:
+        """Sum ``skipped`` and ``oom_splits`` of learners, in each of which one rank counts."""
         before = self._merged
         own = (self.skipped - before[0], self.oom_splits - before[1]) if counts else (0, 0)
-        skipped, splits = map(sum, zip(*world.gather(own), strict=True))
+        skipped, splits = map(sum, zip(*context.all_gather(own), strict=True))
         self.skipped, self.oom_splits = before[0] + skipped, before[1] + splits
         self._merged = self.skipped, self.oom_splits
 
     def time(self, seconds: float, waited: float) -> None:
-        """Note how long a step took, and how much of it was spent waiting for data."""
+        """Record the duration of a step, and of its wait for data."""
         self._seconds += seconds
         self._waited += waited
         self._timed += 1
 
     def line(self, step: int, epoch: int) -> dict[str, Any]:
-        """The means per step since the last line, and begin anew.
+        """Return the means per step since the last line, and start again.
 
         Args:
             step: Updates made so far.
-            epoch: Of the step, from 0.
+            epoch: Epoch of the step, from 0.
         """
         sums = {name: self._sums.get(name, 0.0) for name in (*_SUMS, *_ROWS)}
         steps, updates = max(sums["steps"], 1), sums["updates"]
@@ -156,7 +152,7 @@ class Meter:
         return line
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next line needs of the steps so far; all reports must have been collected."""
+        """Return the sums for the next line; all reports must have been collected."""
         if self._pending:
             raise RuntimeError("`collect(leave=0)` must come before `state_dict`.")
         return {"sums": dict(self._sums), "skipped": self.skipped, "oom_splits": self.oom_splits}

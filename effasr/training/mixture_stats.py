@@ -1,4 +1,4 @@
-"""How much of every source a run has trained on."""
+"""Counts how much of every source a run has trained on."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from effasr.data.index.corpus import Corpus
 from effasr.data.loader import StepBatch
 from effasr.data.mixture_summary import Blend, Mixture, drawn
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 
 
-class DrawnBlend:
-    """Counts what is drawn of each source, from the beginning of the run.
+class MixtureStats:
+    """Counts utterances and samples or tokens of each source since the start of the run.
 
     Args:
-        corpus: What is drawn from; without a mixture there is nothing to count.
+        corpus: The corpus; without a mixture there is nothing to count.
     """
 
     def __init__(self, corpus: Corpus) -> None:
@@ -27,7 +27,7 @@ class DrawnBlend:
         self._own = [np.zeros_like(counts) for counts in self._merged]
 
     def add(self, step: StepBatch) -> None:
-        """Count what this rank trains on in a step."""
+        """Count this rank's data of a step."""
         corpus = self._corpus
         if corpus.mixture is None:
             return
@@ -37,20 +37,20 @@ class DrawnBlend:
         for own, counts in zip(self._own, found, strict=True):
             own += np.stack(counts)
 
-    def merge(self, world: World) -> list[Blend]:
-        """Add up what the ranks have counted, all together.
+    def merge(self, context: DistributedContext) -> list[Blend]:
+        """Sum the counts of all ranks, which call this.
 
         Returns:
             The blend of speech, and that of text if there is any; nothing without a mixture.
         """
         for merged, own in zip(self._merged, self._own, strict=True):
-            merged += np.sum(world.gather(own), axis=0)
+            merged += np.sum(context.all_gather(own), axis=0)
             own[:] = 0
         pairs = zip(self._mixtures(), self._merged, strict=True)
         return [Blend.of(mixture, *counts) for mixture, counts in pairs]
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts of all ranks at the last `merge`."""
+        """Return the counts of all ranks at the last `merge`."""
         return {"drawn": [counts.tolist() for counts in self._merged]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

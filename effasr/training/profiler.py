@@ -1,4 +1,4 @@
-"""Hands some steps of a run to a profiler, and keeps it away from all others."""
+"""Profiles some steps of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from effasr import ranges
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 
 log = logging.getLogger(__name__)
 
@@ -30,16 +30,15 @@ class ProfileConfig:
 
     Attributes:
         tool: ``nsys``: the run was started by ``profiling/nsys_train.sh``, and the steps are its
-            capture range. ``kineto``: torch's own profiler, which writes
-            ``profile/rankN.json.gz`` to the run directory. They cannot be used together.
-        first_step: The first step that is recorded; by then caches should be warm.
-        steps: How many are recorded.
+            capture range. ``kineto``: torch's profiler, which writes ``profile/rankN.json.gz`` to
+            the run directory. They cannot be used together.
+        first_step: First step to record, when caches should be warm.
+        steps: Number of steps to record.
         ranges: Library of the ranges under nsys; see `effasr.ranges.enable`.
-        layers: Also record which operator of the forward each kernel of the backward belongs to.
-            It slows the host, so times are those of a run without it.
-        memory: Also record every allocation of the GPU, up to the last recorded step or the
-            first that runs out of memory, to ``profile/rankN_memory.pickle``, which
-            https://pytorch.org/memory_viz shows.
+        layers: Whether to record the forward operator of each backward kernel. It slows the host.
+        memory: Whether to record every allocation of the GPU, up to the last recorded step or the
+            first that runs out of memory, to ``profile/rankN_memory.pickle``, for
+            https://pytorch.org/memory_viz.
     """
 
     tool: Tool = "none"
@@ -64,27 +63,27 @@ class ProfileConfig:
             )
 
 
-class Capture:
+class StepProfiler:
     """Switches a profiler on for the configured steps, and off after them.
 
     Args:
         config: Which steps.
-        world: Of this rank.
-        folder: For what is written; it is made when something is.
+        context: This rank.
+        folder: Folder of the recordings.
 
     Raises:
-        ValueError: What is asked for needs a GPU, and there is none.
+        ValueError: The settings need a GPU, and there is none.
     """
 
-    def __init__(self, config: ProfileConfig, world: World, folder: Path) -> None:
+    def __init__(self, config: ProfileConfig, context: DistributedContext, folder: Path) -> None:
         self._config = config
-        self._world = world
+        self._context = context
         self._folder = folder
         self._on = ExitStack()
         self._recording = False
         self._last = config.first_step + config.steps - 1
         self._profiler: torch.profiler.profile | None = None
-        on_gpu = world.device.type == "cuda"
+        on_gpu = context.device.type == "cuda"
         if config.memory and not on_gpu:
             raise ValueError(
                 "`training.profile.memory` must be false without a GPU, whose allocations it "
@@ -99,7 +98,7 @@ class Capture:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Surrounds a step, given its number from 0; records it if it is one of those wanted."""
+        """Surround a step, given its number from 0; record it if configured."""
         if self._config.tool != "none":
             self._begin(step)
         try:
@@ -114,7 +113,7 @@ class Capture:
             self._dump_memory()
 
     def close(self) -> None:
-        """Stop recording, if steps are being recorded; what was recorded is kept."""
+        """Stop recording; what was recorded is kept."""
         if not self._recording:
             return
         self._recording = False
@@ -148,7 +147,7 @@ class Capture:
         ranges.enable("kineto")
         self._on.callback(ranges.disable)
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._world.device.type == "cuda":
+        if self._context.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         profiler = torch.profiler.profile(
             activities=activities,
@@ -168,7 +167,7 @@ class Capture:
 
     def _write(self, profiler: torch.profiler.profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank{self._world.rank}.json.gz"
+        path = self._folder / f"rank{self._context.rank}.json.gz"
         unfinished = path.with_name(f"unfinished_{path.name}")
         profiler.export_chrome_trace(str(unfinished))
         unfinished.replace(path)
@@ -179,10 +178,10 @@ class Capture:
         if not self._config.memory:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank{self._world.rank}_memory.pickle"
+        path = self._folder / f"rank{self._context.rank}_memory.pickle"
         if not path.exists():
             torch.cuda.memory._dump_snapshot(str(path))
 
     def _synchronize(self) -> None:
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
+        if self._context.device.type == "cuda":
+            torch.cuda.synchronize(self._context.device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -11,104 +9,94 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from effasr import ranges
 from effasr.data.batch import Batch
-from effasr.data.sampling.cost import CostModel
 from effasr.distributed.averager import Averager
 from effasr.distributed.batch_norm import restore_unless
-from effasr.distributed.ddp import without_exchange
-from effasr.distributed.ddp_comm_hook import GradientExchange
-from effasr.distributed.flat_grad_all_reduce import GradientSum
-from effasr.distributed.fsdp import whole
-from effasr.distributed.process_group import World
+from effasr.distributed.fsdp import full_tensor
+from effasr.distributed.grad_sync import GradientSync
+from effasr.distributed.process_group import DistributedContext
 from effasr.model.losses import Losses
 from effasr.optim.adamw import apply_update, set_learning_rate
 from effasr.optim.adascale import AdaScale, Reading
 from effasr.optim.ema import WeightAverage
-from effasr.training.cuda_graph.graph import MicroBatchGraph
-from effasr.training.fault_tolerance.oom_recovery import (
-    Failure,
-    Outcome,
-    OutOfMemory,
-    Piece,
-    attempt,
-    gradients_of,
-    redo,
-)
-from effasr.training.fault_tolerance.phase_tracker import Activity
+from effasr.training.cuda_graph.graph import UNSPLITTABLE_REASON, MicroBatchGraph
+from effasr.training.fault_tolerance.oom_recovery import OOMRecovery, Piece, gradients_of
+from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.loss import Objective
-from effasr.training.step_stats import Counts, HostCopy
+from effasr.training.seeds import micro_batch_seed
+from effasr.training.step_stats import HostCopy, StepCosts, StepCounts
 
 
-@dataclass(frozen=True, slots=True)
-class Trainee:
-    """All that a step reads and changes.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepConfig:
+    """Settings of a step.
 
     Attributes:
-        model: Replicated or sharded where there are several ranks.
-        optimizer: Of the model's parameters.
-        learning_rate: Of an update, by how many were made before it.
-        objective: Weighs the losses.
-        average: Running average of the weights, or None.
-        statistics: Of the model's batch norms.
-        world: The ranks.
-        autocast: Makes the context in which the forward runs.
-        seed: Of the run.
+        learning_rate: Learning rate of an update, by the number of updates before it.
+        autocast: Returns the context in which the forward runs.
+        costs: FLOPs of an utterance.
+        seed: Seed of the run.
         clip: Largest norm of the gradient.
-        label_smoothing: Of the cross-entropy.
-        cost: What an utterance is to compute, as of a model that is trained throughout; see
-            `effasr.model.learning_cost`.
-        graph: Replays the micro-batches; None to run each.
-        exchange: Of the gradients, where there are several ranks and no graph.
-        total: Of the gradients, where there are several ranks and a graph.
-        text_cost: What a text pair is to compute; None without a text encoder.
-        again: Of both, what activation checkpointing computes again; None without it.
-        adascale: Measures what a step is worth, or None.
-        averager: Brings ranks together that make updates of their own; or None.
-        activity: Is told what is computed.
-        commit: Asks the other replicas whether the step is to be made, where they come and go: see
-            `effasr.distributed.torchft`. Otherwise None.
+        label_smoothing: Label smoothing of the cross-entropy.
     """
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
-    objective: Objective
-    average: WeightAverage | None
-    statistics: list[Tensor]
-    world: World
     autocast: Callable[[], AbstractContextManager]
+    costs: StepCosts
     seed: int
     clip: float
     label_smoothing: float
-    cost: CostModel
-    graph: MicroBatchGraph | None = None
-    exchange: GradientExchange | None = None
-    total: GradientSum | None = None
-    text_cost: CostModel | None = None
-    again: tuple[CostModel, CostModel | None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainState:
+    """What a step reads and changes.
+
+    Attributes:
+        config: Settings of the step.
+        context: The ranks that make the step together.
+        model: The model, with its wrapper where ranks exchange gradients.
+        optimizer: Optimizer of the model's parameters.
+        objective: Weights of the losses.
+        grad_sync: Combines the gradients of the ranks.
+        averager: Averages the weights of ranks that make updates of their own.
+        statistics: Running statistics of the model's batch norms.
+        average: Exponential moving average of the weights, or None.
+        adascale: Measures the gain of a step, or None.
+        graph: Replays the micro-batches as a CUDA graph; None to run each.
+        phases: Tracks the phase that this rank is in.
+    """
+
+    config: StepConfig
+    context: DistributedContext
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    grad_sync: GradientSync
+    averager: Averager = field(default_factory=Averager)
+    statistics: Sequence[Tensor] = ()
+    average: WeightAverage | None = None
     adascale: AdaScale | None = None
-    averager: Averager | None = None
-    activity: Activity = field(default_factory=Activity)
-    commit: Callable[[], bool] | None = None
+    graph: MicroBatchGraph | None = None
+    phases: PhaseTracker = field(default_factory=PhaseTracker)
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step leaves behind for the log; reading ``values`` waits until it is computed.
+    """Results of a step for the log; reading ``values`` waits until they are computed.
 
     Attributes:
         step: Counted from 0.
         lr: Learning rate; with AdaScale, before its factor.
-        counts: Of all ranks together; known as soon as the step has begun.
+        counts: Sums over all ranks, as `StepCounts.tensor`; known as soon as the step has begun.
         values: float32 (9,): loss, cross-entropy, CTC, transducer, penalty, norm of the gradient
             before clipping, whether all was finite and the update made, whether the penalty was on,
-            how often a rank split a micro-batch for want of memory.
-        micro_batches: Of this rank, or their pieces, each with the loss of its utterances, float32
-            (N,), on the device.
-        gain: Of AdaScale, (3,): gain, progress, and factor of the learning rate.
+            and how often a rank split a micro-batch after an out-of-memory error.
+        micro_batches: Micro-batches of this rank, or their pieces, each with the loss of its
+            utterances, float32 (N,), on the device.
+        gain: With AdaScale, (3,): gain, progress, and factor of the learning rate.
     """
 
     step: int
@@ -120,7 +108,7 @@ class StepReport:
 
 
 def train_step(
-    trainee: Trainee,
+    state: TrainState,
     micro_batches: Sequence[Batch],
     step: int,
     *,
@@ -130,222 +118,161 @@ def train_step(
     """Update the weights once, by the mean loss over all micro-batches of all ranks.
 
     The host queues the work and does not wait for it. A loss or gradient that is not finite
-    leaves the weights, the statistics and the optimizer as they were, on every rank. Where memory
-    does not suffice for a micro-batch, this rank computes it in pieces; see
+    leaves the weights, the statistics and the optimizer as they were, on every rank. A micro-batch
+    that does not fit in memory is computed in pieces; see
     `effasr.training.fault_tolerance.oom_recovery`.
 
     Args:
-        trainee: What is trained.
-        micro_batches: Of this rank: number r, r + W, ... of the global step. Not empty.
+        state: What is trained.
+        micro_batches: Micro-batches of this rank. Not empty.
         step: Number of the global step since the beginning of the run, from 0.
         stopping: Whether this rank was asked to stop; the others learn it from the counts.
-        places: Numbers of its micro-batches in the global step; by default r, r + W, ... of its
-            rank r of W.
+        places: Indices of the micro-batches in the global step; by default r, r + W, ... on rank
+            r of W.
 
     Raises:
-        OutOfMemory: Memory does not suffice for a single utterance, or for a recorded micro-batch.
+        OutOfMemory: A single utterance, or a recorded micro-batch, does not fit in memory.
     """
-    world, objective = trainee.world, trainee.objective
-    run = trainee.graph or partial(run_micro_batch, trainee)
+    config, context, adascale = state.config, state.context, state.adascale
     with ranges.range("counts"):
-        costs = trainee.cost, trainee.text_cost, trainee.again
-        counted = Counts.of(micro_batches, world, stopping, *costs)
-        counts = world.sum(counted.tensor(world.device))
-        counts_seen = HostCopy(counts)
-    kept = [statistic.clone() for statistic in trainee.statistics]
-    if trainee.exchange is not None:
-        trainee.exchange.begin(trainee.activity.meet)
-    adascale = trainee.adascale
+        counted = StepCounts.of(micro_batches, context, stopping, config.costs)
+        counts = context.all_reduce(counted.tensor(context.device))
+        counts_copy = HostCopy(counts)
+    if places is None:
+        places = [context.rank + context.size * index for index in range(len(micro_batches))]
+    recovery = _oom_recovery(state, counts)
+    is_local = state.averager.is_local(step)
+    state.grad_sync.begin(state.phases.wait_for_ranks)
+    state.averager.before(step)
     if adascale is not None:
         adascale.begin()
-    if places is None:
-        places = range(world.rank, world.rank + world.size * len(micro_batches), world.size)
-    averager = trainee.averager
-    is_local = averager is not None and averager.is_local(step)
-    if averager is not None:
-        averager.before(step)
-    done: list[list[Outcome]] = []
-    splits = 0
     for index, batch in enumerate(micro_batches):
-        seed = micro_batch_seed(trainee.seed, step, places[index])
-        piece = Piece(batch, seed)
-        exchanging = index == len(micro_batches) - 1 and not is_local
-        torch.manual_seed(seed)
-        trainee.activity.compute(batch)
-        with without_exchange(trainee.model, not exchanging), sampling(adascale, batch):
-            result = attempt(partial(run, batch, counts))
-        if isinstance(result, Failure):
-            done, more = _recover(trainee, done, piece, counts, kept, result, exchanging=exchanging)
-            splits += more
-        else:
-            done.append([Outcome(piece, *result)])
-    outcomes = [outcome for pieces in done for outcome in pieces]
-    trainee.activity.meet()
-    if trainee.total is not None and not is_local:
-        with ranges.range("exchange"):
-            trainee.total()
+        exchanging = index + 1 == len(micro_batches) and not is_local
+        piece = Piece(batch, micro_batch_seed(config.seed, step, places[index]))
+        run = partial(_accumulate_gradient, state, batch, counts, exchanging=exchanging)
+        recovery.run(piece, run, exchanging=exchanging)
+    state.phases.wait_for_ranks()
+    if not is_local:
+        state.grad_sync.all_reduce()
     with ranges.range("update"):
-        parts = torch.zeros(9, device=world.device)
-        for outcome in outcomes:
-            parts[:5] += outcome.parts
-        parts[5] = splits
-        if adascale is not None:
-            parts[6:8] = adascale.sums
-        if is_local:
-            # The ranks decide together whether to make an update, but each by its own gradient.
-            parts[8] = clip(trainee) ** 2 / world.size
-        parts = world.sum(parts)
-        splits_of_all = parts[5]
-        norm = parts[8].sqrt() if is_local else clip(trainee)
-        finite = parts.isfinite().all() & norm.isfinite()
-        if trainee.commit is not None:
-            finite = finite & trainee.commit()
-        seen = [*parts[:5], norm, finite, objective.is_guided, splits_of_all]
-        values_seen = HostCopy(torch.stack(seen))
-        lr, factor = _rate(trainee, step), None
-        if adascale is not None:
-            targets = Counts.targets_of(counts)[0]
-            factor = adascale.update(parts[6:8], targets, norm, finite, splits_of_all == 0)
-        _update(trainee, step, lr, factor, finite)
-        restore_unless(finite, trainee.statistics, kept)
-        if averager is not None:
-            averager.after(step)
-        objective.observe(parts[2], finite & (Counts.targets_of(counts)[1] > 0))
-    losses_seen = [(outcome.piece.batch, outcome.losses) for outcome in outcomes]
+        sums, norm = _sum_losses_and_clip(state, recovery, is_local=is_local)
+        finite = sums.isfinite().all() & norm.isfinite()
+        values = [*sums[:5], norm, finite, state.objective.is_guided, sums[5]]
+        values_copy = HostCopy(torch.stack(values))
+        lr = _update(state, step, counts, sums, norm, finite)
+        restore_unless(finite, state.statistics, recovery.kept)
+        state.averager.after(step)
+        state.objective.observe(sums[2], finite & (StepCounts.targets_of(counts)[1] > 0))
+    losses = [(outcome.piece.batch, outcome.losses) for outcome in recovery.outcomes]
     gain = None if adascale is None else adascale.reading
-    return StepReport(step, lr, counts_seen, values_seen, losses_seen, gain)
+    return StepReport(step, lr, counts_copy, values_copy, losses, gain)
 
 
-def run_micro_batch(trainee: Trainee, batch: Batch, counts: Tensor) -> tuple[Tensor, Tensor]:
+def run_micro_batch(state: TrainState, batch: Batch, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Add the gradient of one micro-batch to that of the step.
 
     Args:
-        trainee: What is trained.
+        state: What is trained.
         batch: The micro-batch.
-        counts: Of the global step, as `Counts.tensor` puts them.
+        counts: Counts of the global step, as `StepCounts.tensor`.
 
     Returns:
         Its share of loss, cross-entropy, CTC, transducer and penalty, (5,), and the loss of each
         of its utterances, (N,).
     """
-    share, losses = _forward(trainee, trainee.model, batch, counts)
+    share, losses = _forward(state, state.model, batch, counts)
     with ranges.range("backward"):
         # Gradients are averaged over the ranks, but the loss is a mean over all of them.
-        (share[0] * trainee.world.size).backward()
+        (share[0] * state.context.size).backward()
     return share.detach(), losses
 
 
-def _forward(
-    trainee: Trainee, model: Callable[..., Losses], batch: Batch, counts: Tensor
+def _accumulate_gradient(
+    state: TrainState, batch: Batch, counts: Tensor, *, exchanging: bool
 ) -> tuple[Tensor, Tensor]:
-    """The parts of the loss of a micro-batch, (5,), and the loss of its utterances, (N,)."""
-    objective = trainee.objective
-    with ranges.range("forward"), trainee.autocast():
+    """Run or replay `run_micro_batch`; the last micro-batch of a step exchanges the gradients."""
+    state.phases.compute(batch)
+    sync = nullcontext() if exchanging else state.grad_sync.no_sync()
+    adascale = state.adascale
+    sample = nullcontext() if adascale is None else adascale.sample(batch.num_targets)
+    run = state.graph or partial(run_micro_batch, state)
+    with sync, sample:
+        share, losses = run(batch, counts)
+    return share, losses
+
+
+def _forward(
+    state: TrainState, model: Callable[..., Losses], batch: Batch, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the loss parts of a micro-batch, (5,), and the losses of its utterances, (N,)."""
+    with ranges.range("forward"), state.config.autocast():
         losses = model(
-            batch.to(trainee.world.device),
-            label_smoothing=trainee.label_smoothing,
-            guided_sigma=objective.sigma,
+            batch.to(state.context.device),
+            label_smoothing=state.config.label_smoothing,
+            guided_sigma=state.objective.sigma,
         )
-        share = objective.parts(losses, *Counts.targets_of(counts))
+        share = state.objective.parts(losses, *StepCounts.targets_of(counts))
     return share, losses.per_utterance
 
 
-def _recover(
-    trainee: Trainee,
-    done: Sequence[Sequence[Outcome]],
-    failed: Piece,
-    counts: Tensor,
-    kept: Sequence[Tensor],
-    failure: Failure,
-    *,
-    exchanging: bool,
-) -> tuple[list[list[Outcome]], int]:
-    """Compute the step so far once more, its newest micro-batch in pieces.
-
-    Args:
-        trainee: What is trained.
-        done: What there was before.
-        failed: The newest micro-batch.
-        counts: Of the global step.
-        kept: Statistics of batch norms before the step.
-        failure: Why the newest must be split.
-        exchanging: Whether its backward was to exchange the gradients.
-
-    Returns:
-        What there is now, and how often pieces were split.
-
-    Raises:
-        OutOfMemory: See `train_step`.
-    """
-    if isinstance(trainee.model, FSDPModule):
-        raise OutOfMemory(
-            f"there is not enough memory for a micro-batch ({failure.reason}), and with "
-            "training.strategy fsdp2 it cannot be split, because ranks gather layers together, and "
-            "none can begin anew alone: lower data.frame_budget, or set "
-            "training.activation_checkpointing=true."
-        )
-    if trainee.graph is not None:
-        raise OutOfMemory(
-            f"there is not enough memory for a micro-batch ({failure.reason}), and one that is a "
-            "CUDA graph cannot be split: lower data.frame_budget, or set training.cuda_graph=false."
-        )
-    exchange = trainee.exchange
-    model = trainee.model if exchange is None else exchange.module
-    parameters = [p for p in trainee.model.parameters() if p.requires_grad]
-    if exchange is None or not exchange.begun:
-        for parameter in parameters:
-            parameter.grad = None
+def _oom_recovery(state: TrainState, counts: Tensor) -> OOMRecovery:
+    """Return the recovery of a step, which has to be made before its first micro-batch."""
+    sync = state.grad_sync
 
     def gradient(batch: Batch) -> tuple[list[Tensor | None], Tensor, Tensor]:
-        # Not as it is compiled, for pieces have shapes of their own.
-        share, losses = _forward(trainee, model.forward, batch, counts)
+        # The uncompiled forward, because pieces have shapes of their own.
+        share, losses = _forward(state, sync.module.forward, batch, counts)
         with ranges.range("backward"):
-            gradients = gradients_of(share[0] * trainee.world.size, parameters)
+            gradients = gradients_of(share[0] * state.context.size, sync.parameters)
         return gradients, share.detach(), losses
 
-    halves = failed.halves(micro_batch_seed, failure.reason)
-    work = [[outcome.piece for outcome in pieces] for pieces in done]
-    redone = redo([*work, halves], gradient, micro_batch_seed, trainee.statistics, kept)
-    if exchange is not None and exchanging:
-        exchange.complete(redone.gradients)
-    else:
-        for parameter, value in zip(parameters, redone.gradients, strict=True):
-            parameter.grad = value
-    return redone.outcomes, redone.splits + 1
+    reason = sync.unsplittable_reason if state.graph is None else UNSPLITTABLE_REASON
+    return OOMRecovery(gradient, sync, state.statistics, reason)
 
 
-def clip(trainee: Trainee) -> Tensor:
-    """Shorten the gradient, where it is too long; return its norm before."""
-    return whole(nn.utils.clip_grad_norm_(trainee.model.parameters(), trainee.clip))
+def _sum_losses_and_clip(
+    state: TrainState, recovery: OOMRecovery, *, is_local: bool
+) -> tuple[Tensor, Tensor]:
+    """Clip the gradient.
 
-
-def _rate(trainee: Trainee, step: int) -> float:
-    """The learning rate of a step, by what the steps before it were worth."""
-    adascale = trainee.adascale
-    # Waits for no more than the step before, while this one's backward is under way.
-    return trainee.learning_rate(step if adascale is None else int(adascale.advance()))
-
-
-def _update(trainee: Trainee, step: int, lr: float, factor: Tensor | None, finite: Tensor) -> None:
-    """Move the weights, where ``finite``, and their average."""
-    set_learning_rate(trainee.optimizer, lr, factor)
-    with ranges.range("optimizer"):
-        apply_update(trainee.optimizer, finite)
-    # A recorded graph adds to gradients where they were when it was recorded.
-    trainee.optimizer.zero_grad(set_to_none=trainee.graph is None)
-    if trainee.average is not None:
-        trainee.average.update(step)
-
-
-def sampling(adascale: AdaScale | None, batch: Batch) -> AbstractContextManager[None]:
-    """While in it, the backward is that of a sample."""
-    return nullcontext() if adascale is None else adascale.sample(batch.num_targets)
-
-
-def micro_batch_seed(seed: int, step: int, index: int) -> int:
-    """The seed of dropout and augmentation in micro-batch ``index`` of a global step.
-
-    It depends on nothing else: neither on how many ranks there are, nor on what ran before.
+    Returns:
+        Sums over the ranks, (9,): five loss parts, splits, two of AdaScale, one spare; and the norm
+        of the gradient before clipping, ().
     """
-    digest = hashlib.blake2b(struct.pack("<qqq", seed, step, index), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    sums = torch.zeros(9, device=state.context.device)
+    for outcome in recovery.outcomes:
+        sums[:5] += outcome.parts
+    sums[5] = recovery.splits
+    if state.adascale is not None:
+        sums[6:8] = state.adascale.sums
+    if is_local:
+        # The ranks decide together whether to make an update, but each clips its own gradient.
+        sums[8] = clip_gradient(state) ** 2 / state.context.size
+    sums = state.context.all_reduce(sums)
+    return sums, sums[8].sqrt() if is_local else clip_gradient(state)
+
+
+def clip_gradient(state: TrainState) -> Tensor:
+    """Scale the gradient down to the largest norm allowed; return its norm before, ()."""
+    return full_tensor(nn.utils.clip_grad_norm_(state.model.parameters(), state.config.clip))
+
+
+def _update(
+    state: TrainState, step: int, counts: Tensor, sums: Tensor, norm: Tensor, finite: Tensor
+) -> float:
+    """Update the weights, where ``finite``, and their average; return the learning rate."""
+    made, factor = step, None
+    if state.adascale is not None:
+        # Waits for no more than the step before, while this one's backward runs.
+        made = int(state.adascale.advance())
+        targets = StepCounts.targets_of(counts)[0]
+        factor = state.adascale.update(sums[6:8], targets, norm, finite, sums[5] == 0)
+    lr = state.config.learning_rate(made)
+    set_learning_rate(state.optimizer, lr, factor)
+    with ranges.range("optimizer"):
+        apply_update(state.optimizer, finite)
+    # A recorded graph adds to gradients at their addresses at the time of recording.
+    state.optimizer.zero_grad(set_to_none=state.graph is None)
+    if state.average is not None:
+        state.average.update(step)
+    return lr

@@ -1,4 +1,4 @@
-"""Numbers about a global step that the ranks add up, and how the host reads them."""
+"""Statistics of a global step that are summed over the ranks, and their copies to the host."""
 
 from __future__ import annotations
 
@@ -10,12 +10,27 @@ from torch import Tensor
 
 from effasr.data.batch import Batch
 from effasr.data.sampling.cost import CostModel
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.training.flops import recomputed_work_of, work_of
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class StepCosts:
+    """FLOPs of an utterance, as `effasr.model.learning_cost` counts them.
+
+    Attributes:
+        speech: Cost of an utterance.
+        text: Cost of a text pair; None without a text encoder.
+        recomputed: What activation checkpointing recomputes of either; None without it.
+    """
+
+    speech: CostModel
+    text: CostModel | None = None
+    recomputed: tuple[CostModel, CostModel | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
     """Sums over micro-batches of one rank, or of all ranks.
 
     Attributes:
@@ -24,13 +39,12 @@ class Counts:
             divided.
         audio_seconds: Duration of the utterances.
         frames: Encoder frames of the utterances.
-        frame_rows: Encoder rows computed, tails and padding included.
+        frame_rows: Encoder rows computed, padding included.
         tokens: Decoder tokens of the utterances.
-        token_rows: Decoder rows computed, tails and padding included.
-        stopping: How many ranks were asked to stop.
-        useful_flops: What forward and backward of the utterances take; see
-            `effasr.training.flops`.
-        recomputed_flops: What activation checkpointing takes besides, padding included.
+        token_rows: Decoder rows computed, padding included.
+        stopping: Number of ranks that were asked to stop.
+        useful_flops: FLOPs of forward and backward without padding; see `effasr.training.flops`.
+        recomputed_flops: FLOPs of activation checkpointing, padding included.
         work: FLOPs of each rank, padding included.
     """
 
@@ -50,23 +64,20 @@ class Counts:
     def of(
         cls,
         micro_batches: Sequence[Batch],
-        world: World,
+        context: DistributedContext,
         stopping: bool,
-        cost: CostModel,
-        text_cost: CostModel | None = None,
-        again: tuple[CostModel, CostModel | None] | None = None,
-    ) -> Counts:
-        """Count the micro-batches of this rank, each utterance by its cost to the model.
+        costs: StepCosts,
+    ) -> StepCounts:
+        """Count the micro-batches of this rank, whose lengths are known on the host.
 
         Args:
-            micro_batches: Their lengths are known on the host.
-            world: The ranks.
+            micro_batches: Micro-batches of this rank.
+            context: The ranks of the step.
             stopping: Whether this rank was asked to stop.
-            cost: Of an utterance.
-            text_cost: Of a text pair; None where there are none.
-            again: Of both, what the backward computes again; None for nothing.
+            costs: FLOPs of an utterance.
         """
-        useful, work = work_of(micro_batches, cost, text_cost)
+        useful, work = work_of(micro_batches, costs.speech, costs.text)
+        again = costs.recomputed
         return cls(
             targets=sum(batch.num_targets for batch in micro_batches),
             monotonic_targets=sum(batch.num_monotonic_targets for batch in micro_batches),
@@ -78,48 +89,40 @@ class Counts:
             stopping=stopping,
             useful_flops=useful,
             recomputed_flops=0.0 if again is None else recomputed_work_of(micro_batches, *again),
-            work=tuple(work if rank == world.rank else 0.0 for rank in range(world.size)),
+            work=tuple(work if rank == context.rank else 0.0 for rank in range(context.size)),
         )
 
     def tensor(self, device: torch.device) -> Tensor:
-        """As float64 (10 + ranks,) on the device: exact for counts, and one tensor to add up."""
-        values = [
-            self.targets,
-            self.monotonic_targets,
-            self.audio_seconds,
-            self.frames,
-            self.frame_rows,
-            self.tokens,
-            self.token_rows,
-            self.stopping,
-            self.useful_flops,
-            self.recomputed_flops,
-            *self.work,
-        ]
-        host = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
+        """Return the counts as float64 (10 + ranks,) on the device: exact, and one all-reduce."""
+        values = [getattr(self, name) for name in _SCALARS]
+        host = torch.tensor(
+            [*values, *self.work], dtype=torch.float64, pin_memory=device.type == "cuda"
+        )
         return host.to(device, non_blocking=True)
 
     @classmethod
-    def from_values(cls, values: Sequence[float]) -> Counts:
-        """The inverse of `tensor`, from its values on the host."""
-        names = [field.name for field in fields(cls)][:-1]
-        sums = dict(zip(names, values, strict=False))
-        return cls(**sums, work=tuple(values[len(names) :]))
+    def from_values(cls, values: Sequence[float]) -> StepCounts:
+        """Return the inverse of `tensor`, from its values on the host."""
+        count = len(_SCALARS)
+        return cls(*values[:count], work=tuple(values[count:]))
 
     @staticmethod
     def targets_of(totals: Tensor) -> tuple[Tensor, Tensor]:
-        """The two counts of targets in a `tensor`, each (), still on the device."""
+        """Return the two counts of targets in a `tensor`, each (), still on the device."""
         return totals[0], totals[1]
 
     @property
     def rank_imbalance(self) -> float:
-        """By how much the rank with most work exceeds the mean, as a part of the mean."""
+        """By how much the rank with most work exceeds the mean, as a fraction of the mean."""
         mean = sum(self.work) / len(self.work)
         return max(self.work) / mean - 1 if mean else 0.0
 
 
+_SCALARS = [field.name for field in fields(StepCounts)][:-1]
+
+
 class HostCopy:
-    """A small tensor on its way to the host, asked for where it was computed.
+    """An asynchronous copy of a small tensor to the host.
 
     Reading it waits for what was queued before the copy, not for what was queued since.
 
@@ -136,7 +139,7 @@ class HostCopy:
             self._arrived.record()
 
     def read(self) -> list[float]:
-        """The values."""
+        """Return the values."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host.tolist()

@@ -1,171 +1,145 @@
-"""A run from its first step to its last, over as many interruptions as it takes."""
+"""A training run, from its first step to its last, over any number of interruptions."""
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import asdict
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from effasr import config as configuration
 from effasr import ranges
 from effasr.data.filters.config import TooManyDropped
 from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader, StepBatch
-from effasr.distributed.batch_norm import average
-from effasr.distributed.process_group import World, joined
-from effasr.evaluation.result import Evaluation, merge
-from effasr.evaluation.result import save as save_evaluation
+from effasr.data.tokenizer import Tokenizer
+from effasr.distributed.failures import TrainingFailed
+from effasr.distributed.process_group import DistributedContext, distributed_context
+from effasr.evaluation.result import merge
 from effasr.model.cost import cost_model
 from effasr.nn.lora import merged
 from effasr.training import build
-from effasr.training.async_sgd.sync_point import Pace, form_learners, meet, steps_of
-from effasr.training.build import Saved
 from effasr.training.calibration.calibrate import settle as settle_budgets
-from effasr.training.checkpointing.resume import check_same_plan, check_same_ranks, check_same_run
-from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
-from effasr.training.checkpointing.state import restore, state_of
-from effasr.training.config import LEARNING_APART, TrainConfig
-from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, TrainingFailed
-from effasr.training.fault_tolerance.phase_tracker import LOADING, WAITING
+from effasr.training.checkpointing.resume import Saved, check_resumable, check_same_plan, identity
+from effasr.training.checkpointing.run_checkpoints import TENSORS, RunCheckpoints
+from effasr.training.checkpointing.state import OptimizerState, RunProgress, Stateful
+from effasr.training.config import ASYNCHRONOUS, TrainConfig
+from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard
+from effasr.training.fault_tolerance.phase_tracker import WAITING
 from effasr.training.fault_tolerance.stop import StopRequest, listening
 from effasr.training.fault_tolerance.watchdog import Watchdog
-from effasr.training.metrics import Meter
-from effasr.training.mixture_stats import DrawnBlend
-from effasr.training.profiler import PROFILE_FOLDER, Capture
-from effasr.training.run_dir.progress import ProgressDisplay, SilentDisplay
+from effasr.training.metrics import TrainingMetrics
+from effasr.training.mixture_stats import MixtureStats
+from effasr.training.profiler import PROFILE_FOLDER, StepProfiler
 from effasr.training.run_dir.run_directory import RunDirectory
-from effasr.training.run_dir.summary import summarise
-from effasr.training.step import StepReport, train_step
-from effasr.training.strategies import is_sharded, settle, whole
-from effasr.training.validation import Validator, averaged
+from effasr.training.run_dir.run_log import RunLog
+from effasr.training.run_dir.summary import describe_data, describe_model
+from effasr.training.step import train_step
+from effasr.training.strategies.asynchronous import make_strategy
+from effasr.training.strategies.parallelism import average_over_ranks, full_weights, is_sharded
+from effasr.training.validation import Validator
 
 log = logging.getLogger(__name__)
 
 
 def run(config: TrainConfig) -> int:
-    """Train, or go on training, until the last step or a request to stop.
+    """Train, or continue to train, until the last step or a request to stop.
 
-    Started by torchrun, every process calls it. SIGTERM or SIGINT, to any of them, ends the run
-    with a checkpoint: after the step which then begins, when all ranks know of it. The same
-    command goes on from there. A second SIGINT interrupts at once.
+    Under torchrun, every process calls this. SIGTERM or SIGINT to any of them ends the run with a
+    checkpoint, after the step that begins next. The same command continues from there. A second
+    SIGINT interrupts at once.
 
     Args:
-        config: The run.
+        config: Configuration of the run.
 
     Returns:
-        The exit code: 0 done or stopped on request, 1 failed, the reason having been shown.
+        The exit code: 0 if done or stopped on request, 1 if training failed, with a message.
 
     Raises:
         ValueError: The configuration, the data or a checkpoint cannot be used.
     """
-    if config.training.threads is not None:
-        torch.set_num_threads(config.training.threads)
     settings = config.training
-    apart = settings.strategy in LEARNING_APART
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    on_host = settings.strategy in ASYNCHRONOUS
     with (
-        joined(settings.device, settings.timeout_s, on_host=apart) as world,
+        distributed_context(settings.device, settings.timeout_s, on_host=on_host) as context,
         listening() as stop,
     ):
-        if not world.is_main:
+        if not context.is_main:
             logging.getLogger("effasr").setLevel(logging.ERROR)
         with closing(RunDirectory(Path(config.output) / config.name)) as directory:
-            trainer = Trainer(config, world, directory)
+            trainer = Trainer(config, context, directory)
             try:
-                with trainer.display, trainer.checkpoints:
+                with trainer.log.display, trainer.checkpoints:
                     trainer.train(stop)
             except TrainingFailed as error:
-                trainer.display.say(f"failed: {error}")
+                trainer.log.say(f"failed: {error}")
                 return 1
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """What a run is trained on: tokenizer, utterances, and the loader of its micro-batches."""
+
+    tokenizer: Tokenizer
+    corpus: Corpus
+    loader: Loader
 
 
 class Trainer:
     """One process of a run.
 
     Args:
-        config: The run.
-        world: The ranks.
-        directory: Of the run, which rank 0 locks; whoever made it closes it.
+        config: Configuration of the run.
+        context: All ranks.
+        directory: Directory of the run, which rank 0 locks; whoever made it closes it.
 
     Raises:
-        ValueError: As `run`.
+        ValueError: See `run`.
     """
 
-    def __init__(self, config: TrainConfig, world: World, directory: RunDirectory) -> None:
-        self.world = world
-        self.directory = directory
-        # Whoever takes the place of rank 0 knows by it that the lock is that of this start.
-        self.start = world.broadcast(uuid.uuid4().hex)
+    def __init__(
+        self, config: TrainConfig, context: DistributedContext, directory: RunDirectory
+    ) -> None:
+        # A rank that replaces rank 0 recognizes the lock of this start of the run by the name.
+        self.log = RunLog(directory, context.broadcast(uuid.uuid4().hex))
         self.checkpoints = RunCheckpoints(
-            self.directory.checkpoints, config.training.keep, background=config.training.async_save
+            directory.checkpoints, config.training.keep, background=config.training.async_save
         )
-        saved = self._find_checkpoint(restart=config.training.restart)
-        self.config = config = build.resolve(config, saved)
+        saved = self._find_checkpoint(context, restart=config.training.restart)
+        config = build.resolve(config, saved)
         if saved is not None:
-            before = configuration.complete(TrainConfig, saved.state["config"])
-            for change in check_same_run(before, configuration.to_mapping(config)):
-                log.warning("not as in the checkpoint: %s", change)
-            check_same_ranks(saved.state, config.data.strategy, world.size)
-        self.tokenizer = build.find_tokenizer(config, saved)
-        self.config = config = settle_budgets(config, self.tokenizer, world)
-        self.corpus = self._load_corpus(saved)
-        self.loader = Loader(
-            self.corpus,
-            config.data,
-            seed=config.seed,
-            rank=world.rank,
-            world_size=world.size,
-            pin_memory=world.device.type == "cuda",
-            cost=cost_model(config.model, self.tokenizer.vocab_size),
-        )
-        if saved is not None:
-            check_same_plan(saved.state, self.loader.fingerprint)
-        self.model = build.build_model(config, self.tokenizer.vocab_size, saved, world.device)
-        self.learners = form_learners(config, world)
-        own = world if self.learners is None else self.learners.own
-        self.trainee = build.build_trainee(config, self.model, own, self.learners)
-        if is_sharded(self.trainee):
-            self.checkpoints.share(world, config.training.timeout_s)
-        self.validator = None
-        if config.data.validation:
-            self.validator = Validator(config, self.model, self.tokenizer, world)
-        self.meter = Meter(world.device, own.size)
-        self.pace = Pace()
-        self.drawn = DrawnBlend(self.corpus)
-        self.left_out: list[dict[str, Any]] = []
-        self.guard = NonFiniteGuard(
-            self.model,
-            self.trainee.autocast,
-            config.training.on_nan,
-            own,
-            # Learners tell rank 0 of theirs when they meet.
-            self.directory.skipped if world.is_main else self.left_out.append,
-        )
+            check_resumable(saved, config, context.size)
+        tokenizer = build.find_tokenizer(config, saved)
+        self.config = config = settle_budgets(config, tokenizer, context)
+        self.data = self._load_data(tokenizer, saved, context)
+        self.model = build.build_model(config, tokenizer.vocab_size, saved, context.device)
+        self.strategy = make_strategy(config, context)
+        group = self.strategy.group
+        make_averager = self.strategy.make_averager
+        self.state = build.build_train_state(config, self.model, group, make_averager)
+        if is_sharded(self.state):
+            self.checkpoints.share(context, config.training.timeout_s)
+        self.validator = self._make_validator()
+        self.metrics = TrainingMetrics(context.device, group.size)
+        self.mixture_stats = MixtureStats(self.data.corpus)
+        autocast, on_nan = self.state.config.autocast, config.training.on_nan
+        self.guard = NonFiniteGuard(self.model, autocast, on_nan, group, self.log.skipped)
         limits = config.training.timeout_s, config.training.data_timeout_s
-        calls = self.loader.reading, self.checkpoints.linger
-        self.watchdog = Watchdog(world, self.trainee.activity, *limits, *calls)
-        self.capture = Capture(config.training.profile, world, self.directory.path / PROFILE_FOLDER)
-        self.has_told_splits = False
-        self.unreadable: list[dict[str, Any]] = []
-        self.logged = 0
-        self.step = 0
-        self.epoch = 0
-        self.position = (0, 0)
-        self.best = math.inf
-        self.is_best = False
-        self.must_validate = False
+        calls = self.data.loader.reading, self.checkpoints.linger
+        self.watchdog = Watchdog(context, self.state.phases, *limits, *calls)
+        folder = directory.path / PROFILE_FOLDER
+        self.profiler = StepProfiler(config.training.profile, context, folder)
+        self.progress = RunProgress()
         if saved is not None:
-            restore(self, saved)
-            self.logged = self.step
-        self.display = self.open()
+            self._restore(saved)
+        self._open_log()
 
     def train(self, stop: StopRequest) -> None:
         """Train until the last step, or until a rank was asked to stop.
@@ -173,224 +147,271 @@ class Trainer:
         Raises:
             TrainingFailed: A loss or gradient is not finite, and the run is to stop there.
         """
-        settings = self.config.training
-        for line in summarise(self):
-            self.display.say(line)
+        settings, strategy, progress = self.config.training, self.strategy, self.progress
+        self._describe()
         if self._is_finished:
-            self.display.say(
+            self.log.say(
                 f"all {settings.max_steps} steps have been made: training.max_steps allows more"
             )
-        elif self.step:
-            self.display.say(f"going on from step {self.step} of {settings.max_steps}")
-        with closing(self.capture), steps_of(self) as steps, self.watchdog:
-            if self.must_validate:
+        elif progress.step:
+            self.log.say(f"going on from step {progress.step} of {settings.max_steps}")
+        steps_of_rank = strategy.steps(self.data.loader, self.state, progress)
+        with closing(self.profiler), steps_of_rank as steps, self.watchdog:
+            if progress.must_validate:
                 self._validate()
                 self._save()
-            while not self._is_finished and not self._is_stopping:
-                made = self.step if self.learners is None else self.learners.made
-                with self.capture.step(made), ranges.range("step", self.step):
-                    together = self._advance(steps, stop)
-                if not together:
+            while not self._is_finished and not strategy.is_stopping:
+                made = strategy.steps_made(progress)
+                with self.profiler.step(made), ranges.range("step", progress.step):
+                    is_sync_point = self._advance(steps, stop)
+                if not is_sync_point:
                     continue
-                # A request to stop does not wait for it: it comes first when the run goes on.
-                if self.must_validate and not self._is_stopping:
+                # A request to stop does not wait for it: it comes first when the run continues.
+                if progress.must_validate and not strategy.is_stopping:
                     self._validate()
-                if self.is_best or self._is_stopping or self._is_due(settings.checkpoint_every):
+                must_save = self._is_due(settings.checkpoint_every)
+                if progress.is_best or strategy.is_stopping or must_save:
                     self._save()
         self.checkpoints.wait()
         if not self._is_finished:
-            self.display.say(f"stopped at step {self.step}; the same command goes on from there")
+            self.log.say(f"stopped at step {progress.step}; the same command goes on from there")
         else:
-            self.display.say(f"done: {self.directory.path}")
-
-    def _load_corpus(self, saved: Saved | None) -> Corpus:
-        """The utterances; what a filter took too much of is listed all the same."""
-        try:
-            return build.load_corpus(self.config, self.tokenizer, saved)
-        except TooManyDropped as error:
-            if self.world.is_main:
-                self.directory.path.mkdir(parents=True, exist_ok=True)
-                self.directory.dropped(map(asdict, error.dropped))
-            listed = self.directory.path / "dropped.jsonl"
-            raise ValueError(f"{error} All are listed in {listed}.") from error
+            self.log.say(f"done: {self.log.directory.path}")
 
     def _advance(self, steps: Iterator[StepBatch | None], stop: StopRequest) -> bool:
-        """Make a step, or let learners meet; whether all ranks are at the same step now."""
+        """Make a step, or synchronize; return whether all ranks are at the same step now."""
         self.checkpoints.check()
+        strategy, progress, metrics = self.strategy, self.progress, self.metrics
         started = time.perf_counter()
-        # Learners wait for each other there, too, and say when they load.
-        phase = LOADING if self.learners is None else "finding work"
-        self.trainee.activity.begin(phase, self.step + 1)
+        self.state.phases.begin(strategy.waiting_phase, progress.step + 1)
         with ranges.range("data"):
             data = next(steps)
         waited = time.perf_counter() - started
         if data is None:
-            self._handle(self.meter.collect(leave=0))
-            meet(self)
-        elif self.learners is None:
-            self._train(
-                data, self.step, bool(stop) or self.step + 1 == self.config.training.stop_at
-            )
-            self.step += 1
-            self.epoch, self.position = data.epoch, data.next_position
+            self._synchronize()
         else:
-            self._train(data, data.number // self.learners.count, bool(stop))
-            self.step = self.learners.finish(data.number, stopping=self.meter.stopping)
-            self.epoch = data.epoch
-        together = data is None or self.learners is None
-        self.is_best = False
-        self.must_validate = together and self._is_due(self.config.training.validate_every)
-        must_log = self._must_log(together)
-        left_out = self.meter.collect(leave=0 if must_log else 1)
-        self._tell_splits()
-        self._handle(left_out)
+            self._train(data, stop)
+        is_sync_point = strategy.is_sync_point(data)
+        progress.is_best = False
+        progress.must_validate = is_sync_point and self._is_due(self.config.training.validate_every)
+        must_log = self._must_log(is_sync_point)
+        self._handle_nonfinite(leave=0 if must_log else 1)
         if data is not None:
-            self.meter.time(time.perf_counter() - started, waited)
-        self.display.advance(self.step)
+            metrics.time(time.perf_counter() - started, waited)
+        self.log.display.advance(progress.step)
         if must_log:
-            self._log(together)
-        return together
+            line = metrics.line(progress.step, progress.epoch)
+            if is_sync_point:
+                self._write_unreadable()
+            if strategy.context.is_main:
+                line |= strategy.metrics(progress, self.watchdog, data)
+            self.log.metrics(line)
+        return is_sync_point
 
-    def _train(self, data: StepBatch, number: int, stopping: bool) -> None:
-        self.trainee.activity.begin(WAITING, batches=data.batches)
-        report = train_step(
-            self.trainee, data.batches, number, stopping=stopping, places=data.places
+    def _train(self, data: StepBatch, stop: StopRequest) -> None:
+        number = self.strategy.step_number(data, self.progress)
+        stopping = self.strategy.must_stop(stop, self.progress)
+        self.state.phases.begin(WAITING, batches=data.batches)
+        report = train_step(self.state, data.batches, number, stopping=stopping, places=data.places)
+        self.log.unreadable(number + 1, data.skipped)
+        self.metrics.add(report)
+        self.mixture_stats.add(data)
+        self.strategy.finish(data, self.progress, stopping=self.metrics.stopping)
+
+    def _synchronize(self) -> None:
+        """Make ranks equal that have made steps apart."""
+        self._handle_nonfinite(leave=0)
+        was_main = self.strategy.context.is_main
+        if self.strategy.synchronize(self.state, self.progress):
+            self.validator = self._make_validator()
+            if self.strategy.context.is_main and not was_main:
+                self._replace_rank_zero()
+        self.log.write_skipped(self.strategy.context)
+        self.metrics.merge(self.strategy.context, counts=self.strategy.group.is_main)
+
+    def _replace_rank_zero(self) -> None:
+        logging.getLogger("effasr").setLevel(logging.NOTSET)
+        self.log.lock(succeeds=True)
+        self._open_log()
+        self.log.say(
+            f"rank 0 is lost: from step {self.progress.step} on, another writes the files of the "
+            "run"
         )
-        self.unreadable += [{"step": number + 1} | asdict(dropped) for dropped in data.skipped]
-        self.meter.add(report)
-        self.drawn.add(data)
-
-    def _tell_splits(self) -> None:
-        """Say once that memory ran out, for a run that has become slow without a word."""
-        if self.meter.oom_splits and not self.has_told_splits:
-            self.has_told_splits = True
-            log.warning(
-                "there was not enough memory for a micro-batch, near step %d: it was computed in "
-                "pieces, with the same gradient, but slower (oom_splits in metrics.jsonl counts "
-                "how often). `effasr calibrate` finds a data.frame_budget that fits.",
-                self.step,
-            )
 
     def _is_due(self, every: int) -> bool:
-        return self.step % every == 0 or self._is_finished
+        return self.progress.step % every == 0 or self._is_finished
 
-    def _must_log(self, together: bool) -> bool:
+    def _must_log(self, is_sync_point: bool) -> bool:
         every = self.config.training.log_every
-        if self.learners is None:
-            return self._is_due(every)
-        # A learner does not see every step.
-        return together or self.step // every > self.logged // every
-
-    @property
-    def _is_stopping(self) -> bool:
-        return self.meter.stopping if self.learners is None else self.learners.stopped
+        # A rank may not see every step.
+        is_due = self.progress.step // every > self.log.step // every or self._is_finished
+        return is_due or (is_sync_point and self.strategy.logs_sync_points)
 
     @property
     def _is_finished(self) -> bool:
-        """Whether the last step was made; with AdaScale, that worth of steps, as far as is known.
+        """Whether the last step was made; with AdaScale, as many reference steps as are known.
 
-        What a step was worth is known when the next one has been made.
+        The gain of a step is known when the next one has been made.
         """
-        adascale, last = self.trainee.adascale, self.config.training.max_steps
-        return self.step >= last or (adascale is not None and adascale.progress >= last)
+        adascale, last = self.state.adascale, self.config.training.max_steps
+        return self.progress.step >= last or (adascale is not None and adascale.progress >= last)
 
-    def _log(self, together: bool) -> None:
-        line = self.meter.line(self.step, self.epoch)
-        self.logged = self.step
-        if together:
-            self._list_unreadable()
-        if self.world.is_main:
-            apart = self.learners is not None
-            line |= self.pace.line(self, together) if apart else self.watchdog.slowest()
-            self.directory.metrics(line)
-        self.display.metrics(line)
+    def _handle_nonfinite(self, *, leave: int) -> None:
+        """Read the reports but the newest ``leave``, and handle those without an update."""
+        reports = self.metrics.collect(leave=leave)
+        if self.metrics.oom_splits:
+            self.log.warn_of_splits(self.progress.step)
+        if reports:
+            # All ranks look at the utterances.
+            with full_weights(self.state, self.model):
+                self.guard.handle(reports, self.metrics.in_a_row)
 
     def _validate(self) -> None:
-        """Validate, and note whether no validation before was as good."""
-        self.must_validate = False
+        """Validate, and record whether no validation before was as good."""
+        self.progress.must_validate = False
         if self.validator is None:
             return
-        self.trainee.activity.begin("validating")
-        settle(self.trainee)
-        average(self.trainee.statistics, self.world)
-        with ranges.range("validation"), self._weights_to_evaluate(), merged(self.model):
+        self.state.phases.begin("validating")
+        average_over_ranks(self.state, self.strategy.context)
+        with ranges.range("validation"), self._published_weights(), merged(self.model):
             evaluations = self.validator()
         for name, evaluation in evaluations.items():
-            self._record(name, evaluation)
-        wer = merge(list(evaluations.values())).wer
-        # NaN, where no reference has a word, is never an improvement.
-        self.is_best = wer < self.best
-        self.best = wer if self.is_best else self.best
-
-    def _record(self, name: str, evaluation: Evaluation) -> None:
-        errors = evaluation.errors
-        self.display.say(
-            f"step {self.step}: {name}: WER {100 * errors.wer:.2f} % of {errors.words} words, "
-            f"RTFx {evaluation.rtfx:.0f}, {len(evaluation.failures)} failed"
-        )
-        if self.world.is_main:
-            line = {"step": self.step, "epoch": self.epoch, "set": name}
-            self.directory.validation(line | evaluation.summary())
-            save_evaluation(evaluation, self.directory.path / "evaluation" / name)
-
-    def _handle(self, left_out: list[StepReport]) -> None:
-        """Deal with steps without an update, for which all ranks look at their utterances."""
-        if left_out:
-            with whole(self.trainee, self.model):
-                self.guard.handle(left_out, self.meter.in_a_row)
+            self.log.validation(self.progress.step, self.progress.epoch, name, evaluation)
+        self.progress.record_error_rate(merge(list(evaluations.values())).wer)
 
     @contextmanager
-    def _weights_to_evaluate(self) -> Iterator[None]:
-        """While in it, the model has the weights to evaluate and publish; all ranks enter it."""
-        with averaged(self.trainee.average), whole(self.trainee, self.model):
+    def _published_weights(self) -> Iterator[None]:
+        """Give the model the weights to evaluate and publish; all ranks enter the block."""
+        average = self.state.average
+        with (
+            nullcontext() if average is None else average.in_place(),
+            full_weights(self.state, self.model),
+        ):
             yield
 
-    def _list_unreadable(self) -> None:
-        """Write what all ranks could not read to unreadable.jsonl."""
+    def _write_unreadable(self) -> None:
         if self.config.data.on_bad_audio == "skip":
-            lists = self.world.gather(self.unreadable)
-            if self.world.is_main:
-                self.directory.unreadable(line for lines in lists for line in lines)
-            self.unreadable = []
+            self.log.write_unreadable(self.strategy.context)
 
     def _save(self) -> None:
-        self.trainee.activity.begin("saving a checkpoint")
-        self._list_unreadable()
-        self._handle(self.meter.collect(leave=0))
-        settle(self.trainee)
-        average(self.trainee.statistics, self.world)
-        blends = self.drawn.merge(self.world)
-        if not self.world.is_main and not is_sharded(self.trainee):
+        context = self.strategy.context
+        self.state.phases.begin("saving a checkpoint")
+        self._write_unreadable()
+        self._handle_nonfinite(leave=0)
+        average_over_ranks(self.state, context)
+        blends = self.mixture_stats.merge(context)
+        if not context.is_main and not is_sharded(self.state):
             return
         with ranges.range("checkpoint"):
-            state, tensors = state_of(self)
+            optimizer, tensors = self._optimizer_state().split()
+            state = self._identity() | self.progress.state_dict() | {"optimizer": optimizer}
+            for name, component in self._components().items():
+                state[name] = None if component is None else component.state_dict()
             staged = self.checkpoints.stage(tensors)
-            what, prompt = (self.model, self.tokenizer, state, staged), self.corpus.prompt
-            with self._weights_to_evaluate():
-                self.checkpoints.save(self.step, *what, prompt, is_best=self.is_best)
-        if blends and self.world.is_main:
-            rows = [row for blend in blends for row in blend.mapping()]
-            self.directory.blend(self.step, rows)
+            with self._published_weights():
+                self.checkpoints.save(
+                    self.progress.step,
+                    self.model,
+                    self.data.tokenizer,
+                    state,
+                    staged,
+                    self.data.corpus.prompt,
+                    is_best=self.progress.is_best,
+                )
+        self.log.mixture(self.progress.step, blends)
 
-    def _find_checkpoint(self, *, restart: bool) -> Saved | None:
-        """The newest checkpoint that is whole; rank 0 decides which."""
-        found = None
-        if self.world.is_main:
-            self.directory.lock(self.start)
-            if restart and (aside := self.directory.set_aside()):
-                log.warning("what was in %s is now in %s", self.directory.path, aside)
+    def _restore(self, saved: Saved) -> None:
+        """Continue from a checkpoint; the model has the published weights already."""
+        progress, state = self.progress, saved.state
+        progress.load_state_dict(state)
+        progress.must_validate = progress.must_validate and self.validator is not None
+        if progress.is_best and self.strategy.context.is_main:
+            # The run may have been killed between the checkpoint and its mark.
+            self.checkpoints.mark_best(progress.step)
+        self._optimizer_state().load(state["optimizer"], saved.path / TENSORS)
+        for name, component in self._components().items():
+            if component is not None and state.get(name) is not None:
+                component.load_state_dict(state[name])
+        if self.state.adascale is not None and state.get("adascale") is None:
+            self.state.adascale.begin_at(progress.step)
+
+    def _components(self) -> dict[str, Stateful | None]:
+        """Return the components with state, by their names in a checkpoint."""
+        return {
+            "objective": self.state.objective,
+            "meter": self.metrics,
+            "blend": self.mixture_stats,
+            "adascale": self.state.adascale,
+        }
+
+    def _optimizer_state(self) -> OptimizerState:
+        state = self.state
+        model = state.model if is_sharded(state) else self.model
+        return OptimizerState(state.optimizer, model, has_average=state.average is not None)
+
+    def _identity(self) -> dict:
+        epoch, number = self.progress.position
+        plan = self.data.loader.fingerprint(epoch) if number else None
+        ranks = self.strategy.context.size
+        return identity(self.config, self.data.corpus.fingerprint, plan, ranks)
+
+    def _find_checkpoint(self, context: DistributedContext, *, restart: bool) -> Saved | None:
+        """Find the newest complete checkpoint, on rank 0."""
+        directory, found = self.log.directory, None
+        if context.is_main:
+            self.log.lock()
+            if restart and (aside := directory.set_aside()):
+                log.warning("what was in %s is now in %s", directory.path, aside)
             found = self.checkpoints.newest()
-        path = self.world.broadcast(found and found[0])
+        path = context.broadcast(found and found[0])
         if path is None:
             return None
         return Saved(path, found[1] if found else self.checkpoints.read(path))
 
-    def open(self) -> ProgressDisplay:
-        """Begin to write the files of the run, and to talk to the user, if this rank is to."""
-        if not self.world.is_main:
-            return SilentDisplay()
-        settings = self.config.training
-        text = configuration.dump(self.config)
-        self.directory.open(text, self.step, tensorboard=settings.tensorboard)
-        self.directory.dropped(map(asdict, self.corpus.dropped))
-        return ProgressDisplay(settings.max_steps, self.step, self.meter.ranks)
+    def _load_data(
+        self, tokenizer: Tokenizer, saved: Saved | None, context: DistributedContext
+    ) -> RunData:
+        """Load the corpus; where filters drop too much of it, list that all the same."""
+        config, directory = self.config, self.log.directory
+        try:
+            corpus = build.load_corpus(config, tokenizer, saved)
+        except TooManyDropped as error:
+            if context.is_main:
+                self.log.dropped(error.dropped)
+            listed = directory.path / "dropped.jsonl"
+            raise ValueError(f"{error} All are listed in {listed}.") from error
+        loader = Loader(
+            corpus,
+            config.data,
+            seed=config.seed,
+            rank=context.rank,
+            world_size=context.size,
+            pin_memory=context.device.type == "cuda",
+            cost=cost_model(config.model, tokenizer.vocab_size),
+        )
+        if saved is not None:
+            check_same_plan(saved.state, loader.fingerprint)
+        return RunData(tokenizer, corpus, loader)
+
+    def _make_validator(self) -> Validator | None:
+        if not self.config.data.validation:
+            return None
+        return Validator(self.config, self.model, self.data.tokenizer, self.strategy.context)
+
+    def _open_log(self) -> None:
+        is_main, step = self.strategy.context.is_main, self.progress.step
+        dropped = self.data.corpus.dropped
+        self.log.open(self.config, is_main, step, self.metrics.ranks, dropped)
+
+    def _describe(self) -> None:
+        """Show what is trained on what."""
+        context, corpus = self.strategy.context, self.data.corpus
+        self.log.say(
+            f"{len(corpus)} utterances, {corpus.seconds / 3600:.2f} h, "
+            f"{describe_model(self.model)}, {context.size} x {context.device}"
+        )
+        dropped = self.log.directory.path / "dropped.jsonl"
+        epoch = self.progress.position[0]
+        lines = describe_data(corpus, self.data.loader, self.config.data, epoch, dropped)
+        for line in (*self.strategy.describe(), *lines):
+            self.log.say(line)

@@ -18,11 +18,11 @@ from bench.training_corpus import EOS, PAD, Workload
 from effasr import ranges
 from effasr.data.batch import IGNORED, Batch
 from effasr.data.collate import Example, collate
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel, ModelConfig
-from effasr.training.build import build_trainee
+from effasr.training.build import build_train_state
 from effasr.training.config import TrainConfig
-from effasr.training.profiler import Capture, ProfileConfig
+from effasr.training.profiler import ProfileConfig, StepProfiler
 from effasr.training.step import StepReport, train_step
 
 
@@ -62,8 +62,8 @@ class Effasr:
     """Our trainer, on batches that are already there."""
 
     def __init__(self, config: TrainConfig, model: ASRModel, device: torch.device) -> None:
-        world = World(0, 1, device)
-        self._trainee = build_trainee(config, model, world)
+        context = DistributedContext(0, 1, device)
+        self._train_state = build_train_state(config, model, context)
         self._device = device
 
     def time(self, batches: Sequence[Batch], warm: int) -> Timed:
@@ -85,7 +85,7 @@ class Effasr:
 
     def step(self, number: int, batch: Batch) -> StepReport:
         """Make one update."""
-        return train_step(self._trainee, [batch], number)
+        return train_step(self._train_state, [batch], number)
 
     def record(self, batches: Sequence[Batch], warm: int, folder: Path) -> Path:
         """Let torch's profiler record a step on each batch after the first ``warm``.
@@ -94,7 +94,7 @@ class Effasr:
             The trace, which ``profiling/report.py`` reads.
         """
         wanted = ProfileConfig(tool="kineto", first_step=warm, steps=len(batches) - warm)
-        with closing(Capture(wanted, self._trainee.world, folder)) as capture:
+        with closing(StepProfiler(wanted, self._train_state.context, folder)) as capture:
             for number, batch in enumerate(batches):
                 with capture.step(number), ranges.range("step", number):
                     self.step(number, batch)
@@ -107,7 +107,7 @@ class Transformers:
     def __init__(self, config: TrainConfig, model: ASRModel, device: torch.device) -> None:
         from transformers import CanaryForConditionalGeneration, ParakeetFeatureExtractor
 
-        from effasr.interop.huggingface.canary import export_canary
+        from effasr.interop.huggingface.checkpoint import export_canary
 
         with tempfile.TemporaryDirectory() as folder:
             export_canary(model, folder)
@@ -179,7 +179,7 @@ def without_chance(config: ModelConfig) -> ModelConfig:
     assert config.decoder is not None
     return replace(
         config,
-        spec_augment=replace(config.spec_augment, freq_masks=0, time_masks=0),
+        augment=replace(config.spec_augment, freq_masks=0, time_masks=0),
         encoder=replace(config.encoder, **off),
         decoder=replace(config.decoder, **off),
     )

@@ -13,7 +13,7 @@ import numpy as np
 BUCKET_BYTES = 25 * 2**20
 """Gradients that `DistributedDataParallel` sends at once, by default."""
 COUNTS_BYTES = 1024
-"""About what the sums of a step hold: `effasr.training.step_stats.Counts` and the losses."""
+"""About what the sums of a step hold: `effasr.training.step_stats.StepCounts` and the losses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from effasr import config
 from effasr.data.batch import Batch
 from effasr.training import trainer
 from effasr.training.config import TrainConfig
-from effasr.training.step import Trainee
+from effasr.training.step import TrainState
 from straggler.settings import ENVIRONMENT, Settings
 
 
@@ -49,15 +49,19 @@ class Slowed:
         self._log = settings.log(rank).open("w", buffering=1)
 
     def __call__(
-        self, trainee: Trainee, micro_batches: Sequence[Batch], *arguments: Any, **options: Any
+        self,
+        train_state: TrainState,
+        micro_batches: Sequence[Batch],
+        *arguments: Any,
+        **options: Any,
     ) -> Any:
         """Make a step, and note it."""
         if not self._hooked:
-            trainee.model.register_forward_pre_hook(self._begin)
-            trainee.model.register_forward_hook(self._end)
+            train_state.model.register_forward_pre_hook(self._begin)
+            train_state.model.register_forward_hook(self._end)
             self._hooked = True
         began = time.monotonic()
-        report = self._train_step(trainee, micro_batches, *arguments, **options)
+        report = self._train_step(train_state, micro_batches, *arguments, **options)
         self._steps += 1
         line = {
             "began": began,
@@ -66,7 +70,7 @@ class Slowed:
             "micro_batches": len(micro_batches),
         }
         self._log.write(json.dumps(line) + "\n")
-        self._tell(trainee, line["time"])
+        self._tell(train_state, line["time"])
         return report
 
     def _begin(self, module: torch.nn.Module, inputs: object) -> None:
@@ -78,7 +82,7 @@ class Slowed:
         if module.training and torch.is_grad_enabled():
             time.sleep(max(0.0, self._began + self._seconds - time.monotonic()))
 
-    def _tell(self, trainee: Trainee, now: float) -> None:
+    def _tell(self, train_state: TrainState, now: float) -> None:
         """Write the weights, at the same steps as all others, or every so many seconds."""
         settings = self._settings
         if settings.in_step:
@@ -90,7 +94,7 @@ class Slowed:
         if not due:
             return
         self._told = number
-        state = trainee.model.state_dict().values()
+        state = train_state.model.state_dict().values()
         flat = [value.detach().reshape(-1).float().numpy() for value in state]
         path = settings.weights(self._rank, number)
         # The parent may look at any time, also if this process is killed.

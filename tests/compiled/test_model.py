@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from effasr_kernels.runtime import torch_op
 from effasr_kernels.runtime.launch import recording
 from effasr_kernels.testing import aot
-from tests.gpu.small_training import SHAPE, make_batch, make_trainee
+from tests.gpu.small_training import SHAPE, make_batch, make_train_state
 
 
 class Sizes(TorchDispatchMode):
@@ -35,14 +35,14 @@ def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_eager")
 @pytest.mark.parametrize("position", ["relative", "rotary"])
 def test_a_step_launches_and_allocates_the_same_for_every_batch(position: str) -> None:
-    trainee = make_trainee(torch.device("cpu"), position, dropout=0.1)
+    train_state = make_train_state(torch.device("cpu"), position, dropout=0.1)
     seen = []
     for seed in range(4):
         batch = make_batch(seed, SHAPE)
         with recording() as launches, Sizes() as sizes:
-            losses = trainee.model(batch, label_smoothing=0.1, guided_sigma=0.2)
+            losses = train_state.model(batch, label_smoothing=0.1, guided_sigma=0.2)
             (losses.cross_entropy + losses.ctc + losses.guided).backward()
-        trainee.model.zero_grad()
+        train_state.model.zero_grad()
         seen.append(([aot.key(x) for x in launches], [x.grid for x in launches], sizes.found))
     # The first step also makes tables that are kept.
     keys, grids, found = seen[1]

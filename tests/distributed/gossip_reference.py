@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import random
 import threading
@@ -178,3 +179,14 @@ class MemoryTransport:
 
     def _check(self, peer: int, until: float) -> None:
         self._network.check(self._learner, peer, until)
+
+
+def contraction(topology: str, learners: int) -> float:
+    """The bound that `effasr.distributed.async_sgd.gossip.topology` states."""
+    if learners == 2:
+        return 0.0
+    if topology == "random":
+        return 1 - 1 / (learners + learners % 2)
+    if learners % 2:
+        return 1 - (1 - math.cos(math.pi / learners)) / (learners - 1)
+    return 1 - (1 - math.cos(2 * math.pi / learners)) / learners

@@ -1,16 +1,100 @@
-from pathlib import Path
-
 import pytest
+import torch
+from torch import Tensor, nn
 
-from effasr.distributed.delayed_averaging import DelayedConfig
-from effasr.distributed.local_sgd import HierarchicalConfig
+from effasr.distributed.ddp import replicate
+from effasr.distributed.delayed_averaging import DelayedAveraging, DelayedConfig
+from effasr.distributed.grad_sync import gradient_sync
+from effasr.distributed.local_sgd import HierarchicalConfig, LocalSGD
+from effasr.distributed.process_group import DistributedContext
+from tests.support.run_ranks import check_ranks
 
 
-def test_ranks_average_when_and_with_whom_they_should(run_ranks) -> None:
+def learner(context: DistributedContext) -> tuple[nn.Module, torch.optim.Optimizer, list[Tensor]]:
+    """A weight, a moment and a running mean, which differ between ranks."""
+    model = nn.Linear(3, 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(10.0 * context.rank)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer, [torch.full((2,), float(context.rank))]
+
+
+def values(context: DistributedContext, tensor: Tensor) -> list[float]:
+    """The first element on every rank."""
+    return context.all_gather(tensor.flatten()[0].item())
+
+
+def hierarchical(context: DistributedContext) -> None:
+    """Pairs every second step after the warm-up, all four every fourth."""
+    model, optimizer, statistics = learner(context)
+    what = LocalSGD(model, optimizer, statistics, context, {2: 2, 4: None}, warmup_steps=1)
+    weight = next(model.parameters())
+    seen = []
+    for step in range(5):
+        with torch.no_grad():
+            weight.fill_(float(context.rank))
+        statistics[0].fill_(2.0 * context.rank)
+        assert what.is_local(step) == (step > 0)
+        what.before(step)
+        what.after(step)
+        assert statistics[0][0] == 2 * weight[0, 0]
+        seen.append(values(context, weight))
+    apart, pairs = [0.0, 1.0, 2.0, 3.0], [0.5, 0.5, 2.5, 2.5]
+    assert seen == [apart, apart, pairs, apart, [1.5] * 4], seen
+
+
+def delayed(context: DistributedContext) -> None:
+    """Each rank adds its update to the mean of the weights before it."""
+    model, optimizer, statistics = learner(context)
+    what = DelayedAveraging(model, optimizer, statistics, context, warmup_steps=1)
+    weight = next(model.parameters())
+    with torch.no_grad():
+        weight.fill_(0.0)
+    expected = torch.zeros(4)
+    for step in range(6):
+        # Gradients are exchanged in the warm-up, so that ranks make the same update.
+        updates = torch.tensor([1.0, -2.0, 3.0, 5.0]) * (step + 1) if step else torch.ones(4)
+        before = expected.mean() if step > 1 else expected
+        expected = before + updates
+        what.before(step)
+        with torch.no_grad():
+            weight.add_(updates[context.rank])
+        what.after(step)
+        torch.testing.assert_close(torch.tensor(values(context, weight)), expected)
+    what.synchronize()
+    torch.testing.assert_close(
+        torch.tensor(values(context, weight)), expected.mean().expand(4), msg="weights"
+    )
+    moments = values(context, optimizer.state[weight]["exp_avg"])
+    assert len(set(moments)) == 1
+
+
+def refused(context: DistributedContext) -> None:
+    """Groups that do not divide the ranks."""
+    model, optimizer, statistics = learner(context)
+    with pytest.raises(ValueError, match="groups that divide the 4 ranks, but one is of 3"):
+        LocalSGD(model, optimizer, statistics, context, {2: 3, 4: None}, warmup_steps=0)
+
+
+def apart(context: DistributedContext) -> None:
+    """A learner exchanges gradients with nobody outside, in as many steps as it likes."""
+    first = context.rank - context.rank % 2
+    own = context.subgroup(range(first, first + 2))
+    model = replicate(nn.Linear(1, 1, bias=False), own)
+    sync = gradient_sync(model)
+    for _ in range(1 + first):
+        sync.begin(lambda: None)
+        model.zero_grad()
+        model(torch.full((1, 1), float(context.rank))).sum().backward()
+        assert model.module.weight.grad.item() == first + 0.5
+
+
+def test_ranks_average_when_and_with_whom_they_should() -> None:
     """All scenarios in the same four processes, which take long to begin."""
-    script = Path(__file__).parent / "averager_workers.py"
-    for result in run_ranks("everything", size=4, script=script):
-        assert result.returncode == 0, result.stderr
+    check_ranks(hierarchical, delayed, refused, apart, size=4)
 
 
 @pytest.mark.parametrize(

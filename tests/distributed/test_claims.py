@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from effasr.distributed.async_sgd.membership import BEAT_S, LeftOut, Members
-from effasr.distributed.async_sgd.work_queue import Claims
+from effasr.distributed.async_sgd.membership import BEAT_S, LeftOut, Membership
+from effasr.distributed.async_sgd.work_queue import WorkQueue
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def store() -> TCPStore:
 
 def test_each_claim_is_reserved_and_begun_by_one(store) -> None:
     def work(learner: int) -> list[int]:
-        claims = Claims(store, learner, first=10)
+        claims = WorkQueue(store, learner, first=10)
         mine = []
         while (claim := claims.reserve()) < 210:
             assert claims.begin(claim)
@@ -34,12 +34,12 @@ def test_each_claim_is_reserved_and_begun_by_one(store) -> None:
 
 def test_those_who_have_time_begin_what_others_have_only_reserved(store) -> None:
     """Two claims lie with a slow learner, one begun, and each other takes what there is."""
-    slow = Claims(store, 0, first=0)
+    slow = WorkQueue(store, 0, first=0)
     slow_ones = [slow.reserve() for _ in range(5)]
     assert slow.begin(slow_ones[0])
 
     def take(learner: int) -> list[int]:
-        claims, mine = Claims(store, learner, first=0), []
+        claims, mine = WorkQueue(store, learner, first=0), []
         assert claims.reserve() >= 5
         for claim in claims.unfinished(0, 5):
             if claims.begin(claim):
@@ -57,7 +57,7 @@ def test_those_who_have_time_begin_what_others_have_only_reserved(store) -> None
 
 
 def test_what_a_lost_learner_has_begun_is_seized_once(store) -> None:
-    lost, *others = (Claims(store, learner, first=0) for learner in range(4))
+    lost, *others = (WorkQueue(store, learner, first=0) for learner in range(4))
     assert lost.begin(lost.reserve())
     assert lost.begin(lost.reserve())
     lost.finish(0)
@@ -68,7 +68,7 @@ def test_what_a_lost_learner_has_begun_is_seized_once(store) -> None:
 
 
 def test_the_store_forgets_what_is_over(store) -> None:
-    claims = Claims(store, 0, first=0)
+    claims = WorkQueue(store, 0, first=0)
     for _ in range(3):
         claim = claims.reserve()
         claims.begin(claim)
@@ -79,10 +79,10 @@ def test_the_store_forgets_what_is_over(store) -> None:
     assert claims.reserve() == 3
 
 
-def all_meet(members: list[Members], limit_s: float = 10.0) -> list[list[int]]:
+def all_meet(members: list[Membership], limit_s: float = 10.0) -> list[list[int]]:
     """What each is told, once all are there."""
 
-    def meet(one: Members) -> list[int]:
+    def meet(one: Membership) -> list[int]:
         until = time.monotonic() + limit_s
         while time.monotonic() < until:
             if (present := one.meet()) is not None:
@@ -98,7 +98,7 @@ def test_learners_meet_without_those_who_are_lost(store) -> None:
     """One says that it fails, one falls silent and its connection breaks, one is only slow."""
     told = [[] for _ in range(4)]
     members = [
-        Members(PrefixStore("m", store), n, 4, timeout_s=60.0, on_lost=told[n].append)
+        Membership(PrefixStore("m", store), n, 4, timeout_s=60.0, on_lost=told[n].append)
         for n in range(4)
     ]
     for one in members:
@@ -126,9 +126,9 @@ def test_learners_meet_without_those_who_are_lost(store) -> None:
 
 def test_one_that_is_silent_for_too_long_is_lost_and_nobody_else(store) -> None:
     lost = threading.Event()
-    quick = Members(store, 0, 3, timeout_s=2.0, on_lost=lambda _: lost.set())
-    silent = Members(store, 1, 3, timeout_s=2.0, on_lost=lambda _: None)
-    third = Members(store, 2, 3, timeout_s=60.0, on_lost=lambda _: None)
+    quick = Membership(store, 0, 3, timeout_s=2.0, on_lost=lambda _: lost.set())
+    silent = Membership(store, 1, 3, timeout_s=2.0, on_lost=lambda _: None)
+    third = Membership(store, 2, 3, timeout_s=60.0, on_lost=lambda _: None)
     with quick, third:
         # A connection that breaks proves nothing as long as there are signs of life.
         quick.suspect(2)

@@ -4,7 +4,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from effasr.distributed.restart_id import agree
+from effasr.distributed.restart_id import agree_on_restart_id
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def meet(server: TCPStore, ranks: list[int], size: int, timeout_s: float = 10.0)
     def one(rank: int):
         store = TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=timeout_s))
         try:
-            return agree(store, rank, size, timeout_s)
+            return agree_on_restart_id(store, rank, size, timeout_s)
         except RuntimeError as error:
             return error
 

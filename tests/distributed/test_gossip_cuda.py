@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
-from effasr.distributed.async_sgd.gossip.flat import FlatWeights, apply
+from effasr.distributed.async_sgd.gossip.flat import FlatWeights
 from effasr.distributed.async_sgd.gossip.gossip import Gossip
+from effasr.distributed.averager import add_flat
 from tests.distributed.gossip_reference import MemoryNetwork
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +29,7 @@ def test_a_copy_holds_the_weights_as_they_were_when_it_was_asked_for():
     for version, (row, landing) in enumerate(zip(rows, landings, strict=True)):
         landing.synchronize()
         assert torch.equal(row, torch.full_like(row, version))
-    apply(tensors, rows[1])
+    add_flat(tensors, rows[1])
     assert tensors[1].tolist() == [6.0] * 7
 
 
@@ -50,7 +51,7 @@ def test_no_update_is_lost_while_gpus_are_behind_their_hosts():
                 for _ in range(steps + 20 * n):
                     delta = gossip.take()
                     if delta is not None:
-                        apply(weights[n], delta)
+                        add_flat(weights[n], delta)
                     torch.cuda._sleep(2_000_000)
                     weights[n][0] += 1
                     gossip.publish()
@@ -58,7 +59,7 @@ def test_no_update_is_lost_while_gpus_are_behind_their_hosts():
                 gossip.drain()
                 delta = gossip.take()
                 if delta is not None:
-                    apply(weights[n], delta)
+                    add_flat(weights[n], delta)
                 stream.synchronize()
             assert gossip.counters().applied == gossip.counters().exchanges > 5
         except Exception as error:

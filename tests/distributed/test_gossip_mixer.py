@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effasr.distributed.async_sgd.gossip import mixer as mixer_module
-from effasr.distributed.async_sgd.gossip.flat import FlatWeights, Landed, apply
+from effasr.distributed.async_sgd.gossip.flat import FlatWeights, Landed
 from effasr.distributed.async_sgd.gossip.mixer import Mixer
+from effasr.distributed.averager import add_flat
 from tests.distributed.gossip_reference import Learner, pair_matrix
 
 # Learners 0 and 2 begin exchanges, 1 answers.
@@ -217,11 +218,11 @@ def test_weights_become_a_row_and_a_row_is_added_to_weights():
     assert weights.copy_to(row).query()
     assert torch.equal(row, torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
     before = [tensor.detach().clone() for tensor in tensors]
-    apply(tensors, row)
+    add_flat(tensors, row)
     for tensor, old in zip(tensors, before, strict=True):
         torch.testing.assert_close(tensor.detach(), 2 * old)
     with pytest.raises(ValueError, match=r"`delta` must have shape \(19,\)"):
-        apply(tensors, row[1:])
+        add_flat(tensors, row[1:])
 
 
 def test_weights_of_another_kind_are_refused():

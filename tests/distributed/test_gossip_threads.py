@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
-from effasr.distributed.async_sgd.gossip.flat import apply
 from effasr.distributed.async_sgd.gossip.gossip import Gossip
+from effasr.distributed.averager import add_flat
 from tests.distributed.gossip_reference import MemoryNetwork
 
 
@@ -43,7 +43,7 @@ class Fleet:
     def take(self, n: int) -> None:
         delta = self.gossips[n].take()
         if delta is not None:
-            apply(self.weights[n], delta)
+            add_flat(self.weights[n], delta)
 
     def run(self, train, who=None) -> None:
         """Each learner calls ``train(n)`` in a thread of its own; an error is raised here."""

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
-from effasr.distributed.async_sgd.gossip.topology import choose, contraction, is_active, neighbours
-from tests.distributed.gossip_reference import edges, pair_matrix
+from effasr.distributed.async_sgd.gossip.topology import choose, is_active, neighbours
+from tests.distributed.gossip_reference import contraction, edges, pair_matrix
 
 topologies = st.sampled_from(["ring", "random"])
 

@@ -1,28 +1,119 @@
+import os
 import time
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from effasr.distributed.process_group import World, joined
+from effasr.data.batch import StaticShape
+from effasr.data.collate import Example, collate
+from effasr.distributed.averager import average_each
+from effasr.distributed.batch_norm import running_statistics
+from effasr.distributed.ddp import replicate
+from effasr.distributed.grad_sync import gradient_sync
+from effasr.distributed.process_group import DistributedContext, distributed_context
+from effasr.model.asr import ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import FastConformerConfig
+from effasr.training import build
+from effasr.training.config import TrainConfig
+from effasr.training.step import train_step
+from tests.support.run_ranks import check_ranks, run_ranks
 
 
-def test_two_ranks_talk_and_share_statistics_and_gradients(run_ranks) -> None:
-    for result in run_ranks("exchange"):
-        assert result.returncode == 0, result.stderr
+def talk(context: DistributedContext) -> None:
+    assert context.all_reduce(torch.tensor([1.0, context.rank])).tolist() == [2.0, 1.0]
+    assert context.all_gather({"rank": context.rank}) == [{"rank": 0}, {"rank": 1}]
+    assert context.broadcast("from 0" if context.is_main else None) == "from 0"
 
 
-def test_three_micro_batches_on_two_ranks_train_as_on_one(run_ranks) -> None:
-    script = Path(__file__).parent / "uneven_worker.py"
-    for result in run_ranks("uneven", script=script):
-        assert result.returncode == 0, result.stderr
+def statistics(context: DistributedContext) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model[0].running_mean.fill_(float(context.rank))
+    model[0].running_var.fill_(2.0 + 2 * context.rank)
+    average_each(running_statistics(model), context)
+    assert model[0].running_mean.tolist() == [0.5, 0.5]
+    assert model[0].running_var.tolist() == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("scenario", ["dies", "hangs"])
-def test_nobody_waits_forever_for_a_rank(run_ranks, scenario) -> None:
+def gradients(context: DistributedContext) -> None:
+    """Two micro-batches on each of two ranks give the gradient of all four."""
+    torch.manual_seed(context.rank)
+    model = replicate(nn.Linear(3, 1), context)
+    sync = gradient_sync(model)
+    torch.manual_seed(7)
+    micro_batches = torch.randn(4, 5, 3)
+    first, second = micro_batches[context.rank :: 2]
+    sync.begin(lambda: None)
+    with sync.no_sync():
+        (model(first).square().sum() * context.size).backward()
+    (model(second).square().sum() * context.size).backward()
+    alone = nn.Linear(3, 1)
+    alone.load_state_dict(model.module.state_dict())
+    alone(micro_batches).square().sum().backward()
+    torch.testing.assert_close(model.module.weight.grad, alone.weight.grad)
+    assert len(set(context.all_gather(model.module.weight.sum().item()))) == 1
+
+
+def uneven(context: DistributedContext) -> None:
+    """Three micro-batches on two ranks, one of which gets an empty one, train as on one rank."""
+    shape = StaticShape(60, 30, 4)
+    generator = np.random.default_rng(0)
+    audio = lambda count: generator.normal(size=count).astype(np.float32)
+    given = [
+        [Example(f"{m}-{n}", audio(9_000 - 2_000 * n), [2, 3], [4 + m, 5]) for n in range(2)]
+        for m in range(3)
+    ]
+    batches = [collate(examples, shape, eos_id=1, pad_id=0) for examples in (*given, [])]
+    layer = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 16, "residual_dropout": 0.1}
+    model_config = ModelConfig(
+        encoder=FastConformerConfig(**layer, subsampling_channels=4),
+        decoder=DecoderConfig(**layer),
+        ctc=True,
+    )
+    config = build.resolve(TrainConfig(model=model_config), None)
+    models = []
+    own, alone = batches[context.rank :: context.size], DistributedContext(0, 1, context.device)
+    for ranks, share in ((context, own), (alone, batches[:3])):
+        model = build.build_model(config, 12, None, context.device)
+        state = build.build_train_state(config, model, ranks)
+        for step in range(2):
+            report = train_step(state, share, step)
+            assert report.values.read()[6], "the step was not finite"
+        models.append(model)
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    sums = [sum(p.double().sum().item() for p in model.parameters()) for model in models]
+    assert len(set(context.all_gather(sums[0]))) == 1
+
+
+def dies(context: DistributedContext) -> None:
+    if context.rank == 1:
+        os._exit(7)
+    context.all_reduce(torch.zeros(1))
+
+
+def hangs(context: DistributedContext) -> None:
+    if context.rank == 1:
+        time.sleep(5)
+        os._exit(7)
+    context.all_reduce(torch.zeros(1))
+
+
+def test_two_ranks_talk_and_share_statistics_and_gradients() -> None:
+    check_ranks(talk, statistics, gradients)
+
+
+def test_three_micro_batches_on_two_ranks_train_as_on_one() -> None:
+    check_ranks(uneven)
+
+
+@pytest.mark.parametrize(("scenario", "timeout_s"), [(dies, 600.0), (hangs, 1.5)])
+def test_nobody_waits_forever_for_a_rank(scenario, timeout_s) -> None:
     """The survivor fails by itself, long before the limit."""
     start = time.perf_counter()
-    survivor, lost = run_ranks(scenario, limit_s=30.0)
+    survivor, lost = run_ranks(scenario, limit_s=30.0, timeout_s=timeout_s)
     assert time.perf_counter() - start < 25
     assert survivor.returncode == 1, survivor.stderr
     assert "RuntimeError" in survivor.stderr or "DistBackendError" in survivor.stderr
@@ -30,18 +121,18 @@ def test_nobody_waits_forever_for_a_rank(run_ranks, scenario) -> None:
 
 
 def test_a_process_alone_talks_to_nobody() -> None:
-    with joined("cpu", environment={}) as world:
-        assert world == World(0, 1, torch.device("cpu"))
-        assert world.is_main
-        assert world.sum(torch.tensor([2.0])).item() == 2.0
-        assert world.gather("x") == ["x"]
-        assert world.broadcast("x") == "x"
+    with distributed_context("cpu", environment={}) as context:
+        assert context == DistributedContext(0, 1, torch.device("cpu"))
+        assert context.is_main
+        assert context.all_reduce(torch.tensor([2.0])).item() == 2.0
+        assert context.all_gather("x") == ["x"]
+        assert context.broadcast("x") == "x"
         assert not torch.distributed.is_initialized()
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="`device` must be auto, cpu or cuda, but is 'tpu'"):
-        joined("tpu", environment={}).__enter__()
+        distributed_context("tpu", environment={}).__enter__()
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="PyTorch sees no GPU"):
-            joined("cuda", environment={}).__enter__()
+            distributed_context("cuda", environment={}).__enter__()

@@ -9,14 +9,16 @@ import torch
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
 from effasr.data.features.spec_augment import SpecAugmentConfig
-from effasr.distributed.process_group import World
+from effasr.distributed.grad_sync import GradientSync
+from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import cost_model
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.training.loss import LossConfig, Objective
-from effasr.training.step import Trainee
+from effasr.training.step import StepConfig, TrainState
+from effasr.training.step_stats import StepCosts
 
 SHAPE = StaticShape(24, 20, 3, longest_frames=16, longest_tokens=10)
 VOCABULARY = 12
@@ -37,14 +39,14 @@ def make_batch(seed: int, shape: StaticShape = SHAPE) -> Batch:
     return collate(examples, shape, eos_id=1, pad_id=0)
 
 
-def make_trainee(
+def make_train_state(
     device: torch.device,
     position: str,
     dropout: float = 0.0,
     *,
     transducer: TransducerConfig | None = None,
     half: bool = False,
-) -> Trainee:
+) -> TrainState:
     """Every part that has a kernel, at its smallest.
 
     Args:
@@ -69,22 +71,23 @@ def make_trainee(
     )
     by_transducer = float(transducer is not None)
     model = ASRModel(config, VOCABULARY).to(device).train()
-    return Trainee(
+    return TrainState(
+        config=StepConfig(
+            learning_rate=lambda step: 1e-3,
+            autocast=partial(torch.autocast, device.type, torch.bfloat16) if half else nullcontext,
+            costs=StepCosts(cost_model(config, VOCABULARY)),
+            seed=0,
+            clip=1.0,
+            label_smoothing=0.1,
+        ),
+        context=DistributedContext(0, 1, device),
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device.type == "cuda"),
-        learning_rate=lambda step: 1e-3,
         objective=Objective(
             LossConfig(
                 ctc_weight=0.3, transducer_weight=by_transducer, guided_weight=1 - by_transducer
             ),
             device,
         ),
-        average=None,
-        statistics=[],
-        world=World(0, 1, device),
-        autocast=partial(torch.autocast, device.type, torch.bfloat16) if half else nullcontext,
-        seed=0,
-        clip=1.0,
-        label_smoothing=0.1,
-        cost=cost_model(config, VOCABULARY),
+        grad_sync=GradientSync(model),
     )

@@ -12,16 +12,16 @@ import torch
 
 from effasr.model.transducer import TransducerConfig
 from effasr.training.cuda_graph.graph import MicroBatchGraph
-from effasr.training.step import Trainee, run_micro_batch, train_step
+from effasr.training.step import TrainState, run_micro_batch, train_step
 from effasr_kernels import OPERATIONS, Op
 from effasr_kernels.runtime import launch
 from effasr_kernels.runtime.autograd import Kernel
-from tests.gpu.small_training import make_batch, make_trainee
+from tests.gpu.small_training import make_batch, make_train_state
 
 
-def losses(trainee: Trainee, steps: int = 2) -> list[float]:
+def losses(train_state: TrainState, steps: int = 2) -> list[float]:
     """Loss, cross-entropy, CTC, penalty and norm of the gradient of each step."""
-    reports = [train_step(trainee, [make_batch(step)], step) for step in range(steps)]
+    reports = [train_step(train_state, [make_batch(step)], step) for step in range(steps)]
     return [x for report in reports for x in report.values.read()]
 
 
@@ -39,7 +39,7 @@ def test_two_steps_give_the_losses_of_the_references(
 
     with monkeypatch.context() as patch:
         patch.setattr(Op, "select", watched)
-        found = losses(make_trainee(device, position))
+        found = losses(make_train_state(device, position))
     decoding = {"decode_attention", "append_to_pages", "projected_top_k"}
     used = set(OPERATIONS) - {"transducer_loss"} - decoding
     assert served == {(name, True) for name in used}
@@ -47,7 +47,7 @@ def test_two_steps_give_the_losses_of_the_references(
         # As on a machine without a GPU, interpreter or emulator.
         patch.setattr(launch, "INTERPRETED", False)
         with launch.diverted(None):
-            expected = losses(make_trainee(torch.device("cpu"), position))
+            expected = losses(make_train_state(torch.device("cpu"), position))
     np.testing.assert_allclose(found, expected, rtol=2e-4)
 
 
@@ -57,7 +57,7 @@ def test_two_steps_in_bfloat16(device: torch.device, durations: tuple[int, ...] 
     transducer = None
     if durations is not None:
         transducer = TransducerConfig(width=32, joint=32, durations=durations, sigma=0.02)
-    make = partial(make_trainee, position="relative", transducer=transducer, half=True)
+    make = partial(make_train_state, position="relative", transducer=transducer, half=True)
     found = losses(make(device))
     with launch.diverted(None):
         expected = losses(make(torch.device("cpu")))
@@ -73,24 +73,24 @@ def gpu(device: torch.device) -> torch.device:
 
 
 def test_a_cuda_graph_replays_the_same_steps(gpu: torch.device) -> None:
-    expected = losses(make_trainee(gpu, "relative", dropout=0.1), 6)
-    trainee = make_trainee(gpu, "relative", dropout=0.1)
-    model = trainee.model
+    expected = losses(make_train_state(gpu, "relative", dropout=0.1), 6)
+    train_state = make_train_state(gpu, "relative", dropout=0.1)
+    model = train_state.model
     graph = MicroBatchGraph(
-        partial(run_micro_batch, trainee), gpu, model.parameters(), model.buffers()
+        partial(run_micro_batch, train_state), gpu, model.parameters(), model.buffers()
     )
-    found = losses(replace(trainee, graph=graph), 6)
+    found = losses(replace(train_state, graph=graph), 6)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_memory_stays_what_the_second_step_takes(gpu: torch.device) -> None:
     # What other tests left behind must not go while this one counts.
     gc.collect()
-    trainee = make_trainee(gpu, "relative")
+    train_state = make_train_state(gpu, "relative")
     peaks = []
     for step in range(50):
         torch.cuda.reset_peak_memory_stats()
-        train_step(trainee, [make_batch(step)], step)
+        train_step(train_state, [make_batch(step)], step)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
     # The first step makes the optimizer's state.
@@ -100,11 +100,11 @@ def test_memory_stays_what_the_second_step_takes(gpu: torch.device) -> None:
 # What the compiler advises about the GPU, such as TF32.
 @pytest.mark.filterwarnings("default")
 def test_a_compiled_model_trains_alike(gpu: torch.device) -> None:
-    expected = losses(make_trainee(gpu, "relative"), 4)
-    trainee = make_trainee(gpu, "relative")
-    trainee.model.compile(fullgraph=True, dynamic=False)
-    first = train_step(trainee, [make_batch(0)], 0)
+    expected = losses(make_train_state(gpu, "relative"), 4)
+    train_state = make_train_state(gpu, "relative")
+    train_state.model.compile(fullgraph=True, dynamic=False)
+    first = train_step(train_state, [make_batch(0)], 0)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        rest = [train_step(trainee, [make_batch(step)], step) for step in range(1, 4)]
+        rest = [train_step(train_state, [make_batch(step)], step) for step in range(1, 4)]
     found = [x for report in (first, *rest) for x in report.values.read()]
     np.testing.assert_allclose(found, expected, rtol=1e-3)

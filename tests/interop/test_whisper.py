@@ -23,7 +23,7 @@ from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import cost_model, recomputed_costs
 from effasr.model.learning_cost import learning_cost, unreached_layers
 from effasr.nn import attention as attention_module
-from effasr.nn.stack import checkpoint_layers
+from effasr.nn.stack import apply_activation_checkpointing
 from tests.interop.whisper import (
     EOS,
     SECONDS,
@@ -326,7 +326,7 @@ def test_predicted_flops_are_those_that_torch_counts(
         counts = []
         for every in (0, 1):
             if every:
-                checkpoint_layers(model, every)
+                apply_activation_checkpointing(model, every)
             with FlopCounterMode(display=False) as counter:
                 model(batch).cross_entropy.sum().backward()
             counts.append(counter.get_total_flops())

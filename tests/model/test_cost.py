@@ -16,7 +16,7 @@ from effasr.model.cost import cost_model, recomputed_costs
 from effasr.model.presets import PRESET_VOCABULARIES, PRESETS
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
-from effasr.nn.stack import checkpoint_layers
+from effasr.nn.stack import apply_activation_checkpointing
 
 VOCABULARY = 40
 STATELESS = TransducerConfig(predictor="stateless", width=12, joint=10)
@@ -102,7 +102,7 @@ def test_what_is_computed_again_is_what_torch_counts(
             with FlopCounterMode(display=False) as counter:
                 model(batch).cross_entropy.backward()
             counted.append(counter.get_total_flops())
-            checkpoint_layers(model, every)
+            apply_activation_checkpointing(model, every)
         speech, text_pair = recomputed_costs(config, VOCABULARY, every)
         cost = speech if batch.source is None else text_pair
         assert cost is not None

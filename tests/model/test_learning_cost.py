@@ -16,7 +16,7 @@ from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.nn.lora import LoRAConfig, adapt
 from effasr.nn.parameters.patterns import freeze
-from effasr.nn.stack import checkpoint_layers
+from effasr.nn.stack import apply_activation_checkpointing
 
 VOCABULARY = 40
 
@@ -121,7 +121,7 @@ def test_layers_that_the_backward_does_not_reach_are_not_computed_again(
     assert unreached_layers(model) == 1
     plain = counted(model, batch)
     model.zero_grad()
-    checkpoint_layers(model, 1)
+    apply_activation_checkpointing(model, 1)
     more = counted(model, batch) - plain
     cost, _ = recomputed_costs(config, VOCABULARY, 1, unreached_layers(model))
     sizes = np.array(batch.frames.lengths), np.array(batch.tokens.layout.lengths)

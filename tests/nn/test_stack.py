@@ -14,7 +14,7 @@ from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.nn.norms import BatchNorm
-from effasr.nn.stack import checkpoint_layers, is_recomputing
+from effasr.nn.stack import apply_activation_checkpointing, is_recomputing
 from tests.training.conftest import VOCABULARY, make_batch
 
 NOISE = {"residual_dropout": 0.1, "activation_dropout": 0.1, "attention_dropout": 0.1}
@@ -39,7 +39,7 @@ def make_model(every: int) -> ASRModel:
     )  # fmt: skip
     model = ASRModel(config, VOCABULARY).train()
     if every:
-        checkpoint_layers(model, every)
+        apply_activation_checkpointing(model, every)
     return model
 
 

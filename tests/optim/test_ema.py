@@ -38,14 +38,6 @@ def test_the_weights_come_back_after_an_exchange_even_an_interrupted_one() -> No
     assert torch.equal(average.average["weight"], kept)
 
 
-def test_an_average_of_another_model_is_refused() -> None:
-    average = WeightAverage(nn.Linear(2, 2), 0.9)
-    with pytest.raises(ValueError, match="must name the parameters of this model"):
-        average.load({"weight": torch.zeros(2, 2)})
-    average.load({"weight": torch.ones(2, 2), "bias": torch.zeros(2)})
-    assert average.average["weight"].sum() == 4
-
-
 def test_decay_must_be_a_fraction() -> None:
     with pytest.raises(ValueError, match="`decay` must lie between 0 and 1, but is 1"):
         WeightAverage(nn.Linear(2, 2), 1.0)

@@ -13,7 +13,7 @@ from effasr.data.collate import Example, collate
 from effasr.data.config import DataConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.data.tokenizer import train_tokenizer
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
@@ -21,7 +21,7 @@ from effasr.optim.schedules import ScheduleConfig
 from effasr.training import build
 from effasr.training.config import LoopConfig, TrainConfig
 from effasr.training.loss import LossConfig
-from effasr.training.step import Trainee
+from effasr.training.step import TrainState
 
 VOCABULARY = 12
 
@@ -40,13 +40,13 @@ def model_config() -> ModelConfig:
 
 
 @pytest.fixture
-def make_trainee(model_config) -> Callable[..., tuple[ASRModel, Trainee]]:
-    def make(**settings) -> tuple[ASRModel, Trainee]:
+def make_train_state(model_config) -> Callable[..., tuple[ASRModel, TrainState]]:
+    def make(**settings) -> tuple[ASRModel, TrainState]:
         defaults = {"model": model_config, "training": LoopConfig(max_steps=20)}
         config = build.resolve(TrainConfig(**defaults | settings), None)
-        world = World(0, 1, torch.device("cpu"))
-        model = build.build_model(config, VOCABULARY, None, world.device)
-        return model, build.build_trainee(config, model, world)
+        context = DistributedContext(0, 1, torch.device("cpu"))
+        model = build.build_model(config, VOCABULARY, None, context.device)
+        return model, build.build_train_state(config, model, context)
 
     return make
 

@@ -24,15 +24,17 @@ def loop(recomputed: bool | int, **settings) -> LoopConfig:
 
 
 @pytest.mark.parametrize("where", ["nowhere", "forward", "backward"])
-def test_weights_and_statistics_are_bitwise_the_same(make_trainee, batches, where) -> None:
+def test_weights_and_statistics_are_bitwise_the_same(make_train_state, batches, where) -> None:
     """Also where memory runs out, and micro-batches are computed in pieces."""
     states = []
     for recomputed in (False, True):
-        model, trainee = make_trainee(training=loop(recomputed), optimizer=OptimizerConfig(lr=0.01))
+        model, train_state = make_train_state(
+            training=loop(recomputed), optimizer=OptimizerConfig(lr=0.01)
+        )
         for step in range(3):
             calls = [1] if step == 1 and where != "nowhere" else []
             with shortage(model, *calls, where=where):
-                report = train_step(trainee, batches[2 * step : 2 * step + 2], step)
+                report = train_step(train_state, batches[2 * step : 2 * step + 2], step)
             assert report.values.read()[6::2] == [1, len(calls)]
         states.append(model.state_dict())
     for name, tensor in states[0].items():
@@ -41,7 +43,7 @@ def test_weights_and_statistics_are_bitwise_the_same(make_trainee, batches, wher
 
 # Torch's tracer of autograd functions does so itself.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_the_compiled_model_is_the_same_as_well(make_trainee, batches, monkeypatch) -> None:
+def test_the_compiled_model_is_the_same_as_well(make_train_state, batches, monkeypatch) -> None:
     """With dropout, and statistics that count a batch once."""
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(
@@ -52,8 +54,8 @@ def test_the_compiled_model_is_the_same_as_well(make_trainee, batches, monkeypat
     states = []
     for recomputed in (False, True):
         torch._dynamo.reset()
-        model, trainee = make_trainee(training=loop(recomputed, compile=True))
-        train_step(trainee, batches[:2], 0)
+        model, train_state = make_train_state(training=loop(recomputed, compile=True))
+        train_step(train_state, batches[:2], 0)
         states.append(model.state_dict())
     torch._dynamo.reset()
     for name, tensor in states[0].items():

@@ -13,12 +13,12 @@ import torch
 
 from effasr.checkpoint import load_model, resolve
 from effasr.data.tokenizer import train_tokenizer
+from effasr.distributed.failures import TrainingFailed
 from effasr.model.asr import ASRModel
 from effasr.training import trainer
 from effasr.training.checkpointing import run_checkpoints
 from effasr.training.checkpointing.background_task import Background
 from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
-from effasr.training.fault_tolerance.nonfinite_guard import TrainingFailed
 from effasr.training.trainer import run
 
 
@@ -71,7 +71,7 @@ def test_what_is_written_is_what_was_there_when_it_was_asked_for(
         gate.set()
     assert (tmp_path / "latest").read_text() == (tmp_path / "best").read_text() == f"{path.name}\n"
     assert {p.unique().item() for p in load_model(path).model.parameters()} == {1.0}
-    saved = run_checkpoints.saved_tensors.read_whole(path / "training")
+    saved = run_checkpoints.tensor_files.read_whole(path / "training")
     assert torch.equal(saved["optimizer/0/exp_avg"], torch.full((3, 2), 1.0))
     assert checkpoints.newest()[1] == {"step": 10}
 
@@ -130,10 +130,10 @@ def test_a_run_that_fails_waits_for_the_checkpoint_under_way(
         time.sleep(0.5)
         write(*content)
 
-    def fails(trainee, batches, step, **settings):
+    def fails(train_state, batches, step, **settings):
         if step == 4:
             raise TrainingFailed("enough")
-        return steps(trainee, batches, step, **settings)
+        return steps(train_state, batches, step, **settings)
 
     steps = trainer.train_step
     monkeypatch.setattr(run_checkpoints, "write_model", slow)
@@ -173,7 +173,7 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path, model, tokeniz
         path, state = RunCheckpoints(tmp_path, keep=1).newest()
         assert path.name == f"step_{state['step']:08d}"
         weights = {p.unique().item() for p in load_model(path).model.parameters()}
-        tensors = run_checkpoints.saved_tensors.read_whole(path / "training")
+        tensors = run_checkpoints.tensor_files.read_whole(path / "training")
         assert weights == set(tensors["moment"].unique().tolist()) == {float(state["step"])}
         assert resolve(tmp_path).is_dir()
         assert state["step"] >= last

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from effasr import ranges
-from effasr.training.profiler import Capture, ProfileConfig
+from effasr.training.profiler import ProfileConfig, StepProfiler
 from effasr.training.trainer import run
 
 CPU = SimpleNamespace(device=torch.device("cpu"), rank=0)
@@ -18,7 +18,7 @@ def names_in(path: Path) -> list[str]:
         return [event.get("name", "") for event in json.load(file)["traceEvents"]]
 
 
-def record(capture: Capture, numbers: range) -> None:
+def record(capture: StepProfiler, numbers: range) -> None:
     for number in numbers:
         with capture.step(number), ranges.range("step", number):
             torch.ones(2) @ torch.ones(2)
@@ -26,7 +26,7 @@ def record(capture: Capture, numbers: range) -> None:
 
 @pytest.mark.parametrize("first", [0, 3])
 def test_kineto_records_the_wanted_steps_alone(tmp_path: Path, first: int) -> None:
-    capture = Capture(ProfileConfig(tool="kineto", first_step=first, steps=2), CPU, tmp_path)
+    capture = StepProfiler(ProfileConfig(tool="kineto", first_step=first, steps=2), CPU, tmp_path)
     record(capture, range(8))
     names = names_in(tmp_path / "rank0.json.gz")
     assert names.count("step") == 2
@@ -36,7 +36,7 @@ def test_kineto_records_the_wanted_steps_alone(tmp_path: Path, first: int) -> No
 
 
 def test_a_run_that_ends_early_keeps_what_was_recorded(tmp_path: Path) -> None:
-    capture = Capture(ProfileConfig(tool="kineto", first_step=2, steps=50), CPU, tmp_path)
+    capture = StepProfiler(ProfileConfig(tool="kineto", first_step=2, steps=50), CPU, tmp_path)
     record(capture, range(5))
     capture.close()
     capture.close()
@@ -45,14 +45,14 @@ def test_a_run_that_ends_early_keeps_what_was_recorded(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_within_the_wanted_steps_records_the_rest(tmp_path: Path) -> None:
-    capture = Capture(ProfileConfig(tool="kineto", first_step=2, steps=4), CPU, tmp_path)
+    capture = StepProfiler(ProfileConfig(tool="kineto", first_step=2, steps=4), CPU, tmp_path)
     record(capture, range(4, 9))
     assert names_in(tmp_path / "rank0.json.gz").count("step") == 2
 
 
 def test_nothing_is_recorded_unless_asked_or_past_the_wanted_steps(tmp_path: Path) -> None:
-    record(Capture(ProfileConfig(), CPU, tmp_path), range(30))
-    record(Capture(ProfileConfig(tool="kineto"), CPU, tmp_path), range(25, 40))
+    record(StepProfiler(ProfileConfig(), CPU, tmp_path), range(30))
+    record(StepProfiler(ProfileConfig(tool="kineto"), CPU, tmp_path), range(25, 40))
     assert not list(tmp_path.iterdir())
 
 
@@ -85,9 +85,9 @@ def test_nsys_is_told_where_its_capture_range_begins_and_ends(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: runtime.calls.append("wait"))
     monkeypatch.setattr(ranges, "enable", seen.append)
-    world = SimpleNamespace(device=torch.device("cuda", 0), rank=3)
+    context = SimpleNamespace(device=torch.device("cuda", 0), rank=3)
     config = ProfileConfig(tool="nsys", first_step=2, steps=2, ranges="nvtx")
-    capture = Capture(config, world, tmp_path)
+    capture = StepProfiler(config, context, tmp_path)
     for number in range(6):
         with capture.step(number):
             runtime.calls.append(str(number))
@@ -103,8 +103,8 @@ def test_memory_is_written_at_the_end_and_when_it_runs_out(
     monkeypatch.setattr(memory, "_record_memory_history", lambda **options: None)
     monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_text("events"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    world = SimpleNamespace(device=torch.device("cuda", 0), rank=1)
-    capture = Capture(ProfileConfig(memory=True), world, tmp_path / "profile")
+    context = SimpleNamespace(device=torch.device("cuda", 0), rank=1)
+    capture = StepProfiler(ProfileConfig(memory=True), context, tmp_path / "profile")
     with pytest.raises(torch.OutOfMemoryError), capture.step(0):
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert (tmp_path / "profile" / "rank1_memory.pickle").read_text() == "events"
@@ -121,7 +121,7 @@ def test_what_needs_a_gpu_is_refused_without_one(
     tmp_path: Path, config: ProfileConfig, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        Capture(config, CPU, tmp_path)
+        StepProfiler(config, CPU, tmp_path)
 
 
 @pytest.mark.parametrize(

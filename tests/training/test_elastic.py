@@ -11,7 +11,7 @@ from effasr import config as configuration
 from effasr.optim.adamw import OptimizerConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
-from tests.training.ranks import ROOT, started
+from tests.support.run_ranks import ROOT, started
 from tests.training.test_faults import wait_for
 
 STEPS = 24

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from effasr import config as configuration
-from effasr.training.fault_tolerance.phase_tracker import Activity
+from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.fault_tolerance.watchdog import EX_TEMPFAIL
 from effasr.training.run_dir.run_directory import read_lines
-from tests.training.ranks import started
+from tests.support.run_ranks import started
 
 TIMEOUT_S = 3.0
 LONG = {"max_steps": 100_000, "checkpoint_every": 5, "timeout_s": TIMEOUT_S, "threads": 1}
@@ -117,20 +117,20 @@ def test_a_rank_alone_waits_for_nobody(make_config, tmp_path) -> None:
 
 
 def test_the_time_until_ranks_meet_is_a_ranks_own(batches) -> None:
-    activity = Activity()
+    phases = PhaseTracker()
     for step in (1, 2):
-        activity.begin("loading", step)
+        phases.begin("loading", step)
         time.sleep(0.02)
-        activity.begin("waiting for the others", batches=batches[:2])
-        assert activity.utterances == [*batches[0].ids, *batches[1].ids]
+        phases.begin("waiting for the others", batches=batches[:2])
+        assert phases.utterances == [*batches[0].ids, *batches[1].ids]
         # What the ranks exchange before.
         time.sleep(0.05)
-        activity.compute(batches[0])
+        phases.compute(batches[0])
         time.sleep(0.03)
-        activity.compute(batches[1])
-        assert activity.utterances == list(batches[1].ids)
-        activity.meet()
+        phases.compute(batches[1])
+        assert phases.utterances == list(batches[1].ids)
+        phases.wait_for_ranks()
         time.sleep(0.05)
-        activity.meet()
-    assert activity.steps == 2
-    assert 0.1 <= activity.seconds < 0.16
+        phases.wait_for_ranks()
+    assert phases.steps == 2
+    assert 0.1 <= phases.seconds < 0.16

@@ -5,11 +5,11 @@ import torch
 from effasr.data.batch import StaticShape
 from effasr.data.collate import Example, collate
 from effasr.data.sampling.cost import CostModel
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.training import metrics as meters
 from effasr.training.flops import peak_flops, peak_of, work_of
-from effasr.training.metrics import Meter
-from effasr.training.step_stats import Counts
+from effasr.training.metrics import TrainingMetrics
+from effasr.training.step_stats import StepCounts
 
 COST = CostModel(frame=100, frame_pair=3, token=50, token_pair=2, token_frame=7)
 
@@ -52,10 +52,10 @@ def test_an_empty_batch_costs_its_tail() -> None:
 
 def test_what_is_computed_again_counts_once_with_its_padding() -> None:
     batch = collate(EXAMPLES, StaticShape(20, 9, 4), eos_id=0, pad_id=0)
-    world = World(0, 1, torch.device("cpu"))
+    context = DistributedContext(0, 1, torch.device("cpu"))
     again = CostModel(frame=10, frame_pair=0, token=0, token_pair=0, token_frame=0)
-    assert Counts.of([batch] * 2, world, False, COST).recomputed_flops == 0
-    counts = Counts.of([batch] * 2, world, False, COST, None, (again, None))
+    assert StepCounts.of([batch] * 2, context, False, COST).recomputed_flops == 0
+    counts = StepCounts.of([batch] * 2, context, False, COST, None, (again, None))
     assert counts.recomputed_flops == 2 * 10 * 20
     assert counts.work == (2 * work_of([batch], COST)[1],)
 
@@ -87,7 +87,7 @@ def test_what_has_no_known_peak() -> None:
 
 def test_a_line_of_metrics_has_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meters, "peak_flops", lambda device: 100e12)
-    meter = Meter(torch.device("cpu"), ranks=2)
+    meter = TrainingMetrics(torch.device("cpu"), ranks=2)
     flops = {"useful_flops": 160e12, "computed_flops": 240e12, "hardware_flops": 320e12}
     meter._sums = {"steps": 2} | flops
     meter.time(0.5, 0.0)

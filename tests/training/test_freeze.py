@@ -52,8 +52,8 @@ def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_config, tmp_pat
         assert torch.equal(ours.state_dict()[name], tensor), name
 
 
-def test_frozen_modules_stay_in_evaluation_mode(make_trainee) -> None:
-    model, _ = make_trainee(training=loop("encoder.layers"))
+def test_frozen_modules_stay_in_evaluation_mode(make_train_state) -> None:
+    model, _ = make_train_state(training=loop("encoder.layers"))
     for _ in range(2):
         assert model.training
         assert model.encoder.training
@@ -64,29 +64,27 @@ def test_frozen_modules_stay_in_evaluation_mode(make_trainee) -> None:
     assert not any(module.training for module in model.eval().modules())
 
 
-def test_frozen_batch_norms_use_their_running_statistics(make_trainee, batches) -> None:
+def test_frozen_batch_norms_use_their_running_statistics(make_train_state, batches) -> None:
     """So that the loss of an utterance depends on no other, though the rest is in training."""
-    model, trainee = make_trainee(training=loop("encoder", "decoder"))
-    before = [statistic.clone() for statistic in trainee.statistics]
-    model.config = replace(
-        model.config, spec_augment=replace(model.config.spec_augment, freq_masks=0)
-    )
+    model, train_state = make_train_state(training=loop("encoder", "decoder"))
+    before = [statistic.clone() for statistic in train_state.statistics]
+    model.config = replace(model.config, augment=replace(model.config.spec_augment, freq_masks=0))
     with torch.no_grad():
         trained = model.encode(batches[0]).values
         frozen = model.eval().encode(batches[0]).values
     assert torch.equal(trained, frozen)
     model.train()
-    train_step(trainee, batches[:2], 0)
-    for statistic, value in zip(trainee.statistics, before, strict=True):
+    train_step(train_state, batches[:2], 0)
+    for statistic, value in zip(train_state.statistics, before, strict=True):
         assert torch.equal(statistic, value)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_nothing_is_kept_of_a_frozen_encoder(make_trainee, batches, recomputed) -> None:
+def test_nothing_is_kept_of_a_frozen_encoder(make_train_state, batches, recomputed) -> None:
     """What autograd saves is counted, with the hooks by which it says so."""
     kept = {}
     for frozen in ((), ENCODER):
-        model, _ = make_trainee(training=loop(*frozen, activation_checkpointing=recomputed))
+        model, _ = make_train_state(training=loop(*frozen, activation_checkpointing=recomputed))
         seen: dict[int, int] = {}
         own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
 
@@ -103,8 +101,10 @@ def test_nothing_is_kept_of_a_frozen_encoder(make_trainee, batches, recomputed) 
     assert kept[ENCODER] == 0
 
 
-def test_activations_below_what_is_trained_are_freed_in_the_forward(make_trainee, batches) -> None:
-    model, _ = make_trainee(training=loop("encoder.subsampling"))
+def test_activations_below_what_is_trained_are_freed_in_the_forward(
+    make_train_state, batches
+) -> None:
+    model, _ = make_train_state(training=loop("encoder.subsampling"))
     outputs = []
     hook = model.encoder.subsampling.pointwise2.register_forward_hook(
         lambda module, inputs, output: outputs.append(weakref.ref(output))

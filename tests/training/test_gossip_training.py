@@ -1,28 +1,24 @@
 """Learners that train apart, in the real trainer: whole runs of several processes."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from effasr import config as configuration
 from effasr.checkpoint import load_model, resolve
 from effasr.data.loader import Loader
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.model.cost import cost_model
 from effasr.training import build
-from effasr.training.async_sgd.sync_point import form_learners
 from effasr.training.config import TrainConfig
 from effasr.training.run_dir.run_directory import read_lines
+from effasr.training.strategies.asynchronous import form_learners
 from effasr.training.trainer import run
-from tests.training.ranks import ROOT
+from tests.support.run_ranks import run_module
 
 SHARED = GossipConfig(learner_size=1)
 
@@ -33,32 +29,15 @@ def train(config: TrainConfig, folder: Path, fates: list[dict], codes: list[int]
     Returns:
         What each said.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     recipe, notes = folder / "recipe.yaml", folder / "notes"
     recipe.write_text(configuration.dump(config))
     notes.mkdir()
-    processes = []
-    for rank, fate in enumerate(fates):
-        environment = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(fates)),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1",
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
-        command = [sys.executable, "-m", "tests.training.gossip_workers", str(recipe), str(notes)]
-        processes.append(
-            subprocess.Popen(
-                [*command, json.dumps(fate)], env=environment, cwd=ROOT, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-        )  # fmt: skip
-    try:
-        said = [process.communicate(timeout=90)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    own = [json.dumps(fate) for fate in fates]
+    module, arguments = "tests.training.gossip_rank", (str(recipe), str(notes))
+    ended = run_module(module, *arguments, size=len(fates), limit_s=90, own=own)
+    said = [done.stderr for done in ended]
     everything = "\n-----\n".join(text[-6000:] for text in said)
-    assert [process.returncode for process in processes] == codes, everything
+    assert [done.returncode for done in ended] == codes, everything
     return said
 
 
@@ -216,7 +195,7 @@ def test_processes_form_learners(make_config, monkeypatch, caplog) -> None:
     def form(size: int, learner_size: int | None):
         gossip = GossipConfig(learner_size=learner_size)
         config = make_config(training={"strategy": "h_adpsgd", "gossip": gossip})
-        return form_learners(config, World(0, size, torch.device("cpu")))
+        return form_learners(config, DistributedContext(0, size, torch.device("cpu")))
 
     assert form(1, None) is None
     assert not caplog.text

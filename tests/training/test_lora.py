@@ -20,7 +20,7 @@ from effasr.training.config import LoopConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
-from tests.training.ranks import run_ranks
+from tests.support.run_ranks import run_module
 from tests.training.shortage import shortage
 
 LORA = LoRAConfig(rank=3, alpha=6.0, dropout=0.1, also_train=("*norm*", "ctc_head"))
@@ -172,17 +172,17 @@ def test_a_file_that_lacks_half_an_adapter_is_refused(make_lora_config, tmp_path
     ids=["checkpointing", "adascale", "lamb"],
 )
 def test_it_trains_with_everything_else(
-    make_lora_config, make_trainee, batches, base, settings
+    make_lora_config, make_train_state, batches, base, settings
 ) -> None:
     if settings.get("optimizer", FAST).name == "lamb":
         pytest.importorskip("pytorch_optimizer")
     data = make_lora_config().data
-    model, trainee = make_trainee(
+    model, train_state = make_train_state(
         **{"optimizer": FAST} | settings, lora=LORA, init_from=str(base / "base"), data=data
     )
     begun = {name: x.clone() for name, x in model.state_dict().items()}
     for step in range(3):
-        report = train_step(trainee, batches[2 * step : 2 * step + 2], step)
+        report = train_step(train_state, batches[2 * step : 2 * step + 2], step)
         assert report.values.read()[6]
     for name, value in model.state_dict().items():
         if "lora_" in name:
@@ -192,19 +192,21 @@ def test_it_trains_with_everything_else(
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_want_of_memory_is_made_good(make_lora_config, make_trainee, batches, base, where) -> None:
+def test_want_of_memory_is_made_good(
+    make_lora_config, make_train_state, batches, base, where
+) -> None:
     config = make_lora_config(replace(LORA, dropout=0.0), optimizer=OptimizerConfig(lr=1e-3))
     settings = {"lora": config.lora, "init_from": config.init_from, "data": config.data}
-    model, trainee = make_trainee(**settings)
+    model, train_state = make_train_state(**settings)
     with shortage(model, 1, where=where):
-        report = train_step(trainee, batches[:2], 0)
+        report = train_step(train_state, batches[:2], 0)
     assert report.values.read()[6::2] == [1, 1]
 
 
 # Torch's tracer of autograd functions does so itself.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_the_compiled_model_trains_alike(
-    make_lora_config, make_trainee, batches, base, monkeypatch
+    make_lora_config, make_train_state, batches, base, monkeypatch
 ) -> None:
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(
@@ -215,25 +217,17 @@ def test_the_compiled_model_trains_alike(
     data, states = make_lora_config().data, []
     for compiled in (False, True):
         torch._dynamo.reset()
-        model, trainee = make_trainee(
+        model, train_state = make_train_state(
             training=LoopConfig(max_steps=20, compile=compiled),
             lora=LORA,
             init_from=str(base / "base"),
             data=data,
         )
-        train_step(trainee, batches[:2], 0)
+        train_step(train_state, batches[:2], 0)
         states.append({name: x.clone() for name, x in model.state_dict().items()})
     torch._dynamo.reset()
     for name, tensor in states[0].items():
         torch.testing.assert_close(states[1][name], tensor, msg=name)
-
-
-@pytest.mark.slow
-def test_two_ranks_train_as_one() -> None:
-    """With each strategy, adapters and frozen parts."""
-    for done in run_ranks("tests.training.partial_workers", "everything", 120):
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout == "alike\nuntouched\n"
 
 
 @pytest.mark.slow
@@ -248,7 +242,7 @@ def test_runs_of_two_processes_publish_merged_weights(
     for training in (loop, whole) if strategy == "fsdp2" else (whole,):
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(configuration.dump(make_lora_config(data=data, training=training)))
-        for done in run_ranks("effasr.train", str(recipe), 90):
+        for done in run_module("effasr.train", str(recipe), limit_s=90):
             assert done.returncode == 0, done.stderr[-3000:]
     before, after = weights(base / "base"), weights(tmp_path / "run")
     assert before.keys() == after.keys()

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from effasr.training.metrics import Meter
+from effasr.training.metrics import TrainingMetrics
 from effasr.training.step import StepReport
-from effasr.training.step_stats import Counts, HostCopy
+from effasr.training.step_stats import HostCopy, StepCounts
 
 CPU = torch.device("cpu")
 
@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 def report(
     step: int, loss: float = 1.0, *, finite: bool = True, stopping: int = 0, splits: int = 0
 ) -> StepReport:
-    counts = Counts(
+    counts = StepCounts(
         targets=9, monotonic_targets=9, audio_seconds=10.0 + step, frames=90, frame_rows=100,
         tokens=8, token_rows=10, stopping=stopping, useful_flops=60e12, recomputed_flops=30e12,
         work=(50e12, 40e12),
@@ -21,7 +21,7 @@ def report(
 
 
 def test_a_line_holds_means_per_step_since_the_one_before() -> None:
-    meter = Meter(CPU)
+    meter = TrainingMetrics(CPU)
     for step, loss in enumerate([1.0, 3.0]):
         meter.add(report(step, loss))
         meter.time(0.5, 0.1)
@@ -44,7 +44,7 @@ def test_a_line_holds_means_per_step_since_the_one_before() -> None:
 
 
 def test_the_newest_report_is_left_for_the_device_to_finish() -> None:
-    meter = Meter(CPU)
+    meter = TrainingMetrics(CPU)
     meter.add(report(0, finite=False))
     assert meter.collect() == []
     meter.add(report(1))
@@ -53,7 +53,7 @@ def test_the_newest_report_is_left_for_the_device_to_finish() -> None:
 
 
 def test_steps_without_an_update_do_not_spoil_the_means() -> None:
-    meter = Meter(CPU)
+    meter = TrainingMetrics(CPU)
     meter.add(report(0, float("nan"), finite=False))
     meter.add(report(1, 3.0))
     meter.collect(leave=0)
@@ -66,14 +66,14 @@ def test_steps_without_an_update_do_not_spoil_the_means() -> None:
 
 
 def test_a_line_is_the_same_after_resuming_between_two_lines() -> None:
-    meters = [Meter(CPU), Meter(CPU)]
+    meters = [TrainingMetrics(CPU), TrainingMetrics(CPU)]
     for meter in meters:
         meter.add(report(0, 1.0))
     with pytest.raises(RuntimeError, match="collect"):
         meters[0].state_dict()
     for meter in meters:
         meter.collect(leave=0)
-    resumed = Meter(CPU)
+    resumed = TrainingMetrics(CPU)
     resumed.load_state_dict(meters[0].state_dict())
     for meter in (meters[1], resumed):
         meter.add(report(1, 2.5))
@@ -83,7 +83,7 @@ def test_a_line_is_the_same_after_resuming_between_two_lines() -> None:
 
 
 def test_a_request_to_stop_reaches_every_rank_by_the_counts() -> None:
-    meter = Meter(CPU)
+    meter = TrainingMetrics(CPU)
     meter.add(report(0))
     assert not meter.stopping
     meter.add(report(1, stopping=1))
@@ -91,6 +91,6 @@ def test_a_request_to_stop_reaches_every_rank_by_the_counts() -> None:
 
 
 def test_counts_survive_the_trip_over_the_device() -> None:
-    counts = Counts(2**40 + 1, 7, 0.1, 3, 4, 5, 6, 1, 2e15, 1e15, (1.0, 2.0, 6.0))
-    assert Counts.from_values(HostCopy(counts.tensor(CPU)).read()) == counts
+    counts = StepCounts(2**40 + 1, 7, 0.1, 3, 4, 5, 6, 1, 2e15, 1e15, (1.0, 2.0, 6.0))
+    assert StepCounts.from_values(HostCopy(counts.tensor(CPU)).read()) == counts
     assert counts.rank_imbalance == pytest.approx(1.0)

@@ -1,39 +1,187 @@
 """Strategies of several processes: the same training, and the same files."""
 
 import shutil
+from typing import cast
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from effasr import config as configuration
 from effasr.checkpoint import load_model, resolve
+from effasr.distributed.grad_sync import DDPGradientSync, FlatGradientSync
 from effasr.distributed.local_sgd import LocalSGDConfig
+from effasr.distributed.process_group import DistributedContext
+from effasr.model.asr import ASRModel
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.adascale import AdaScaleConfig
+from effasr.training import build
 from effasr.training.config import LoopConfig
+from effasr.training.cuda_graph import graph
 from effasr.training.run_dir.run_directory import read_lines
+from effasr.training.step import TrainState, train_step
+from effasr.training.strategies.parallelism import average_over_ranks
 from effasr.training.trainer import run
-from tests.training.ranks import run_ranks
+from tests.support.quiet_run import VOCABULARY, make, quiet_config, train, uneven_batch, weights
+from tests.support.run_ranks import check_ranks, run_module
+from tests.training.test_graph import record
 
-WORKERS = "tests.training.parallel_workers"
+STEPS = 20
+
+
+def equal(context: DistributedContext) -> None:
+    """One process, ddp and fsdp2 train alike; so do their averages of the weights."""
+    optimizer = OptimizerConfig(lr=1e-2, eps=1e-4)
+    alone, share = DistributedContext(0, 1, context.device), slice(context.rank, None, 2)
+    results = []
+    for strategy, ranks, own in (
+        ("ddp", alone, slice(None)), ("ddp", context, share), ("fsdp2", context, share)
+    ):  # fmt: skip
+        config = quiet_config(optimizer, strategy=strategy, ema_decay=0.9, clip=0.5)
+        model, train_state = make(config, ranks)
+        begun = weights(model, train_state)
+        losses = train(model, train_state, range(STEPS), own)
+        trained = weights(model, train_state)
+        assert any((x - y).abs().max() > 0.01 for x, y in zip(begun, trained, strict=True))
+        assert train_state.average is not None
+        with train_state.average.in_place():
+            averaged = weights(model, train_state)
+        results.append([*trained, *averaged, torch.tensor(losses)])
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    parts = sum(cast(DTensor, p).to_local().numel() for p in train_state.model.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    assert parts < 0.6 * total
+
+
+def recorded(context: DistributedContext) -> None:
+    """Ranks that replay a graph each, and add up gradients afterwards, train as with ddp."""
+    # A recording that a CPU can replay.
+    build.check_recordable = lambda model, context: None
+    graph._capture = record
+    share, results = slice(context.rank, None, 2), []
+    for name in ("ddp", "graph", "local_sgd", "local_sgd with graph"):
+        strategy, is_recorded = name.split()[0], name.endswith("graph")
+        config = quiet_config(
+            OptimizerConfig(lr=1e-2, eps=1e-4),
+            strategy="ddp" if strategy == "graph" else strategy,
+            local_sgd=LocalSGDConfig(period=2, warmup_steps=1),
+            cuda_graph=is_recorded,
+            clip=0.5,
+        )
+        model = build.build_model(config, VOCABULARY, None, context.device)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(context.rank)  # All begin with the weights of rank 0.
+        train_state = build.build_train_state(config, model, context)
+        assert (train_state.graph is not None) == is_recorded
+        kind = FlatGradientSync if is_recorded else DDPGradientSync
+        assert isinstance(train_state.grad_sync, kind)
+        losses = train(model, train_state, range(6), share)
+        results.append([*weights(model, train_state), torch.tensor(losses)])
+    for with_ddp, with_graph in (results[:2], results[2:]):
+        for x, y in zip(with_ddp, with_graph, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def half_precision(context: DistributedContext) -> None:
+    """In bfloat16, fsdp2 gathers parameters in it; the losses are those of autocast."""
+    losses = []
+    for strategy in ("ddp", "fsdp2"):
+        config = quiet_config(OptimizerConfig(), strategy=strategy, precision="bfloat16")
+        model, train_state = make(config, context)
+        losses.append(train(model, train_state, range(3), slice(context.rank, None, 2)))
+        assert all(p.dtype == torch.float32 for p in train_state.model.parameters())
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=0.02, atol=0.0)
+
+
+def local(context: DistributedContext) -> None:
+    """Ranks go apart after the warm-up, and meet at the mean at the end of each period."""
+    settings = LocalSGDConfig(period=3, warmup_steps=2)
+    optimizer = OptimizerConfig(lr=1e-2)
+    share = slice(context.rank, None, 2)
+    config = quiet_config(optimizer, strategy="local_sgd", local_sgd=settings, ema_decay=0.9)
+    model, train_state = make(config, context)
+    reference, plain = make(quiet_config(optimizer, ema_decay=0.9), context)
+    for step in range(8):
+        before = []
+        averager = train_state.averager
+        after = averager.after
+
+        def seen(step: int, before=before, after=after) -> None:
+            before += [p.detach().clone() for p in model.parameters()]
+            after(step)
+
+        object.__setattr__(averager, "after", seen)
+        train(model, train_state, range(step, step + 1), share)
+        object.__setattr__(averager, "after", after)
+        now = weights(model, train_state)
+        others = context.all_gather(now)
+        alike = all(torch.equal(x, y) for x, y in zip(*others, strict=True))
+        assert alike == (step < 2 or step in (4, 7)), step
+        if step < 2:
+            train(reference, plain, range(step, step + 1), share)
+            for x, y in zip(now, reference.parameters(), strict=True):
+                torch.testing.assert_close(x, y)
+        if step in (4, 7):
+            for x, *both in zip(now, *context.all_gather(before), strict=True):
+                torch.testing.assert_close(x, torch.stack(both).mean(0))
+    train(model, train_state, range(8, 9), share)
+    mine = everything_of(model, train_state)
+    means = [torch.stack(both).mean(0) for both in zip(*context.all_gather(mine), strict=True)]
+    assert any(not torch.equal(x, y) for x, y in zip(mine, means, strict=True))
+    average_over_ranks(train_state, context)
+    for x, y in zip(everything_of(model, train_state), means, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def everything_of(model: ASRModel, train_state: TrainState) -> list[Tensor]:
+    """Weights, their average, and the moments."""
+    assert train_state.average is not None
+    moments = [
+        value.clone()
+        for p in model.parameters()
+        for name, value in train_state.optimizer.state[p].items()
+        if name.startswith("exp_avg")
+    ]
+    averages = [value.clone() for value in train_state.average.average.values()]
+    return [*weights(model, train_state), *averages, *moments]
+
+
+def broken(context: DistributedContext) -> None:
+    """A gradient that is not finite on one rank alone: no rank makes the update."""
+    settings = LocalSGDConfig(period=100, warmup_steps=0)
+    config = quiet_config(OptimizerConfig(), strategy="local_sgd", local_sgd=settings)
+    model, train_state = make(config, context)
+    before = weights(model, train_state)
+    first = next(model.parameters())
+    factor = torch.nan if context.rank == 1 else 1.0
+    handle = first.register_hook(lambda gradient: gradient * factor)
+    report = train_step(train_state, [uneven_batch(context.rank)], 0)
+    values = report.values.read()
+    assert values[0] == values[0]
+    assert not values[6]
+    assert all(torch.equal(x, y) for x, y in zip(before, weights(model, train_state), strict=True))
+    handle.remove()
+    assert train_step(train_state, [uneven_batch(2 + context.rank)], 1).values.read()[6]
 
 
 def test_two_ranks_train_as_each_strategy_says() -> None:
     """All scenarios in the same two processes, which take long to begin."""
-    for done in run_ranks(WORKERS, "everything", 120):
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout == "equal\nreplayed\nclose\naveraged\nleft out\n"
+    check_ranks(equal, recorded, half_precision, local, broken, limit_s=120)
 
 
 def train_on_two(config, folder) -> None:
     recipe = folder / "recipe.yaml"
     recipe.write_text(configuration.dump(config))
-    for done in run_ranks("effasr.train", str(recipe), 60):
+    for done in run_module("effasr.train", str(recipe), limit_s=60):
         assert done.returncode == 0, done.stderr[-3000:]
         assert "Warning" not in done.stderr
 
 
-def weights(folder) -> dict[str, torch.Tensor]:
+def published(folder) -> dict[str, torch.Tensor]:
     return load_model(resolve(folder)).model.state_dict()
 
 
@@ -62,8 +210,8 @@ def test_a_run_goes_on_with_another_strategy_on_another_number_of_ranks(
         8,
         12,
     ]
-    expected = weights(tmp_path / "straight" / "checkpoints" / "step_00000012")
-    got = weights(tmp_path / "run" / "checkpoints" / "step_00000012")
+    expected = published(tmp_path / "straight" / "checkpoints" / "step_00000012")
+    got = published(tmp_path / "run" / "checkpoints" / "step_00000012")
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         # Ranks have running statistics of their own batches, of which the mean is kept.
@@ -78,11 +226,11 @@ def test_local_sgd_goes_on_exactly(make_config, tmp_path) -> None:
     config = make_config(training=loop)
     train_on_two(config, tmp_path)
     checkpoints = tmp_path / "run" / "checkpoints"
-    expected = weights(checkpoints / "step_00000008")
+    expected = published(checkpoints / "step_00000008")
     # As if the run had been killed after the checkpoint before.
     shutil.rmtree(checkpoints / "step_00000008")
     train_on_two(config, tmp_path)
-    got = weights(checkpoints / "step_00000008")
+    got = published(checkpoints / "step_00000008")
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
 

@@ -10,7 +10,7 @@ from effasr.training.fault_tolerance.batch_split import split
 from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory, is_out_of_memory
 from effasr.training.run_dir.run_directory import read_lines
-from effasr.training.step import StepReport, Trainee, train_step
+from effasr.training.step import StepReport, TrainState, train_step
 from effasr.training.trainer import run
 from tests.training.conftest import make_batch
 from tests.training.shortage import CPU_ERROR, shortage, torch_error
@@ -19,7 +19,7 @@ PLACES = [(call, where) for call in range(3) for where in ("forward", "backward"
 
 
 @pytest.fixture
-def quiet(make_trainee, model_config):
+def quiet(make_train_state, model_config):
     """Trainees without anything random, and without batch norms."""
     config = replace(
         model_config,
@@ -30,30 +30,30 @@ def quiet(make_trainee, model_config):
         decoder=replace(model_config.decoder, residual_dropout=0.0),
     )  # fmt: skip
 
-    def make(**settings) -> tuple[ASRModel, Trainee]:
-        return make_trainee(model=config, **settings)
+    def make(**settings) -> tuple[ASRModel, TrainState]:
+        return make_train_state(model=config, **settings)
 
     return make
 
 
 @pytest.fixture
-def batch_norm(make_trainee, model_config):
+def batch_norm(make_train_state, model_config):
     """The same with batch norms."""
     encoder = replace(model_config.encoder, residual_dropout=0.0, attention_dropout=0.0)
     decoder = replace(model_config.decoder, residual_dropout=0.0)
-    return lambda: make_trainee(model=replace(model_config, encoder=encoder, decoder=decoder))
+    return lambda: make_train_state(model=replace(model_config, encoder=encoder, decoder=decoder))
 
 
-def gradients_seen(trainee: Trainee) -> list[torch.Tensor]:
+def gradients_seen(train_state: TrainState) -> list[torch.Tensor]:
     """The gradients when the optimizer comes to them."""
     seen: list[torch.Tensor] = []
-    step = trainee.optimizer.step
+    step = train_state.optimizer.step
 
     def watched() -> None:
-        seen.extend(p.grad.clone() for p in trainee.model.parameters())
+        seen.extend(p.grad.clone() for p in train_state.model.parameters())
         step()
 
-    trainee.optimizer.step = watched
+    train_state.optimizer.step = watched
     return seen
 
 
@@ -63,11 +63,11 @@ def splits(report: StepReport) -> float:
 
 @pytest.mark.parametrize(("call", "where"), PLACES)
 def test_the_step_is_that_which_would_have_been(quiet, batches, call, where) -> None:
-    (model, trainee), (straight, expected) = quiet(), quiet()
-    seen, wanted = gradients_seen(trainee), gradients_seen(expected)
+    (model, train_state), (straight, expected) = quiet(), quiet()
+    seen, wanted = gradients_seen(train_state), gradients_seen(expected)
     for step in range(2):
         with shortage(model, *([call] if step == 1 else []), where=where):
-            report = train_step(trainee, batches[3 * step : 3 * step + 3], step)
+            report = train_step(train_state, batches[3 * step : 3 * step + 3], step)
         plain = train_step(expected, batches[3 * step : 3 * step + 3], step)
     assert splits(report) == 1
     for x, y in zip(seen, wanted, strict=True):
@@ -84,12 +84,12 @@ def test_the_step_is_that_which_would_have_been(quiet, batches, call, where) -> 
 
 
 def test_halves_are_split_again_until_they_fit(quiet, batches) -> None:
-    (model, trainee), (_, expected) = quiet(), quiet()
-    seen, wanted = gradients_seen(trainee), gradients_seen(expected)
+    (model, train_state), (_, expected) = quiet(), quiet()
+    seen, wanted = gradients_seen(train_state), gradients_seen(expected)
     of_two = max((0, 1), key=lambda half: len(split(batches[1])[half].ids))
     # The first and the second as they are, the first again, and the halves of the second.
     with shortage(model, 1, 3 if of_two == 0 else 4, where="backward") as calls:
-        report = train_step(trainee, batches[:2], 0)
+        report = train_step(train_state, batches[:2], 0)
     train_step(expected, batches[:2], 0)
     assert sorted(len(batch.ids) for batch in calls[3:]) == [1, 1, 1, 2]
     assert [name for b, _ in report.micro_batches for name in b.ids] == [
@@ -101,11 +101,11 @@ def test_halves_are_split_again_until_they_fit(quiet, batches) -> None:
 
 
 def test_a_second_micro_batch_may_fail_as_well(quiet, batches) -> None:
-    (model, trainee), (_, expected) = quiet(), quiet()
-    seen, wanted = gradients_seen(trainee), gradients_seen(expected)
+    (model, train_state), (_, expected) = quiet(), quiet()
+    seen, wanted = gradients_seen(train_state), gradients_seen(expected)
     # Calls: 0 fails; its halves 1 and 2; 3 fails; then those halves again, 4 and 5, and its own.
     with shortage(model, 0, 3, where="backward") as calls:
-        report = train_step(trainee, batches[:2], 0)
+        report = train_step(train_state, batches[:2], 0)
     assert [len(batch.ids) for batch in calls] == [3, *_halves(calls[1:3]), 3, *_halves(calls[4:])]
     assert len(calls) == 8
     train_step(expected, batches[:2], 0)
@@ -118,25 +118,25 @@ def _halves(batches) -> list[int]:
     return [len(batch.ids) for batch in batches]
 
 
-def test_nothing_is_left_of_the_attempt_that_failed(make_trainee, batches) -> None:
+def test_nothing_is_left_of_the_attempt_that_failed(make_train_state, batches) -> None:
     """Dropout on: what is redone is a function of the step, and of the pieces, alone."""
     results = []
     for extra in (0, 1):
-        model, trainee = make_trainee()
+        model, train_state = make_train_state()
         torch.rand(extra)
         with shortage(model, 1, where=("forward", "backward")[extra]):
-            train_step(trainee, batches[:2], 4)
+            train_step(train_state, batches[:2], 4)
         results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*results)
 
 
 def test_statistics_of_batch_norms_are_those_of_one_update(batch_norm, batches) -> None:
     """The mean of the pieces' is that of the whole; their variances leave out how means differ."""
-    (model, trainee), (_, expected) = batch_norm(), batch_norm()
+    (model, train_state), (_, expected) = batch_norm(), batch_norm()
     with shortage(model, 1, where="backward"):
-        train_step(trainee, batches[:2], 0)
+        train_step(train_state, batches[:2], 0)
     train_step(expected, batches[:2], 0)
-    (mean, variance), (whole_mean, whole_variance) = trainee.statistics, expected.statistics
+    (mean, variance), (whole_mean, whole_variance) = train_state.statistics, expected.statistics
     assert mean.abs().max() > 1e-3
     torch.testing.assert_close(mean, whole_mean, rtol=1e-4, atol=1e-6)
     assert (variance <= whole_variance * 1.05).all()
@@ -144,24 +144,24 @@ def test_statistics_of_batch_norms_are_those_of_one_update(batch_norm, batches) 
 
 
 def test_a_loss_that_is_not_finite_is_still_left_out(quiet, batches, broken_batch) -> None:
-    model, trainee = quiet()
+    model, train_state = quiet()
     before = [p.detach().clone() for p in model.parameters()]
     with shortage(model, 1, where="forward"):
-        report = train_step(trainee, [batches[0], broken_batch], 0)
+        report = train_step(train_state, [batches[0], broken_batch], 0)
     assert not report.values.read()[6]
     for x, y in zip(model.parameters(), before, strict=True):
         assert torch.equal(x, y)
-    guard = NonFiniteGuard(model, trainee.autocast, "skip", trainee.world, None)  # type: ignore[arg-type]
+    guard = NonFiniteGuard(model, train_state.config.autocast, "skip", train_state.context, None)  # type: ignore[arg-type]
     assert guard._describe(report)["utterances"] == ["9-2"]
 
 
 def test_an_utterance_that_does_not_fit_alone_is_named(quiet, batches) -> None:
-    model, trainee = quiet()
+    model, train_state = quiet()
     with (
         shortage(model, *range(20), where="forward", error=lambda: RuntimeError(CPU_ERROR)),
         pytest.raises(OutOfMemory) as failed,
     ):
-        train_step(trainee, batches[:1], 0)
+        train_step(train_state, batches[:1], 0)
     frames = batches[0].frames.lengths[0]
     message = str(failed.value)
     assert f"utterance '0-0' alone does not fit in memory: it has {frames} encoder fr" in message
@@ -171,22 +171,22 @@ def test_an_utterance_that_does_not_fit_alone_is_named(quiet, batches) -> None:
 
 
 def test_a_recorded_micro_batch_is_not_split(quiet, batches) -> None:
-    _, trainee = quiet()
+    _, train_state = quiet()
 
     def replay(batch, counts):
         raise torch_error()
 
     with pytest.raises(OutOfMemory, match=r"CUDA graph cannot be split: lower data.frame_budget"):
-        train_step(replace(trainee, graph=replay), batches[:1], 0)
+        train_step(replace(train_state, graph=replay), batches[:1], 0)
 
 
 def test_other_errors_are_not_taken_for_this_one(quiet, batches) -> None:
-    model, trainee = quiet()
+    model, train_state = quiet()
     with (
         shortage(model, 0, where="backward", error=lambda: RuntimeError("shape mismatch")),
         pytest.raises(RuntimeError, match="shape mismatch"),
     ):
-        train_step(trainee, batches[:1], 0)
+        train_step(train_state, batches[:1], 0)
 
 
 def test_what_counts_as_want_of_memory() -> None:
@@ -205,17 +205,17 @@ def test_what_counts_as_want_of_memory() -> None:
 
 def test_batches_of_one_shape_go_on_after_it(quiet) -> None:
     """Nothing of the pieces' shapes is left behind."""
-    model, trainee = quiet()
+    model, train_state = quiet()
     for step in range(3):
         with shortage(model, *([1] if step == 0 else []), where="backward"):
-            report = train_step(trainee, [make_batch(step), make_batch(step + 5)], step)
+            report = train_step(train_state, [make_batch(step), make_batch(step + 5)], step)
     assert splits(report) == 0
     assert report.values.read()[6]
 
 
 def test_pieces_are_not_compiled(quiet, batches, monkeypatch) -> None:
     """They have shapes of their own, and a compiler would take minutes for each."""
-    model, trainee = quiet()
+    model, train_state = quiet()
     rows = []
 
     def compiled(batch, **options):
@@ -224,7 +224,7 @@ def test_pieces_are_not_compiled(quiet, batches, monkeypatch) -> None:
 
     monkeypatch.setattr(model, "_compiled_call_impl", compiled)
     with shortage(model, 1, where="backward"):
-        report = train_step(trainee, batches[:3], 0)
+        report = train_step(train_state, batches[:3], 0)
     assert splits(report) == 1
     assert rows == [60, 60, 60]
 

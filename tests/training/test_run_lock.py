@@ -22,7 +22,7 @@ from effasr.training.run_dir import run_lock
 from effasr.training.run_dir.run_directory import RunDirectory
 from effasr.training.run_dir.run_lock import LOCK, RunLock
 from effasr.training.trainer import run
-from tests.training.ranks import ROOT, started
+from tests.support.run_ranks import ROOT, started
 from tests.training.test_faults import wait_for
 
 ONE = {"max_steps": 100_000, "checkpoint_every": 5, "threads": 1}

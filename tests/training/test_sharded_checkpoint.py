@@ -8,7 +8,7 @@ import torch
 from effasr import config as configuration
 from effasr.checkpoint import load_model
 from effasr.distributed.tensor_files import read_whole
-from tests.training.ranks import run_ranks
+from tests.support.run_ranks import run_module
 
 
 @pytest.mark.slow
@@ -19,7 +19,7 @@ def test_a_sharded_run_goes_on_to_the_last_bit(make_config, tmp_path) -> None:
     newest = tmp_path / "run" / "checkpoints" / "step_00000008"
     ends = []
     for _ in range(2):
-        for done in run_ranks("effasr.train", str(recipe), 90):
+        for done in run_module("effasr.train", str(recipe), limit_s=90):
             assert done.returncode == 0, done.stderr[-3000:]
             assert "Warning" not in done.stderr
         ends.append(load_model(newest).model.state_dict() | read_whole(newest / "training"))

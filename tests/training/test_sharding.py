@@ -1,15 +1,120 @@
 """fsdp2 over two processes, with batches that ranks do not have in common."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
 import pytest
+import torch
+from effasr.data.text_batch import TextExample, collate_text
+from torch import Tensor
+from torch._dynamo.utils import counters
 
-from tests.training.ranks import run_ranks
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import collate
+from effasr.distributed.process_group import DistributedContext
+from effasr.model.text_encoder import TextEncoderConfig
+from effasr.optim.adamw import OptimizerConfig
+from effasr.training.config import TrainConfig
+from effasr.training.step import train_step
+from tests.support.quiet_run import examples_of, make, quiet_config, uneven_batch, weights
+from tests.support.run_ranks import check_ranks
 
-WORKERS = "tests.training.sharding_workers"
+STEPS = 3
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-4)
+ENDS = {"eos_id": 1, "pad_id": 0}
+
+
+def exact(number: int) -> Batch:
+    """Of a size of its own; every fourth is empty, so that it has no row at all."""
+    return collate([] if number % 4 == 3 else examples_of(number), **ENDS)
+
+
+def padded(number: int) -> Batch:
+    return collate([] if number % 4 == 0 else examples_of(number), **ENDS, padded=True)
+
+
+def mixed(number: int) -> Batch:
+    """Speech or text, by turns on either rank, and now and then neither."""
+    shape, step = StaticShape(30, 40, 4), number // 4
+    if (number + step) % 3:
+        return uneven_batch(number)
+    pairs = [] if step == 2 else [TextExample(str(n), [4, 5, 6 + n], [2], [7]) for n in range(3)]
+    return collate_text(pairs, shape, **ENDS)
+
+
+def train(
+    config: TrainConfig, context: DistributedContext, make_batch: Callable[[int], Batch]
+) -> list[Tensor]:
+    """Four micro-batches a step, shared by the ranks: losses, norms and the weights."""
+    model, train_state = make(config, context)
+    found = []
+    for step in range(STEPS):
+        batches = [make_batch(4 * step + n) for n in range(4)]
+        torch.manual_seed(step)
+        values = train_step(train_state, batches[context.rank :: context.size], step).values.read()
+        assert values[6], "the step was not finite"
+        found.append(torch.tensor(values))
+    return [*found, *weights(model, train_state), *train_state.statistics]
+
+
+def alike(
+    context: DistributedContext,
+    make_batch: Callable[[int], Batch],
+    config: TrainConfig,
+    sharded: TrainConfig | None = None,
+) -> None:
+    """Sharded over two ranks, training is as on one."""
+    expected = train(config, DistributedContext(0, 1, context.device), make_batch)
+    loop = replace((sharded or config).training, strategy="fsdp2")
+    found = train(replace(sharded or config, training=loop), context, make_batch)
+    for x, y in zip(expected, found, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def strategies(context: DistributedContext) -> None:
+    """Batches of any size, some of which have no row on one of the ranks."""
+    for make_batch in (exact, padded):
+        alike(context, make_batch, quiet_config(OPTIMIZER))
+
+
+def with_text(config: TrainConfig) -> TrainConfig:
+    text = TextEncoderConfig(layers=2, heads=2, feed_forward=16)
+    return replace(config, model=replace(config.model, text_encoder=text))
+
+
+def text(context: DistributedContext) -> None:
+    """A rank has text where the other has speech."""
+    kinds = [[mixed(4 * step + n).source is None for n in range(4)] for step in range(STEPS)]
+    assert any(a != b for step in kinds for a, b in zip(step[::2], step[1::2], strict=True))
+    alike(context, mixed, with_text(quiet_config(OPTIMIZER)))
+
+
+def recomputed(context: DistributedContext) -> None:
+    """With layers computed again, each strategy trains as without, and each rank to the bit."""
+    config = with_text(quiet_config(OPTIMIZER))
+    again = replace(config, training=replace(config.training, activation_checkpointing=True))
+    alike(context, mixed, config, again)
+    for strategy in ("ddp", "local_sgd"):
+        both = [
+            train(replace(c, training=replace(c.training, strategy=strategy)), context, mixed)
+            for c in (config, again)
+        ]
+        assert all(torch.equal(x, y) for x, y in zip(*both, strict=True))
+
+
+def compiled(context: DistributedContext) -> None:
+    """Layers that are compiled one by one, from one graph for all of a kind."""
+    # The default backend writes and compiles C++, which takes minutes.
+    torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
+    config = quiet_config(OPTIMIZER)
+    settings = replace(config.training, compile=True, activation_checkpointing=True)
+    alike(context, uneven_batch, config, replace(config, training=settings))
+    # Of the encoder and of the decoder.
+    assert counters["stats"]["unique_graphs"] == 2, counters["stats"]
 
 
 @pytest.mark.slow
 def test_sharded_training_is_that_of_one_process() -> None:
     """All scenarios in the same two processes, which take long to begin."""
-    for done in run_ranks(WORKERS, "everything", 200):
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout == "strategies\ntext\nrecomputed\ncompiled\n"
+    check_ranks(strategies, text, recomputed, compiled, limit_s=200)

@@ -93,13 +93,13 @@ class Sizes(TorchDispatchMode):
         return result
 
 
-def test_every_step_asks_for_the_same_memory(make_trainee) -> None:
-    _, trainee = make_trainee()
+def test_every_step_asks_for_the_same_memory(make_train_state) -> None:
+    _, train_state = make_train_state()
     traces = []
     for step in range(4):
         batch = make_batch(step)
         with Sizes() as sizes:
-            train_step(trainee, [batch], step)
+            train_step(train_state, [batch], step)
         traces.append(sizes.found)
     # The first step makes the optimizer's state.
     assert len(traces[1]) > 500

@@ -7,19 +7,20 @@ from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training.config import LoopConfig
 from effasr.training.loss import LossConfig
-from effasr.training.step import micro_batch_seed, train_step
-from effasr.training.step_stats import Counts
+from effasr.training.seeds import micro_batch_seed
+from effasr.training.step import train_step
+from effasr.training.step_stats import StepCounts
 
 
 def weights(model) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def test_the_gradient_is_that_of_the_mean_over_all_micro_batches(make_trainee, batches) -> None:
+def test_the_gradient_is_that_of_the_mean_over_all_micro_batches(make_train_state, batches) -> None:
     """Against one plain backward of the summed losses, with the same seeds for dropout."""
     loss_config = LossConfig(ctc_weight=0.4, guided_weight=0.5)
-    model, trainee = make_trainee(loss=loss_config)
-    reference, _ = make_trainee(loss=loss_config)
+    model, train_state = make_train_state(loss=loss_config)
+    reference, _ = make_train_state(loss=loss_config)
     targets = sum(batch.num_targets for batch in batches[:3])
     monotonic = sum(batch.num_monotonic_targets for batch in batches[:3])
     total = torch.zeros(())
@@ -35,7 +36,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_micro_batches(make_trainee, b
         parameter.register_post_accumulate_grad_hook(
             lambda p, name=name: gradients.__setitem__(name, p.grad.clone())
         )
-    report = train_step(trainee, batches[:3], 5)
+    report = train_step(train_state, batches[:3], 5)
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-7)
     norm = torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
@@ -45,10 +46,10 @@ def test_the_gradient_is_that_of_the_mean_over_all_micro_batches(make_trainee, b
     assert (finite, guided, splits) == (1.0, 1.0, 0.0)
 
 
-def test_the_report_counts_what_was_computed(make_trainee, batches) -> None:
-    _, trainee = make_trainee()
-    report = train_step(trainee, batches[:2], 0)
-    counts = Counts.from_values(report.counts.read())
+def test_the_report_counts_what_was_computed(make_train_state, batches) -> None:
+    _, train_state = make_train_state()
+    report = train_step(train_state, batches[:2], 0)
+    counts = StepCounts.from_values(report.counts.read())
     assert counts.audio_seconds == pytest.approx(sum(b.audio_seconds for b in batches[:2]))
     assert counts.targets == sum(len(b.ids) for b in batches[:2]) * 4
     assert counts.monotonic_targets == counts.targets * 2 / 3
@@ -58,18 +59,18 @@ def test_the_report_counts_what_was_computed(make_trainee, batches) -> None:
     assert [batch.ids for batch, _ in report.micro_batches] == [b.ids for b in batches[:2]]
 
 
-def test_dropout_depends_on_the_step_alone(make_trainee, batches) -> None:
+def test_dropout_depends_on_the_step_alone(make_train_state, batches) -> None:
     """Neither the state of the generator nor the steps before matter: resuming needs no history."""
     results = []
     for noise in (1, 2):
-        model, trainee = make_trainee()
+        model, train_state = make_train_state()
         torch.manual_seed(noise)
         torch.rand(noise)
-        train_step(trainee, batches[:2], 3)
+        train_step(train_state, batches[:2], 3)
         results.append(weights(model))
     assert torch.equal(*results)
-    model, trainee = make_trainee()
-    train_step(trainee, batches[:2], 4)
+    model, train_state = make_train_state()
+    train_step(train_state, batches[:2], 4)
     assert not torch.equal(weights(model), results[0])
 
 
@@ -83,59 +84,63 @@ def test_seeds_differ_by_run_step_and_micro_batch() -> None:
     assert len(seeds) == 3 * 20 * 8
 
 
-def test_a_loss_that_is_not_finite_changes_nothing(make_trainee, batches, broken_batch) -> None:
-    model, trainee = make_trainee(training=LoopConfig(max_steps=20, ema_decay=0.9))
-    train_step(trainee, batches[:2], 0)
+def test_a_loss_that_is_not_finite_changes_nothing(make_train_state, batches, broken_batch) -> None:
+    model, train_state = make_train_state(training=LoopConfig(max_steps=20, ema_decay=0.9))
+    train_step(train_state, batches[:2], 0)
     before = weights(model)
-    kept = {name: value.clone() for name, value in trainee.average.average.items()}
-    statistics = [statistic.clone() for statistic in trainee.statistics]
-    report = train_step(trainee, [batches[2], broken_batch], 1)
+    kept = {name: value.clone() for name, value in train_state.average.average.items()}
+    statistics = [statistic.clone() for statistic in train_state.statistics]
+    report = train_step(train_state, [batches[2], broken_batch], 1)
     assert torch.equal(weights(model), before)
     assert len(statistics) == 2
-    for statistic, earlier in zip(trainee.statistics, statistics, strict=True):
+    for statistic, earlier in zip(train_state.statistics, statistics, strict=True):
         assert torch.equal(statistic, earlier)
     assert not report.values.read()[6]
     assert not report.micro_batches[1][1].isfinite().all()
-    train_step(trainee, batches[3:5], 2)
-    assert not torch.equal(trainee.statistics[0], statistics[0])
+    train_step(train_state, batches[3:5], 2)
+    assert not torch.equal(train_state.statistics[0], statistics[0])
     assert weights(model).isfinite().all()
     assert not torch.equal(weights(model), before)
-    assert all(value.isfinite().all() for value in trainee.average.average.values())
-    assert any(not torch.equal(value, kept[n]) for n, value in trainee.average.average.items())
+    assert all(value.isfinite().all() for value in train_state.average.average.values())
+    assert any(not torch.equal(value, kept[n]) for n, value in train_state.average.average.items())
 
 
-def test_a_micro_batch_without_utterances_adds_nothing(make_trainee, batches) -> None:
+def test_a_micro_batch_without_utterances_adds_nothing(make_train_state, batches) -> None:
     """Such ones fill up a step that is short of utterances, so that no rank goes without."""
     empty = collate([], StaticShape(60, 30, 4), eos_id=1, pad_id=0)
-    (model, trainee), (reference, alone) = make_trainee(), make_trainee()
-    report = train_step(trainee, [batches[0], empty], 0)
+    (model, train_state), (reference, alone) = make_train_state(), make_train_state()
+    report = train_step(train_state, [batches[0], empty], 0)
     train_step(alone, [batches[0]], 0)
     assert report.values.read()[6]
     torch.testing.assert_close(weights(model), weights(reference))
-    _, nobody = make_trainee()
+    _, nobody = make_train_state()
     assert train_step(nobody, [empty], 0).values.read()[:5] == [0.0] * 5
 
 
-def test_the_learning_rate_and_the_clip_are_obeyed(make_trainee, batches) -> None:
-    model, trainee = make_trainee(training=LoopConfig(max_steps=20, clip=1e-3))
+def test_the_learning_rate_and_the_clip_are_obeyed(make_train_state, batches) -> None:
+    model, train_state = make_train_state(training=LoopConfig(max_steps=20, clip=1e-3))
     norms = []
-    step = trainee.optimizer.step
+    step = train_state.optimizer.step
 
     def watched() -> None:
         norms.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm().item())
         step()
 
-    trainee.optimizer.step = watched
-    report = train_step(trainee, batches[:1], 7)
+    train_state.optimizer.step = watched
+    report = train_step(train_state, batches[:1], 7)
     assert norms == pytest.approx([1e-3], rel=1e-3)
     assert report.values.read()[5] > 1e-2
-    assert trainee.optimizer.param_groups[0]["lr"] == report.lr == trainee.learning_rate(7)
+    assert (
+        train_state.optimizer.param_groups[0]["lr"]
+        == report.lr
+        == train_state.config.learning_rate(7)
+    )
 
 
-def test_several_small_steps_bring_the_loss_down(make_trainee, batches) -> None:
-    _, trainee = make_trainee(
+def test_several_small_steps_bring_the_loss_down(make_train_state, batches) -> None:
+    _, train_state = make_train_state(
         optimizer=OptimizerConfig(lr=0.02),
         schedule=ScheduleConfig(name="cosine", warmup_steps=3),
     )
-    losses = [train_step(trainee, batches[:2], step).values.read()[0] for step in range(20)]
+    losses = [train_step(train_state, batches[:2], step).values.read()[0] for step in range(20)]
     assert losses[-1] < 0.6 * losses[0]

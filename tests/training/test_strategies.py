@@ -101,12 +101,12 @@ def test_padded_losses_are_those_of_real_targets_after_padding_by_hand(model_con
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_micro_batch_without_utterances_adds_nothing_in_exact_sizes(
-    make_trainee, batches, padded
+    make_train_state, batches, padded
 ) -> None:
     """As where none of its audio could be read."""
     empty = collate([], eos_id=1, pad_id=0, padded=padded)
-    (model, trainee), (reference, alone) = make_trainee(), make_trainee()
-    report = train_step(trainee, [batches[0], empty], 0)
+    (model, train_state), (reference, alone) = make_train_state(), make_train_state()
+    report = train_step(train_state, [batches[0], empty], 0)
     train_step(alone, [batches[0]], 0)
     assert report.values.read()[6]
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
@@ -121,10 +121,10 @@ def test_a_killed_run_of_a_baseline_goes_on_where_it_was(
     assert run(make_config(name="straight", data=data)) == 0
     steps = trainer.train_step
 
-    def killed(trainee, batches, step, **settings):
+    def killed(train_state, batches, step, **settings):
         if step == 6:
             raise KeyboardInterrupt
-        return steps(trainee, batches, step, **settings)
+        return steps(train_state, batches, step, **settings)
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "train_step", killed)

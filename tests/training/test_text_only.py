@@ -18,7 +18,7 @@ from effasr.data.index.text_corpus import TextCorpus
 from effasr.data.loader import Loader
 from effasr.data.mixture import MixConfig
 from effasr.data.tokenizer import load_tokenizer, train_tokenizer
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.model.cost import cost_model, text_cost_model
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.optim.adamw import OptimizerConfig
@@ -90,17 +90,17 @@ def test_a_toy_translation_is_learnt(pairs, model_config) -> None:
         training=LoopConfig(max_steps=40),
     )
     config = build.resolve(config, None)
-    world = World(0, 1, torch.device("cpu"))
+    context = DistributedContext(0, 1, torch.device("cpu"))
     tokenizer = load_tokenizer(pairs / "tokenizer")
     data = DataConfig(micro_batches=2, text_share=0.5)
     corpus = TextCorpus.load([pairs / "pairs.jsonl"], tokenizer, data, token_budget=600)
-    trained = build.build_model(config, tokenizer.vocab_size, None, world.device)
-    trainee = build.build_trainee(config, trained, world)
+    trained = build.build_model(config, tokenizer.vocab_size, None, context.device)
+    train_state = build.build_train_state(config, trained, context)
     plan = corpus.plan(0, steps=30, micro_batches=1, seed=0)
     losses = []
     for step in range(30):
         batches = [corpus.batch(members) for members in plan.step(step)]
-        losses.append(train_step(trainee, batches, step).values.read()[1])
+        losses.append(train_step(train_state, batches, step).values.read()[1])
     assert losses[0] > 3.0
     assert losses[-1] < 1.2
     trained.eval()
@@ -288,8 +288,8 @@ def test_a_model_without_text_encoder_gets_one(make_mixed, make_config, pairs, t
     assert run(make_config(name="base", data=data, training={"max_steps": 2})) == 0
     config = make_mixed(init_from=str(tmp_path / "base"), data={"tokenizer": ""})
     config = build.resolve(config, None)
-    world = World(0, 1, torch.device("cpu"))
-    model = build.build_model(config, 30, None, world.device)
+    context = DistributedContext(0, 1, torch.device("cpu"))
+    model = build.build_model(config, 30, None, context.device)
     before = load_model(resolve(tmp_path / "base")).model.state_dict()
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)

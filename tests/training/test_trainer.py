@@ -48,11 +48,11 @@ def poison(monkeypatch, number: int) -> list[str]:
     names = []
     train_step = trainer.train_step
 
-    def poisoned(trainee, batches, step, **options):
+    def poisoned(train_state, batches, step, **options):
         if step + 1 == number:
             names.append(batches[0].ids[0])
             batches[0].audio.values[50] = torch.nan
-        return train_step(trainee, batches, step, **options)
+        return train_step(train_state, batches, step, **options)
 
     monkeypatch.setattr(trainer, "train_step", poisoned)
     return names

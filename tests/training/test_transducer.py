@@ -78,9 +78,9 @@ def test_a_predictor_asks_for_the_same_memory_at_every_step(hybrid: ModelConfig)
     assert traces[2] == traces[1]
 
 
-def test_steps_are_finite_and_bring_the_loss_down(make_trainee, hybrid, batches) -> None:
-    _, trainee = make_trainee(model=hybrid)
-    values = [train_step(trainee, batches[:2], step).values.read() for step in range(30)]
+def test_steps_are_finite_and_bring_the_loss_down(make_train_state, hybrid, batches) -> None:
+    _, train_state = make_train_state(model=hybrid)
+    values = [train_step(train_state, batches[:2], step).values.read() for step in range(30)]
     loss, cross_entropy, ctc, transducer, penalty, *_ = values[0]
     assert loss == pytest.approx(0.3 * ctc + 0.7 * transducer, rel=1e-5)
     assert cross_entropy == penalty == 0

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from effasr.distributed.process_group import World
-from effasr.training.fault_tolerance.nonfinite_guard import TrainingFailed
-from effasr.training.fault_tolerance.phase_tracker import Activity
+from effasr.distributed.failures import TrainingFailed
+from effasr.distributed.process_group import DistributedContext
+from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.fault_tolerance.watchdog import RankLost, Watchdog
 
 LOST = "[/pytorch/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:1. Advice. More."
@@ -16,15 +16,17 @@ LOST = "[/pytorch/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:1. Adv
 
 @pytest.fixture
 def make(monkeypatch):
-    """Watchdogs of ranks of a run, each with its activity."""
+    """Watchdogs of ranks of a run, each with its phases."""
     monkeypatch.setattr("effasr.training.fault_tolerance.watchdog._BEAT_S", 0.1)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def make(rank: int, size: int = 2, reading: tuple[str, ...] = ()) -> tuple[Watchdog, Activity]:
+    def make(
+        rank: int, size: int = 2, reading: tuple[str, ...] = ()
+    ) -> tuple[Watchdog, PhaseTracker]:
         store = PrefixStore("run", TCPStore("127.0.0.1", server.port))
-        activity = Activity()
-        world = World(rank, size, torch.device("cpu"), store=store)
-        return Watchdog(world, activity, 60.0, 60.0, lambda: reading), activity
+        phases = PhaseTracker()
+        context = DistributedContext(rank, size, torch.device("cpu"), store=store)
+        return Watchdog(context, phases, 60.0, 60.0, lambda: reading), phases
 
     return make
 
@@ -88,12 +90,12 @@ def test_the_slowest_rank_since_the_last_line(make, caplog) -> None:
     first = ranks[0][0]
     with ranks[0][0], ranks[1][0], ranks[2][0]:
         assert first.slowest() == {"slowest_rank": None, "rank_wait_s": None}
-        for rank, (_, activity) in enumerate(ranks):
-            activity.steps, activity.seconds = 10, 5.0 if rank == 1 else 1.0
+        for rank, (_, phases) in enumerate(ranks):
+            phases.steps, phases.seconds = 10, 5.0 if rank == 1 else 1.0
         time.sleep(0.5)
         assert first.slowest() == {"slowest_rank": 1, "rank_wait_s": pytest.approx(0.4)}
-        for rank, (_, activity) in enumerate(ranks):
-            activity.steps, activity.seconds = 40, activity.seconds + 3.0 + 18.0 * (rank == 2)
+        for rank, (_, phases) in enumerate(ranks):
+            phases.steps, phases.seconds = 40, phases.seconds + 3.0 + 18.0 * (rank == 2)
         time.sleep(0.5)
         first._judged_at -= 60
         assert first.slowest() == {"slowest_rank": 2, "rank_wait_s": pytest.approx(0.6)}

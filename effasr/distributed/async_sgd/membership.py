@@ -1,4 +1,4 @@
-"""Which learners are left, and how those that are find each other."""
+"""Membership of learners: heartbeats, lost learners, and who takes part in a synchronization."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -16,31 +15,31 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-"""Between two signs of life."""
+"""Seconds between two heartbeats."""
 
 _SUSPECTED_S = 4 * BEAT_S
-"""Without a sign of life from a learner to which another lost its connection."""
+"""Seconds without a heartbeat after which a learner with a broken connection is lost."""
 
 
 class LeftOut(RuntimeError):
-    """The other learners took this one for lost, and have gone on."""
+    """The other learners considered this one lost and continue without it."""
 
     exit_code = os.EX_TEMPFAIL
 
 
-class Members:
-    """The learners of a run: each leader says once in a while that it lives, in a thread.
+class Membership:
+    """The learners of a run; a thread of each leader sends a heartbeat to the store.
 
-    A learner is lost when it says so, when it was silent for ``timeout_s``, or when somebody's
-    connection to it broke and it is silent. All see that a little apart in time, so who is left is
-    decided at a meeting, by the first that finds all there who are not lost.
+    A learner is lost when it reports so, when it was silent for ``timeout_s``, or when a connection
+    to it broke and it is silent. Learners notice that at different times, so who is left is decided
+    at a synchronization, by the first learner that finds all there who are not lost.
 
     Args:
-        store: That all leaders see; used by nothing else.
-        learner: The number of this one.
-        learners: Their number at first.
-        timeout_s: How long one may be silent.
-        on_lost: Called with the number of one that is lost, once, by the thread.
+        store: Store that all leaders share; used by nothing else.
+        learner: Number of this learner.
+        learners: Number of learners at first.
+        timeout_s: How long a learner may be silent.
+        on_lost: Called by the thread once for each lost learner, with its number.
     """
 
     def __init__(
@@ -57,26 +56,21 @@ class Members:
         self._on_lost = on_lost
         self._others = [other for other in range(learners) if other != learner]
         self._lost: frozenset[int] = frozenset()
-        self._meeting = 0
+        self._synchronizations = 0
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="members", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         store.set(f"beat/{learner}", "0")
 
     def __enter__(self) -> Self:
-        """Begin; all learners were made before."""
+        """Start the heartbeat; all learners were made before."""
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """End; after an error, let the others know at once."""
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Stop the heartbeat; after an error, tell the others at once."""
         self._ended.set()
-        # Not for ever, for the store may be gone.
+        # Not for ever, because the store may be gone.
         self._thread.join(2 * BEAT_S)
         if error is not None:
             try:
@@ -86,52 +80,52 @@ class Members:
 
     @property
     def lost(self) -> frozenset[int]:
-        """Those lost, as far as this learner knows."""
+        """Lost learners, as far as this one knows."""
         return self._lost
 
     @property
     def left(self) -> list[int]:
-        """The others, as far as this learner knows."""
+        """Other learners that are not lost, as far as this one knows."""
         return [other for other in self._others if other not in self._lost]
 
     def suspect(self, learner: int) -> None:
-        """Tell all that a connection to a learner broke; any thread may call it."""
+        """Report that a connection to a learner broke; any thread may call this."""
         self._store.set(f"suspected/{learner}", "")
 
     def check(self) -> None:
-        """Raises `LeftOut` if the others have met without this learner."""
-        names = f"meeting/{self._meeting}"
-        if self._store.check([names]) and self._learner not in json.loads(self._store.get(names)):
+        """Raise `LeftOut` if the others have synchronized without this learner."""
+        key = f"present/{self._synchronizations}"
+        if self._store.check([key]) and self._learner not in json.loads(self._store.get(key)):
             raise LeftOut(
                 f"learner {self._learner} was silent for too long, and the others go on without "
                 "it: if it was only slow, raise training.gossip.timeout_s."
             )
 
-    def meet(self) -> list[int] | None:
-        """Say that this learner has arrived; who is there, or None as long as some are not.
+    def try_synchronize(self) -> list[int] | None:
+        """Report that this learner has arrived; return who is there, None while some are missing.
 
-        It is called again and again until all are there; then the next meeting begins.
+        It is called again and again until all are there.
 
         Raises:
             LeftOut: The others did not wait.
         """
-        names = f"meeting/{self._meeting}"
-        if not self._store.check([names]):
-            self._store.set(self._seat(self._learner), "")
+        key = f"present/{self._synchronizations}"
+        if not self._store.check([key]):
+            self._store.set(self._arrival(self._learner), "")
             left = self.left
-            if not all(self._store.check([self._seat(other)]) for other in left):
+            if not all(self._store.check([self._arrival(other)]) for other in left):
                 return None
-            # Another may have seen more lost, or fewer: what the first has seen holds for all.
-            self._store.compare_set(names, "", json.dumps(sorted([self._learner, *left])))
+            # Learners may know of different losses: the first one decides for all.
+            self._store.compare_set(key, "", json.dumps(sorted([self._learner, *left])))
         self.check()
-        present = json.loads(self._store.get(names))
-        self._meeting += 1
-        # Of those who would still come, none is waited for.
+        present = json.loads(self._store.get(key))
+        self._synchronizations += 1
+        # Nobody waits for a learner that arrives later.
         self._lose({other for other in self._others if other not in present})
         return present
 
-    def _seat(self, learner: int) -> str:
-        return f"seat/{self._meeting}/{learner}"
+    def _arrival(self, learner: int) -> str:
+        return f"arrived/{self._synchronizations}/{learner}"
 
     def _run(self) -> None:
         count, seen = 0, {other: (b"0", time.monotonic()) for other in self._others}
@@ -139,14 +133,14 @@ class Members:
             count += 1
             try:
                 self._store.set(f"beat/{self._learner}", str(count))
-                self._look(seen)
+                self._read_heartbeats(seen)
             except RuntimeError as error:
-                # Without the store, the thread that trains will come to know.
-                log.debug("no sign of life: %s", error)
+                # The thread that trains reports that the store is gone.
+                log.debug("no heartbeat: %s", error)
                 return
 
-    def _look(self, seen: dict[int, tuple[bytes, float]]) -> None:
-        """Compare the others' signs of life with those ``seen``, and since when."""
+    def _read_heartbeats(self, seen: dict[int, tuple[bytes, float]]) -> None:
+        """Compare the others' heartbeats with those ``seen`` before, and since when."""
         left, now = self.left, time.monotonic()
         if not left:
             return

@@ -1,14 +1,13 @@
-"""Work that learners share out among themselves while they train, each as fast as it can.
+"""A queue of work items that learners share while they train, each at its own speed.
 
-A plan step of G learners is G shares. Claim ``c`` is share ``c % G`` of plan step ``c // G``. Each
-learner reserves the next claim that nobody has, a little ahead of its training, so that data can
-be loaded; it begins it when it comes to it, and says when it has finished it. What is reserved and
-not begun another may begin instead, which has nothing left to do; and what one has begun that was
-lost, another may seize. So of all claims below a limit each is finished by one learner, whatever
-their speed, and whoever is lost.
+Item ``i`` is share ``i % G`` of plan step ``i // G``, with G learners. Each learner reserves the
+next free item a little ahead of its training, so that data can be loaded, begins it when its turn
+comes, and marks it as finished. An item that is reserved but not begun another learner may begin
+instead; one that a lost learner has begun, another may seize. So each item below a limit is
+finished by one learner, whatever their speed, and whoever is lost.
 
-The keys in the store: ``reserved`` counts; ``begun/C`` is who began a claim; ``done/C`` is there
-when it is finished.
+Keys in the store: ``reserved`` is a counter; ``begun/I`` holds the learner that began an item;
+``done/I`` exists when it is finished.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from collections.abc import Collection, Sequence
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 
-class Claims:
-    """The claims of one learner. Only its leader has them.
+class WorkQueue:
+    """The queue, as the leader of one learner uses it.
 
     Args:
-        store: That all leaders see; used by nothing else.
-        learner: The number of this one.
-        first: The claim to begin with.
+        store: Store that all leaders share; used by nothing else.
+        learner: Number of this learner.
+        first: The first item.
     """
 
     def __init__(self, store: Store, learner: int, first: int) -> None:
@@ -35,17 +34,17 @@ class Claims:
         self._open: tuple[tuple[int, int], list[int]] | None = None
 
     def reserve(self) -> int:
-        """The next claim that no learner has reserved."""
+        """Return the next item that no learner has reserved."""
         return self._first + self._store.add("reserved", 1) - 1
 
-    def begin(self, claim: int) -> bool:
-        """Make a claim one's own; False if another has begun it."""
-        owner = self._store.compare_set(f"begun/{claim}", "", self._name)
+    def begin(self, item: int) -> bool:
+        """Begin an item; return False if another learner has begun it."""
+        owner = self._store.compare_set(f"begun/{item}", "", self._name)
         return owner.decode() == self._name
 
-    def seize(self, claim: int, lost: Collection[int]) -> bool:
-        """Make a claim one's own that a lost learner has begun; False if none of them has."""
-        key = f"begun/{claim}"
+    def seize(self, item: int, lost: Collection[int]) -> bool:
+        """Take over an item that a lost learner has begun; return False if none of them has."""
+        key = f"begun/{item}"
         if not self._store.check([key]):
             return False
         owner = self._store.get(key).decode()
@@ -53,30 +52,30 @@ class Claims:
             return False
         return self._store.compare_set(key, owner, self._name).decode() == self._name
 
-    def finish(self, claim: int) -> None:
-        """Say that a claim needs nobody any more."""
-        self._store.set(f"done/{claim}", self._name)
-        self._finished.append(claim)
+    def finish(self, item: int) -> None:
+        """Mark an item as finished."""
+        self._store.set(f"done/{item}", self._name)
+        self._finished.append(item)
 
     def unfinished(self, begin: int, end: int) -> Sequence[int]:
-        """Of the claims from ``begin`` to below ``end``, those that are not finished."""
+        """Return the items from ``begin`` to below ``end`` that are not finished."""
         if self._open is None or self._open[0] != (begin, end):
             self._open = (begin, end), list(range(begin, end))
         self._open = (begin, end), self._missing(self._open[1])
         return self._open[1]
 
     def forget(self) -> None:
-        """Let the store forget what this learner has finished: nobody will ask for it again."""
-        for claim in self._finished:
-            self._store.delete_key(f"begun/{claim}")
-            self._store.delete_key(f"done/{claim}")
+        """Delete the keys of the items that this learner has finished."""
+        for item in self._finished:
+            self._store.delete_key(f"begun/{item}")
+            self._store.delete_key(f"done/{item}")
         self._finished = []
 
-    def _missing(self, claims: list[int]) -> list[int]:
-        """One question to the store tells whether all of some are finished."""
-        if not claims or self._store.check([f"done/{claim}" for claim in claims]):
+    def _missing(self, items: list[int]) -> list[int]:
+        """Bisect: one request to the store tells whether all of some items are finished."""
+        if not items or self._store.check([f"done/{item}" for item in items]):
             return []
-        if len(claims) == 1:
-            return claims
-        middle = len(claims) // 2
-        return self._missing(claims[:middle]) + self._missing(claims[middle:])
+        if len(items) == 1:
+            return items
+        middle = len(items) // 2
+        return self._missing(items[:middle]) + self._missing(items[middle:])

@@ -14,7 +14,7 @@ import torch
 from effasr import config as configuration
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.tokenizer import Tokenizer
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.training import build
 from effasr.training.calibration import store
 from effasr.training.calibration.runner import measure
@@ -34,28 +34,23 @@ _AMPLE = 1_000_000
 """A frame budget in which every utterance of a corpus fits, with all of its tokens."""
 
 
-def settle(config: TrainConfig, tokenizer: Tokenizer, world: World) -> TrainConfig:
-    """Replace ``data.frame_budget: auto`` by what was found before, or is found now.
+def settle(config: TrainConfig, tokenizer: Tokenizer, context: DistributedContext) -> TrainConfig:
+    """Replace ``data.frame_budget: auto`` by the result of an earlier calibration, or of a new one.
 
-    Rank 0 tries, and the others wait for it however long that takes.
-
-    Args:
-        config: Resolved but for the budget.
-        tokenizer: Of the run.
-        world: The ranks; all of them call this.
+    Rank 0 calibrates, and the others wait for it. All ranks call this.
 
     Raises:
-        OutOfMemory: There is no budget that fits.
+        OutOfMemory: No budget fits.
         ValueError: The corpus cannot be used.
-        TrialFailed: A trial failed for another reason than want of memory.
+        TrialFailed: A trial failed for another reason than a lack of memory.
     """
     if config.data.frame_budget != "auto":
         return config
     population = read_population(config, tokenizer)
 
     def find(alive: Callable[[], None]) -> tuple[Calibration, bool]:
-        target = target_bytes(config.calibration, world.device, os.environ)
-        described = store.describe(config, tokenizer.vocab_size, population, world.device, target)
+        target = target_bytes(config.calibration, context.device, os.environ)
+        described = store.describe(config, tokenizer.vocab_size, population, context.device, target)
         known = store.find(store.fingerprint(described))
         if known is not None:
             return known, False
@@ -65,13 +60,13 @@ def settle(config: TrainConfig, tokenizer: Tokenizer, world: World) -> TrainConf
         )
         return (
             calibrate(
-                config, tokenizer.vocab_size, population, world.device, target,
+                config, tokenizer.vocab_size, population, context.device, target,
                 note=lambda text: log.warning("%s", text), alive=alive,
             ),
             True,
         )  # fmt: skip
 
-    found, is_new = on_rank_zero(find, world, config.training.timeout_s / 4)
+    found, is_new = on_rank_zero(find, context, config.training.timeout_s / 4)
     log.warning(
         "data.frame_budget is %d, data.token_budget %d%s",
         found.frame_budget,
@@ -82,7 +77,7 @@ def settle(config: TrainConfig, tokenizer: Tokenizer, world: World) -> TrainConf
 
 
 def with_budgets(config: TrainConfig, found: Calibration) -> TrainConfig:
-    """The run with the budgets of a calibration."""
+    """Return the configuration with the budgets of a calibration."""
     data = replace(
         config.data,
         frame_budget=found.frame_budget,
@@ -102,20 +97,20 @@ def calibrate(
     note: Callable[[str], None] = lambda text: None,
     alive: Callable[[], None] = lambda: None,
 ) -> Calibration:
-    """Find the budgets for a run, and keep them for the next one.
+    """Find the budgets for a run, and save them.
 
     Args:
-        config: Resolved but for the budget.
-        vocab_size: Of the tokenizer.
-        population: Of the corpus.
-        device: Of training.
+        config: Configuration, resolved but for the budget.
+        vocab_size: Vocabulary of the tokenizer.
+        population: Lengths of the corpus.
+        device: Device of training.
         target: Bytes that training may take.
-        note: Told of each trial, in words.
-        alive: Called every now and then.
+        note: Called with a description of each trial.
+        alive: Called regularly.
 
     Raises:
-        OutOfMemory: There is no budget that fits.
-        TrialFailed: A trial failed for another reason than want of memory.
+        OutOfMemory: No budget fits.
+        TrialFailed: A trial failed for another reason than a lack of memory.
     """
     started = time.monotonic()
     described = store.describe(config, vocab_size, population, device, target)
@@ -180,7 +175,7 @@ def _kept(
 
 
 def read_population(config: TrainConfig, tokenizer: Tokenizer) -> Population:
-    """The lengths of the corpus, in budgets that drop nothing.
+    """Return the lengths of the corpus, in budgets that drop nothing.
 
     Raises:
         ValueError: There is no utterance to train on.
@@ -198,44 +193,34 @@ def read_population(config: TrainConfig, tokenizer: Tokenizer) -> Population:
 def target_bytes(
     settings: CalibrationConfig, device: torch.device, environment: Mapping[str, str]
 ) -> int:
-    """Bytes that this process may take: of the GPU, or its part of the host's memory.
-
-    Args:
-        settings: A number of bytes, or a share.
-        device: Of training.
-        environment: Where torchrun says how many processes share a host.
-    """
+    """Return the bytes that this process may take: of a GPU, or its share of the host."""
     if settings.target_bytes is not None:
         return settings.target_bytes
     sharing = 1 if device.type == "cuda" else int(environment.get("LOCAL_WORLD_SIZE", 1))
     return int(settings.target_share * total_bytes(device) / sharing)
 
 
-def on_rank_zero(work: Callable[[Callable[[], None]], T], world: World, every_s: float) -> T:
-    """Do something on rank 0 alone, and give the result to all.
+def on_rank_zero(
+    work: Callable[[Callable[[], None]], T], context: DistributedContext, every_s: float
+) -> T:
+    """Call ``work`` on rank 0 alone, and return its result on all ranks, which call this.
 
-    The others do not wait longer for a word of it than a collective call may: ``work`` is given a
-    function to call again and again, which lets them know that it goes on. An error on rank 0
-    reaches them as the end of rank 0.
-
-    Args:
-        work: What to do.
-        world: The ranks; all of them call this.
-        every_s: Seconds between two words.
+    A collective must not wait longer than its timeout: ``work`` gets a function to call regularly,
+    which broadcasts every ``every_s`` seconds that it is still running. An error on rank 0 ends it.
     """
-    if world.size > 1 and not world.is_main:
+    if context.size > 1 and not context.is_main:
         while True:
-            done, value = world.broadcast((False, None))
+            done, value = context.broadcast((False, None))
             if done:
                 return value  # type: ignore[return-value]
     last = time.monotonic()
 
     def alive() -> None:
         nonlocal last
-        if world.size > 1 and time.monotonic() - last >= every_s:
-            world.broadcast((False, None))
+        if context.size > 1 and time.monotonic() - last >= every_s:
+            context.broadcast((False, None))
             last = time.monotonic()
 
     value = work(alive)
-    world.broadcast((True, value))
+    context.broadcast((True, value))
     return value

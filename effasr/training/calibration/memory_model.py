@@ -1,4 +1,4 @@
-"""How much memory a micro-batch takes: a model with four coefficients, fitted to trials."""
+"""The memory of a micro-batch: a model with four coefficients, fitted to trials."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Load:
     """What the memory of a micro-batch depends on.
 
     Attributes:
-        frames: Encoder rows, the tail included.
-        tokens: Decoder rows, the tail included.
+        frames: Encoder rows, padding included.
+        tokens: Decoder rows, padding included.
         cells: Scores of all attentions and lattices; see `workload.cells`.
     """
 
@@ -28,8 +28,8 @@ class Load:
 class MemoryModel:
     """``peak = fixed + per_frame * frames + per_token * tokens + per_cell * cells``, in bytes.
 
-    No coefficient is negative. ``per_cell`` is 0 where every operation keeps its scores to itself,
-    as fused kernels do; ``fixed`` holds weights, moments, the libraries and the process.
+    No coefficient is negative. ``per_cell`` is 0 where no operation materialises its scores, as
+    with fused kernels; ``fixed`` is the memory of weights, moments, libraries and the process.
     """
 
     fixed: float
@@ -39,11 +39,7 @@ class MemoryModel:
 
     @classmethod
     def fit(cls, loads: Sequence[Load], peaks: Sequence[int]) -> MemoryModel:
-        """The non-negative least squares of trials.
-
-        Args:
-            loads: Of the trials; at least one.
-            peaks: Bytes of each.
+        """Fit the model to the peaks (bytes) of trials by non-negative least squares.
 
         Raises:
             ValueError: There is no trial.
@@ -71,7 +67,7 @@ class MemoryModel:
         return cls(*best[1].tolist())
 
     def predict(self, load: Load) -> int:
-        """Peak bytes."""
+        """Return the peak in bytes."""
         return round(
             self.fixed
             + self.per_frame * load.frames
@@ -80,6 +76,6 @@ class MemoryModel:
         )
 
     def batch_size(self, one: Load, limit: float) -> int:
-        """How many utterances of this load each stay within ``limit`` bytes; at least 0."""
+        """Return how many utterances of this load each stay within ``limit`` bytes; at least 0."""
         each = self.predict(one) - self.predict(Load(0, 0, 0))
         return max(0, int((limit - self.fixed) // max(each, 1)))

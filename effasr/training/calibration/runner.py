@@ -1,4 +1,4 @@
-"""Trials in processes of their own, one after the other."""
+"""Runs trials in processes of their own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIGNS_OF_ABORT = ("bad_alloc", "out of memory", "Cannot allocate memory", "Memo
 
 
 class TrialFailed(RuntimeError):
-    """A trial ended in another way than by success or for want of memory."""
+    """A trial failed for another reason than a lack of memory."""
 
 
 def measure(
@@ -37,11 +37,11 @@ def measure(
     Args:
         request: What to try.
         timeout_s: A trial that takes longer is stopped.
-        alive: Called every now and then while it runs.
-        every_s: How often.
+        alive: Called while it runs.
+        every_s: Seconds between two calls.
 
     Raises:
-        TrialFailed: It failed for another reason than want of memory, or took too long.
+        TrialFailed: It failed for another reason than a lack of memory, or took too long.
     """
     process = subprocess.Popen(
         [*_COMMAND, str(os.getpid())],
@@ -73,7 +73,7 @@ def _finish(
     alive: Callable[[], None],
     every_s: float,
 ) -> tuple[str, str]:
-    """What the process writes until it ends.
+    """Return the output of the process.
 
     Raises:
         TimeoutExpired: It has not ended at the deadline.
@@ -101,7 +101,7 @@ def _result(code: int, out: str, error: str) -> Measurement:
 
 
 def _environment(own: Mapping[str, str]) -> dict[str, str]:
-    """That of this process, without what makes it one of several, and with its import path."""
+    """Return the environment without what makes this process a rank, and with its import path."""
     kept = {
         name: value
         for name, value in own.items()

@@ -1,4 +1,4 @@
-"""From a few trials to the budget that trains fastest, or to the largest that fits."""
+"""Finds, by a few trials, the budget that trains fastest, or the largest that fits."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _NEAR = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A measurement, and of what.
+    """A measurement.
 
     Attributes:
         load: What its memory depends on.
-        purpose: What it was to tell.
-        measured: What it told.
-        predicted_bytes: What was expected of it; None where nothing was.
+        purpose: What it was to measure.
+        measured: The result.
+        predicted_bytes: Predicted peak; None without a prediction.
     """
 
     load: Load
@@ -53,7 +53,7 @@ class Trial:
 
     @property
     def error(self) -> float | None:
-        """Of the prediction: 0.01 is 1 % too much."""
+        """Relative error of the prediction: 0.01 is 1 % too much."""
         if self.predicted_bytes is None or not self.measured.fits:
             return None
         return self.predicted_bytes / self.measured.peak_bytes - 1
@@ -61,15 +61,15 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
-        frame_budget: To train with.
-        largest: The largest frame budget that is predicted to fit.
+        frame_budget: Budget to train with.
+        largest: Largest budget that is predicted to fit.
         limited_by: What keeps ``frame_budget`` from being larger.
-        memory: The model of memory.
-        speed: The model of time.
-        trials: In their order.
+        memory: Memory model.
+        speed: Speed model.
+        trials: Trials in order.
     """
 
     frame_budget: int
@@ -92,16 +92,16 @@ class Found:
 
 @dataclass(slots=True)
 class Search:
-    """Looks for a frame budget.
+    """Searches for a frame budget.
 
     Attributes:
-        population: The corpus.
+        population: Lengths of the corpus.
         model: Architecture.
-        settings: What to aim at.
+        settings: Objective and margins.
         target: Bytes that must not be exceeded.
-        micro_batches: Of a global step: a budget that steps cannot fill is of no use.
+        micro_batches: Micro-batches of a global step, which the corpus has to fill.
         measure: Runs a trial.
-        note: Told of each trial, in words.
+        note: Called with a description of each trial.
     """
 
     population: Population
@@ -115,14 +115,14 @@ class Search:
 
     @property
     def limit(self) -> float:
-        """What a predicted peak must not exceed."""
+        """Largest predicted peak that is allowed."""
         return self.target * (1 - self.settings.margin)
 
     def run(self) -> Found:
         """Search.
 
         Raises:
-            OutOfMemory: There is no budget that fits.
+            OutOfMemory: No budget fits.
         """
         self._first_trials()
         while True:
@@ -143,7 +143,7 @@ class Search:
             return Found(replay.load.frames, largest, reason, memory, speed, tuple(self.trials))
 
     def memory_model(self) -> MemoryModel:
-        """What the first trials tell of memory, without a search for a budget.
+        """Return the memory model of the first trials, without a search for a budget.
 
         Raises:
             OutOfMemory: The longest utterance does not fit.
@@ -152,7 +152,7 @@ class Search:
         return self._memory()
 
     def _first_trials(self) -> None:
-        """Trials that tell the coefficients apart."""
+        """Run the trials that determine the coefficients."""
         longest = self.population.longest
         frames = self._rounded(min(max(_FIRST, 2 * longest), self._cap))
         while not self._try(frames, "small").measured.fits:

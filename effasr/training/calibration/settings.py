@@ -1,4 +1,4 @@
-"""What a calibration aims at."""
+"""Settings of a calibration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a micro-batch takes: a fixed part, and a part per frame."""
+"""The time of a micro-batch: a fixed part, and a part per frame."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ class SpeedModel:
 
     @classmethod
     def fit(cls, frames: Sequence[int], seconds: Sequence[float]) -> SpeedModel:
-        """Least squares of relative errors.
-
-        Args:
-            frames: Budgets of the trials; at least one.
-            seconds: Of a micro-batch in each.
+        """Fit the model to the seconds of micro-batches by least squares of relative errors.
 
         Raises:
             ValueError: There is no trial.
@@ -41,5 +37,5 @@ class SpeedModel:
         return cls(fixed, per_frame)
 
     def predict(self, frames: int) -> float:
-        """Seconds of a micro-batch."""
+        """Return the seconds of a micro-batch."""
         return self.fixed + self.per_frame * frames

@@ -1,4 +1,4 @@
-"""Calibrations on disk, each under the fingerprint of everything that it depends on."""
+"""Calibrations on disk, each under a fingerprint of everything that it depends on."""
 
 from __future__ import annotations
 
@@ -30,29 +30,28 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What calibration.json holds.
+    """The content of calibration.json.
 
     Attributes:
-        fingerprint: Of what it was made for.
-        made_for: The same in words.
+        fingerprint: Fingerprint of ``made_for``.
+        made_for: What the calibration depends on.
         frame_budget: Encoder frames of a micro-batch.
         token_budget: Decoder tokens of a micro-batch.
         max_sequences: Utterances of a micro-batch.
-        limited_by: What keeps the budget from being larger: ``memory``, ``throughput`` or
-            ``corpus``.
-        largest_frame_budget: What would fit by the model of memory.
-        target_bytes: What must not be exceeded.
+        limited_by: ``memory``, ``throughput`` or ``corpus``.
+        largest_frame_budget: Largest budget that fits by the memory model.
+        target_bytes: Limit of the memory.
         margin: Share of it that predictions leave free.
-        predicted_bytes: Peak that was predicted for the longest utterances together.
-        measured_bytes: Peak that the replay of these took.
-        prediction_error: Of the one as a share of the other.
-        audio_seconds_per_second: Useful speech, measured.
+        predicted_bytes: Predicted peak of the longest utterances together.
+        measured_bytes: Measured peak of these.
+        prediction_error: Relative error of the prediction.
+        audio_seconds_per_second: Measured speed.
         memory_model: Bytes: fixed, per_frame, per_token, per_cell.
         speed_model: Seconds of a micro-batch: fixed, per_frame.
         bucket_batch_sizes: The table for ``sync_bucketed_2d``: rows of longest duration in seconds,
             most tokens, utterances of a batch.
-        trials: What was tried, in order.
-        seconds: How long it took.
+        trials: Trials in order.
+        seconds: Duration of the calibration.
     """
 
     fingerprint: str
@@ -75,28 +74,28 @@ class Calibration:
     seconds: float
 
     def to_json(self) -> str:
-        """As in the file."""
+        """Return the content of the file."""
         return json.dumps({"format": _FORMAT} | asdict(self), indent=1) + "\n"
 
 
 def folder() -> Path:
-    """Where calibrations are kept: ``~/.cache/effasr/calibration``, or in XDG_CACHE_HOME."""
+    """Return the folder of calibrations: ``~/.cache/effasr/calibration``, or in XDG_CACHE_HOME."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "effasr" / "calibration"
 
 
 def path_of(fingerprint: str) -> Path:
-    """The file of a calibration."""
+    """Return the file of a calibration."""
     return folder() / f"{fingerprint}.json"
 
 
 def buckets_path_of(fingerprint: str) -> Path:
-    """The bucket table beside it, as ``data.bucket_batch_sizes`` takes it."""
+    """Return the file of its bucket table, as ``data.bucket_batch_sizes`` takes it."""
     return folder() / f"{fingerprint}.buckets.json"
 
 
 def find(fingerprint: str) -> Calibration | None:
-    """The calibration for this fingerprint, if there is one that can be read."""
+    """Return the calibration of a fingerprint, if there is a readable one."""
     path = path_of(fingerprint)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -110,7 +109,7 @@ def find(fingerprint: str) -> Calibration | None:
 
 
 def save(calibration: Calibration, table: BucketTable, framing: Framing) -> Path | None:
-    """Keep a calibration and its bucket table; the path, or None where that is not possible."""
+    """Save a calibration and its bucket table; return the path, or None if that is impossible."""
     path = path_of(calibration.fingerprint)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,15 +128,7 @@ def save(calibration: Calibration, table: BucketTable, framing: Framing) -> Path
 def describe(
     config: TrainConfig, vocab_size: int, population: Population, device: torch.device, target: int
 ) -> dict[str, Any]:
-    """All that a calibration depends on, of types that JSON has.
-
-    Args:
-        config: Resolved.
-        vocab_size: Of the tokenizer.
-        population: Of the corpus: how long its longest are, and what is usual.
-        device: That of training.
-        target: Bytes.
-    """
+    """Return everything that a calibration depends on, as JSON types."""
     training = config.training
     return {
         "versions": {name: _version(name) for name in ("effasr", "torch", "triton")},
@@ -164,13 +155,13 @@ def describe(
 
 
 def fingerprint(described: Mapping[str, Any]) -> str:
-    """A short name for a description."""
+    """Return a short hash of a description."""
     text = json.dumps(described, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _statistics(population: Population, micro_batches: int) -> dict[str, Any]:
-    """Of the lengths, roughly: a corpus that grows by a little is still the same."""
+    """Return rounded statistics of the lengths: a corpus that grows by a little is the same."""
     frames, tokens = population.lengths.frames, population.lengths.tokens
     total = float(frames.sum(dtype=np.int64))
     return {
@@ -185,7 +176,7 @@ def _statistics(population: Population, micro_batches: int) -> dict[str, Any]:
 
 
 def _roughly(value: float) -> float:
-    """Two digits."""
+    """Round to two digits."""
     return float(f"{value:.1e}")
 
 

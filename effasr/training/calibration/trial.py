@@ -1,7 +1,7 @@
 """One trial: a few steps of training in a process of its own, whose death is a result, too.
 
 ``python -m effasr.training.calibration.trial PARENT`` reads a request from standard input, as JSON,
-and writes what it measured to standard output. It ends with its parent, whose process id is given.
+and writes the measurement to standard output. It ends with the process of id PARENT.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 from effasr import config as configuration
 from effasr.data.batch import StaticShape
 from effasr.data.features.frame_geometry import Framing
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.training import build
 from effasr.training.calibration.workload import Workload, batch_of
 from effasr.training.config import TrainConfig
 from effasr.training.fault_tolerance.oom_recovery import Failure, OutOfMemory, attempt
-from effasr.training.step import Trainee, train_step
+from effasr.training.step import TrainState, train_step
 from effasr_kernels import allow_reference_on_gpu
 
 _PR_SET_PDEATHSIG = 1
@@ -49,11 +49,12 @@ class Request:
     """What to try.
 
     Attributes:
-        config: The run, resolved, as a mapping.
-        vocab_size: Of its tokenizer.
-        device: Such as ``cuda:0``.
-        limit_bytes: Memory that the process, or the GPU with all that is on it, may take.
-        micro_batches: Of a step: with two, the gradients of the first are held during the second.
+        config: Resolved configuration, as a mapping.
+        vocab_size: Vocabulary of the tokenizer.
+        device: Device, such as ``cuda:0``.
+        limit_bytes: Largest memory of the process, or of everything on the GPU.
+        micro_batches: Micro-batches of a step: with two, the gradients of the first are held during
+            the second.
         workload: The batches.
     """
 
@@ -65,12 +66,12 @@ class Request:
     workload: Workload
 
     def to_json(self) -> str:
-        """One line."""
+        """Return one line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Request:
-        """The inverse of `to_json`."""
+        """Return the inverse of `to_json`."""
         content = json.loads(text)
         work = content.pop("workload")
         sizes = {name: work["shape"][name] for name in _FIELDS_OF_SHAPE}
@@ -82,14 +83,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a trial came to.
+    """The result of a trial.
 
     Attributes:
         fits: Whether there was enough memory.
-        peak_bytes: Most memory ever taken, as ``limit_bytes`` counts it; 0 where it did not fit.
-        tensor_bytes: Of a GPU: most that tensors took of it; elsewhere as ``peak_bytes``.
-        seconds: Least time of a micro-batch, its part of the update included; 0 likewise. The
-            least, because what else the machine does can only make it longer.
+        peak_bytes: Peak memory, as ``limit_bytes`` counts it; 0 if it did not fit.
+        tensor_bytes: Peak memory of tensors on a GPU; elsewhere as ``peak_bytes``.
+        seconds: Shortest time of a micro-batch, its share of the update included; 0 if it did not
+            fit.
         audio_seconds: Mean duration of a timed micro-batch.
         reason: Why it did not fit.
     """
@@ -108,7 +109,7 @@ class Measurement:
 
 
 def main() -> int:
-    """Obey the request on standard input."""
+    """Run the request on standard input."""
     _end_with_parent(int(sys.argv[1]))
     request = Request.from_json(sys.stdin.read())
     # Libraries may write to standard output, which is for the result alone.
@@ -125,7 +126,7 @@ def run(request: Request) -> Measurement:
     """Train for a few steps on the batches of the request.
 
     Raises:
-        RuntimeError: There is not enough memory; or something else is wrong.
+        RuntimeError: There is not enough memory, or another error occurred.
     """
     device = torch.device(request.device)
     config = configuration.from_mapping(TrainConfig, request.config)
@@ -136,13 +137,13 @@ def run(request: Request) -> Measurement:
     allow_reference_on_gpu()
     _limit(device, request.limit_bytes)
     model = build.build_model(config, request.vocab_size, None, device)
-    trainee = build.build_trainee(config, model, World(0, 1, device))
+    train_state = build.build_train_state(config, model, DistributedContext(0, 1, device))
     work = request.workload
     seconds, audio = [], []
     for step, lengths in enumerate([work.timed[0], *work.timed, work.extreme]):
         batch = batch_of(lengths, work.shape, request.vocab_size, step)
         batches = [batch] * request.micro_batches
-        taken = _timed_step(trainee, batches, step, device)
+        taken = _timed_step(train_state, batches, step, device)
         # The first makes moments and chooses algorithms, the last is no usual batch.
         if 0 < step <= len(work.timed):
             seconds.append(taken / len(batches))
@@ -157,11 +158,11 @@ def run(request: Request) -> Measurement:
     )
 
 
-def _timed_step(trainee: Trainee, batches: list, step: int, device: torch.device) -> float:
+def _timed_step(train_state: TrainState, batches: list, step: int, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()
-    *_, splits = train_step(trainee, batches, step).values.read()
+    *_, splits = train_step(train_state, batches, step).values.read()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     if splits:
@@ -170,7 +171,7 @@ def _timed_step(trainee: Trainee, batches: list, step: int, device: torch.device
 
 
 def _limit(device: torch.device, limit: int) -> None:
-    """Let memory end where the target does, so that a trial takes none that is not its own."""
+    """Limit the memory to the target."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         others = total - free
@@ -187,7 +188,7 @@ def _limit(device: torch.device, limit: int) -> None:
 
 
 def _peaks(device: torch.device) -> tuple[int, int]:
-    """Most bytes of tensors, and most in all: of the GPU everything that is on it."""
+    """Return the peak bytes of tensors, and in all; the latter of a GPU by all of its processes."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         outside = total - free - torch.cuda.memory_reserved(device)
@@ -198,13 +199,13 @@ def _peaks(device: torch.device) -> tuple[int, int]:
 
 
 def _high_water_mark() -> int:
-    """Most memory that this process held; of it alone, where Linux tells."""
+    """Return the peak memory of this process alone, where Linux reports it."""
     # Elsewhere it may be inherited from the process that started this one.
     return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _status(name: str) -> int:
-    """Bytes of a line of Linux's account of this process; 0 where there is none."""
+    """Return the bytes of a line of /proc/self/status; 0 where there is none."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Batches for trials: the lengths of a corpus, without its audio."""
+"""Batches for trials, made from the lengths of a corpus."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _LARGEST_POPULATION = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a trial computes.
+    """Batches of a trial.
 
     Attributes:
-        shape: Of every batch.
-        timed: Batches like those of training, whose steps are timed.
-        extreme: A batch that decides how much memory it takes.
+        shape: Shape of every batch.
+        timed: Usual batches, whose steps are timed.
+        extreme: The batch that takes the most memory.
     """
 
     shape: StaticShape
@@ -46,14 +46,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Population:
-    """The utterances of a corpus, by their lengths alone.
+    """The lengths of a corpus.
 
     Attributes:
-        lengths: Of utterances that may be planned: all of them, or a sample.
-        total_frames: Of all of them.
+        lengths: Lengths of all utterances that can be planned, or of a sample.
+        total_frames: Frames of all of them.
         token_budget: As configured; None to derive it from the frame budget.
-        max_sequences: Likewise.
-        framing: Of the model's features.
+        max_sequences: As configured; None likewise.
+        framing: Framing of the model's features.
     """
 
     lengths: UtteranceLengths
@@ -70,14 +70,7 @@ class Population:
         max_sequences: int | None = None,
         framing: Framing = FASTCONFORMER,
     ) -> Population:
-        """The population of a corpus; of a very large one every so many, and all extremes.
-
-        Args:
-            lengths: Of the corpus.
-            token_budget: As configured.
-            max_sequences: As configured.
-            framing: Of the model's features.
-        """
+        """Return the population of a corpus; of a very large one a sample with its extremes."""
         total = int(lengths.frames.sum(dtype=np.int64))
         if len(lengths) > _LARGEST_POPULATION:
             stride = -(-len(lengths) // _LARGEST_POPULATION)
@@ -88,16 +81,11 @@ class Population:
 
     @property
     def longest(self) -> int:
-        """Frames of the longest utterance: the least that a budget can be."""
+        """Frames of the longest utterance, the smallest possible budget."""
         return max(1, int(self.lengths.frames.max()))
 
     def shape(self, frame_budget: int, *, tokens: float = 1.0) -> StaticShape:
-        """The shape that training would have with this budget.
-
-        Args:
-            frame_budget: Encoder frames of a micro-batch.
-            tokens: Times the token budget; to learn what tokens take.
-        """
+        """Return the shape for a frame budget; ``tokens`` multiplies the token budget."""
         budget = self.token_budget or suggest_token_budget(self.lengths, frame_budget)
         budget = math.ceil(budget * tokens)
         kept = self._fitting(frame_budget, budget)
@@ -113,14 +101,14 @@ class Population:
     def workload(
         self, frame_budget: int, *, batches: int, kind: Kind = "longest", tokens: float = 1.0
     ) -> Workload:
-        """A trial.
+        """Return the batches of a trial.
 
         Args:
             frame_budget: Encoder frames of a micro-batch.
-            batches: How many to time.
-            kind: Which utterances the extreme batch has: the longest together, which no plan can
-                exceed; or the shortest, and then the timed ones as well.
-            tokens: Times the token budget.
+            batches: Number of timed batches.
+            kind: Utterances of the extreme batch: the longest together, which no plan can exceed;
+                or the shortest, and then those of the timed ones as well.
+            tokens: Multiplies the token budget.
         """
         shape = self.shape(frame_budget, tokens=tokens)
         kept = self._fitting(shape.frame_budget, shape.token_budget)
@@ -129,7 +117,7 @@ class Population:
         return Workload(shape, [usual[n % len(usual)] for n in range(batches)], extreme)
 
     def planned(self, shape: StaticShape) -> list[Lengths]:
-        """Micro-batches as the packed planner makes them from a sample of the corpus."""
+        """Return micro-batches as the packed planner makes them from a sample of the corpus."""
         kept = self._fitting(shape.frame_budget, shape.token_budget)
         mean = max(float(kept.frames.mean()), 1.0)
         count = min(math.ceil(_STEPS * shape.frame_budget / mean), _LARGEST_SAMPLE)
@@ -143,7 +131,7 @@ class Population:
         ]
 
     def _fitting(self, frames: int, tokens: int) -> UtteranceLengths:
-        """The utterances that training keeps with these budgets."""
+        """Return the utterances that training keeps with these budgets."""
         kept = (self.lengths.frames <= frames) & (self.lengths.tokens <= tokens)
         if kept.all():
             return self.lengths
@@ -151,7 +139,7 @@ class Population:
 
 
 def together(lengths: UtteranceLengths, shape: StaticShape, kind: Kind) -> Lengths:
-    """Utterances of one end of the corpus, as many as fit; repeated where there are too few."""
+    """Return as many utterances of one end of the corpus as fit, repeated if too few."""
     sizes = lengths.frames.astype(np.int64) + lengths.tokens
     order = np.argsort(sizes, kind="stable")
     if kind == "longest":
@@ -174,7 +162,7 @@ def together(lengths: UtteranceLengths, shape: StaticShape, kind: Kind) -> Lengt
 
 
 def cells(lengths: Lengths, model: ModelConfig) -> int:
-    """Scores of every attention, and of the lattices: what a backend may hold in memory or not."""
+    """Return the number of scores of all attentions and lattices."""
     encoder, decoder = model.encoder, model.decoder
     frames = np.array([f for f, _ in lengths], dtype=np.int64)
     tokens = np.array([u for _, u in lengths], dtype=np.int64)
@@ -187,7 +175,7 @@ def cells(lengths: Lengths, model: ModelConfig) -> int:
 
 
 def batch_of(lengths: Lengths, shape: StaticShape, vocab_size: int, seed: int) -> Batch:
-    """A batch of these lengths: noise, and tokens that follow each other without repetition."""
+    """Return a batch of these lengths: noise, and tokens without immediate repetitions."""
     generator = np.random.default_rng(seed)
     examples = []
     for number, (frames, tokens) in enumerate(lengths):

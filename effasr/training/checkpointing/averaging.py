@@ -1,4 +1,4 @@
-"""The average of several checkpoints of a run, often better than any one of them."""
+"""The average of several checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from effasr.checkpoint import CheckpointError, LoadedModel, load_model, read_des
 
 
 def newest_checkpoints(run: Path, count: int) -> list[Path]:
-    """The last checkpoints that a run has kept, the newest first.
-
-    Args:
-        run: ``runs/NAME``, or its folder of checkpoints.
-        count: How many.
+    """Return the last ``count`` checkpoints of a run, or of a folder, the newest first.
 
     Raises:
         ValueError: It has fewer.
@@ -36,13 +32,9 @@ def newest_checkpoints(run: Path, count: int) -> list[Path]:
 
 
 def average(checkpoints: list[Path]) -> LoadedModel:
-    """A model with the mean of the weights of checkpoints, and of the statistics of batch norms.
+    """Return a model with the mean of weights and batch-norm statistics of model directories.
 
-    Sums are float64, whatever the weights are. Integers, such as how many batches a norm has seen,
-    are those of the first checkpoint, as are tokenizer and prompt.
-
-    Args:
-        checkpoints: Model directories of one architecture, at least one.
+    Sums are float64. Integers, tokenizer and prompt are those of the first checkpoint.
 
     Raises:
         CheckpointError: One is damaged, or of another architecture than the first.

@@ -1,4 +1,4 @@
-"""Something slow that is done while training goes on, one at a time."""
+"""A slow task that runs while training continues, one at a time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ _UNNOTICED_S = 0.05
 
 
 class Background:
-    """Does one job at a time in a thread; its error is that of whoever asks next.
-
-    The thread does not keep the process from ending: `wait` does.
-    """
+    """Runs one job at a time in a daemon thread; its error is raised by the next call."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -25,14 +22,14 @@ class Background:
         self._waited = self._told = 0.0
 
     def start(self, what: str, job: Callable[[], object]) -> None:
-        """Begin a job, when the one before is done.
+        """Start a job when the one before has ended.
 
         Args:
-            what: Is done, for the warning that a later job had to wait for it.
-            job: Does it.
+            what: Description, for the warning that a later job had to wait.
+            job: The job.
 
         Raises:
-            BaseException: Of the job before.
+            BaseException: The error of the job before.
         """
         self.wait()
         self._what = what
@@ -40,7 +37,7 @@ class Background:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the error of the job, where it has ended with one; never waits."""
+        """Raise the error of a job that has ended with one; never wait."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
@@ -48,10 +45,10 @@ class Background:
         """Wait for the job.
 
         Args:
-            reason: To warn of the time it took, each time that it has doubled in all.
+            reason: Why to warn of the time it took, each time that it has doubled in all.
 
         Raises:
-            BaseException: Of the job.
+            BaseException: The error of the job.
         """
         if self._thread is None:
             return
@@ -74,7 +71,7 @@ class Background:
             raise error
 
     def linger(self, seconds: float) -> None:
-        """Give the job some time to end, in a process that is about to be ended."""
+        """Wait some time for the job, in a process that is about to be ended."""
         if self._thread is not None:
             self._thread.join(seconds)
 

@@ -1,16 +1,23 @@
-"""Which runs may go on from which checkpoints."""
+"""Which runs can continue from which checkpoints."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from effasr import config as configuration
+from effasr.training.config import TrainConfig
+
+log = logging.getLogger(__name__)
+
 _DECISIVE = ("seed", "model", "data", "lora")
-"""Parts of a configuration that decide what the weights are and which data comes when."""
+"""Sections of a configuration that determine the weights and the order of the data."""
 
 _DECISIVE_BESIDE = frozenset({"optimizer.exempt", "optimizer.name", "training.freeze"})
-"""Fields of other parts that do: by them the optimizer groups, and so numbers, the parameters, and
-keeps what it keeps of each."""
+"""Fields of other sections that do: the optimizer groups and numbers parameters by them."""
 
 _HARMLESS = frozenset(
     {
@@ -26,23 +33,51 @@ _HARMLESS = frozenset(
         "data.audio_augmentation.reverberation.manifests",
     }
 )
-"""Fields of decisive parts that may change. Of the manifests and the tokenizer the content counts,
-not the place: `effasr.data.index.corpus.Corpus` has a fingerprint of it, which is compared as
-well."""
+"""Fields of decisive sections that may change. Of the manifests and the tokenizer the content
+counts, by the fingerprint of `effasr.data.index.corpus.Corpus`, not the path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint to continue from: its folder, and the training state in it."""
+
+    path: Path
+    state: dict[str, Any]
+
+
+def identity(config: TrainConfig, corpus: str, plan: str | None, ranks: int) -> dict[str, Any]:
+    """Return what the functions below compare, for the training state of a checkpoint.
+
+    Args:
+        config: Configuration of the run.
+        corpus: Fingerprint of the corpus.
+        plan: Fingerprint of the plan of the epoch in progress; None between two epochs.
+        ranks: Number of ranks.
+    """
+    mapping = configuration.to_mapping(config)
+    return {"config": mapping, "corpus": corpus, "plan": plan, "ranks": ranks}
+
+
+def check_resumable(saved: Saved, config: TrainConfig, ranks: int) -> None:
+    """Check configuration and number of ranks, and log tolerated differences.
+
+    Raises:
+        ValueError: The run cannot continue from the checkpoint.
+    """
+    before = configuration.complete(TrainConfig, saved.state["config"])
+    for change in check_same_run(before, configuration.to_mapping(config)):
+        log.warning("not as in the checkpoint: %s", change)
+    check_same_ranks(saved.state, config.data.strategy, ranks)
 
 
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Check that a run may go on from a checkpoint.
-
-    Args:
-        saved: Configuration in the checkpoint.
-        now: Configuration of this run.
+    """Compare the configuration in a checkpoint with that of this run.
 
     Returns:
-        What else differs, each ``field: old -> new``: it is obeyed from here on.
+        Differences that are tolerated, each as ``field: old -> new``.
 
     Raises:
-        ValueError: A field that decides about the model or the order of the data differs.
+        ValueError: A field that determines the model or the order of the data differs.
     """
     tolerated = []
     for path, old, new in _differences(saved, now):
@@ -57,15 +92,12 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def check_same_ranks(saved: Mapping[str, Any], strategy: str, ranks: int) -> None:
-    """Check that a run may go on on this number of ranks.
+    """Raise a ValueError if the order of the data depends on the number of ranks, which differs.
 
     Args:
         saved: State in the checkpoint.
         strategy: ``data.strategy``.
-        ranks: Of this run.
-
-    Raises:
-        ValueError: There were others, on which the order of the data depends.
+        ranks: Number of ranks of this run.
     """
     before = saved.get("ranks", ranks)
     if strategy != "packed" and before != ranks:
@@ -78,14 +110,11 @@ def check_same_ranks(saved: Mapping[str, Any], strategy: str, ranks: int) -> Non
 
 
 def check_same_plan(saved: Mapping[str, Any], fingerprint: Callable[[int], str]) -> None:
-    """Check that the epoch goes on by the plan by which it began.
+    """Raise a ValueError if the plan of the epoch in progress has changed.
 
     Args:
         saved: State in the checkpoint.
-        fingerprint: Gives the fingerprint of the plan of an epoch.
-
-    Raises:
-        ValueError: The plan has changed.
+        fingerprint: Returns the fingerprint of the plan of an epoch.
     """
     epoch, step = saved["position"]
     before = saved.get("plan")

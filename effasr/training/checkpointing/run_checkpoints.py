@@ -1,14 +1,14 @@
-"""The checkpoints of a run: a folder each, complete or not there at all.
+"""The checkpoints of a run: one folder each, complete or absent.
 
-A checkpoint is a model directory (see `effasr.checkpoint`) named after its step, with all that
-decides how the run goes on:
+A checkpoint is a model directory (see `effasr.checkpoint`) named after its step, with the state
+that a run continues from:
 
-    training.pt     position, settings, counters, ...: what is small
+    training.pt     training state of the components: small values
     training/       moments, and weights under an average, in the format of
-                    torch.distributed.checkpoint: where they are sharded, each rank writes its part
+                    torch.distributed.checkpoint: each rank writes its shards
     manifest.json   size and checksum of every file
 
-Files are written while training goes on, from copies in host memory.
+Files are written while training continues, from copies in host memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import safetensors
@@ -47,7 +46,7 @@ from effasr.checkpoint import (
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed import tensor_files
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
 from effasr.training.checkpointing.background_task import Background
 from effasr.training.checkpointing.staging import HostCopies
@@ -62,7 +61,7 @@ _LINGER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What is to be written, none of which changes any more; the first four by rank 0 alone."""
+    """What to write, none of which changes any more; the first four by rank 0 alone."""
 
     description: Description
     weights: Mapping[str, Tensor]
@@ -77,8 +76,8 @@ class RunCheckpoints:
 
     Args:
         folder: ``runs/NAME/checkpoints``.
-        keep: How many of the newest to keep; the best is kept besides.
-        background: Whether `save` returns when what is to be written has been copied.
+        keep: Number of newest checkpoints to keep, besides the best.
+        background: Whether `save` returns before the files are written.
     """
 
     def __init__(self, folder: Path, keep: int, *, background: bool = False) -> None:
@@ -92,27 +91,27 @@ class RunCheckpoints:
         self._rank = 0
         self._group: dist.ProcessGroup | None = None
 
-    def share(self, world: World, timeout_s: float) -> None:
-        """From here on all ranks save together, each its part of sharded tensors.
+    def share(self, context: DistributedContext, timeout_s: float) -> None:
+        """Let all ranks, each of which calls this, save together, each its shards.
 
         Args:
-            world: All ranks, each of which calls this.
+            context: All ranks.
             timeout_s: How long one waits for another to write.
         """
-        self._rank = world.rank
+        self._rank = context.rank
         # A group of the thread's own: two threads must not use the same.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Return the folder of the checkpoint of a step."""
         return self.folder / f"step_{step:08d}"
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Copy what `save` writes later, whatever becomes of the tensors by then.
+        """Copy tensors that `save` writes later.
 
-        Waits for the checkpoint that is being written, whose memory is used again.
+        Waits for the checkpoint that is being written, whose buffers are reused.
         """
         self._background.wait(
             "checkpoints are due faster than the disk takes them, unless training."
@@ -135,10 +134,10 @@ class RunCheckpoints:
 
         Args:
             step: Updates made so far.
-            model: With the weights to evaluate.
+            model: Model with the weights to evaluate.
             tokenizer: Its tokenizer.
-            state: What is small: tensors and plain values, nested.
-            tensors: The rest, by name, from `stage`.
+            state: Training state: small tensors and plain values, nested.
+            tensors: Large tensors by name, from `stage`.
             prompt: See `effasr.checkpoint.save_model`.
             is_best: Whether to point ``best`` at it, too.
 
@@ -165,7 +164,7 @@ class RunCheckpoints:
         return self.path(step)
 
     def check(self) -> None:
-        """Raise what kept the last checkpoint from being written, as soon as that is known."""
+        """Raise the error of the last checkpoint, if it is known."""
         self._background.check()
 
     def wait(self) -> None:
@@ -177,19 +176,14 @@ class RunCheckpoints:
         self._background.wait()
 
     def linger(self) -> None:
-        """Give the checkpoint under way some time to be complete, where the process must end."""
+        """Give the checkpoint in progress some time, where the process must end."""
         self._background.linger(_LINGER_S)
 
     def __enter__(self) -> Self:
-        """Nothing is written yet."""
+        """Return the checkpoints."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Wait until the last checkpoint is complete, also where training failed."""
         if error is None:
             self.wait()
@@ -205,9 +199,9 @@ class RunCheckpoints:
         self._prune()
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest complete checkpoint and its state; None where there never was one.
+        """Return the newest complete checkpoint and its state; None if there never was one.
 
-        A damaged one is passed over with a warning. ``latest`` then points at the one found.
+        A damaged one is skipped with a warning. ``latest`` then points at the one found.
 
         Raises:
             CheckpointError: There are checkpoints, and all are damaged.
@@ -232,7 +226,7 @@ class RunCheckpoints:
         return None
 
     def read(self, path: Path) -> dict[str, Any]:
-        """The state in a checkpoint, without the tensors.
+        """Return the training state of a checkpoint.
 
         Raises:
             CheckpointError: It is missing or damaged.
@@ -271,7 +265,7 @@ class RunCheckpoints:
         self._prune()
 
     def _gather(self, sums: dict[str, list[int]]) -> dict[str, list[int]]:
-        """Those of all ranks; each has read its own files."""
+        """Return the checksums of all ranks; each has read its own files."""
         if self._group is None:
             return sums
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
@@ -286,7 +280,7 @@ class RunCheckpoints:
 
 
 def _checksums(folder: Path, rank: int) -> dict[str, list[int]]:
-    """Size and CRC-32 of the files that a rank has written."""
+    """Return size and CRC-32 of the files that a rank has written."""
     parts = (folder / TENSORS).glob(f"__{rank}_*")
     files = parts if rank else (f for f in folder.rglob("*") if not _is_of_another(f))
     return {
@@ -297,16 +291,12 @@ def _checksums(folder: Path, rank: int) -> dict[str, list[int]]:
 
 
 def _is_of_another(file: Path) -> bool:
-    """Whether another rank than 0 has written a file: torch names them ``__RANK_NUMBER``."""
+    """Return whether another rank than 0 has written a file: torch names them ``__RANK_NUMBER``."""
     return file.name.startswith("__") and not file.name.startswith("__0_")
 
 
 def _check_files(path: Path) -> None:
-    """Check that all files of a checkpoint are as they were written.
-
-    Raises:
-        CheckpointError: One is not.
-    """
+    """Raise a `CheckpointError` if a file of a checkpoint is not as it was written."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text())
         if "files" not in manifest:

@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory, from which a checkpoint is written while training goes on."""
+"""Copies of tensors in host memory, from which checkpoints are written while training continues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 class HostCopies:
-    """Memory for copies, taken once and used again: pinned for what is on a GPU.
+    """Buffers for copies, allocated once: pinned for tensors on a GPU.
 
     The next copy of a name overwrites the one before.
     """
@@ -21,14 +21,7 @@ class HostCopies:
         self._mesh: DeviceMesh | None = None
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors, of sharded ones this rank's part; waits until the copies are there.
-
-        Args:
-            tensors: By name, on any device.
-
-        Returns:
-            On the CPU; what was sharded is sharded alike.
-        """
+        """Return copies of tensors on the CPU, complete; sharded ones stay sharded."""
         copies = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.current_stream().synchronize()
@@ -53,7 +46,7 @@ class HostCopies:
         )
 
     def _mesh_like(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The same ranks, but on the CPU."""
+        """Return a mesh of the same ranks on the CPU."""
         if mesh.device_type == "cpu":
             return mesh
         if self._mesh is None:

@@ -1,112 +1,124 @@
-"""What a checkpoint holds beside the weights to evaluate: all that decides how a run goes on."""
+"""The training state of a checkpoint: a mapping of component names to their states."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from effasr import config as configuration
 from effasr.distributed import tensor_files
 from effasr.optim.adamw import restore as restore_optimizer
-from effasr.training.build import Saved
-from effasr.training.checkpointing.run_checkpoints import TENSORS
-from effasr.training.strategies import is_sharded
-
-if TYPE_CHECKING:
-    from effasr.training.trainer import Trainer
 
 
-def state_of(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state of a run between two steps.
+class Stateful(Protocol):
+    """A component with state."""
 
-    Returns:
-        What is small, and the rest by name: moments, and the weights that are trained where others
-        are published. Tensors are those in use, on their devices, sharded where the model is.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: small tensors and plain values, nested."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        ...
+
+
+@dataclass(slots=True)
+class RunProgress:
+    """How far a run has come.
+
+    Attributes:
+        step: Updates made.
+        epoch: Epoch of the last step, from 0.
+        position: Epoch of the next step, and its number there.
+        best: Lowest word error rate of a validation.
+        is_best: Whether the last validation had it, and no step has been made since.
+        must_validate: Whether a validation is due.
     """
-    trainee, tensors = trainer.trainee, {}
-    optimizer = trainee.optimizer.state_dict()
-    counts: dict[int, dict[str, Any]] = {}
-    for index, row in optimizer["state"].items():
-        for name, value in row.items():
-            if isinstance(value, Tensor) and value.dim():
-                tensors[f"optimizer/{index}/{name}"] = value
+
+    step: int = 0
+    epoch: int = 0
+    position: tuple[int, int] = (0, 0)
+    best: float = math.inf
+    is_best: bool = False
+    must_validate: bool = False
+
+    def record_error_rate(self, wer: float) -> None:
+        """Record the result of a validation; NaN (no reference words) is no improvement."""
+        self.is_best = wer < self.best
+        self.best = wer if self.is_best else self.best
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Stateful`."""
+        state = {name: getattr(self, name) for name in self.__slots__}
+        return state | {"position": list(self.position)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Stateful`; names of other components are ignored."""
+        for name in self.__slots__:
+            setattr(self, name, state[name])
+        epoch, number = state["position"]
+        self.position = epoch, number
+
+
+class OptimizerState:
+    """State of an optimizer, and of the weights where a checkpoint publishes their average.
+
+    Small values belong to the training state. Moments and weights are large, and may be sharded,
+    so that they go to files of their own, by name (`effasr.distributed.tensor_files`).
+
+    Args:
+        optimizer: The optimizer.
+        model: Model that is trained, whole or sharded, with the parameter names of checkpoints.
+        has_average: Whether the checkpoint publishes an average of the weights.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, *, has_average: bool
+    ) -> None:
+        self._optimizer = optimizer
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._has_average = has_average
+
+    def split(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the small values, and the tensors by name: those in use, on their devices."""
+        state, tensors = self._optimizer.state_dict(), {}
+        small: dict[int, dict[str, Any]] = {}
+        for index, row in state["state"].items():
+            for name, value in row.items():
+                if isinstance(value, Tensor) and value.dim():
+                    tensors[f"optimizer/{index}/{name}"] = value
+                else:
+                    small.setdefault(index, {})[name] = value
+        if self._has_average:
+            tensors |= {f"trained/{name}": value for name, value in self._trained.items()}
+        return state | {"state": small}, tensors
+
+    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Continue from small values, and the tensors in a folder.
+
+        The model has the published weights already; those in the folder replace them.
+        """
+        rows = {index: dict(row) for index, row in state["state"].items()}
+        groups, tensors = self._optimizer.param_groups, {}
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        described = tensor_files.describe(folder).items() if folder.is_dir() else ()
+        for name, (shape, dtype) in described:
+            kind, _, rest = name.partition("/")
+            if kind == "trained":
+                tensors[name] = self._trained[rest].detach()
+                continue
+            index, _, moment = rest.partition("/")
+            like = parameters[int(index)]
+            if like.shape == shape:
+                tensors[name] = torch.zeros_like(like, dtype=dtype)
             else:
-                counts.setdefault(index, {})[name] = value
-    if trainee.average is not None:
-        tensors |= {f"trained/{name}": value for name, value in _parameters(trainer).items()}
-    epoch, step = trainer.position
-    state = {
-        "step": trainer.step,
-        "best": trainer.best,
-        "is_best": trainer.is_best,
-        "must_validate": trainer.must_validate,
-        "config": configuration.to_mapping(trainer.config),
-        "corpus": trainer.corpus.fingerprint,
-        "epoch": trainer.epoch,
-        "position": [epoch, step],
-        "ranks": trainer.world.size,
-        "plan": trainer.loader.fingerprint(epoch) if step else None,
-        "optimizer": optimizer | {"state": counts},
-        "objective": trainee.objective.state_dict(),
-        "meter": trainer.meter.state_dict(),
-        "blend": trainer.drawn.state_dict(),
-        "adascale": trainee.adascale and trainee.adascale.state_dict(),
-    }
-    return state, tensors
-
-
-def restore(trainer: Trainer, saved: Saved) -> None:
-    """Go on from a checkpoint; the model has the weights to evaluate already."""
-    trainee, state = trainer.trainee, saved.state
-    trainer.step = state["step"]
-    trainer.best = state["best"]
-    trainer.is_best = state["is_best"]
-    trainer.must_validate = state["must_validate"] and trainer.validator is not None
-    if trainer.is_best and trainer.world.is_main:
-        # The run may have been killed between the checkpoint and its mark.
-        trainer.checkpoints.mark_best(trainer.step)
-    trainer.epoch = state["epoch"]
-    trainer.position = tuple(state["position"])
-    _restore_tensors(trainer, saved)
-    trainee.objective.load_state_dict(state["objective"])
-    trainer.meter.load_state_dict(state["meter"])
-    if "blend" in state:
-        trainer.drawn.load_state_dict(state["blend"])
-    if (adascale := trainee.adascale) is not None:
-        if state.get("adascale") is not None:
-            adascale.load_state_dict(state["adascale"])
-        else:
-            adascale.begin_at(trainer.step)
-
-
-def _restore_tensors(trainer: Trainer, saved: Saved) -> None:
-    """Read moments, and the weights that are trained in place of those to evaluate."""
-    optimizer, folder = trainer.trainee.optimizer, saved.path / TENSORS
-    state = saved.state["optimizer"]
-    rows = {index: dict(row) for index, row in state["state"].items()}
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    named, tensors = _parameters(trainer), {}
-    for name, (shape, dtype) in tensor_files.describe(folder).items() if folder.is_dir() else ():
-        kind, _, rest = name.partition("/")
-        if kind == "trained":
-            tensors[name] = named[rest].detach()
-            continue
-        index, _, moment = rest.partition("/")
-        like = own[int(index)]
-        if like.shape == shape:
-            tensors[name] = torch.zeros_like(like, dtype=dtype)
-        else:
-            tensors[name] = torch.zeros(shape, dtype=dtype, device=like.device)
-        rows.setdefault(int(index), {})[moment] = tensors[name]
-    if tensors:
-        tensor_files.read(tensors, folder)
-    restore_optimizer(optimizer, state | {"state": rows})
-
-
-def _parameters(trainer: Trainer) -> dict[str, Tensor]:
-    """Those that are trained, whole or sharded, by the names of the checkpoints."""
-    trainee = trainer.trainee
-    model = trainee.model if is_sharded(trainee) else trainer.model
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+                tensors[name] = torch.zeros(shape, dtype=dtype, device=like.device)
+            rows.setdefault(int(index), {})[moment] = tensors[name]
+        if tensors:
+            tensor_files.read(tensors, folder)
+        restore_optimizer(self._optimizer, {**state, "state": rows})

@@ -1,4 +1,4 @@
-"""A micro-batch as one CUDA graph: recorded once, then replayed without launching its kernels."""
+"""Forward and backward of a micro-batch as one CUDA graph: recorded once, then replayed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from torch import Tensor
 from effasr.data.batch import Batch
 
 _WARM_UPS = 3
-"""Runs before the recording: libraries choose algorithms and take workspaces in the first ones."""
+"""Runs before the recording, in which libraries choose algorithms and allocate workspaces."""
+
+UNSPLITTABLE_REASON = (
+    "one that is a CUDA graph cannot be split: lower data.frame_budget, or set "
+    "training.cuda_graph=false"
+)
+"""Why a recorded micro-batch cannot be computed in pieces."""
 
 Outputs = tuple[Tensor, ...]
 Run = Callable[[Batch, Tensor], Outputs]
@@ -20,17 +26,17 @@ Run = Callable[[Batch, Tensor], Outputs]
 class MicroBatchGraph:
     """Calls a function on batches of one static shape by replaying a recording of the first call.
 
-    The function computes a forward and a backward: gradients add up in the ``grad`` of the
-    parameters, which must then stay where they are (``zero_grad(set_to_none=False)``). It may not
-    ask the device for a value, nor depend on a length that the host knows. Random numbers follow
-    the seed of the device's generator at each replay.
+    The function computes a forward and a backward: gradients accumulate in the ``grad`` of the
+    parameters, which must stay at its address (``zero_grad(set_to_none=False)``). The function may
+    neither synchronise with the host nor depend on a length that the host knows. Random numbers
+    follow the seed of the device's generator at each replay.
 
     Args:
-        run: What to record: a batch on the device and the counts in, tensors out.
+        run: Function to record: a batch on the device and the counts in, tensors out.
         device: A GPU.
-        parameters: Whose gradients the function adds to.
-        buffers: Tensors that the function changes besides, such as running means.
-        capture: Records a function without running it: returns what replays it, and its outputs.
+        parameters: Parameters to whose gradients the function adds.
+        buffers: Other tensors that the function changes, such as running means.
+        capture: Records a function without running it; returns its replay and its outputs.
     """
 
     def __init__(
@@ -102,8 +108,8 @@ class MicroBatchGraph:
 
 def _capture(run: Callable[[], Outputs]) -> tuple[Callable[[], Any], Outputs]:
     graph = torch.cuda.CUDAGraph()
-    # Other threads pin memory for coming batches, copy checkpoints and look after NCCL meanwhile,
-    # which would break the recording if it were not of this thread alone.
+    # Other threads pin memory, copy checkpoints and watch NCCL meanwhile, which would break a
+    # recording of all threads.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = run()
     return graph.replay, outputs

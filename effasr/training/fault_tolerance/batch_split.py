@@ -1,4 +1,4 @@
-"""Two halves of a micro-batch, for when there is no memory for the whole."""
+"""Splits a micro-batch in two after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from effasr_kernels import PackedLayout, PackedSequence
 
 
 def split(batch: Batch) -> tuple[Batch, Batch]:
-    """Split between two utterances, so that both parts are of like size.
+    """Split a batch on the host between two utterances, into parts of similar size.
 
-    The parts are as small as their utterances: without the tail of a static shape, which would
-    take the memory that there is none of.
-
-    Args:
-        batch: Of two utterances or more, on the host.
+    The parts have no padding to a static shape, which would take memory.
 
     Raises:
         ValueError: It has fewer than two utterances.
@@ -38,7 +34,7 @@ def split(batch: Batch) -> tuple[Batch, Batch]:
 
 
 def utterances(batch: Batch, begin: int, end: int) -> Batch:
-    """Utterances ``begin`` to ``end - 1`` of a batch, exactly as they are in it."""
+    """Return utterances ``begin`` to ``end - 1`` of a batch, unchanged."""
     targets = _rows(batch.targets, batch.tokens.layout, begin, end)
     tokens = _sequences(batch.tokens, begin, end)
     monotonic = batch.monotonic[begin:end]

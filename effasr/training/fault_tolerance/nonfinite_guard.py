@@ -1,4 +1,4 @@
-"""What happens to a step whose loss or gradient is not finite; its update was left out already."""
+"""Handles steps whose update was left out because the loss or gradient was not finite."""
 
 from __future__ import annotations
 
@@ -10,27 +10,24 @@ import torch
 from torch import Tensor
 
 from effasr.data.batch import Batch
-from effasr.distributed.process_group import World
+from effasr.distributed.failures import TrainingFailed
+from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
 from effasr.training.step import StepReport
 
 _PATIENCE = 100
-"""Updates left out in a row after which ``skip`` gives up as well."""
-
-
-class TrainingFailed(RuntimeError):
-    """The run cannot go on; the message says why and what to do."""
+"""Updates left out in a row after which ``skip`` ends the run as well."""
 
 
 class NonFiniteGuard:
-    """Stops at, or lists, steps without an update. All ranks call it with the same steps.
+    """Stops at, or reports, steps without an update. All ranks call it with the same steps.
 
     Args:
-        model: Not replicated; tells which utterances are to blame.
-        autocast: Makes the context in which its forward runs.
+        model: Model without wrapper, which computes the losses of utterances again.
+        autocast: Returns the context in which its forward runs.
         policy: ``stop``: the first such step ends the run. ``skip``: it is written to
             skipped.jsonl, and only very many in a row end the run.
-        world: The ranks, each of which knows its own utterances.
+        context: The ranks, each of which has its own utterances.
         note: Takes the line for skipped.jsonl, on rank 0.
     """
 
@@ -39,28 +36,28 @@ class NonFiniteGuard:
         model: ASRModel,
         autocast: Callable[[], AbstractContextManager],
         policy: Literal["stop", "skip"],
-        world: World,
+        context: DistributedContext,
         note: Callable[[dict[str, Any]], None],
     ) -> None:
         self._model = model
         self._autocast = autocast
         self._policy = policy
-        self._world = world
+        self._context = context
         self._note = note
 
     def handle(self, reports: Sequence[StepReport], in_a_row: int) -> None:
-        """Deal with the steps whose update was left out.
+        """Handle the steps whose update was left out.
 
         Args:
-            reports: Of these steps.
-            in_a_row: How many, the newest of them included, there were without an update between.
+            reports: Reports of these steps.
+            in_a_row: Number of steps in a row without an update, up to the newest of them.
 
         Raises:
             TrainingFailed: The run must end.
         """
         for report in reports:
             line = self._describe(report)
-            if self._world.is_main:
+            if self._context.is_main:
                 self._note(line)
             if self._policy == "stop":
                 raise TrainingFailed(
@@ -75,12 +72,12 @@ class NonFiniteGuard:
             )
 
     def _describe(self, report: StepReport) -> dict[str, Any]:
-        """Name the utterances whose loss is not finite; where only the gradient is not, all."""
+        """Return the utterances whose loss is not finite, or all if only the gradient is not."""
         present = [name for batch, _ in report.micro_batches for name in batch.ids]
         guilty = [
             name for batch, losses in report.micro_batches for name in self._guilty(batch, losses)
         ]
-        everyone = self._world.gather((guilty, present))
+        everyone = self._context.all_gather((guilty, present))
         guilty = [name for names, _ in everyone for name in names]
         present = [name for _, names in everyone for name in names]
         return {
@@ -91,17 +88,17 @@ class NonFiniteGuard:
 
     @torch.no_grad()
     def _guilty(self, batch: Batch, losses: Tensor) -> list[str]:
-        """The utterances of a micro-batch to blame for losses that are not finite.
+        """Return the utterances of a micro-batch that cause non-finite losses.
 
-        Batch norm in training spreads one utterance's NaN to all of them, so they are asked again
-        with the running statistics, which keep utterances apart.
+        Batch norm in training spreads the NaN of one utterance to all, so the losses are computed
+        again with the running statistics, which keep utterances apart.
         """
         suspects = _not_finite(batch, losses)
         if not suspects:
             return []
         self._model.eval()
         with self._autocast():
-            apart = self._model(batch.to(self._world.device)).per_utterance
+            apart = self._model(batch.to(self._context.device)).per_utterance
         self._model.train()
         return _not_finite(batch, apart) or suspects
 

@@ -1,9 +1,9 @@
-"""A micro-batch for which there is not enough memory, made good in smaller pieces.
+"""Recovery from out-of-memory errors: a micro-batch that does not fit is computed in pieces.
 
-Losses are sums over tokens divided by the counts of the whole global step, so a micro-batch has
-the gradient that its pieces have together. Two things are not the same to the last bit: dropout
-and augmentation draw other random numbers, from a seed of the piece; and where the model has batch
-norms, each piece is normalised by its own mean and variance, as a smaller micro-batch would be.
+Losses are sums over tokens divided by the counts of the whole global step, so the pieces of a
+micro-batch have its gradient together. Two things differ: dropout and augmentation draw other
+random numbers, from a seed of the piece; and batch norms normalise each piece by its own mean and
+variance, as of a smaller micro-batch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from effasr.data.batch import Batch
+from effasr.distributed.grad_sync import GradientSync
 from effasr.training.fault_tolerance.batch_split import split
 from effasr.training.memory import in_use
+from effasr.training.seeds import micro_batch_seed
 
 T = TypeVar("T")
 
@@ -28,7 +30,7 @@ _SIGNS = (
     "out of memory",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
-    # What libraries say that allocate by themselves.
+    # Libraries that allocate by themselves.
     "CUFFT_INTERNAL_ERROR",
     "CUFFT_ALLOC_FAILED",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -37,7 +39,7 @@ _SIGNS = (
 )
 
 _WHOLE = (
-    # oneDNN's, where there is no room for code or buffers. With more words they mean other things.
+    # oneDNN without room for code or buffers. As part of longer messages they mean other things.
     "could not create a primitive",
     "could not create a memory object",
     "could not execute a primitive",
@@ -50,53 +52,49 @@ class OutOfMemory(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Something for which there was not enough memory: what the error said."""
+    """An out-of-memory error: its message."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Utterances of a micro-batch that are computed together: at best all of them.
+    """Utterances of a micro-batch that are computed together: all of them, or a part.
 
     Attributes:
-        batch: On the host.
-        seed: Of dropout and augmentation.
-        begin: Place in the micro-batch of the first utterance.
+        batch: The utterances, on the host.
+        seed: Seed of dropout and augmentation.
+        begin: Index of the first utterance in the micro-batch.
     """
 
     batch: Batch
     seed: int
     begin: int = 0
 
-    def halves(self, reseed: Callable[[int, int, int], int], reason: str) -> tuple[Piece, Piece]:
-        """Two smaller pieces.
-
-        Args:
-            reseed: Makes the seed of a half: of this seed, its first utterance and their number.
-            reason: Why there must be two.
+    def halves(self, reason: str) -> tuple[Piece, Piece]:
+        """Split the piece in two.
 
         Raises:
-            OutOfMemory: It is a single utterance, or none.
+            OutOfMemory: It has less than two utterances; the message includes ``reason``.
         """
         if len(self.batch.ids) < 2:
-            raise OutOfMemory(_alone(self.batch, reason))
+            raise OutOfMemory(_describe_unsplittable(self.batch, reason))
         first, second = split(self.batch)
         middle = self.begin + len(first.ids)
         return (
-            Piece(first, reseed(self.seed, self.begin, len(first.ids)), self.begin),
-            Piece(second, reseed(self.seed, middle, len(second.ids)), middle),
+            Piece(first, micro_batch_seed(self.seed, self.begin, len(first.ids)), self.begin),
+            Piece(second, micro_batch_seed(self.seed, middle, len(second.ids)), middle),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a piece came to, but for its gradient.
+    """The losses of a piece.
 
     Attributes:
-        piece: Which.
+        piece: The piece.
         parts: Its share of the losses, (5,).
-        losses: Of each of its utterances, (N,).
+        losses: Loss of each of its utterances, (N,).
     """
 
     piece: Piece
@@ -104,135 +102,147 @@ class Outcome:
     losses: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Redone:
-    """Micro-batches that were computed once more.
-
-    Attributes:
-        outcomes: Of the pieces of each.
-        gradients: Their sum for each parameter; None where nothing reached it.
-        splits: How often a piece was split.
-    """
-
-    outcomes: list[list[Outcome]]
-    gradients: list[Tensor | None]
-    splits: int
-
-
 Gradient = Callable[[Batch], tuple[Sequence[Tensor | None], Tensor, Tensor]]
-"""Of a batch: gradients of the parameters, kept apart from ``grad``; parts; losses."""
+"""Computes gradients of a batch, without a change to ``grad``, loss parts and losses."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is not enough memory, of a GPU or of the host."""
+    """Return whether an error says that a GPU or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | OutOfMemory | MemoryError):
         return True
-    said = str(error).strip()
-    is_sign = said in _WHOLE or any(sign in said for sign in _SIGNS)
+    message = str(error).strip()
+    is_sign = message in _WHOLE or any(sign in message for sign in _SIGNS)
     return isinstance(error, RuntimeError) and is_sign
 
 
 def attempt(run: Callable[[], T]) -> T | Failure:
-    """Run something, unless there is not enough memory for it: then what it held is free again."""
+    """Call ``run``; after an out-of-memory error, free what it held and return a `Failure`."""
     try:
         return run()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
-    # Here, and not above: as long as there is the error, there are the frames that it came from.
+    # Outside of the handler, because the error keeps the frames that it came from.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return Failure(reason)
 
 
-def redo(
-    work: Sequence[Sequence[Piece]],
-    gradient: Gradient,
-    reseed: Callable[[int, int, int], int],
-    statistics: Sequence[Tensor],
-    kept: Sequence[Tensor],
-) -> Redone:
-    """Compute micro-batches from the first on, and split what does not fit.
-
-    From the first, because a backward that fails has added a part of its gradient, which nothing
-    can take back; and apart from ``grad``, so that another failure spoils nothing.
+class OOMRecovery:
+    """Calls the micro-batches of a step, and recomputes the step in pieces where one does not fit.
 
     Args:
-        work: The pieces of each micro-batch.
         gradient: Computes a piece.
-        reseed: As in `Piece.halves`.
-        statistics: Of the model's batch norms.
-        kept: What they were before the first micro-batch.
+        grad_sync: Receives the recomputed gradients.
+        statistics: Running statistics of the model's batch norms, as before the step.
+        unsplittable_reason: Why micro-batches cannot be computed in pieces, and the remedy; None
+            if they can.
 
-    Raises:
-        OutOfMemory: There is not enough memory for a single utterance.
+    Attributes:
+        kept: Copies of the statistics as before the step.
+        splits: How many pieces were split.
     """
-    _set(statistics, kept)
-    sums = _Sums()
-    outcomes, splits = [], 0
-    for pieces in work:
-        done = _redo_one(pieces, gradient, reseed, statistics, sums)
-        splits += len(done) - len(pieces)
-        outcomes.append(done)
-    return Redone(outcomes, sums.values, splits)
 
+    def __init__(
+        self,
+        gradient: Gradient,
+        grad_sync: GradientSync,
+        statistics: Sequence[Tensor],
+        unsplittable_reason: str | None,
+    ) -> None:
+        self._gradient = gradient
+        self._grad_sync = grad_sync
+        self._statistics = statistics
+        self._unsplittable_reason = unsplittable_reason
+        self._done: list[list[Outcome]] = []
+        self.kept = [statistic.clone() for statistic in statistics]
+        self.splits = 0
 
-def _redo_one(
-    pieces: Sequence[Piece],
-    gradient: Gradient,
-    reseed: Callable[[int, int, int], int],
-    statistics: Sequence[Tensor],
-    sums: _Sums,
-) -> list[Outcome]:
-    """Of one micro-batch; its statistics become the mean of its pieces', weighed by frames."""
-    before = [statistic.clone() for statistic in statistics]
-    waiting, done, seen = deque(pieces), [], []
-    while waiting:
-        piece = waiting.popleft()
-        _set(statistics, before)
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """The pieces computed so far, in the order of their utterances."""
+        return [outcome for pieces in self._done for outcome in pieces]
+
+    def run(
+        self, piece: Piece, run: Callable[[], tuple[Tensor, Tensor]], *, exchanging: bool
+    ) -> None:
+        """Compute a micro-batch.
+
+        Args:
+            piece: The micro-batch.
+            run: Adds its gradient to ``grad``; returns the loss parts and the losses.
+            exchanging: Whether its backward exchanges the gradients of the step.
+
+        Raises:
+            OutOfMemory: There is not enough memory for a single utterance, or splitting is
+                impossible.
+        """
         torch.manual_seed(piece.seed)
-        result = attempt(partial(gradient, piece.batch))
-        if isinstance(result, Failure):
-            waiting.extendleft(reversed(piece.halves(reseed, result.reason)))
-            continue
-        gradients, parts, losses = result
-        sums.add(gradients)
-        done.append(Outcome(piece, parts, losses))
-        seen.append([statistic.clone() for statistic in statistics])
-    if len(done) > 1:
-        frames = [outcome.piece.batch.frames.total for outcome in done]
-        whole = sum(frames)
-        shares = [n / whole if whole else 1 / len(done) for n in frames]
-        for statistic, values in zip(statistics, zip(*seen, strict=True), strict=True):
-            terms = [share * value for share, value in zip(shares, values, strict=True)]
-            statistic.copy_(torch.stack(terms).sum(0))
-    return done
-
-
-class _Sums:
-    """Gradients of the parameters while pieces add to them."""
-
-    def __init__(self) -> None:
-        self.values: list[Tensor | None] = []
-
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        if not self.values:
-            self.values = list(gradients)
+        result = attempt(run)
+        if not isinstance(result, Failure):
+            self._done.append([Outcome(piece, *result)])
             return
-        for place, gradient in enumerate(gradients):
-            value = self.values[place]
-            if value is None:
-                self.values[place] = gradient
-            elif gradient is not None:
-                value += gradient
+        if self._unsplittable_reason is not None:
+            raise OutOfMemory(
+                f"there is not enough memory for a micro-batch ({result.reason}), and "
+                f"{self._unsplittable_reason}."
+            )
+        self._grad_sync.discard()
+        work = [[outcome.piece for outcome in pieces] for pieces in self._done]
+        self._recompute([*work, list(piece.halves(result.reason))], exchanging=exchanging)
+
+    def _recompute(self, work: Sequence[Sequence[Piece]], *, exchanging: bool) -> None:
+        """Compute the pieces of all micro-batches so far, and split what does not fit.
+
+        All, because the failed backward has added a part of its gradient, which cannot be
+        subtracted; and apart from ``grad``, so that another failure does no harm.
+        """
+        _restore(self._statistics, self.kept)
+        sums: list[Tensor | None] = [None] * len(self._grad_sync.parameters)
+        self._done = []
+        for pieces in work:
+            self._done.append(self._recompute_micro_batch(pieces, sums))
+            self.splits += len(self._done[-1]) - len(pieces)
+        self.splits += 1
+        self._grad_sync.replace(sums, exchanging=exchanging)
+
+    def _recompute_micro_batch(
+        self, pieces: Sequence[Piece], sums: list[Tensor | None]
+    ) -> list[Outcome]:
+        """Compute one micro-batch; add its gradients to ``sums``.
+
+        Its statistics become the mean of those of its pieces, weighted by frames.
+        """
+        before = [statistic.clone() for statistic in self._statistics]
+        waiting, done, seen = deque(pieces), [], []
+        while waiting:
+            piece = waiting.popleft()
+            _restore(self._statistics, before)
+            torch.manual_seed(piece.seed)
+            result = attempt(partial(self._gradient, piece.batch))
+            if isinstance(result, Failure):
+                waiting.extendleft(reversed(piece.halves(result.reason)))
+                continue
+            gradients, parts, losses = result
+            _accumulate(sums, gradients)
+            done.append(Outcome(piece, parts, losses))
+            seen.append([statistic.clone() for statistic in self._statistics])
+        if len(done) > 1:
+            frames = [outcome.piece.batch.frames.total for outcome in done]
+            total = sum(frames)
+            shares = [n / total if total else 1 / len(done) for n in frames]
+            for statistic, values in zip(self._statistics, zip(*seen, strict=True), strict=True):
+                terms = [share * value for share, value in zip(shares, values, strict=True)]
+                statistic.copy_(torch.stack(terms).sum(0))
+        return done
 
 
 def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """The gradient of each parameter, without a change to its ``grad``, nor a call of its hooks."""
+    """Return the gradient of each parameter, without a change to ``grad`` or calls of DDP hooks."""
     found = torch.autograd.grad(loss, list(parameters), allow_unused=True)
-    # Of a sum, both terms may be given the same tensor; what is added to one is not the other's.
+    # Both terms of a sum may get the same tensor; each parameter needs its own to add to.
     own, taken = [], set()
     for gradient in found:
         if gradient is not None:
@@ -243,13 +253,22 @@ def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tenso
     return own
 
 
+def _accumulate(sums: list[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
+    for index, gradient in enumerate(gradients):
+        value = sums[index]
+        if value is None:
+            sums[index] = gradient
+        elif gradient is not None:
+            value += gradient
+
+
 @torch.no_grad()
-def _set(statistics: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def _restore(statistics: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for statistic, value in zip(statistics, values, strict=True):
         statistic.copy_(value)
 
 
-def _alone(batch: Batch, reason: str) -> str:
+def _describe_unsplittable(batch: Batch, reason: str) -> str:
     if not batch.ids:
         return f"there is not even memory for a micro-batch without utterances ({reason})."
     return (

@@ -1,4 +1,4 @@
-"""What this rank is doing: noted in passing, and put into words only when something is wrong."""
+"""Tracks the phase of the step that this rank is in, for stall reports and the log."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from effasr.data.batch import Batch
 LOADING, WAITING, COMPUTING = "loading", "waiting for the others", "computing"
 
 
-class Activity:
-    """The step that is under way, and how much of its time is this rank's own.
+class PhaseTracker:
+    """The step in progress, its phase, and the time that this rank needed for itself.
 
-    Its own is what it needs to load its micro-batches and to compute until it first needs the
-    others; then it may wait for them. A rank that is slow has more of it than the others. With
-    fsdp2, ranks wait for each other in every layer, so that only loading tells them apart.
+    A rank's own time is the time to load its micro-batches, and to compute until it first needs the
+    other ranks; a slow rank has more of it. With fsdp2, ranks wait for each other in every layer,
+    so that only loading distinguishes them.
 
     Args:
-        on_gpu: Whether the device tells when it computes; it is never waited for.
+        on_gpu: Whether to measure by events of the GPU; the host never waits for them.
 
     Attributes:
-        step: Counted from 1.
-        phase: What is done in it.
-        since: When the phase began, by `time.monotonic`.
-        steps: Steps whose time is known.
-        seconds: Of its own in all of these.
+        step: Step in progress, counted from 1.
+        phase: Phase of the step.
+        since: Start of the phase, by `time.monotonic`.
+        steps: Steps whose own time is known.
+        seconds: Own time of these steps in all.
     """
 
     def __init__(self, *, on_gpu: bool = False) -> None:
@@ -44,7 +44,7 @@ class Activity:
         self._measured: deque[tuple[float, _Mark, _Mark]] = deque()
 
     def begin(self, phase: str, step: int | None = None, batches: Sequence[Batch] = ()) -> None:
-        """Begin a phase, of the same step by default, with these micro-batches in hand."""
+        """Begin a phase, by default of the same step, with these micro-batches."""
         now = time.monotonic()
         if self.phase == LOADING:
             self._loading = now - self.since
@@ -52,13 +52,13 @@ class Activity:
         self.step = self.step if step is None else step
 
     def compute(self, batch: Batch) -> None:
-        """A micro-batch comes next; before the first one, ranks have exchanged their counts."""
+        """Begin to compute a micro-batch; ranks have exchanged their counts before the first."""
         if self.phase != COMPUTING:
             self._mark = _Mark(on_gpu=self._on_gpu)
         self.phase, self.since, self._batches = COMPUTING, time.monotonic(), (batch,)
 
-    def meet(self) -> None:
-        """From here on this rank may wait for the others; only the first time in a step counts."""
+    def wait_for_ranks(self) -> None:
+        """End this rank's own time of the step, at the first call in a step."""
         if self._mark is None:
             return
         self._measured.append((self._loading, self._mark, _Mark(on_gpu=self._on_gpu)))
@@ -70,12 +70,12 @@ class Activity:
 
     @property
     def utterances(self) -> Sequence[str]:
-        """Those of the micro-batches in hand."""
+        """Ids of the utterances of the current micro-batches."""
         return [name for batch in self._batches for name in batch.ids]
 
 
 class _Mark:
-    """A moment: of the host, or of a GPU, which reaches it later."""
+    """A point in time: of the host, or in the queue of a GPU."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._time = time.perf_counter()
@@ -88,7 +88,7 @@ class _Mark:
         return self._event is None or self._event.query()
 
     def until(self, other: _Mark) -> float:
-        """Seconds to a later one that is past."""
+        """Return the seconds to a later mark that is past."""
         if self._event is None or other._event is None:
             return other._time - self._time
         return self._event.elapsed_time(other._event) / 1000

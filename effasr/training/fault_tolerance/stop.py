@@ -1,4 +1,4 @@
-"""Stopping on request: a signal is noted, and acted upon at the end of the step."""
+"""Requests to stop by signals, which take effect at the end of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StopRequest:
     received: signal.Signals | None = None
 
     def __bool__(self) -> bool:
-        """Whether there was a request."""
+        """Return whether there was a request."""
         return self.received is not None
 
 
@@ -26,8 +26,8 @@ class StopRequest:
 def listening() -> Iterator[StopRequest]:
     """Turn SIGTERM and the first SIGINT into a request; a second SIGINT interrupts at once.
 
-    Child processes (data workers) keep the default for SIGTERM and ignore SIGINT, which a
-    terminal sends to all of them. Outside the main thread nothing is listened to.
+    Child processes (data workers) keep the default for SIGTERM and ignore SIGINT, which a terminal
+    sends to all of them. Outside the main thread, signals are ignored here.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

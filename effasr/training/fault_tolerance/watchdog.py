@@ -1,9 +1,9 @@
-"""Nothing hangs without a word: who is stuck or lost, in which step, with which utterances.
+"""Reports stalled or lost ranks, with their step, phase and utterances.
 
-Every rank tells the store about once a second what it is doing. When a rank loses the others, or
-waits for them in vain, it says which of them are silent and what they did last. A rank that is
-stuck itself, in a read that does not return or in a kernel that does not end, cannot say anything:
-a thread of its own says it, and ends the process.
+Every rank writes its phase to the store about once a second. A rank that loses the others, or waits
+for them in vain, reports which are silent and what they did last. A rank that is stuck itself, in a
+read that does not return or in a kernel that does not end, is reported, and its process ended, by a
+thread of its own.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from effasr.distributed.process_group import PeerFailed, World, earlier_failure, tell_torchrun
-from effasr.training.fault_tolerance.phase_tracker import COMPUTING, LOADING, WAITING, Activity
+from effasr.distributed.failures import PeerFailed, record_failure, write_torchrun_error
+from effasr.distributed.process_group import DistributedContext
+from effasr.training.fault_tolerance.phase_tracker import COMPUTING, LOADING, WAITING, PhaseTracker
 
 log = logging.getLogger(__name__)
 
@@ -43,71 +43,66 @@ _JUDGED_STEPS, _JUDGED_S = 20, 5.0
 
 
 class RankLost(RuntimeError):
-    """Other ranks are gone or do not answer; the message says which."""
+    """Other ranks are gone or do not answer; the message names them."""
 
     exit_code = EX_TEMPFAIL
 
 
 class Watchdog:
-    """Watches the training of this rank, and what it hears of the others.
+    """Watches the training of this rank, and the phases of the others.
 
     Args:
-        world: All ranks.
-        activity: Of this rank.
+        context: All ranks.
+        phases: Phases of this rank.
         timeout_s: How long a micro-batch may take, where there are other ranks to wait for it.
         data_timeout_s: How long loading may take.
-        reading: The utterances that are being read, each with its file.
-        last_words: Called before a process that is stuck is ended.
+        reading: Returns the utterances that are being read, each with its file.
+        before_exit: Called before a process that is stuck is ended.
     """
 
     def __init__(
         self,
-        world: World,
-        activity: Activity,
+        context: DistributedContext,
+        activity: PhaseTracker,
         timeout_s: float,
         data_timeout_s: float,
         reading: Callable[[], Sequence[str]],
-        last_words: Callable[[], object] = lambda: None,
+        before_exit: Callable[[], object] = lambda: None,
     ) -> None:
-        self._world = world
+        self._context = context
         self._activity = activity
         self._reading = reading
-        self._last_words = last_words
+        self._before_exit = before_exit
         # A kernel that hangs never returns to raise an error; torch's own end comes at the limit,
         # without a word of which utterances. Gloo's calls do raise one, at the limit.
-        computing = timeout_s * (0.9 if world.device.type == "cuda" else 1.25) + 1.0
+        computing = timeout_s * (0.9 if context.device.type == "cuda" else 1.25) + 1.0
         self._limits = {LOADING: ("data_timeout_s", data_timeout_s)}
-        if world.size > 1:
+        if context.size > 1:
             self._limits[WAITING] = self._limits[COMPUTING] = ("timeout_s", computing)
-        self._beat_s = max(_BEAT_S, world.size / _RANKS_PER_BEAT)
+        self._beat_s = max(_BEAT_S, context.size / _RANKS_PER_BEAT)
         self._ended = threading.Event()
         self._store: Store | None = None
         self._heard: list[dict[str, Any]] = []
-        self._known: list[tuple[int, float]] = [(0, 0.0)] * world.size
+        self._known: list[tuple[int, float]] = [(0, 0.0)] * context.size
         self._judged = self._known
         self._judged_at = time.monotonic()
         self._warned: int | None = None
 
     def __enter__(self) -> Self:
-        """Begin; all ranks enter."""
+        """Start the thread; all ranks enter."""
         self._ended.clear()
-        if self._world.store is not None:
+        if self._context.store is not None:
             # A connection of its own, for another thread may wait on the first.
-            self._store = self._world.store.clone()  # type: ignore[attr-defined]
+            self._store = self._context.store.clone()  # type: ignore[attr-defined]
             self._beat(0)
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """End; say which ranks are lost, where that is why training failed.
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """End the thread; name the lost ranks, if they are the reason of an error.
 
         Raises:
-            RankLost: It is.
+            RankLost: They are.
         """
         self._ended.set()
         if self._store is None or not _is_loss(error):
@@ -115,20 +110,20 @@ class Watchdog:
         # Without the place in the sources, and the advice.
         reason = re.sub(r"^\[\S*\] ", "", " ".join(str(error).split())).partition(". ")[0]
         raise RankLost(
-            f"rank {self._world.rank}: {_describe(self._own())}: cannot reach the others. "
+            f"rank {self._context.rank}: {_describe(self._own())}: cannot reach the others. "
             f"{self._missing()} To start the run again goes on from its last checkpoint. "
             f"(PyTorch says: {reason})"
         ) from error
 
     def slowest(self) -> dict[str, Any]:
-        """The rank that took most time of its own since the last call, for a line of metrics.
+        """Return the rank with the most time of its own since the last call, for a line of metrics.
 
         Returns:
             ``slowest_rank``, and ``rank_wait_s``: by how much its time per step exceeds the median
-            rank's, which is what the others wait for it. None before the first signs of life.
+            rank's. None before the first reports.
         """
         heard = [(one["own"][0], one["own"][1]) for one in self._heard]
-        if self._world.size == 1:
+        if self._context.size == 1:
             return {"slowest_rank": 0, "rank_wait_s": 0.0}
         if not heard:
             return {"slowest_rank": None, "rank_wait_s": None}
@@ -138,9 +133,9 @@ class Watchdog:
         return {"slowest_rank": rank, "rank_wait_s": seconds - median}
 
     def _warn(self, heard: list[tuple[int, float]]) -> None:
-        """Once, where a rank is slow not just for a moment; again, when it is another one."""
+        """Warn of a rank that is persistently slow; again, when it is another one."""
         now = time.monotonic()
-        made = heard[self._world.rank][0] - self._judged[self._world.rank][0]
+        made = heard[self._context.rank][0] - self._judged[self._context.rank][0]
         if made < _JUDGED_STEPS or now - self._judged_at < _JUDGED_S:
             return
         rank, seconds, median = _slowest(self._judged, heard)
@@ -167,7 +162,7 @@ class Watchdog:
                 continue
             try:
                 self._beat(count)
-                if self._world.is_main:
+                if self._context.is_main:
                     self._heard = self._read()
             except RuntimeError as error:
                 # The thread that trains will come to know.
@@ -177,10 +172,10 @@ class Watchdog:
     def _beat(self, count: int) -> None:
         if self._store is not None:
             beat = json.dumps(self._own() | {"count": count})
-            self._store.set(f"activity/{self._world.rank}", beat)
+            self._store.set(f"activity/{self._context.rank}", beat)
 
     def _own(self) -> dict[str, Any]:
-        """What this rank is doing."""
+        """Return the phase of this rank."""
         now = self._activity
         utterances = list(now.utterances) or (list(self._reading()) if now.phase == LOADING else [])
         return {
@@ -194,15 +189,15 @@ class Watchdog:
         }
 
     def _read(self) -> list[dict[str, Any]]:
-        """What all ranks said last; nothing before each has said something."""
+        """Return the last reports of all ranks; nothing before each has one."""
         assert self._store is not None
-        names = [f"activity/{rank}" for rank in range(self._world.size)]
+        names = [f"activity/{rank}" for rank in range(self._context.size)]
         if not self._store.check(names):
             return []
         return [json.loads(text) for text in self._store.multi_get(names)]
 
     def _missing(self) -> str:
-        """Which ranks are silent, or late, and what they did last."""
+        """Return which ranks are silent, or late, and what they did last."""
         try:
             before = self._read()
             time.sleep(1.5 * self._beat_s)
@@ -211,7 +206,7 @@ class Watchdog:
             return "Nor can the store be reached: the node of rank 0 may be lost."
         if not after or not before:
             return "Not all ranks have begun to train."
-        ranks = [rank for rank in range(self._world.size) if rank != self._world.rank]
+        ranks = [rank for rank in range(self._context.size) if rank != self._context.rank]
         silent = [rank for rank in ranks if after[rank]["count"] == before[rank]["count"]]
         if silent:
             return _listed(silent, after, "does not answer any more")
@@ -223,25 +218,25 @@ class Watchdog:
         return "All answer, so the network between them may be at fault."
 
     def _check(self) -> None:
-        """End the process where this rank is stuck."""
+        """End the process if this rank is stuck."""
         name, limit = self._limits.get(self._activity.phase, ("", None))
         if limit is None or time.monotonic() - self._activity.since < limit:
             return
         text = (
-            f"rank {self._world.rank}: {_describe(self._own())}: nothing has come of it for "
+            f"rank {self._context.rank}: {_describe(self._own())}: nothing has come of it for "
             f"{limit:.3g} s (training.{name}), so this process is ended. It hangs {_where()}. "
             "To start the run again goes on from its last checkpoint."
         )
         sys.stderr.write(f"effasr train: {text}\n")
         sys.stderr.flush()
-        tell_torchrun(text)
+        write_torchrun_error(text)
         try:
-            if self._store is not None and self._world.store is not None:
-                earlier_failure(self._store, self._world.rank, text)
+            if self._store is not None and self._context.store is not None:
+                record_failure(self._store, self._context.rank, text)
         except RuntimeError as error:
             log.debug("the store does not answer: %s", error)
         try:
-            self._last_words()
+            self._before_exit()
         finally:
             # Not by an exception, for the thread that trains would not see it.
             os._exit(EX_TEMPFAIL)
@@ -250,7 +245,7 @@ class Watchdog:
 def _slowest(
     before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]]
 ) -> tuple[int, float, float]:
-    """The slowest rank, its own seconds a step, and those of the median rank."""
+    """Return the slowest rank, its own seconds per step, and those of the median rank."""
     means = [
         (seconds - before_s) / max(steps - made, 1)
         for (steps, seconds), (made, before_s) in zip(now, before, strict=True)
@@ -260,7 +255,7 @@ def _slowest(
 
 
 def _is_loss(error: BaseException | None) -> bool:
-    """Whether an error is that of a collective call for which another rank did not come."""
+    """Return whether an error is that of a collective call which another rank did not join."""
     if isinstance(error, PeerFailed) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)
@@ -276,14 +271,14 @@ def _listed(ranks: Sequence[int], heard: Sequence[dict[str, Any]], what: str) ->
 
 
 def _describe(said: dict[str, Any]) -> str:
-    """What a rank is doing, in words."""
+    """Return a report in words."""
     more = f" and {said['more']} more" if said["more"] else ""
     utterances = f", utterances {', '.join(said['utterances'])}{more}" if said["utterances"] else ""
     return f"step {said['step']}, {said['phase']}{utterances}, for {said['seconds']:.1f} s"
 
 
 def _where() -> str:
-    """The innermost call of the thread that trains, and the innermost ones of this package."""
+    """Return the innermost call of the main thread, and the innermost ones of this package."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     *outer, innermost = traceback.extract_stack(frame)
     ours = [call for call in outer if f"{os.sep}effasr{os.sep}" in call.filename]

@@ -1,9 +1,8 @@
-"""What the user sees while a model trains: a bar on a terminal, plain lines anywhere else."""
+"""The progress display: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -16,7 +15,7 @@ class ProgressDisplay:
     Args:
         total: Steps of the whole run.
         done: Steps made before this process began.
-        ranks: Over how many the audio is spread.
+        ranks: Number of ranks that share the audio.
         console: Where to write.
     """
 
@@ -41,12 +40,7 @@ class ProgressDisplay:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Leave the bar as it is."""
         self._bar.stop()
 
@@ -67,19 +61,19 @@ class ProgressDisplay:
             self.say(f"step {line['step']}/{self._total}  {state}  ETA {_clock(left)}")
 
     def say(self, text: str) -> None:
-        """Write one line above the bar."""
+        """Show one line above the bar."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class SilentDisplay(ProgressDisplay):
-    """That of the ranks which leave talking to rank 0."""
+    """A display that shows nothing, for ranks other than 0."""
 
     def __init__(self) -> None:
         super().__init__(0, 0, 1, Console(quiet=True, force_terminal=False))
 
 
 def describe(line: Mapping[str, Any], ranks: int) -> str:
-    """The figures of a line of metrics.jsonl that matter at a glance."""
+    """Return the main figures of a line of metrics.jsonl."""
     seconds = max(line["step_s"], 1e-9)
     loss = "-" if line["loss"] is None else f"{line['loss']:.4f}"
     if line.get("transducer") and line["transducer"] != line["loss"]:

@@ -25,20 +25,17 @@ METRICS, VALIDATION, SKIPPED, UNREADABLE, DROPPED, BLEND = (
 class RunDirectory:
     """``runs/NAME``.
 
-        config.yaml        the resolved configuration
-        metrics.jsonl      one object per logged step
-        validation.jsonl   one object per validation
-        skipped.jsonl      one object per update left out, with its utterances
-        unreadable.jsonl   one object per utterance or noise that could not be read when it was due
-        dropped.jsonl      one object per utterance that training cannot use
-        blend.json         what was drawn of every source, and what share it was to get
-        tensorboard/       the same curves
-        checkpoints/       see `effasr.checkpoint`
-        evaluation/        the last validation
-        lock               while somebody trains, who that is
-
-    Args:
-        path: Of the directory.
+    config.yaml        resolved configuration
+    metrics.jsonl      one object per logged step
+    validation.jsonl   one object per validation
+    skipped.jsonl      one object per update left out, with its utterances
+    unreadable.jsonl   one object per utterance or noise that could not be read when it was due
+    dropped.jsonl      one object per utterance that training cannot use
+    blend.json         what was drawn of every source, and its intended share
+    tensorboard/       the same curves
+    checkpoints/       see `effasr.checkpoint`
+    evaluation/        the last validation
+    lock               during training, the process that trains
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,15 +45,15 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoints are."""
+        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     def lock(self, run: str, *, succeeds: bool = False) -> None:
-        """Let no other process train here until `close`: see `run_lock.RunLock`.
+        """Lock the directory until `close`: see `run_lock.RunLock`.
 
         Args:
-            run: Names this start of the run.
-            succeeds: Whether the process that had the lock until now was given up.
+            run: Name of this start of the run.
+            succeeds: Whether the process that holds the lock is lost.
 
         Raises:
             ValueError: Another process trains here.
@@ -64,10 +61,10 @@ class RunDirectory:
         self._lock = RunLock(self.path, run, succeeds=succeeds)
 
     def set_aside(self) -> Path | None:
-        """Rename what is there to the first free ``NAME.old-1``, ``NAME.old-2``, ...
+        """Rename an existing directory to the first free ``NAME.old-1``, ``NAME.old-2``, ...
 
         Returns:
-            The new path, or None where there was nothing.
+            The new path, or None if there was nothing.
 
         Raises:
             ValueError: Another process has begun to train here meanwhile.
@@ -89,10 +86,10 @@ class RunDirectory:
         return aside
 
     def open(self, config: str, step: int, *, tensorboard: bool) -> None:
-        """Get ready to write from ``step`` on: what a lost stretch wrote after it is removed.
+        """Prepare to write from a step on; remove what was written after it.
 
         Args:
-            config: The resolved configuration, YAML.
+            config: Resolved configuration, YAML.
             step: Updates that the weights have seen.
             tensorboard: Whether to write curves for TensorBoard.
         """
@@ -107,7 +104,7 @@ class RunDirectory:
             self._tensorboard = SummaryWriter(folder, purge_step=step + 1)
 
     def close(self) -> None:
-        """Write what is still held back, and let others train here."""
+        """Flush the files, and release the lock."""
         try:
             if self._tensorboard is not None:
                 self._tensorboard.close()
@@ -140,7 +137,7 @@ class RunDirectory:
         _replace(self.path / DROPPED, text)
 
     def blend(self, step: int, sources: list[dict[str, Any]]) -> None:
-        """Write blend.json: what was drawn of every source until a step."""
+        """Write blend.json: what was drawn of every source up to a step."""
         content = {"step": step, "sources": sources}
         _replace(self.path / BLEND, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
@@ -157,7 +154,7 @@ class RunDirectory:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; a last line that was cut short is left out."""
+    """Return the objects of a JSONL file; a truncated last line is left out."""
     if not path.is_file():
         return []
     lines = []

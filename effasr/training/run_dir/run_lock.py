@@ -1,4 +1,4 @@
-"""One training at a time in a run directory: a lock that the kernel drops with its process."""
+"""A lock of a run directory, which the kernel drops with the process that holds it."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ os.register_at_fork(after_in_child=_forget_in_child)
 class RunLock:
     """Holds the lock of a run directory from its creation to `release` or the process' end.
 
-    Where the file system has no locks, a warning says so, and nothing is held.
+    Where the file system has no locks, nothing is held, with a warning.
 
     Args:
-        folder: The run directory; made if it is not there.
-        run: Names this start of the run; all of its processes know it.
-        succeeds: Whether this process takes the place of one of the same run that was given up,
-            and whose lock therefore does not count, even if the process is still there.
+        folder: Run directory; made if it does not exist.
+        run: Name of this start of the run; all of its processes know it.
+        succeeds: Whether this process replaces a lost one of the same run, whose lock does not
+            count, even if the process still exists.
 
     Raises:
         ValueError: Another process holds it.
@@ -72,11 +72,11 @@ class RunLock:
             time.sleep(_POLL_S)
 
     def moved(self, folder: Path) -> None:
-        """The run directory was renamed to ``folder``; the lock has gone with it."""
+        """Record that the run directory was renamed to ``folder``."""
         self._file, self._made = folder / LOCK, []
 
     def release(self) -> None:
-        """Let others train here; of folders that the lock was the first in, nothing is left."""
+        """Release the lock, and remove folders that were made for it and are empty."""
         descriptor, self._descriptor = self._descriptor, None
         # A forked child has none, nor does it end what its parent holds.
         if descriptor is None or descriptor not in _held:
@@ -93,7 +93,7 @@ class RunLock:
                     folder.rmdir()
 
     def _try(self) -> dict[str, Any] | None:
-        """Take the lock, or tell who has it."""
+        """Take the lock, or return its holder."""
         for _ in range(_TRIES):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -118,7 +118,7 @@ class RunLock:
         raise OSError(f"{self._file} is removed again and again while it is being locked.")
 
     def _replace(self) -> None:
-        """Put a locked file in the place of one whose lock does not count."""
+        """Replace the file of a holder whose lock does not count by a locked one."""
         partial = self._file.with_name(f".{LOCK}.partial")
         partial.unlink(missing_ok=True)
         descriptor = _open(partial)
@@ -148,7 +148,7 @@ def _open(file: Path) -> int:
 
 
 def _is_at(file: Path, descriptor: int) -> bool:
-    """Whether a path still leads to an open file."""
+    """Return whether a path still leads to an open file."""
     try:
         return os.path.samestat(os.stat(file), os.fstat(descriptor))
     except FileNotFoundError:
@@ -156,7 +156,7 @@ def _is_at(file: Path, descriptor: int) -> bool:
 
 
 def _read(content: bytes) -> dict[str, Any]:
-    """What the holder has written; nothing where it has not come to that yet."""
+    """Return what the holder has written; nothing if it has not written yet."""
     with suppress(ValueError):
         holder = json.loads(content)
         if isinstance(holder, dict):
@@ -165,12 +165,12 @@ def _read(content: bytes) -> dict[str, Any]:
 
 
 def _job() -> str | None:
-    """What torchrun calls the run, over all of its restarts."""
+    """Return torchrun's id of the run, over all of its restarts."""
     return os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 def _is_replaced(holder: dict[str, Any]) -> bool:
-    """Whether this process is one that torchrun has started in the place of the holder."""
+    """Return whether torchrun has started this process in place of the holder."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     return restarts > 0 and _job() is not None and holder.get("job") == _job()
 

@@ -1,28 +1,29 @@
-"""What a run says about its batches before the first of them."""
+"""Describes data and model before the first step."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+from torch import nn
 
 from effasr.data.batch import StaticShape
 from effasr.data.config import DataConfig
+from effasr.data.index.corpus import Corpus
+from effasr.data.loader import Loader
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
-
-if TYPE_CHECKING:
-    from effasr.training.trainer import Trainer
 
 
 def describe_batches(
     plan: EpochPlan, shape: StaticShape | None, lengths: UtteranceLengths, config: DataConfig
 ) -> str:
-    """One line about the micro-batches of an epoch.
+    """Return one line about the micro-batches of an epoch.
 
     Args:
-        plan: Of the epoch.
-        shape: Of every batch; None where each has its own.
-        lengths: Of the utterances.
+        plan: Plan of the epoch.
+        shape: Shape of every batch; None where each has its own.
+        lengths: Lengths of the utterances.
         config: Strategy and padding.
     """
     begin = f"{plan.micro_batches} micro-batches a step, "
@@ -45,40 +46,34 @@ def describe_batches(
     )
 
 
-def summarise(trainer: Trainer) -> Iterator[str]:
-    """What is trained on what: the first lines that a run shows."""
-    plan = trainer.loader.plan(trainer.position[0])
-    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+def describe_model(model: nn.Module) -> str:
+    """Return the number of parameters, and of those that are trained if not all are."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     of_these = f" ({trained / 1e6:.2f} M trained)" if trained < parameters else ""
-    yield (
-        f"{len(trainer.corpus)} utterances, {trainer.corpus.seconds / 3600:.2f} h, "
-        f"{parameters / 1e6:.2f} M parameters{of_these}, "
-        f"{trainer.world.size} x {trainer.world.device}"
-    )
-    if (learners := trainer.learners) is not None:
-        yield (
-            f"{learners.count} learners of {learners.own.size} processes each, which average their "
-            "weights in the background"
-        )
-    yield describe_batches(plan, trainer.loader.shape, trainer.corpus.lengths, trainer.config.data)
-    speeds = trainer.config.data.speed_perturbation
-    if speeds != (1.0,):
-        yield f"each utterance at the speeds {', '.join(map(str, speeds))}, as one of its own"
-    if augmentation := trainer.loader.augmentation:
+    return f"{parameters / 1e6:.2f} M parameters{of_these}"
+
+
+def describe_data(
+    corpus: Corpus, loader: Loader, config: DataConfig, epoch: int, dropped: Path
+) -> Iterator[str]:
+    """Yield lines about batches, augmentation and sources of an epoch, and dropped utterances."""
+    plan = loader.plan(epoch)
+    yield describe_batches(plan, loader.shape, corpus.lengths, config)
+    if config.speed_perturbation != (1.0,):
+        speeds = ", ".join(map(str, config.speed_perturbation))
+        yield f"each utterance at the speeds {speeds}, as one of its own"
+    if augmentation := loader.augmentation:
         yield f"of the utterances, {augmentation}"
-    if (text := trainer.corpus.text) is not None:
+    if (text := corpus.text) is not None:
         yield (
-            f"and {trainer.config.data.text_micro_batches} of text alone, each "
+            f"and {config.text_micro_batches} of text alone, each "
             f"{text.shape.frame_budget} tokens to read and {text.shape.token_budget} to write, "
             f"from {len(text)} pairs"
         )
-    for blend in trainer.corpus.blends(plan, trainer.loader.text_plan(trainer.position[0])):
+    for blend in corpus.blends(plan, loader.text_plan(epoch)):
         yield from blend.table()
-    if trainer.corpus.dropped:
-        reasons = Counter(dropped.reason for dropped in trainer.corpus.dropped)
+    if corpus.dropped:
+        reasons = Counter(dropped.reason for dropped in corpus.dropped)
         listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
-        yield (
-            f"dropped {len(trainer.corpus.dropped)} utterances ({listed}), each listed in "
-            f"{trainer.directory.path / 'dropped.jsonl'}"
-        )
+        yield f"dropped {len(corpus.dropped)} utterances ({listed}), each listed in {dropped}"

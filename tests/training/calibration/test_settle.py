@@ -2,6 +2,8 @@
 
 import json
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,24 +11,30 @@ import torch
 
 from effasr import config as configuration
 from effasr.data.sampling.bucket_table import BucketTable
-from effasr.distributed.process_group import World
+from effasr.distributed.process_group import DistributedContext
 from effasr.training import build
 from effasr.training.calibration import calibrate as module
 from effasr.training.calibration import store
-from effasr.training.calibration.calibrate import read_population, settle, target_bytes
+from effasr.training.calibration.calibrate import (
+    on_rank_zero,
+    read_population,
+    settle,
+    target_bytes,
+)
 from effasr.training.calibration.memory_model import MemoryModel
 from effasr.training.calibration.search import load_of
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.speed_model import SpeedModel
 from effasr.training.calibration.trial import Measurement
 from effasr.training.config import TrainConfig
+from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from effasr.training.loss import LossConfig
 from effasr.training.memory import total_bytes
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
-from tests.training.ranks import run_ranks
+from tests.support.run_ranks import check_ranks, run_ranks
 
-ALONE = World(0, 1, torch.device("cpu"))
+ALONE = DistributedContext(0, 1, torch.device("cpu"))
 AUTO = {"frame_budget": "auto", "micro_batches": 1}
 
 
@@ -171,13 +179,29 @@ def test_the_host_is_shared_by_its_processes() -> None:
     assert 2**28 < total_bytes(ALONE.device) < 2**50
 
 
+def wait(context: DistributedContext) -> None:
+    def work(alive: Callable[[], None]) -> str:
+        for _ in range(13):
+            time.sleep(0.4)
+            alive()
+        return f"found on {context.rank}"
+
+    assert on_rank_zero(work, context, 0.5) == "found on 0"
+
+
+def fail(context: DistributedContext) -> None:
+    def work(alive: Callable[[], None]) -> str:
+        alive()
+        raise OutOfMemory("nothing fits")
+
+    on_rank_zero(work, context, 0.0)
+
+
 def test_the_other_ranks_wait_longer_than_a_collective_call_may() -> None:
-    for done in run_ranks("tests.training.calibration.wait_workers", "wait", 60):
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert done.stdout == "found on 0\n"
+    check_ranks(wait, timeout_s=4.0)
 
 
 def test_an_error_on_rank_zero_reaches_the_others() -> None:
-    first, second = run_ranks("tests.training.calibration.wait_workers", "fail", 60)
+    first, second = run_ranks(fail, timeout_s=20.0)
     assert "OutOfMemory: nothing fits" in first.stderr
     assert "PeerFailed: rank 0: nothing fits" in second.stderr

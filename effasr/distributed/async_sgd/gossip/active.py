@@ -22,15 +22,15 @@ class Active:
     """Does one exchange for each publication, or as many as the network allows, in one thread.
 
     Args:
-        mixer: Of this learner.
+        mixer: Buffers of this learner.
         peers: Its neighbours.
-        transport: To them.
-        timeout_s: How long one of them may be silent in an exchange.
-        choose: Picks one of those that are left, given the number of exchanges so far.
+        transport: Connections to them.
+        timeout_s: How long a neighbour may be silent in an exchange.
+        choose: Selects one of the neighbours that are left, given the number of exchanges so far.
 
     Attributes:
-        exchanges: Completed.
-        bytes: Of weights, sent and received.
+        exchanges: Number of completed exchanges.
+        bytes: Bytes of weights, sent and received.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class Active:
         self._thread.start()
 
     def publish(self) -> None:
-        """Begin an exchange, or another one after that under way."""
+        """Begin an exchange, or another one after that in progress."""
         with self._changed:
             self._published = True
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """After the exchange under way, tell the neighbours that there will be no more."""
+        """After the exchange in progress, tell the neighbours that there will be no more."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
 
     def is_running(self) -> bool:
-        """Whether the thread has anything left to do."""
+        """Return whether the thread has anything left to do."""
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self) -> None:
@@ -92,7 +92,7 @@ class Active:
             self._peers.fail(peer, error)
 
     def _next(self) -> int:
-        """What to do next, once there is something to do."""
+        """Wait for the next thing to do, and return its kind."""
         with self._changed:
             # A passive learner cannot tell one that computes for long from one that is gone.
             self._changed.wait_for(
@@ -104,7 +104,7 @@ class Active:
             return wire.EXCHANGE if published else wire.ALIVE
 
     def _exchange(self, peer: int, got: Tensor) -> None:
-        """Average with a neighbour, or find out that it is lost."""
+        """Average with a neighbour, or find that it is lost."""
         sent = self._mixer.snapshot()
         try:
             header = wire.header(wire.EXCHANGE, sent.numel())

@@ -1,4 +1,4 @@
-"""Under which addresses other nodes may reach this one."""
+"""Addresses under which other nodes may reach this one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def own_addresses() -> list[str]:
-    """The IPv4 and IPv6 addresses of this node, those first that are most likely to be reached.
+    """Return the IPv4 and IPv6 addresses of this node, the most likely to be reachable first.
 
-    These are: of the interfaces that GLOO_SOCKET_IFNAME names, and no others; else that from which
-    MASTER_ADDR is reached, then those of all interfaces, loopback last. Linux only, as NCCL is.
+    These are those of the interfaces that GLOO_SOCKET_IFNAME names, and no others; otherwise the
+    one from which MASTER_ADDR is reached, then those of all interfaces, loopback last. Linux only.
 
     Raises:
         ValueError: An interface has no address.
@@ -48,7 +48,7 @@ def _named(name: str) -> list[str]:
 
 
 def _of(interface: str) -> list[str]:
-    """IPv4 first; link-local IPv6 addresses mean nothing without the name of an interface."""
+    """Return IPv4 first; link-local IPv6 addresses are useless without the name of an interface."""
     found = []
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
@@ -64,7 +64,7 @@ def _of(interface: str) -> list[str]:
 
 
 def _towards(host: str | None) -> list[str]:
-    """The address from which packets to a host would leave; nothing is sent."""
+    """Return the address from which packets to a host would leave; nothing is sent."""
     if not host:
         return []
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""How far learners are apart."""
+"""The distance of learners from their mean."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.distributed import ProcessGroup  # type: ignore[attr-defined]
 
 @torch.no_grad()
 def consensus_distance(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> float:
-    """The mean over learners of the squared distance from their mean, ``||x_i - mean||^2``.
+    """Return the mean over learners of the squared distance from their mean, ``||x_i - mean||^2``.
 
     Below a critical value, learners train as one would (Kong et al. 2021, "Consensus Control for
     Decentralized Deep Learning").
 
     Args:
-        tensors: Of this learner; the same in number and shape on all.
-        group: One rank of each learner, all of which call this; None for all processes. Not the
-            group of the exchanges while these are running.
+        tensors: Tensors of this learner; of the same number and shapes on all.
+        group: One rank of each learner, all of which call this; None for all processes. It must not
+            be used by running exchanges.
     """
     learners = dist.get_world_size(group)
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)

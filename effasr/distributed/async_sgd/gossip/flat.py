@@ -1,4 +1,4 @@
-"""The weights of a model as one row of numbers in the memory of the host, and back."""
+"""Copies of a model's weights as one flat tensor in host memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class Landing(Protocol):
-    """Tells when a copy is complete, as a `torch.cuda.Event` does."""
+    """Reports the completion of a copy, as a `torch.cuda.Event` does."""
 
     def query(self) -> bool:
-        """Whether it is."""
+        """Return whether the copy is complete."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Wait until the copy is complete."""
         ...
 
 
@@ -25,18 +25,18 @@ class Landed:
     """A copy that was complete when the call returned."""
 
     def query(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class FlatWeights:
     """Copies tensors, one after the other, to the host.
 
-    From a GPU the copy overlaps what is computed next: the weights are gathered on the device, at
-    its speed, and leave it on a stream of their own. That takes as much of its memory again.
+    From a GPU the copy overlaps with later computation: the weights are concatenated on the device
+    and leave it on a stream of their own. That takes their memory on the device once more.
 
     Args:
         tensors: float32, on one device; read whenever `copy_to` is called.
@@ -70,7 +70,7 @@ class FlatWeights:
 
     @torch.no_grad()
     def copy_to(self, host: Tensor) -> Landing:
-        """Fill ``host`` (float32 (count,); pinned where tensors are on a GPU) as they are now."""
+        """Copy the weights to ``host``: float32 (count,), pinned where tensors are on a GPU."""
         rows = [tensor.detach().reshape(-1) for tensor in self._tensors]
         if self.device.type != "cuda":
             torch.cat(rows, out=host)
@@ -87,27 +87,6 @@ class FlatWeights:
         return self._copied
 
     def settle(self) -> None:
-        """Wait until the device has done all that it was asked to."""
+        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-@torch.no_grad()
-def apply(tensors: Sequence[Tensor], delta: Tensor) -> None:
-    """Add a row of numbers to the tensors that it is of, in place; the host does not wait.
-
-    Args:
-        tensors: As given to `effasr.distributed.async_sgd.gossip.gossip.Gossip`, in the same order.
-        delta: float32 (count,), from its `take`; on the host or on the tensors' device.
-
-    Raises:
-        ValueError: The numbers are not as many as those of the tensors.
-    """
-    count = sum(tensor.numel() for tensor in tensors)
-    if delta.shape != (count,):
-        raise ValueError(
-            f"`delta` must have shape ({count},), as the tensors have numbers, but has "
-            f"{tuple(delta.shape)}."
-        )
-    for tensor, piece in zip(tensors, delta.split([t.numel() for t in tensors]), strict=True):
-        tensor.add_(piece.to(tensor.device, non_blocking=True).view(tensor.shape))

@@ -25,19 +25,19 @@ _LOOK_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class GossipCounters:
-    """What happened since a learner was made.
+    """Counters since a learner was made.
 
     Attributes:
         updates: Calls of `Gossip.publish`.
-        exchanges: With others, begun by either side.
-        applied: Of these, whose difference was taken.
-        bytes: Of weights, sent and received.
-        staleness_mean: Own updates between the copy of the weights that a difference is of and the
-            taking of it; nan before the first.
-        staleness_max: The most.
-        non_finite: Pieces of 2 ** 20 numbers that were left out of an exchange, for one learner
-            had an infinity or NaN there.
-        lost: Neighbours, in the order in which they were found to be lost.
+        exchanges: Exchanges with others, begun by either side.
+        applied: Exchanges whose difference was taken.
+        bytes: Bytes of weights, sent and received.
+        staleness_mean: Own updates between the copy of the weights that a difference is computed
+            from and its being taken; nan before the first.
+        staleness_max: Largest of these numbers.
+        non_finite: Pieces of 2 ** 20 elements that were left out of an exchange because of an
+            infinity or NaN in one learner.
+        lost: Lost neighbours, in the order of their loss.
     """
 
     updates: int
@@ -57,26 +57,25 @@ class Gossip:
 
         delta = gossip.take()           # before the optimizer's update, or after the last publish
         if delta is not None:
-            apply(tensors, delta)
+            add_flat(tensors, delta)
         ...                             # the optimizer's update
         gossip.publish()
 
     It never waits for another learner, except in `drain`. All learners call `start` and `drain`
     equally often; what they do in between may differ in number.
 
-    Takes, for n numbers, host memory for 6n of them, or 7n if passive with several neighbours; of a
-    model on a GPU, 5n are pinned, and n more are on the GPU. A publication moves 4n bytes from the
-    GPU to the host while the GPU computes on, and `apply` 4n back.
+    For n elements it takes host memory for 6n of them, or 7n if passive with several neighbours;
+    for a model on a GPU, 5n are pinned, and n more are on the GPU. A publication copies 4n bytes
+    from the GPU to the host while the GPU computes, and `add_flat` 4n back.
 
     Args:
-        tensors: Weights and statistics of batch norms, float32, on one device; the same on all
-            learners, in the same order, and with equal values at the first `start`.
-        learner: The number of this one, from 0.
-        learners: How many there are.
-        transport: To the neighbours; used by nothing else.
-        config: With whom and how often.
-        seed: Of the choice of neighbours with topology ``random``.
-        on_lost: Called with the number of a neighbour that is lost, by any thread.
+        tensors: float32 weights on one device; equal on all learners at the first `start`.
+        learner: Number of this learner, from 0.
+        learners: Number of learners.
+        transport: Connections to the neighbours; used by nothing else.
+        config: Topology and period.
+        seed: Seed of the choice of neighbours with topology ``random``.
+        on_lost: Called by any thread with the number of a lost neighbour.
 
     Raises:
         ValueError: An argument is invalid.
@@ -108,7 +107,7 @@ class Gossip:
         self._running = False
 
     def start(self) -> None:
-        """Publish the weights, and let exchanges begin.
+        """Publish the weights and begin exchanges.
 
         Raises:
             RuntimeError: They have begun already, or failed.
@@ -123,10 +122,10 @@ class Gossip:
         self._running = True
 
     def publish(self) -> None:
-        """Let others see the weights, after an update of them; the host does not wait for a GPU.
+        """Publish the weights after an update; the host does not wait for a GPU.
 
-        Only every ``period``-th call copies them. If the copy before is still under way, for the
-        host is ahead of the GPU, the call does nothing, and the next one will.
+        Only every ``period``-th call copies them. If the copy before is still in progress, because
+        the host is ahead of the GPU, the call does nothing.
 
         Raises:
             RuntimeError: An exchange failed, or `start` was not called.
@@ -139,14 +138,13 @@ class Gossip:
             self._side.publish()
 
     def take(self) -> Tensor | None:
-        """What others contributed; the caller adds it to the weights before it calls `publish`.
+        """Return the contribution of others, which the caller adds to the weights before `publish`.
 
         Returns:
             float32 (count,) on the host, pinned if the weights are on a GPU, to be read before the
-            next call of `publish` (of a copy to the GPU, to be begun); or None if nothing arrived
-            that could be had without waiting, or something was taken since the weights were last
-            copied. What is not returned now is part of what a later call returns, the one after
-            `drain` at the latest.
+            next `publish`; None if nothing arrived that could be had without waiting, or if
+            something was taken since the weights were last copied. The rest is part of what later
+            calls return, the one after `drain` at the latest.
 
         Raises:
             RuntimeError: An exchange failed.
@@ -155,9 +153,9 @@ class Gossip:
         return self._mixer.take(self._updates)
 
     def drain(self) -> None:
-        """End all exchanges: when it returns, nothing is on its way, and `take` returns the rest.
+        """End all exchanges; the `take` after it returns the rest.
 
-        The neighbours must do so as well: an active learner is waited for until it drains.
+        The neighbours must call it as well: an active learner is waited for until it drains.
 
         Raises:
             RuntimeError: An exchange failed, or `start` was not called.
@@ -173,9 +171,9 @@ class Gossip:
         self._running = False
 
     def abandon(self) -> None:
-        """End all exchanges at once, whatever the neighbours do; nothing can begin again.
+        """End all exchanges at once, without the neighbours; nothing can begin again.
 
-        What arrived whole is part of what `take` returns.
+        What arrived completely is part of what `take` returns.
         """
         self._peers.end()
         self._transport.close()
@@ -188,7 +186,7 @@ class Gossip:
             self._running = False
 
     def counters(self) -> GossipCounters:
-        """What happened so far."""
+        """Return the counters so far."""
         mixer = self._mixer
         return GossipCounters(
             updates=self._updates,
@@ -202,7 +200,7 @@ class Gossip:
         )
 
     def _check(self, running: bool = True) -> None:
-        """Raise what a thread could not."""
+        """Raise the error of a thread."""
         self._peers.check()
         if running and not self._running:
             raise RuntimeError("`start` must be called before `publish` and `drain`.")

@@ -1,20 +1,20 @@
-"""What one learner has, has handed out, and has received: the arithmetic of asynchronous averaging.
+"""Buffers of one learner, and the arithmetic of asynchronous averaging.
 
-Two learners average by telling each other their weights and adding half the difference:
+Two learners average by exchanging their weights and adding half the difference:
 
     delta = (got - sent) / 2        on one side exactly the negative of the other's
 
-What one of them has learned since ``sent`` was copied is untouched by that, for a delta is added
-and nothing is replaced. So no update is lost, and the mean of all learners changes by nothing but
-their own updates, however late deltas are applied. (Lian et al. 2018 replace the weights under a
-lock; without it, or with a lock that is held too briefly, updates vanish silently.)
+An update made since ``sent`` was copied stays, because a delta is added and nothing is replaced. So
+no update is lost, and the mean of all learners changes by their own updates alone, however late
+deltas are applied. (Lian et al. 2018 replace the weights under a lock; without it, or with a lock
+that is held too briefly, updates are lost.)
 
-The thread that computes owns the weights. The others see the learner as
+The thread that computes owns the weights. The other threads see the learner as
 
     view = the weights as last published + every delta received that is not in them
 
-and so they average with what the learner will have, not with what it had. It never waits for
-them: it publishes into a buffer of its own, and takes deltas only if nobody is adding to them.
+so they average with what the learner will have. The thread that computes never waits for them: it
+publishes into a buffer of its own, and takes deltas only if no other thread is adding to them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Published:
 
 @dataclass(slots=True)
 class _Arrivals:
-    """Deltas received and not yet taken, and the versions of the weights they were computed of."""
+    """Deltas received and not yet taken, and the versions of the weights they are based on."""
 
     count: int = 0
     versions: int = 0
@@ -55,20 +55,20 @@ class _Arrivals:
 class Mixer:
     """The buffers of one learner. The thread that computes calls `publish` and `take` only.
 
-    Of the others, either one calls `snapshot` and `average` in turn (the active side), or any
-    number call `answer` (the passive side).
+    Of the other threads, either one calls `snapshot` and `average` in turn (the active side), or
+    any number call `answer` (the passive side).
 
     Args:
-        count: Of numbers.
+        count: Number of elements.
         pinned: Whether they are copied from and to a GPU.
 
     Attributes:
-        applied: Deltas taken.
-        staleness_sum: Updates that the learner made between the copy of its weights that a delta
-            is computed of and the delta's being taken, summed over all ``applied``.
-        staleness_max: The most of one of them.
-        non_finite: Pieces of an exchange that were left out, on both sides, for a value in one
-            learner was infinite or not a number.
+        applied: Number of deltas taken.
+        staleness_sum: Sum over them of the own updates between the copy of the weights that a delta
+            is computed from and the delta's being taken.
+        staleness_max: Largest of these numbers.
+        non_finite: Number of pieces that were left out of an exchange, on both sides, because of an
+            infinity or NaN in one learner.
     """
 
     def __init__(self, count: int, *, pinned: bool = False) -> None:
@@ -95,11 +95,11 @@ class Mixer:
         self.non_finite = 0
 
     def publish(self, copy_to: Callable[[Tensor], Landing], version: int) -> bool:
-        """Hand out the weights as they are now; False if the copy before is still under way.
+        """Copy the weights for others; return False if the copy before is still in progress.
 
         Args:
-            copy_to: Fills a buffer with the weights, now or soon.
-            version: Updates that the learner has made.
+            copy_to: Copies the weights into a buffer, possibly asynchronously.
+            version: Number of updates that the learner has made.
         """
         with self._handing:
             # A copy that is overtaken again and again would never be seen by anybody.
@@ -118,14 +118,11 @@ class Mixer:
         return True
 
     def take(self, version: int) -> Tensor | None:
-        """The sum of the deltas that arrived, to be added to the weights before the next `publish`.
+        """Return the sum of the deltas that arrived, to be added to the weights before `publish`.
 
         Returns:
-            float32 (count,), valid until the next call; or None if nothing arrived, or cannot be
-            had without waiting, or if one was taken since the last `publish`.
-
-        Args:
-            version: Updates that the learner has made.
+            float32 (count,), valid until the next call; None if nothing arrived, if it cannot be
+            had without waiting, or if a delta was taken since the last `publish`.
         """
         if not self._mixing.acquire(blocking=False):
             return None
@@ -148,12 +145,12 @@ class Mixer:
         return self._taken
 
     def settle(self) -> None:
-        """Let the next `take` have all: no other thread is running, and the device has finished."""
+        """Let the next `take` return all deltas; no other thread runs, and the device is idle."""
         self._forget(self._copies)
         self._read = Landed()
 
     def snapshot(self) -> Tensor:
-        """The view, float32 (count,), which stays as it is until `average` or the next call."""
+        """Return the view, float32 (count,), valid until `average` or the next call."""
         with self._handing:
             latest = self._copies[-1] if self._copies else None
         if latest is not None:
@@ -168,13 +165,13 @@ class Mixer:
             self._average(got)
 
     def answer(self, got: Tensor) -> None:
-        """`snapshot` and `average` at once: ``got`` becomes what the other learner is to get."""
+        """Call `snapshot` and `average` at once: ``got`` becomes the reply to the other learner."""
         with self._mixing:
             self._renew()
             self._average(got)
 
     def _renew(self) -> None:
-        """Let the view follow what was published last."""
+        """Update the view to the latest publication."""
         with self._handing:
             complete = [copy for copy in self._copies if copy.landing.query()]
             if not complete:

@@ -24,14 +24,14 @@ class Passive:
     """Answers each neighbour in a thread of its own, so that none waits for another's updates.
 
     Args:
-        mixer: Of this learner.
+        mixer: Buffers of this learner.
         peers: Its neighbours.
-        transport: To them.
-        timeout_s: A third of how long one of them may be silent.
+        transport: Connections to them.
+        timeout_s: A third of how long a neighbour may be silent.
 
     Attributes:
-        exchanges: Completed.
-        bytes: Of weights, sent and received.
+        exchanges: Number of completed exchanges.
+        bytes: Bytes of weights, sent and received.
     """
 
     def __init__(self, mixer: Mixer, peers: Peers, transport: Transport, timeout_s: float) -> None:
@@ -59,13 +59,13 @@ class Passive:
             thread.start()
 
     def publish(self) -> None:
-        """Nothing to begin: the others will come."""
+        """Do nothing: the neighbours begin exchanges."""
 
     def stop(self) -> None:
-        """Nothing to tell: each neighbour says when it has finished."""
+        """Do nothing: each neighbour reports when it has finished."""
 
     def is_running(self) -> bool:
-        """Whether a neighbour that is left may still begin an exchange."""
+        """Return whether a neighbour that is left may still begin an exchange."""
         return any(thread.is_alive() for thread in self._threads.values())
 
     def _run(self, peer: int) -> None:

@@ -1,4 +1,4 @@
-"""The neighbours that are left, and what went wrong in threads that nobody looks at."""
+"""The neighbours that are left, and errors of the threads that exchange with them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class Peers:
-    """The neighbours of one learner.
-
-    Args:
-        learner: Whose.
-        neighbours: At first.
-        on_lost: Called with the number of one that is lost, once, by any thread.
-    """
+    """The neighbours of one learner; any thread calls ``on_lost`` once for each lost one."""
 
     def __init__(
         self,
@@ -34,16 +28,16 @@ class Peers:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Those left, in ascending order."""
+        """Neighbours that are left, in ascending order."""
         return self._living
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Those lost, in the order in which it was noticed."""
+        """Lost neighbours, in the order of their loss."""
         return self._lost
 
     def lose(self, peer: int, reason: str) -> None:
-        """Leave a neighbour out from now on."""
+        """Mark a neighbour as lost, and log the reason."""
         with self._lock:
             if peer in self._lost or self._ended:
                 return
@@ -62,7 +56,7 @@ class Peers:
             self._on_lost(peer)
 
     def end(self) -> None:
-        """Lose nobody from now on: it is this learner that leaves."""
+        """Mark no neighbour as lost from now on, because this learner leaves."""
         with self._lock:
             self._ended = True
 
@@ -79,6 +73,6 @@ class Peers:
                 self._error = failure
 
     def check(self) -> None:
-        """Raise the error that a thread ended with."""
+        """Raise the error of a thread."""
         if self._error is not None:
             raise self._error

@@ -1,9 +1,8 @@
 """Connections between learners: TCP, one for each pair of neighbours.
 
-Not a process group of gloo, which would offer messages as well. Where a connection breaks in the
-midst of a message, gloo often does not wake who receives that message, and a timeout of one call
-closes the connections to all. Here the loss of a neighbour is an error in the calls that concern
-it, at once, and `SocketTransport.close` ends every call that waits.
+gloo is not used, because where a connection breaks within a message, it often does not wake the
+receiver, and the timeout of one call closes the connections to all. Here the loss of a neighbour is
+an error in the calls that concern it, at once, and `SocketTransport.close` ends every call.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ _transports: weakref.WeakSet[SocketTransport] = weakref.WeakSet()
 class SocketTransport:
     """The connections of one learner to its neighbours; a `Transport`.
 
-    Those of odd number listen, and write into the store where; those of even number connect. What
-    connects must know a secret that only the store tells, so a foreign program is not let in, and
-    the same address on another node not taken for the neighbour's. Data are not encrypted.
+    Learners of odd number listen, and write their addresses into the store; those of even number
+    connect. A secret from the store authenticates them, so that neither a foreign program nor the
+    same address on another node is taken for the neighbour. Data are not encrypted.
 
     Args:
-        store: That all learners see; used by nothing else.
-        learner: Of this process.
-        peers: Its neighbours, of which one is odd where the other is even.
-        timeout_s: How long to wait for them to come. One that has not come by then is lost: the
-            first message to or from it says so.
+        store: Store that all learners share; used by nothing else.
+        learner: Number of this learner.
+        peers: Its neighbours, odd where it is even.
+        timeout_s: How long to wait for them. One that is missing then is lost: the first message to
+            or from it raises the error.
     """
 
     def __init__(self, store: Store, learner: int, peers: Iterable[int], timeout_s: float) -> None:
@@ -178,7 +177,7 @@ class SocketTransport:
 
 
 def _listener() -> socket.socket:
-    """At a free port of all interfaces: a greeting, not the address, decides who is let in."""
+    """Listen at a free port of all interfaces; the greeting decides who is let in."""
     backlog = socket.SOMAXCONN
     if socket.has_dualstack_ipv6():
         return socket.create_server(
@@ -188,7 +187,7 @@ def _listener() -> socket.socket:
 
 
 def _greeted(connection: socket.socket, secret: bytes) -> int | None:
-    """The number of the learner that connected; None of a stranger."""
+    """Return the number of the learner that connected; None for a stranger."""
     connection.settimeout(_CONNECT_S)
     greeting = bytearray()
     try:
@@ -208,16 +207,16 @@ def _greeted(connection: socket.socket, secret: bytes) -> int | None:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a tensor."""
+    """Return the memory of a tensor."""
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     return tensor.detach().flatten().view(torch.uint8).numpy().data
 
 
 def _let_go() -> None:
-    """A process that is forked, to load data, must not keep connections open that its parent had.
+    """Close the connections in a forked process, such as a data worker.
 
-    Else the neighbours of a learner that was killed would wait for as long as it lives.
+    Otherwise the neighbours of a killed learner would wait as long as its workers live.
     """
     for transport in _transports:
         for connection in transport._connections.values():

@@ -1,4 +1,4 @@
-"""How numbers get from one learner to another."""
+"""The interface of connections between learners."""
 
 from __future__ import annotations
 
@@ -8,32 +8,28 @@ from torch import Tensor
 
 
 class PeerLost(Exception):
-    """The other learner cannot be reached, and will not be again."""
+    """The other learner cannot be reached, and never will be again."""
 
 
 class Transport(Protocol):
-    """Messages in order between two learners; a message may wait for its receiver.
+    """Ordered messages between two learners; a message may wait for its receiver.
 
-    All of it may be called from several threads at once, for different peers.
+    Any thread may call its methods, several at once for different peers.
     """
 
     def send(self, tensor: Tensor, peer: int, timeout_s: float) -> None:
         """Return when ``tensor`` may be overwritten.
 
         Raises:
-            PeerLost: The peer is gone, or took nothing of it for ``timeout_s``, or `close` was
+            PeerLost: The peer is gone, or accepted nothing for ``timeout_s``, or `close` was
                 called.
         """
         ...
 
     def receive(self, tensor: Tensor, peer: int, timeout_s: float) -> None:
-        """Fill ``tensor``.
-
-        Raises:
-            PeerLost: As `send`.
-        """
+        """Fill ``tensor``; raises as `send`."""
         ...
 
     def close(self) -> None:
-        """End all connections, and at once every call that waits; any thread may call it."""
+        """End all connections and every call that waits."""
         ...

@@ -1,8 +1,8 @@
-"""What two learners tell each other.
+"""Messages between two learners.
 
-The active one sends a header, int64 (2,): what follows, and how many numbers. After EXCHANGE it
+The active learner sends a header, int64 (2,): a kind, and the number of elements. After EXCHANGE it
 sends its weights and receives those of the passive one, as they were before these were averaged.
-After STOP it sends nothing until both have begun anew. ALIVE stands for itself.
+After STOP it sends nothing until both have started again. ALIVE has no further content.
 """
 
 from __future__ import annotations
@@ -14,23 +14,17 @@ EXCHANGE, ALIVE, STOP = 1, 2, 3
 
 
 def header(kind: int, count: int) -> Tensor:
-    """A header to be sent."""
+    """Return a header to send."""
     return torch.tensor([kind, count])
 
 
 def blank() -> Tensor:
-    """A header to be received into."""
+    """Return a header to receive into."""
     return torch.zeros(2, dtype=torch.int64)
 
 
 def read(message: Tensor, count: int, *, learner: int, peer: int) -> int:
-    """The kind of a header that was received.
-
-    Args:
-        message: The header.
-        count: Numbers that this learner averages.
-        learner: This one.
-        peer: Who sent it.
+    """Return the kind of a header that ``learner`` received from ``peer``.
 
     Raises:
         ValueError: The two learners cannot be averaged.

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from effasr import config as configuration
+from effasr.distributed.async_sgd.weight_averaging import WeightAveraging
 from effasr.training import trainer
-from effasr.training.async_sgd.weight_averaging import Mixing
 from effasr.training.config import TrainConfig
 from effasr.training.step import train_step
 
@@ -28,7 +28,7 @@ def main(recipe: str, notes: str, fate: str) -> int:
     made = 0
     path = Path(notes) / f"{os.environ['RANK']}.jsonl"
 
-    def noted(trainee, batches, step, **options):
+    def noted(train_state, batches, step, **options):
         nonlocal made
         if made == events.get("kill_at"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -36,7 +36,7 @@ def main(recipe: str, notes: str, fate: str) -> int:
             os.kill(os.getpid(), signal.SIGSTOP)
         if made == events.get("nan_at"):
             batches[0].audio.values.fill_(torch.nan)
-        report = train_step(trainee, batches, step, **options)
+        report = train_step(train_state, batches, step, **options)
         made += 1
         ids = [name for batch in batches for name in batch.ids]
         with path.open("a") as file:
@@ -46,14 +46,14 @@ def main(recipe: str, notes: str, fate: str) -> int:
             os.kill(os.getpid(), signal.SIGTERM)
         return report
 
-    begin, meetings = Mixing.start, itertools.count()
+    begin, meetings = WeightAveraging.start, itertools.count()
 
     def late(self):
         begin(self)
         if next(meetings) == events.get("late_at"):
             time.sleep(3.0)
 
-    Mixing.start = late
+    WeightAveraging.start = late
     trainer.train_step = noted
     return trainer.run(configuration.load(TrainConfig, Path(recipe), []))
 

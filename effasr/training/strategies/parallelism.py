@@ -1,4 +1,4 @@
-"""The strategies of ``training.strategy``: who holds which weights, and what the files get."""
+"""How a model, its optimizer and its weights are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -10,31 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from effasr.distributed.averager import Averager
+from effasr.distributed.averager import Averager, average_each
 from effasr.distributed.ddp import replicate
 from effasr.distributed.delayed_averaging import DelayedAveraging
 from effasr.distributed.fsdp import gather, shard
 from effasr.distributed.local_sgd import LocalSGD
-from effasr.distributed.process_group import World
-from effasr.training.async_sgd.learners import Learners
-from effasr.training.async_sgd.weight_averaging import Mixing
-from effasr.training.config import LEARNING_APART, TrainConfig
-from effasr.training.step import Trainee
+from effasr.distributed.process_group import DistributedContext
+from effasr.training.config import ASYNCHRONOUS, TrainConfig
+from effasr.training.step import TrainState
 
 
 def check_strategy(config: TrainConfig) -> None:
-    """Refuse what a strategy cannot do.
-
-    Raises:
-        ValueError: It is asked for; the message says what to change.
-    """
+    """Raise a ValueError for settings that a strategy does not support."""
     strategy = config.training.strategy
     if strategy != "ddp" and config.optimizer.adascale is not None:
         raise ValueError(
             "`optimizer.adascale` needs training.strategy ddp, in which each rank has its whole "
             f"gradient before the exchange, but the strategy is {strategy}: set either aside."
         )
-    if strategy in LEARNING_APART:
+    if strategy in ASYNCHRONOUS:
         _check_learners(config)
     if strategy != "fsdp2":
         return
@@ -67,79 +61,74 @@ def _check_learners(config: TrainConfig) -> None:
         )
 
 
-def distribute(config: TrainConfig, model: nn.Module, world: World) -> nn.Module:
-    """The model that is trained: itself, as it is or replicated, or a sharded copy.
+def distribute(config: TrainConfig, model: nn.Module, context: DistributedContext) -> nn.Module:
+    """Return the model to train: itself, with or without the wrapper of ddp, or a sharded copy.
 
-    With fsdp2, ``model`` is left on the CPU, for `whole` to fill.
+    With fsdp2, ``model`` stays on the CPU, and `full_weights` fills it.
     """
     if config.training.cuda_graph:
         # See `effasr.training.cuda_graph.recording`.
         return model
-    if config.training.strategy != "fsdp2" or world.size == 1:
-        return replicate(model, world)
-    trained = copy.deepcopy(model)
+    if config.training.strategy != "fsdp2" or context.size == 1:
+        return replicate(model, context)
+    sharded = copy.deepcopy(model)
     model.cpu()
-    in_bfloat16 = is_bfloat16(config.training.precision, world.device)
-    shard(trained, world, torch.bfloat16 if in_bfloat16 else None)
-    return trained
+    in_bfloat16 = is_bfloat16(config.training.precision, context.device)
+    shard(sharded, context, torch.bfloat16 if in_bfloat16 else None)
+    return sharded
 
 
-def averager(
+def make_averager(
     config: TrainConfig,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     statistics: list[Tensor],
-    world: World,
-    learners: Learners | None = None,
-) -> Averager | None:
-    """What brings ranks together that make updates of their own; None where none do."""
-    settings, what = config.training, (model, optimizer, statistics, world)
-    if learners is not None:
-        return Mixing(model, optimizer, learners, settings.gossip, config.seed)
-    if world.size == 1:
-        return None
-    if settings.strategy == "local_sgd":
+    context: DistributedContext,
+) -> Averager:
+    """Return the averager of a strategy in which all ranks make each step together."""
+    settings, arguments = config.training, (model, optimizer, statistics, context)
+    if context.size > 1 and settings.strategy == "local_sgd":
         local = settings.local_sgd
-        return LocalSGD(*what, {local.period: None}, local.warmup_steps)
-    if settings.strategy == "hierarchical":
+        return LocalSGD(*arguments, {local.period: None}, local.warmup_steps)
+    if context.size > 1 and settings.strategy == "hierarchical":
         levels = settings.hierarchical
-        return LocalSGD(*what, levels.periods, levels.warmup_steps)
-    if settings.strategy == "delayed":
-        return DelayedAveraging(*what, settings.delayed.warmup_steps)
-    return None
+        return LocalSGD(*arguments, levels.periods, levels.warmup_steps)
+    if context.size > 1 and settings.strategy == "delayed":
+        return DelayedAveraging(*arguments, settings.delayed.warmup_steps)
+    return Averager()
 
 
 def is_bfloat16(precision: str, device: torch.device) -> bool:
-    """Whether ``training.precision`` means bfloat16 on a device."""
+    """Return whether ``training.precision`` means bfloat16 on a device."""
     return precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
 
 
-def is_sharded(trainee: Trainee) -> bool:
-    """Whether each rank has only parts of the weights."""
-    return isinstance(trainee.model, FSDPModule)
+def is_sharded(state: TrainState) -> bool:
+    """Return whether each rank has only a shard of the weights."""
+    return isinstance(state.model, FSDPModule)
 
 
 @contextmanager
-def whole(trainee: Trainee, model: nn.Module) -> Iterator[None]:
-    """While in it, a plain model has the weights as they are, on the device; all ranks enter it.
+def full_weights(state: TrainState, model: nn.Module) -> Iterator[None]:
+    """Give a plain model the current weights, on the device; all ranks enter the block.
 
     Args:
-        trainee: What is trained.
-        model: That which `distribute` was given; where nothing is sharded, it has them anyway.
+        state: What is trained.
+        model: The model that `distribute` was given; it has the weights anyway if not sharded.
     """
-    if not is_sharded(trainee):
+    if not is_sharded(state):
         yield
         return
-    model.to(trainee.world.device)
-    gather(trainee.model, model)
+    model.to(state.context.device)
+    gather(state.model, model)
     try:
         yield
     finally:
         model.cpu()
 
 
-def settle(trainee: Trainee) -> None:
-    """Make all ranks alike, where they are not: before a validation or a checkpoint."""
-    if trainee.averager is not None:
-        average = trainee.average
-        trainee.averager.settle([] if average is None else average.average.values())
+def average_over_ranks(state: TrainState, context: DistributedContext) -> None:
+    """Make all ranks equal where they are not: before a validation or a checkpoint."""
+    average = state.average
+    state.averager.synchronize([] if average is None else average.average.values())
+    average_each(state.statistics, context)

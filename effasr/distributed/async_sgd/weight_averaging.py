@@ -1,0 +1,192 @@
+"""Averages the weights of a learner with those of its neighbours while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from effasr.distributed.async_sgd.gossip.config import GossipConfig
+from effasr.distributed.async_sgd.gossip.consensus import consensus_distance
+from effasr.distributed.async_sgd.gossip.gossip import Gossip, GossipCounters
+from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
+from effasr.distributed.async_sgd.gossip.topology import neighbours
+from effasr.distributed.async_sgd.learners import Learners
+from effasr.distributed.averager import Averager, add_flat, average_training_state
+
+
+class WeightAveraging(Averager):
+    """Averages the weights of learners in pairs, in the background.
+
+    Only parameters are exchanged. Each rank has its own running statistics of batch norms, as with
+    ddp, and these are averaged when learners synchronize: a difference added to a variance that has
+    changed since could make it negative.
+
+    A learner of several ranks adds the same difference on each of them: its leader sends them 4
+    bytes per parameter whenever one has arrived, and a flag in every step.
+
+    Args:
+        model: Model without wrapper; the same on all ranks.
+        optimizer: Optimizer of its parameters.
+        learners: All learners.
+        config: Topology and period.
+        seed: Seed of the run.
+
+    Attributes:
+        distance: Consensus distance at the last synchronization; None before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        learners: Learners,
+        config: GossipConfig,
+        seed: int,
+    ) -> None:
+        self._config = config
+        self._seed = seed
+        self._model = model
+        self._optimizer = optimizer
+        self._learners = learners
+        self._tensors = [p.detach() for p in model.parameters() if p.requires_grad]
+        self._count = sum(tensor.numel() for tensor in self._tensors)
+        self._gossip: Gossip | None = None
+        self._synchronized = True
+        self._running = False
+        self._logged: GossipCounters | None = None
+        self._exchanges_before = 0
+        self.distance: float | None = None
+        self._connect()
+
+    def start(self) -> None:
+        """Begin to exchange weights; all learners have the same, and the optimizer its moments."""
+        # Also where this learner makes no step: all average their state together, or none does.
+        self._synchronized = False
+        if self._gossip is not None:
+            self._gossip.start()
+            self._running = True
+
+    def before(self, step: int) -> None:
+        """Add the differences that have arrived from other learners."""
+        self._add_received()
+
+    def after(self, step: int) -> None:
+        """Publish the weights to the other learners."""
+        if self._gossip is not None:
+            self._gossip.publish()
+
+    def drain(self) -> None:
+        """End the exchanges when learners have synchronized; replace neighbours that are lost."""
+        if len(self._left) > len(self._learners.left):
+            # `Gossip.drain` would wait for the learner that is lost.
+            self.abandon()
+            self._add_received()
+            self._connect()
+            return
+        if self._gossip is not None:
+            self._gossip.drain()
+            self._running = False
+        self._add_received()
+
+    def abandon(self) -> None:
+        """End the exchanges without waiting for the others: they are lost, or training failed."""
+        if self._gossip is not None:
+            self._running = False
+            self._gossip.abandon()
+
+    def synchronize(self, others: Iterable[Tensor] = ()) -> None:
+        """See `Averager.synchronize`."""
+        context = self._learners.context
+        if context.size == 1:
+            self.distance = 0.0
+        if self._synchronized or context.size == 1:
+            return
+        self.distance = consensus_distance(self._tensors, context.group)
+        average_training_state(self._model, self._optimizer, others, context)
+        self._synchronized = True
+
+    def metrics(self) -> dict[str, Any]:
+        """Return fields of metrics.jsonl about the leader's exchanges.
+
+        ``gossip_exchanges``: exchanges in all. ``staleness``: own updates between the copy of the
+        weights that a difference was computed from and its addition, mean since the last call.
+        """
+        exchanges, count, stale = self._exchanges_before, 0, 0.0
+        if self._gossip is not None:
+            now, before = self._gossip.counters(), self._logged
+            self._logged = now
+            exchanges += now.exchanges
+            count, stale = now.applied, _staleness(now)
+            if before is not None:
+                count, stale = count - before.applied, stale - _staleness(before)
+        membership = self._learners.membership
+        return {
+            "gossip_exchanges": exchanges,
+            "staleness": stale / count if count else None,
+            "learners_lost": sorted(membership.lost) if membership else [],
+        }
+
+    def _connect(self) -> None:
+        """Connect this learner, if this rank leads it, to its neighbours among those left."""
+        learners = self._learners
+        left = self._left = list(learners.left)
+        if not learners.own.is_main:
+            return
+        if self._gossip is not None:
+            self._exchanges_before += self._gossip.counters().exchanges
+        self._gossip = self._logged = None
+        if len(left) == 1:
+            return
+        index, config = left.index(learners.number), self._config
+        transport = SocketTransport(
+            # There are fewer each time, so that the prefix is new.
+            PrefixStore(f"gossip/{len(left)}", learners.store),
+            index,
+            neighbours(config.topology, index, len(left)),
+            config.timeout_s,
+        )
+        self._gossip = Gossip(
+            self._tensors,
+            learner=index,
+            learners=len(left),
+            transport=transport,
+            config=config,
+            seed=self._seed,
+            on_lost=self._suspect,
+        )
+
+    def _suspect(self, index: int) -> None:
+        """Report a lost connection; called by the threads that exchange."""
+        if self._running:
+            self._learners.suspect(self._left[index])
+
+    def _add_received(self) -> None:
+        own, delta = self._learners.own, None
+        if self._gossip is not None:
+            delta = self._gossip.take()
+        if own.size > 1:
+            delta = _broadcast(delta, self._count, own.device, own.group)
+        if delta is not None:
+            add_flat(self._tensors, delta)
+
+
+def _broadcast(
+    delta: Tensor | None, count: int, device: torch.device, group: dist.ProcessGroup | None
+) -> Tensor | None:
+    """Send the leader's difference, if it has one, to the other ranks of its learner."""
+    flag = torch.tensor([delta is not None])
+    dist.broadcast(flag, group=group, group_src=0)
+    if not flag.item():
+        return None
+    shared = torch.empty(count, device=device) if delta is None else delta.to(device)
+    dist.broadcast(shared, group=group, group_src=0)
+    return shared
+
+
+def _staleness(counters: GossipCounters) -> float:
+    return counters.applied * counters.staleness_mean if counters.applied else 0.0

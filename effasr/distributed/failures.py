@@ -1,0 +1,68 @@
+"""Failures of ranks: which one failed first, and who reports it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+_FIRST_FAILURE = "first_failure"
+
+
+class TrainingFailed(RuntimeError):
+    """The run cannot continue; the message gives the reason and the remedy."""
+
+
+class PeerFailed(RuntimeError):
+    """Another rank failed first and reports the reason, so this rank does not report one."""
+
+
+@contextmanager
+def report_once_per_node(environment: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Let only local rank 0 report an error that every process of a node meets before they join.
+
+    Args:
+        environment: Holds torchrun's LOCAL_RANK; ``os.environ`` by default.
+
+    Raises:
+        PeerFailed: Raised in the other processes in place of the error.
+    """
+    environment = os.environ if environment is None else environment
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        # LOCAL_WORLD_SIZE is there where LOCAL_RANK 0 is, too.
+        if "LOCAL_WORLD_SIZE" in environment and int(environment.get("LOCAL_RANK", 0)):
+            raise PeerFailed(str(error)) from error
+        raise
+
+
+def write_torchrun_error(reason: str) -> None:
+    """Write the reason of a failure to the file that torchrun's final summary quotes."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        content = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": content}))
+
+
+def record_failure(store: Store, rank: int, reason: str) -> str | None:
+    """Record that a rank failed; return the reason of the rank that failed first, if another did.
+
+    torchrun's store outlives the ranks. A store that ended with its rank records nothing.
+    """
+    own = f"rank {rank}: {reason.removeprefix(f'rank {rank}: ')}"
+    try:
+        first = store.compare_set(_FIRST_FAILURE, "", own).decode()
+    except RuntimeError:
+        return None
+    return None if first == own else first
+
+
+def clear_failure(store: Store) -> None:
+    """Forget the first failure, after which the run went on, so that a later one is recorded."""
+    store.delete_key(_FIRST_FAILURE)

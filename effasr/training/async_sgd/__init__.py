@@ -1,1 +1,0 @@
-"""The training side of asynchronous SGD."""

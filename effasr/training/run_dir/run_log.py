@@ -1,0 +1,140 @@
+"""What a run writes to its directory and shows to the user, from whichever rank does so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from effasr import config as configuration
+from effasr.data.filters.rules import Dropped
+from effasr.data.mixture_summary import Blend
+from effasr.distributed.process_group import DistributedContext
+from effasr.evaluation.result import Evaluation
+from effasr.evaluation.result import save as save_evaluation
+from effasr.training.config import TrainConfig
+from effasr.training.run_dir.progress import ProgressDisplay, SilentDisplay
+from effasr.training.run_dir.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+
+class RunLog:
+    """Writes the files of a run and reports to the user, on rank 0; other ranks keep their lines.
+
+    Args:
+        directory: Directory of the run; whoever made it closes it.
+        start: Name of this start of the run, the same on all ranks.
+
+    Attributes:
+        directory: Directory of the run.
+        display: What the user sees.
+        step: Step of the last line of metrics.
+    """
+
+    def __init__(self, directory: RunDirectory, start: str) -> None:
+        self.directory = directory
+        self._start = start
+        self.display: ProgressDisplay = SilentDisplay()
+        self.step = 0
+        self._is_main = False
+        self._skipped: list[dict[str, Any]] = []
+        self._unreadable: list[dict[str, Any]] = []
+        self._has_warned = False
+
+    def lock(self, *, succeeds: bool = False) -> None:
+        """See `RunDirectory.lock`."""
+        self.directory.lock(self._start, succeeds=succeeds)
+
+    def open(
+        self, config: TrainConfig, is_main: bool, step: int, ranks: int, dropped: Sequence[Dropped]
+    ) -> None:
+        """Begin to write and to report, if this rank is to.
+
+        Args:
+            config: Configuration of the run.
+            is_main: Whether this rank is rank 0.
+            step: Updates made so far.
+            ranks: Number of ranks that a line of metrics is about.
+            dropped: Utterances that training cannot use.
+        """
+        self.step = step
+        self._is_main = is_main
+        if not is_main:
+            return
+        text = configuration.dump(config)
+        self.directory.open(text, step, tensorboard=config.training.tensorboard)
+        self.dropped(dropped)
+        self.display = ProgressDisplay(config.training.max_steps, step, ranks)
+
+    def say(self, text: str) -> None:
+        """Show a line."""
+        self.display.say(text)
+
+    def dropped(self, utterances: Iterable[Dropped]) -> None:
+        """Write dropped.jsonl."""
+        self.directory.path.mkdir(parents=True, exist_ok=True)
+        self.directory.dropped(map(asdict, utterances))
+
+    def metrics(self, line: dict[str, Any]) -> None:
+        """Write a line of metrics.jsonl, and show it."""
+        self.step = line["step"]
+        if self._is_main:
+            self.directory.metrics(line)
+        self.display.metrics(line)
+
+    def validation(self, step: int, epoch: int, name: str, evaluation: Evaluation) -> None:
+        """Write and show the results of a set."""
+        errors = evaluation.errors
+        self.say(
+            f"step {step}: {name}: WER {100 * errors.wer:.2f} % of {errors.words} words, "
+            f"RTFx {evaluation.rtfx:.0f}, {len(evaluation.failures)} failed"
+        )
+        if self._is_main:
+            line = {"step": step, "epoch": epoch, "set": name}
+            self.directory.validation(line | evaluation.summary())
+            save_evaluation(evaluation, self.directory.path / "evaluation" / name)
+
+    def mixture(self, step: int, blends: Sequence[Blend]) -> None:
+        """Write blend.json, if there is a mixture."""
+        if blends and self._is_main:
+            self.directory.blend(step, [row for blend in blends for row in blend.mapping()])
+
+    def skipped(self, line: dict[str, Any]) -> None:
+        """Write a line of skipped.jsonl, or keep it until `write_skipped`."""
+        if self._is_main:
+            self.directory.skipped(line)
+        else:
+            self._skipped.append(line)
+
+    def write_skipped(self, context: DistributedContext) -> None:
+        """Write what the other ranks have kept for skipped.jsonl; all ranks call this."""
+        gathered = context.all_gather(self._skipped)
+        self._skipped = []
+        if self._is_main:
+            lines = [line for lines in gathered for line in lines]
+            for line in sorted(lines, key=lambda line: line["step"]):
+                self.directory.skipped(line)
+
+    def unreadable(self, step: int, utterances: Iterable[Dropped]) -> None:
+        """Keep lines of unreadable.jsonl until `write_unreadable`."""
+        self._unreadable += [{"step": step} | asdict(dropped) for dropped in utterances]
+
+    def write_unreadable(self, context: DistributedContext) -> None:
+        """Write what all ranks have kept for unreadable.jsonl; all ranks call this."""
+        gathered = context.all_gather(self._unreadable)
+        self._unreadable = []
+        if self._is_main:
+            self.directory.unreadable(line for lines in gathered for line in lines)
+
+    def warn_of_splits(self, step: int) -> None:
+        """Warn, once, that a run became slow because memory ran out."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "there was not enough memory for a micro-batch, near step %d: it was computed in "
+                "pieces, with the same gradient, but slower (oom_splits in metrics.jsonl counts "
+                "how often). `effasr calibrate` finds a data.frame_budget that fits.",
+                step,
+            )

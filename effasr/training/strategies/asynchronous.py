@@ -1,0 +1,243 @@
+"""Asynchronous training: learners make steps apart and average their weights in the background."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import os
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from effasr.data.loader import Loader, MicroBatchRef, StepBatch
+from effasr.distributed.async_sgd.learners import Learners
+from effasr.distributed.async_sgd.weight_averaging import WeightAveraging
+from effasr.distributed.averager import Averager
+from effasr.distributed.process_group import DistributedContext
+from effasr.optim.adamw import initialize_state
+from effasr.training.checkpointing.state import RunProgress
+from effasr.training.config import ASYNCHRONOUS, TrainConfig
+from effasr.training.fault_tolerance.phase_tracker import LOADING, PhaseTracker
+from effasr.training.fault_tolerance.stop import StopRequest
+from effasr.training.fault_tolerance.watchdog import Watchdog
+from effasr.training.step import TrainState
+from effasr.training.strategies.parallelism import average_over_ranks
+from effasr.training.strategies.synchronous import SynchronousStrategy
+
+log = logging.getLogger(__name__)
+
+
+def make_strategy(config: TrainConfig, context: DistributedContext) -> SynchronousStrategy:
+    """Return the strategy of a run.
+
+    Raises:
+        ValueError: The ranks cannot be divided into learners.
+    """
+    learners = form_learners(config, context)
+    if learners is None:
+        return SynchronousStrategy(config, context)
+    return AsynchronousStrategy(config, learners)
+
+
+def form_learners(config: TrainConfig, context: DistributedContext) -> Learners | None:
+    """Return the learners of adpsgd or h_adpsgd; None where all ranks make each step together.
+
+    Raises:
+        ValueError: The ranks cannot be divided into learners.
+    """
+    strategy, gossip = config.training.strategy, config.training.gossip
+    if strategy not in ASYNCHRONOUS or context.size == 1:
+        return None
+    size = gossip.learner_size
+    if strategy == "adpsgd":
+        size = 1
+    elif size is None:
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", context.size))
+    if context.size % size:
+        raise ValueError(
+            f"`training.gossip.learner_size` must divide the {context.size} processes, but is "
+            f"{size}{'' if gossip.learner_size else ', those of this node'}: set it to the "
+            "processes of each learner, or start as many on every node."
+        )
+    if context.size == size:
+        log.warning(
+            "training.strategy %s has a single learner here, of %d processes, and trains as ddp "
+            "does: set training.gossip.learner_size to make learners smaller",
+            strategy,
+            size,
+        )
+        return None
+    return Learners(context, size, gossip)
+
+
+class AsynchronousStrategy(SynchronousStrategy):
+    """Learners take steps from a shared queue, and synchronize where validations and the like are.
+
+    See `effasr.distributed.async_sgd.learners`.
+
+    Args:
+        config: Configuration of the run.
+        learners: Learners of the run.
+    """
+
+    # Learners wait for each other there, too, and report when they load.
+    waiting_phase = "finding work"
+    logs_sync_points = True
+
+    def __init__(self, config: TrainConfig, learners: Learners) -> None:
+        super().__init__(config, learners.context)
+        self.group = learners.own
+        self._learners = learners
+        self._last_logged: tuple[int, float] | None = None
+
+    def describe(self) -> Iterator[str]:
+        """See `SynchronousStrategy.describe`."""
+        yield (
+            f"{self._learners.count} learners of {self.group.size} processes each, which average "
+            "their weights in the background"
+        )
+
+    def make_averager(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, statistics: list[Tensor]
+    ) -> Averager:
+        """See `SynchronousStrategy.make_averager`."""
+        gossip, seed = self._config.training.gossip, self._config.seed
+        self._averaging = WeightAveraging(model, optimizer, self._learners, gossip, seed)
+        return self._averaging
+
+    @contextmanager
+    def steps(
+        self, loader: Loader, state: TrainState, progress: RunProgress
+    ) -> Iterator[Iterator[StepBatch | None]]:
+        """See `SynchronousStrategy.steps`."""
+        averaging, phases = self._averaging, state.phases
+
+        def begin() -> None:
+            # A learner so slow that it has made no update would have no moments to average.
+            initialize_state(state.optimizer)
+            averaging.start()
+
+        try:
+            with self._learners.training(
+                _ShareLoader(loader, self._learners, phases, progress),
+                progress.step,
+                self._next_sync_step,
+                on_begin=begin,
+                on_wait=lambda: phases.begin("waiting for other learners"),
+            ) as steps:
+                yield steps
+        except BaseException:
+            averaging.abandon()
+            raise
+
+    def steps_made(self, progress: RunProgress) -> int:
+        """See `SynchronousStrategy.steps_made`."""
+        return self._learners.made
+
+    def step_number(self, data: StepBatch, progress: RunProgress) -> int:
+        """See `SynchronousStrategy.step_number`."""
+        return data.number // self._learners.count
+
+    def must_stop(self, stop: StopRequest, progress: RunProgress) -> bool:
+        """See `SynchronousStrategy.must_stop`."""
+        return bool(stop)
+
+    def finish(self, data: StepBatch, progress: RunProgress, *, stopping: bool) -> None:
+        """See `SynchronousStrategy.finish`."""
+        progress.step = self._learners.finish(data.number, stopping=stopping)
+        progress.epoch = data.epoch
+
+    def is_sync_point(self, data: StepBatch | None) -> bool:
+        """See `SynchronousStrategy.is_sync_point`."""
+        return data is None
+
+    def synchronize(self, state: TrainState, progress: RunProgress) -> bool:
+        """See `SynchronousStrategy.synchronize`."""
+        learners, before = self._learners, self._context
+        self._averaging.drain()
+        progress.step, progress.epoch = learners.step, learners.epoch
+        progress.position = learners.position
+        self._context = learners.context
+        average_over_ranks(state, self._context)
+        # Each learner has seen losses of its own; all have to follow the same one.
+        objective = {name: value.cpu() for name, value in state.objective.state_dict().items()}
+        state.objective.load_state_dict(self._context.broadcast(objective))
+        self.is_stopping = learners.stopped or progress.step == self._config.training.stop_at
+        return self._context is not before
+
+    def metrics(self, progress: RunProgress, watchdog: Watchdog, data: StepBatch | None) -> dict:
+        """Return the speed since the last call, and at sync points the consensus distance.
+
+        ``learner_steps`` are the steps of each learner since the run was started.
+        """
+        now, last = (progress.step, time.perf_counter()), self._last_logged
+        self._last_logged = now
+        fields: dict[str, Any] = {
+            "plan_steps_per_s": None if last is None else (now[0] - last[0]) / (now[1] - last[1]),
+            "learner_steps": self._learners.steps_of_all(),
+            **self._averaging.metrics(),
+        }
+        if self.is_sync_point(data):
+            fields["consensus_distance"] = self._averaging.distance
+        return fields
+
+    def _next_sync_step(self, step: int) -> int:
+        """Return the next step with a validation, a checkpoint or the end of the run."""
+        settings = self._config.training
+        periods = [settings.checkpoint_every]
+        if self._config.data.validation:
+            periods.append(settings.validate_every)
+        ends = [settings.max_steps]
+        if settings.stop_at is not None and settings.stop_at > step:
+            ends.append(settings.stop_at)
+        return min(*(step - step % period + period for period in periods), *ends)
+
+
+class _ShareLoader:
+    """Loads work items for a rank; see `effasr.distributed.async_sgd.work_queue`.
+
+    Args:
+        loader: Has the plans.
+        learners: Learners of the run.
+        phases: Tracks when this rank loads.
+        progress: The step that the run begins with, and its position.
+    """
+
+    def __init__(
+        self, loader: Loader, learners: Learners, phases: PhaseTracker, progress: RunProgress
+    ) -> None:
+        self._loader = loader
+        self._learners = learners
+        self._phases = phases
+        self._first_epoch, number = progress.position
+        # The first step of each epoch from `_first_epoch` on, and the end of the last.
+        self._begins = [progress.step - number]
+
+    def take(self, items: Iterator[int]) -> Generator[StepBatch, None, None]:
+        """Yield the data of each item; ``items`` is read ahead."""
+        with closing(self._loader.take(map(self._turn, items))) as loaded:
+            while True:
+                self._phases.begin(LOADING)
+                yield next(loaded)
+
+    def load(self, item: int) -> StepBatch:
+        """Return the data of an item, loaded in this process."""
+        self._phases.begin(LOADING)
+        return self._loader.load(self._turn(item))
+
+    def position(self, step: int) -> tuple[int, int]:
+        """Return the epoch of a step of the run, and its number there."""
+        while step >= self._begins[-1] or len(self._begins) < 2:
+            epoch = self._first_epoch + len(self._begins) - 1
+            self._begins.append(self._begins[-1] + self._loader.plan(epoch).num_steps)
+        index = bisect.bisect_right(self._begins, step) - 1
+        return self._first_epoch + index, step - self._begins[index]
+
+    def _turn(self, item: int) -> MicroBatchRef:
+        learners = self._learners
+        step, share = divmod(item, learners.count)
+        return MicroBatchRef(*self.position(step), share + learners.count * learners.own.rank, item)

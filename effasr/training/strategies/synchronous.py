@@ -1,0 +1,104 @@
+"""Synchronous training: all ranks make each step together."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, closing
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from effasr.data.loader import Loader, StepBatch
+from effasr.distributed.averager import Averager
+from effasr.distributed.process_group import DistributedContext
+from effasr.training.checkpointing.state import RunProgress
+from effasr.training.config import TrainConfig
+from effasr.training.fault_tolerance.phase_tracker import LOADING
+from effasr.training.fault_tolerance.stop import StopRequest
+from effasr.training.fault_tolerance.watchdog import Watchdog
+from effasr.training.step import TrainState
+from effasr.training.strategies.parallelism import make_averager
+
+
+class SynchronousStrategy:
+    """Owns the iterator of steps, the sync points and the rule to stop. Every step is a sync point.
+
+    Args:
+        config: Configuration of the run.
+        context: All ranks.
+
+    Attributes:
+        group: Ranks that make a step together.
+        is_stopping: Whether the run ends here because it was asked to stop.
+        waiting_phase: Phase of a rank that waits for its next micro-batches.
+        logs_sync_points: Whether a line is logged at each sync point.
+    """
+
+    waiting_phase = LOADING
+    logs_sync_points = False
+
+    def __init__(self, config: TrainConfig, context: DistributedContext) -> None:
+        self._config = config
+        self._context = context
+        self.group = context
+        self.is_stopping = False
+
+    @property
+    def context(self) -> DistributedContext:
+        """All ranks that are left."""
+        return self._context
+
+    def describe(self) -> Iterator[str]:
+        """Yield lines about the strategy for the user."""
+        yield from ()
+
+    def make_averager(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, statistics: list[Tensor]
+    ) -> Averager:
+        """Return what averages the weights of the ranks."""
+        return make_averager(self._config, model, optimizer, statistics, self._context)
+
+    def steps(
+        self, loader: Loader, state: TrainState, progress: RunProgress
+    ) -> AbstractContextManager[Iterator[StepBatch | None]]:
+        """Return an iterator of this rank's steps; None where ranks have to be synchronized."""
+        # A generator, whose end is that of the data workers.
+        return closing(cast(Generator[StepBatch | None], loader.steps(*progress.position)))
+
+    def steps_made(self, progress: RunProgress) -> int:
+        """Return the number of steps that this rank has made."""
+        return progress.step
+
+    def step_number(self, data: StepBatch, progress: RunProgress) -> int:
+        """Return the number of the global step that data belong to, from 0."""
+        return progress.step
+
+    def must_stop(self, stop: StopRequest, progress: RunProgress) -> bool:
+        """Return whether this rank asks all to stop after the step that begins now."""
+        return bool(stop) or progress.step + 1 == self._config.training.stop_at
+
+    def finish(self, data: StepBatch, progress: RunProgress, *, stopping: bool) -> None:
+        """Record a step.
+
+        Args:
+            data: Data of the step.
+            progress: Progress of the run, which is updated.
+            stopping: Whether a rank of the group was asked to stop.
+        """
+        progress.step += 1
+        progress.epoch, progress.position = data.epoch, data.next_position
+        self.is_stopping = stopping
+
+    def is_sync_point(self, data: StepBatch | None) -> bool:
+        """Return whether all ranks are at the same step now."""
+        return True
+
+    def synchronize(self, state: TrainState, progress: RunProgress) -> bool:
+        """Make all ranks equal after None from `steps`; return whether some were lost."""
+        return False
+
+    def metrics(self, progress: RunProgress, watchdog: Watchdog, data: StepBatch | None) -> dict:
+        """Return fields of metrics.jsonl about the speed of ranks; only rank 0 calls this."""
+        fields: dict[str, Any] = watchdog.slowest()
+        return fields

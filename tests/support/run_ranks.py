@@ -1,0 +1,119 @@
+"""Processes of one run, as torchrun would start them, on gloo.
+
+``python -m tests.support.run_ranks TIMEOUT MODULE:FUNCTION...`` is one of them: it calls functions,
+each with its `DistributedContext`, and writes their names as they return.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from effasr.distributed.process_group import distributed_context
+
+ROOT = Path(__file__).parents[2]
+
+Finished = subprocess.CompletedProcess[str]
+
+
+@contextmanager
+def started(
+    module: str, *arguments: str, size: int = 2, own: Sequence[str] | None = None
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Run a module in several processes, which do not outlive the block.
+
+    As torchrun's, the store is the parent's: it outlives the ranks, so that one can tell the
+    others why it failed, and a port that was probed and freed may be taken since.
+
+    Args:
+        module: Run as ``python -m``.
+        arguments: Of all processes.
+        size: How many.
+        own: A last argument for each process.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = []
+    for rank in range(size):
+        environment = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        }  # fmt: skip
+        command = [sys.executable, "-m", module, *arguments, *([own[rank]] if own else [])]
+        process = subprocess.Popen(
+            command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )  # fmt: skip
+        processes.append(process)
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            # Read to its end, or what it leaves open fails a test after this one.
+            process.communicate()
+
+
+def run_module(
+    module: str,
+    *arguments: str,
+    size: int = 2,
+    limit_s: float = 60.0,
+    own: Sequence[str] | None = None,
+) -> list[Finished]:
+    """Run a module in several processes to its end; see `started`."""
+    with started(module, *arguments, size=size, own=own) as processes:
+        results = []
+        for process in processes:
+            out, error = process.communicate(timeout=limit_s)
+            results.append(Finished(module, process.returncode, out, error))
+        return results
+
+
+def run_ranks(
+    *functions: Callable[..., Any], size: int = 2, limit_s: float = 60.0, timeout_s: float = 60.0
+) -> list[Finished]:
+    """Call functions, one after the other, in several processes that have joined each other.
+
+    Args:
+        functions: Of a module; each is given the `DistributedContext`.
+        size: How many processes.
+        limit_s: For all functions.
+        timeout_s: For a collective call.
+    """
+    names = [f"{function.__module__}:{function.__name__}" for function in functions]
+    arguments = "tests.support.run_ranks", str(timeout_s), *names
+    return run_module(*arguments, size=size, limit_s=limit_s)
+
+
+def check_ranks(*functions: Callable[..., Any], **options: Any) -> list[Finished]:
+    """As `run_ranks`, where every rank must return from every function."""
+    results = run_ranks(*functions, **options)
+    for done in results:
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.splitlines()[-1] == json.dumps([f.__name__ for f in functions])
+    return results
+
+
+def _main(timeout_s: str, *paths: str) -> None:
+    torch.set_num_threads(1)
+    with distributed_context("cpu", timeout_s=float(timeout_s)) as context:
+        returned = []
+        for path in paths:
+            module, name = path.split(":")
+            getattr(importlib.import_module(module), name)(context)
+            returned.append(name)
+        sys.stdout.write(f"{json.dumps(returned)}\n")
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
