@@ -350,8 +350,9 @@ def main(arguments: list[str] | None = None) -> int:
     output = options.output or (RESULTS if gpu and not options.list else None)
     table = Table(output)
     where = provenance(torch.device(options.device))
-    # The reference is judged by what it can do, not by TF32.
+    # The reference and its peers are judged by what they can do, not by TF32.
     torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
     for workload, case in cases(options):
         if options.list:
             names = ", ".join(contenders(case, options))
