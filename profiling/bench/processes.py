@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_KEPT_LINES = 200
+_KEPT_LINES = 5_000
 _GRACE_S = 5.0
 """Seconds from the request to end to the end."""
 
