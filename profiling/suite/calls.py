@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from suite import models, operations
-from suite.gate import GROUPS, INFERENCE, LOADER, TRAINING, Gate
+from suite.gate import EXTENSION, GROUPS, INFERENCE, LOADER, TRAINING, Gate
 from suite.parts import Part, Setting, Steps, environment
 from suite.steps import LeftOut, Step
 
@@ -36,8 +36,9 @@ def _part(
     make: Callable[[Setting, Gate], Steps],
     calls: dict[int, tuple[float, float]],
     uses: Collection[str],
+    also: Collection[str] = (),
 ) -> Part:
-    return Part(name, about, _behind(name, tuple(uses), make), calls, tuple(uses))
+    return Part(name, about, _behind(name, tuple(uses), make), calls, tuple(uses), tuple(also))
 
 
 _REAL = (*TRAINING, LOADER)
@@ -87,6 +88,7 @@ PARTS = (
         operations.transducer,
         {3: (130, 120)},
         ["transducer_loss"],
+        [EXTENSION],
     ),
     _part("wide heads", "attention at D 256", operations.wide_heads, {3: (30, 30)}, ["attention"]),
     Part(

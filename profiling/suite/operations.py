@@ -40,7 +40,8 @@ def _with_extension(setting: Setting, gate: Gate, command: list[str]) -> list[st
 def tests_and_extension(setting: Setting, gate: Gate) -> Steps:
     """The tests, and beside them the extension, which is built, tested, and kept."""
     found = list(tests(setting, gate))
-    if EXTENSION not in setting.wanted:
+    built = setting.extension.exists() and not gate.lacking([EXTENSION])
+    if EXTENSION not in setting.wanted or built:
         return found
     folder, (_, outcomes) = setting.extension.parent, setting.outcomes
     command = setting.script("with_extension.py", "--build", folder, "--outcomes", outcomes)

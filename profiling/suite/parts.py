@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -58,6 +58,11 @@ class Setting:
         return self.output / "tests.jsonl", self.output / "tests_extension.jsonl"
 
     @property
+    def poisoned(self) -> Path:
+        """Which files of tests have cost a process its GPU, see `suite.poison`."""
+        return self.output / "tests_poisoned"
+
+    @property
     def extension(self) -> Path:
         """Where `effasr_kernels._C` is, once it has been built."""
         return self.output / "extension" / "lib"
@@ -81,13 +86,15 @@ class Part:
         calls: In which calls it runs; for each the floor in seconds that earlier parts leave it,
             and its weight in what is spare.
         uses: Groups of tests on which its rows rest.
+        also: Groups on which some of its rows rest, and the others do not.
     """
 
     name: str
     about: str
     steps: Callable[[Setting, Gate], Steps]
     calls: Mapping[int, tuple[float, float]]
-    uses: Sequence[str] = field(default=())
+    uses: Sequence[str] = ()
+    also: Sequence[str] = ()
 
 
 def environment(setting: Setting, gate: Gate) -> Steps:
@@ -159,7 +166,6 @@ def _list_done(setting: Setting) -> None:
     kernels, _ = setting.outcomes
     _, outcomes = outcomes_in(kernels)
     (setting.output / "tests_done").write_text(json.dumps(sorted(outcomes)), encoding="utf-8")
-    (setting.output / "tests_poisoned").unlink(missing_ok=True)
 
 
 def tests(setting: Setting, gate: Gate) -> Steps:
@@ -171,7 +177,7 @@ def tests(setting: Setting, gate: Gate) -> Steps:
     if not files:
         return [*left_out, LeftOut("tests", TESTED)]
     options = ["-m", "gpu", "--durations=10", *parallel(), *_bounded()]
-    guarded = ["-p", "suite.poison", "--poisoned", setting.output / "tests_poisoned"]
+    guarded = ["-p", "suite.poison", "--poisoned", setting.poisoned]
     more = ["--continue-on-collection-errors", *files]
     command = pytest(*_record(setting), *guarded, *options, *more)
     before = lambda: _list_done(setting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import datetime
 import json
 import os
@@ -119,7 +120,16 @@ class Suite:
     def _run(self, part: Part, seconds: float) -> None:
         self._ensure_output()
         end = time.monotonic() + seconds
-        steps = [_installed(step) for step in part.steps(self.setting, self._gate)]
+        try:
+            steps = [_installed(step) for step in part.steps(self.setting, self._gate)]
+            self._run_steps(steps, end)
+            self._learn(part)
+        except Exception as error:
+            # Of a folder that takes no more, say: the next part goes on in another one.
+            details = f"{type(error).__name__}: {error}"
+            self._note(Result(part.name, "failed", details=details, well=False))
+
+    def _run_steps(self, steps: Sequence[Step | LeftOut], end: float) -> None:
         running: list[Running] = []
         try:
             for number, step in enumerate(steps):
@@ -137,11 +147,15 @@ class Suite:
                 one.end(at_once=True)
                 self._note(one.interrupted())
             raise
+
+    def _learn(self, part: Part) -> None:
+        """Take note of what a part has found, and later ones rest on."""
         if part.name == "environment":
             self._see_where()
         elif part.name == "tests":
             self._gate = Gate.read(self.setting.outcomes)
             self._gate.save(self.setting.output / "tests.json", self._key())
+        else:
             summary.set_aside(self.setting.output, self._gate)
 
     def _run_step(self, step: Step, seconds: float, running: list[Running]) -> None:
@@ -174,12 +188,12 @@ class Suite:
 
     def _see_where(self) -> None:
         """Read what the first part wrote, and what tests have shown on the same before."""
-        if not self.results[-1].well:
+        if not self.results or not self.results[-1].well:
             return
         output = self.setting.output
         self.where = json.loads((output / "environment.json").read_text(encoding="utf-8"))
         if not is_of(output / "tests.json", self._key()):
-            for path in self.setting.outcomes:
+            for path in (*self.setting.outcomes, self.setting.poisoned):
                 path.unlink(missing_ok=True)
         self._gate = Gate.read(self.setting.outcomes)
         self._gate.save(output / "tests.json", self._key())
@@ -196,22 +210,19 @@ class Suite:
         sys.stdout.flush()
         self.save()
 
-    def rows(self) -> dict[str, list[summary.Row]]:
-        """What this run has measured."""
-        return summary.recent(self.setting.output, self._began)
-
     def _text(self) -> str:
-        done = {result.name for result in self.results}
+        """The summary so far; where the rows cannot be read, it says so in their place."""
+        said = {"dry": self.setting.dry, "gate": self._gate, "call": self._call}
         state = f"running: {self._now}" if self._now else ""
-        return summary.markdown(
-            self.results,
-            self.rows(),
-            self.where,
-            dry=self.setting.dry,
-            gate=self._gate,
-            state=state if self._now not in done else "",
-            call=self._call,
-        )
+        try:
+            rows = summary.recent(self.setting.output, self._began)
+            return summary.markdown(self.results, rows, self.where, **said, state=state)
+        except (OSError, KeyError, ValueError, csv.Error) as error:
+            reason = f"rows cannot be summed up: {type(error).__name__}: {error}"
+            self._complain(reason)
+            nothing: dict[str, list[summary.Row]] = {name: [] for name in summary.FILES}
+            state = "; ".join(filter(None, [state, reason]))
+            return summary.markdown(self.results, nothing, self.where, **said, state=state)
 
     def save(self) -> Path | None:
         """Write the summary and the archive; returns where the latter is."""

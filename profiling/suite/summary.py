@@ -272,7 +272,7 @@ def markdown(
         where: Device, versions, sources.
         dry: Whether nothing is a figure of a GPU.
         gate: What tests have shown.
-        state: What is running, where the suite has not ended.
+        state: What is running, where the suite has not ended, and what else is to be said.
         call: Its number.
     """
     head = ", ".join(
@@ -282,7 +282,7 @@ def markdown(
     lines = [title + (", dry run: no figure below is one of a GPU" if dry else ""), ""]
     lines += [f"{where.get('device', 'unknown device')}, {head}, {where.get('date', '')}", ""]
     if state:
-        lines += [f"Not ended: {state}", ""]
+        lines += [f"To note: {state}", ""]
     lines += _table(("part", "how it went", "s", ""), [_cells(result) for result in results])
     lines += ["", *_table(("what", "target", "measured", "verdict"), figures(rows, dry=dry))]
     if steps := _steps(rows):
