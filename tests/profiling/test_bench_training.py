@@ -7,6 +7,7 @@ import csv
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import bench_training
@@ -18,6 +19,7 @@ import torch
 from bench import rows, training_jobs
 from bench.peer_features import parakeet_features
 from bench.training_corpus import Workload, plan_of, random_batches
+from torch._dynamo.utils import counters
 
 from effasr.data.features import FeatureConfig
 from effasr.data.sampling.strategies import StrategyOptions, planner
@@ -92,6 +94,23 @@ def test_each_mode_has_a_process_and_a_graph_needs_a_gpu(
     step = float(parts[0]["step_ms"])
     assert sum(float(x["wall_ms"]) for x in parts) == pytest.approx(step, rel=1e-3)
     assert bench_training.main([*options[:-1]]) == training_jobs.LEFT_OUT
+
+
+# Torch's tracer of autograd functions does so itself.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_step_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The default backend writes and compiles C++, which takes minutes.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    output = tmp_path / "training.csv"
+    options = [*TINY, "--steps", "2", "--output", str(output), "--systems", "packed_static"]
+    assert bench_training.main([*options, "--modes", "compile"]) == 0
+    (row,) = rows.read(output)
+    assert (row["mode"], row["graph"], row["compile"]) == ("compile", "False", "True")
+    # One graph, for all steps.
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
 
 
 def test_the_rows_that_decide_most_come_first() -> None:
