@@ -7,16 +7,19 @@ from dataclasses import replace
 
 from suite import models, operations
 from suite.gate import EXTENSION, GROUPS, INFERENCE, LOADER, TRAINING, Gate
-from suite.parts import Part, Setting, Steps, environment
+from suite.parts import Part, Setting, Steps, environment, missing
 from suite.steps import LeftOut, Step
 
 
 def _behind(
-    name: str, uses: Sequence[str], make: Callable[[Setting, Gate], Steps]
+    name: str, uses: Sequence[str], needs: Sequence[str], make: Callable[[Setting, Gate], Steps]
 ) -> Callable[[Setting, Gate], Steps]:
     """The steps of a part, where no test of what it uses has failed, and some have passed."""
 
     def steps(setting: Setting, gate: Gate) -> Steps:
+        # Of what is not installed no test can pass.
+        if reason := missing(needs):
+            return [LeftOut(name, reason)]
         reasons = gate.reasons(uses)
         note = gate.note(uses)
         if reasons and not setting.unproven:
@@ -37,8 +40,10 @@ def _part(
     calls: dict[int, tuple[float, float]],
     uses: Collection[str],
     also: Collection[str] = (),
+    needs: Sequence[str] = (),
 ) -> Part:
-    return Part(name, about, _behind(name, tuple(uses), make), calls, tuple(uses), tuple(also))
+    made = _behind(name, tuple(uses), needs, make)
+    return Part(name, about, made, calls, tuple(uses), tuple(also))
 
 
 _REAL = (*TRAINING, LOADER)
@@ -78,6 +83,7 @@ PARTS = (
         models.real_training,
         {2: (60, 60)},
         _REAL,
+        needs=models.REAL_NEEDS,
     ),
     _part(
         "profile", "some steps recorded, and the report", models.profile, {2: (20, 20)}, TRAINING

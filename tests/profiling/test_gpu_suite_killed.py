@@ -96,6 +96,11 @@ def members(path: Path) -> dict[str, str]:
     return found
 
 
+def packed_while_it_ran(back: Path, call: int) -> bool:
+    path = back / f"summary_call{call}.md"
+    return path.exists() and f"running: {MIDDLE[call]}" in path.read_text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["sigterm", "sigkill"])
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_call_that_is_ended_keeps_what_ran(
@@ -109,7 +114,10 @@ def test_a_call_that_is_ended_keeps_what_ran(
     )
     hanging = int(wait_for(output / "hanging"))
     # What is killed without a word is packed now and then.
-    time.sleep(0.6 if number == signal.SIGKILL else 0)
+    until = time.monotonic() + 30
+    while number == signal.SIGKILL and not packed_while_it_ran(back, call):
+        assert time.monotonic() < until
+        time.sleep(0.05)
     process.send_signal(number)
     said, _ = process.communicate(timeout=30)
     until = time.monotonic() + 10
