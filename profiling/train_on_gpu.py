@@ -1,6 +1,6 @@
 """A real `effasr train` on a GPU: what no test of a part and no benchmark of a step runs.
 
-    python profiling/train_on_gpu.py --output DIR [--minutes 6] [--corpus DIR] [--only STEP ...]
+    python profiling/train_on_gpu.py --output DIR [--minutes 8] [--corpus DIR] [--only STEP ...]
     python profiling/train_on_gpu.py --dry-run [--output DIR]
     python profiling/train_on_gpu.py --prepare-corpus DIR
     python profiling/train_on_gpu.py --list-wheels
@@ -9,9 +9,10 @@ Trains small models on a small corpus, by the command and in processes of their 
 comes of it:
 
 STEPS
-Each has a part of the time that is left and a log in DIR/logs; its row in DIR/train_on_gpu.csv is
+Each has a limit by the time that is left and a log in DIR/logs; its row in DIR/train_on_gpu.csv is
 written when it ends, and what a run tells of its steps is kept in DIR/train_on_gpu. One that fails
-stops none that does not need it. Exit code 1: one failed; 2: no GPU, and no dry run.
+stops none that does not need it; one for which there is no time is left out. Exit code 1: one
+failed; 2: no GPU, and no dry run.
 
 The corpus is speech that --prepare-corpus synthesised elsewhere (by default
 profiling/real_run/speech, which git ignores), or else tones. A dry run does all of it on the CPU at
@@ -39,7 +40,8 @@ ROOT = Path(__file__).parents[1]
 PREPARED = ROOT / "profiling" / "real_run" / "speech"
 TABLE = "train_on_gpu.csv"
 COLUMNS = ("step", "status", "seconds", "details", "device", "torch", "triton", "git", "date")
-_LEAST_S = 20.0
+_GENEROUS = 2.0
+"""How many times what a step needs at least, or its share of the time, it may take."""
 
 
 def run(options: argparse.Namespace, output: Path, work: Path) -> int:
@@ -60,17 +62,18 @@ def run(options: argparse.Namespace, output: Path, work: Path) -> int:
     )
     chosen = [step for step in steps.STEPS if step.name in _with_needs(options.only)]
     deadline = time.monotonic() + 60 * options.minutes
-    failed = 0
+    least = [step.dry_s if options.dry_run else step.least_s for step in chosen]
+    counts = dict.fromkeys(("ok", "left out", "failed"), 0)
     for number, step in enumerate(chosen):
         context.step = step.name
-        share = step.weight / sum(other.weight for other in chosen[number:])
         left = deadline - time.monotonic()
-        # Twice its share: most steps leave some, which is the others'.
-        context.limit_s = min(left, max(_LEAST_S, 2 * share * left))
+        # Most steps leave some of what they may take, which is the others'.
+        share = _GENEROUS * least[number] / sum(least[number:])
+        context.limit_s = min(left, max(_GENEROUS * least[number], share * left))
         began = time.monotonic()
         try:
-            if left <= 0:
-                raise steps.Failed("no time left")
+            if left < least[number]:
+                raise steps.LeftOut(f"{max(0.0, left):.0f} s are left, and it needs more")
             status, details = "ok", step.do(context)
         except steps.LeftOut as reason:
             status, details = "left out", str(reason)
@@ -79,14 +82,15 @@ def run(options: argparse.Namespace, output: Path, work: Path) -> int:
         except Exception as error:
             traceback.print_exc()
             status, details = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"
-        failed += status == "failed"
+        counts[status] += 1
         seconds = time.monotonic() - began
         row = {"step": step.name, "status": status, "seconds": round(seconds, 2)}
         row |= {"details": details, **provenance(device)}
         rows.append(output / TABLE, COLUMNS, row)
         sys.stdout.write(f"{step.name:16} {status:9} {seconds:6.1f} s  {details}\n")
         sys.stdout.flush()
-    return 1 if failed else 0
+    sys.stdout.write(f"{', '.join(f'{n} {status}' for status, n in counts.items())}\n")
+    return 1 if counts["failed"] else 0
 
 
 _NEEDS = {
@@ -130,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--prepare-corpus", type=Path, metavar="DIR", nargs="?", const=PREPARED)
     what.add_argument("--list-wheels", action="store_true")
     parser.add_argument("--output", type=Path, help="of rows and logs; a dry run makes its own")
-    parser.add_argument("--minutes", type=float, default=6.0, help="for everything")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for everything")
     parser.add_argument("--corpus", type=Path, metavar="DIR", help="that was prepared")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="these, and what they need")
     return parser

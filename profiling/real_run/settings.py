@@ -51,7 +51,7 @@ class Size:
 _WIDE: dict[str, Any] = {"width": 512, "heads": 8, "feed_forward": 2048, "residual_dropout": 0.1}
 _NARROW: dict[str, Any] = {"width": 16, "heads": 2, "feed_forward": 16, "residual_dropout": 0.1}
 GPU = Size(
-    utterances=1200,
+    utterances=600,
     encoder=_WIDE | {"layers": 6, "attention_dropout": 0.1},
     decoder=_WIDE | {"layers": 2, "attention_dropout": 0.1},
     frame_budget=4224,

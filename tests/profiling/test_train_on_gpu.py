@@ -95,7 +95,7 @@ def test_a_step_that_fails_stops_no_other(
         raise OSError("disk\n full")
 
     chosen = [("train", fails), ("quiet", breaks), ("nccl", lambda context: "well")]
-    made = tuple(steps.RunStep(name, do, 1) for name, do in chosen)
+    made = tuple(steps.RunStep(name, do, 9, 1) for name, do in chosen)
     monkeypatch.setattr(steps, "STEPS", made)
     assert train_on_gpu.main(["--dry-run", "--output", str(tmp_path)]) == 1
     found = [(row["status"], row["details"]) for row in rows.read(tmp_path / "train_on_gpu.csv")]
@@ -105,7 +105,27 @@ def test_a_step_that_fails_stops_no_other(
         ("ok", "well"),
     ]
     assert "Traceback" in (tmp_path / "logs" / "train_on_gpu_train.log").read_text()
-    capsys.readouterr()
+    assert capsys.readouterr().out.endswith("1 ok, 0 left out, 2 failed\n")
+
+
+def test_what_there_is_no_time_for_is_left_out_and_limits_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def slow(context: Context) -> str:
+        limits.append(context.limit_s)
+        time.sleep(2)
+        return "done"
+
+    made = tuple(
+        steps.RunStep(name, slow, 900, least) for name, least in (("train", 2), ("nccl", 5))
+    )
+    monkeypatch.setattr(steps, "STEPS", made)
+    assert train_on_gpu.main(["--dry-run", "--output", str(tmp_path), "--minutes", "0.1"]) == 0
+    found = [(row["step"], row["status"]) for row in rows.read(tmp_path / "train_on_gpu.csv")]
+    assert found == [("train", "ok"), ("nccl", "left out")]
+    assert limits == [pytest.approx(4, abs=0.5)]
 
 
 def _metrics(run: Path, losses: list[float]) -> None:
