@@ -23,7 +23,11 @@ def _files(folder: Path) -> list[Path]:
 
     def order(path: Path) -> tuple[int, int, str]:
         kind = _ORDER.index(path.suffix) if path.suffix in _ORDER else len(_ORDER)
-        return kind, path.stat().st_size, str(path)
+        # Commands are at work there: what has gone meanwhile is the last.
+        try:
+            return kind, path.stat().st_size, str(path)
+        except OSError:
+            return len(_ORDER), _LARGEST_READ, str(path)
 
     found = [
         path
@@ -33,9 +37,8 @@ def _files(folder: Path) -> list[Path]:
     return sorted(found, key=order)
 
 
-def _compressed(path: Path, data: bytes) -> int:
+def _compressed(path: Path, status: os.stat_result, data: bytes) -> int:
     """Bytes that it takes in the archive, about."""
-    status = path.stat()
     key = str(path), status.st_size, status.st_mtime_ns
     if key not in _sizes:
         _sizes[key] = len(zlib.compress(data, 6)) + 1024
@@ -53,16 +56,21 @@ def packed(folder: Path, most: int = MOST_BYTES) -> bytes:
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as archive:
         for path in _files(folder):
             name = str(path.relative_to(folder))
-            if path.stat().st_size > _LARGEST_READ:
-                left_out.append(f"{name}: {path.stat().st_size} bytes")
+            try:
+                status = path.stat()
+                data = b"" if status.st_size > _LARGEST_READ else path.read_bytes()
+            except OSError as error:
+                left_out.append(f"{name}: {error.strerror}")
                 continue
-            data = path.read_bytes()
-            size = _compressed(path, data)
+            if status.st_size > _LARGEST_READ:
+                left_out.append(f"{name}: {status.st_size} bytes")
+                continue
+            size = _compressed(path, status, data)
             if used + size > most:
                 left_out.append(f"{name}: {size} bytes compressed")
                 continue
             used += size
-            _add(archive, name, data, path.stat().st_mtime)
+            _add(archive, name, data, status.st_mtime)
         if left_out:
             _add(archive, _NOTE, "".join(f"{line}\n" for line in left_out).encode(), 0.0)
     return buffer.getvalue()

@@ -27,6 +27,8 @@ _OF_OTHERS = "(any_number_of_channels and 37) or agrees_in_every_dtype"
 SANITIZED = f"bfloat16 and (odd or empty_among_others or {_OF_DECODING} or {_OF_OTHERS})"
 SANITIZED += " or (every_layout and odd)"
 _SANITIZER_FAILED = 99
+TRANSDUCER_KINDS = ("", "tdt")
+"""All but the large batches, which take minutes, and have a part of their own."""
 _ORDER = ("attention", "linear_cross_entropy", "depthwise_conv", "subsampling_stem")
 _WEIGHTS = {"attention": 4.0, "linear_cross_entropy": 3.0, "transducer_loss": 2.0}
 
@@ -103,8 +105,8 @@ def operations(setting: Setting, gate: Gate) -> Steps:
         options = ["--output", output / "ops.csv", *tiny, "--op", name]
         command = setting.script("bench_ops.py", *options)
         if name == "transducer_loss":
-            kind = [] if setting.dry else ["--kind", ""]
-            command = _with_extension(setting, gate, [*command, *kind])
+            kinds = [] if setting.dry else ["--kind", *TRANSDUCER_KINDS]
+            command = _with_extension(setting, gate, [*command, *kinds])
         floor = 20.0 if name in _WEIGHTS else 6.0
         steps.append(
             Step(

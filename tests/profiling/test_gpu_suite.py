@@ -11,6 +11,7 @@ import tarfile
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
+import bench_ops
 import gpu_suite
 import pytest
 from suite import calls, operations, parts
@@ -216,6 +217,17 @@ def test_each_operation_has_a_process_of_its_own(tmp_path: Path) -> None:
         assert isinstance(step, Step)
         at = list(step.command).index("--op")
         assert [x for x in step.command[at + 1 :] if x in OPERATIONS] == [name]
+
+
+def test_each_kind_of_transducer_is_measured_in_one_of_the_calls(tmp_path: Path) -> None:
+    options = bench_ops.parse(["--op", "transducer_loss", "--frames", "40", "--device", "cpu"])
+    kinds = {case.kind for _, case in bench_ops.cases(options)}
+    found: list[str] = []
+    for part, step in (("ops", "ops transducer_loss"), ("transducer", "transducer")):
+        words = command(part, Setting(tmp_path), step=step)
+        following = words[words.index("--kind") + 1 :]
+        found += [x for x in following if x in kinds]
+    assert sorted(found) == sorted(kinds)
 
 
 def test_what_a_call_measures_is_compiled_ahead(tmp_path: Path) -> None:
