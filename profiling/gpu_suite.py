@@ -141,7 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = chosen(options)
     setting = setting_of(options, output, parts)
     packed = output if options.archive is None else options.archive.resolve()
-    before = {name: signal.signal(name, _interrupt) for name in (signal.SIGTERM, signal.SIGHUP)}
+    # Under nohup, SIGHUP stays ignored.
+    heard = [x for x in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(x) != signal.SIG_IGN]
+    before = {name: signal.signal(name, _interrupt) for name in heard}
     try:
         return Suite(setting, parts, minutes, call=options.call, archive=packed).run()
     finally:

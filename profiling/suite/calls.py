@@ -81,7 +81,7 @@ PARTS = (
         "train",
         "a real run: data, checkpoints, resuming",
         models.real_training,
-        {2: (60, 60)},
+        {2: (60, 150)},
         _REAL,
         needs=models.REAL_NEEDS,
     ),
