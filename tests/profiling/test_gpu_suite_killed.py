@@ -12,6 +12,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
 import bench_ops
 import bench_training
@@ -295,3 +296,40 @@ def test_rows_of_the_step_are_in_the_summary(tmp_path: Path) -> None:
     text = (tmp_path / "summary.md").read_text()
     assert "| canary_1b_flash | graph | packed_static | 123.4     | 31.0 % |" in text
     assert set(bench_ops.COLUMNS) >= {"op", "backend"}
+
+
+def environment_of(fingerprint: str) -> Part:
+    def made(setting: Setting, gate: object) -> list[Step]:
+        where = {"device": "a GPU", "fingerprint": fingerprint, "torch": "2", "triton": "3"}
+        file = str(setting.output / "environment.json")
+        code = f"import json; json.dump({where!r}, open({file!r}, 'w'))"
+        return [Step("environment", [sys.executable, "-c", code])]
+
+    return Part("environment", "", made, {1: (1, 1)})
+
+
+@pytest.mark.parametrize("fingerprint", ["same", "other"])
+def test_tests_of_an_earlier_call_count_for_the_same_sources(
+    fingerprint: str, tmp_path: Path
+) -> None:
+    test = "tests/gpu/test_ctc_loss.py::test_a"
+    line = json.dumps({"test": test, "outcome": "passed"})
+    write = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
+    first = Setting(tmp_path / "first")
+
+    def tests(setting: Setting, gate: object) -> list[Step]:
+        file = str(setting.outcomes[0])
+        return [Step("tests", [sys.executable, "-c", write, file, line])]
+
+    run(first, environment_of("same"), Part("tests", "", tests, {1: (1, 1)}))
+    second = Setting(tmp_path / "second")
+    archive.unpack(first.output / "gpu_suite_call1.tar.gz", second.output)
+    seen: list[int] = []
+
+    def look(setting: Setting, gate: Any) -> list[Step]:
+        seen.append(gate.groups["ctc_loss"].passed)
+        return []
+
+    run(second, environment_of(fingerprint), Part("look", "", look, {1: (1, 1)}))
+    assert seen == [1 if fingerprint == "same" else 0]
+    assert second.outcomes[0].exists() == (fingerprint == "same")
