@@ -63,7 +63,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_dry_run_of_the_first_call(tmp_path: Path) -> None:
     shown, _, packed = dry_run(1, tmp_path)
     assert "call 1, 1800 s; a part has at least, and about:" in shown
@@ -87,7 +87,7 @@ def test_a_dry_run_of_the_first_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_dry_run_of_the_second_call(tmp_path: Path) -> None:
     _, summary, packed = dry_run(2, tmp_path)
     modes = {(row["system"], row["mode"]) for row in rows_of(tmp_path / "training.csv")}
@@ -102,7 +102,7 @@ def test_a_dry_run_of_the_second_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_dry_run_of_the_third_call(tmp_path: Path) -> None:
     _, _, packed = dry_run(3, tmp_path)
     kinds = {(row["op"], row["kind"]) for row in rows_of(tmp_path / "ops.csv")}

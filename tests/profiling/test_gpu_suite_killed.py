@@ -98,8 +98,14 @@ def members(path: Path) -> dict[str, str]:
 
 
 def packed_while_it_ran(back: Path, call: int) -> bool:
-    path = back / f"summary_call{call}.md"
-    return path.exists() and f"running: {MIDDLE[call]}" in path.read_text()
+    """Whether the row of the part that hangs is in what lies in the folder that comes back."""
+    summary = back / f"summary_call{call}.md"
+    packed = back / f"gpu_suite_call{call}.tar.gz"
+    if not summary.exists() or f"running: {MIDDLE[call]}" not in summary.read_text():
+        return False
+    found = members(packed)
+    log = f"logs/{MIDDLE[call].replace(' ', '_')}.log"
+    return f"{MIDDLE[call]}.csv" in found and "written" in found[log]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["sigterm", "sigkill"])
