@@ -18,7 +18,7 @@ help:
 	@echo "make test              set up and run all tests that need no GPU"
 	@echo "make lint              ruff, pyright, import layers"
 	@echo "make bench             padding and speed on this machine"
-	@echo "make gpu               tests and benchmarks that need an NVIDIA GPU"
+	@echo "make gpu               tests and benchmarks on an NVIDIA GPU, with the packages of PYTHON=python3; CALL=1|2|3 for a third of it"
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -69,8 +69,9 @@ lint: $(VENV)/.test
 bench: $(VENV)/.test
 	$(BIN)/python profiling/bench_ops.py
 
-gpu: $(VENV)/.test
-	$(BIN)/python profiling/gpu_suite.py
+# With what is installed, torch above all: PYTHON names it. CALL is one of the three, 1, 2 or 3.
+gpu:
+	$(PYTHON) profiling/gpu_suite.py $(if $(CALL),--call $(CALL))
 
 clean:
 	rm -rf $(VENV) runs data build *.egg-info

@@ -57,6 +57,8 @@ TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 2e-2, torch.float32: 1e-3}
 _HEAVY = 3
 """How many times the usual time a heavy case may take."""
 Row = dict[str, object]
+absent: dict[str, str] = {}
+"""Peers that were found not to be installed, and what said so."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def workloads(options: argparse.Namespace) -> list[Workload]:
     frames = options.frames or ([24_000, 50_000] if gpu else [120])
     head_widths = options.head_width or ([64, 128] if gpu else [8])
     small = {"heads": 2, "vocabulary": 32, "channels": 4, "mels": 8, "pieces": 16}
+    small |= {"speech_tokens": 24, "speech_classes": 12}
     widths = Widths() if gpu else Widths(**small)
     return [
         Workload(
@@ -228,6 +231,8 @@ def _rows(
 def _excuse(case: Case, name: str, reason: BaseException) -> None:
     """What is missing, or cannot do this, must not end the others; a GPU in disorder must."""
     say(f"{case.name}, {case.shape}: {name}: {_short(reason)}")
+    if isinstance(reason, ImportError):
+        absent[name.removeprefix("peer: ")] = _short(reason)
     if "CUDA error" in str(reason) and "out of memory" not in str(reason):
         raise reason
 
@@ -341,6 +346,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.base is not None:
         return compare(options)
     gpu = options.device.startswith("cuda")
+    absent.clear()
     limits = Limits(
         deadline=time.monotonic() + options.budget_s,
         case=options.case_s,
@@ -350,8 +356,9 @@ def main(arguments: list[str] | None = None) -> int:
     output = options.output or (RESULTS if gpu and not options.list else None)
     table = Table(output)
     where = provenance(torch.device(options.device))
-    # The reference is judged by what it can do, not by TF32.
+    # The reference and its peers are judged by what they can do, not by TF32.
     torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
     for workload, case in cases(options):
         if options.list:
             names = ", ".join(contenders(case, options))
@@ -364,6 +371,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.list:
         sys.stdout.write(table.ranking())
         kept = f" appended to {output}" if output else "; none kept, without --output"
+        sys.stdout.write("".join(f"left out: {name}: {why}\n" for name, why in absent.items()))
         sys.stdout.write(f"{len(table.rows)} rows{kept}\n")
     return 0 if options.list or table.rows else 1
 

@@ -1,7 +1,8 @@
 """Training throughput: packed against padded batches, and against transformers' Canary.
 
-    python profiling/bench_training.py [--model small|canary_180m_flash|canary_1b_flash]
-        [--systems packed_static packed random ...] [--frame-budget N] [--steps 20] [--output CSV]
+    python profiling/bench_training.py [--model small canary_180m_flash canary_1b_flash ...]
+        [--systems packed_static packed random ...] [--modes eager graph compile graph_compile]
+        [--frame-budget N] [--steps 20] [--categories] [--output CSV]
 
 Audio is noise and texts are random tokens, but durations are those of a list of real ones; no
 system computes more frames a step than the budget, padding included. ``packed_static`` fills a
@@ -9,10 +10,15 @@ static shape, ``packed`` is the same without the tails; ``random``, ``bucketed``
 and ``sync_bucketed_2d`` are the batches of other toolkits, computed padded; ``transformers`` trains
 Hugging Face's Canary with the same weights, the batches of ``random``, the same loss and the same
 optimizer; its features are made before the clock starts. That both models give the same loss is
-checked first. With --graph a CUDA graph replays the micro-batches of ``packed_static``. A row is
-the median of the steps. With --profile DIR the steps are not timed but recorded, in
-DIR/SYSTEM/rank0.json.gz, for ``profiling/report.py``. Needs torch and triton alone, but for the
-bucketed systems, which are lhotse's, and transformers.
+checked first. ``--modes`` is for ``packed_static``: a CUDA graph replays its micro-batches,
+torch.compile makes the model's kernels, or both. On a GPU, and with several models or modes, each
+is timed in a process of its own, so that an error, or running out of memory, ends no other. What
+cannot be measured here is left out with its reason. Exit code 1: something failed; 3: nothing could
+be measured here. A row is the median of the steps. With --categories some more steps are recorded
+after those that are timed, and their time by category of kernel goes to NAME_categories.csv beside
+the table. With --profile DIR the steps are not timed but recorded, in DIR/SYSTEM/rank0.json.gz, for
+``profiling/report.py``. Needs torch and triton alone, but for the bucketed systems, which are
+lhotse's, and transformers.
 """
 
 from __future__ import annotations
@@ -20,15 +26,19 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench import rows
+from bench import rows, step_categories, training_jobs
 from bench.provenance import provenance
 from bench.training_corpus import Workload, batches_of
+from bench.training_jobs import MODES, STATIC, Job, Verdict
 from bench.training_systems import Effasr, Timed, Transformers, loss_difference
 
 from effasr.data.batch import Batch, StaticShape
@@ -43,11 +53,12 @@ from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from effasr.training.flops import peak_flops, work_of
 
 PADDED = ("random", "bucketed", "sync_bucketed", "sync_bucketed_2d")
-SYSTEMS = ("packed_static", "packed", *PADDED, "transformers")
+SYSTEMS = (STATIC, "packed", *PADDED, "transformers")
 COLUMNS = (
-    *("system", "model", "precision", "frame_budget", "utterances", "audio_s", "step_s", "p20_s"),
-    *("p80_s", "audio_s_per_s", "padding_frames", "padding_tokens", "peak_bytes", "mfu"),
-    *("tflops_useful", "loss_difference", "graph", "device", "torch", "triton", "git", "date"),
+    *("system", "model", "mode", "precision", "frame_budget", "utterances", "audio_s", "step_s"),
+    *("p20_s", "p80_s", "audio_s_per_s", "padding_frames", "padding_tokens", "peak_bytes", "mfu"),
+    *("tflops_useful", "loss_difference", "graph", "compile", "device", "torch", "triton", "git"),
+    "date",
 )
 
 
@@ -66,24 +77,30 @@ class Setup:
 
     Attributes:
         config: Of the run.
-        model: On the host, with the weights that training begins with.
+        classes: Tokens of the vocabulary.
         workload: The corpus.
         shape: The static shape of its batches.
         device: Where.
     """
 
     config: TrainConfig
-    model: ASRModel
+    classes: int
     workload: Workload
     shape: StaticShape
     device: torch.device
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> Setup:
-        """By the command line; see `add_options`."""
+    def of(cls, options: argparse.Namespace, model: str | None = None) -> Setup:
+        """By the command line; see `add_options`.
+
+        Args:
+            options: Of which ``model`` is not read where one is given.
+            model: Its name.
+        """
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         on_gpu = device.type == "cuda"
-        name = options.model or ("canary_180m_flash" if on_gpu else "small")
+        given = model if isinstance(options.model, list) else options.model
+        name = given or ("canary_180m_flash" if on_gpu else "small")
         if name == "small":
             model_config, classes = small(1024)
         else:
@@ -99,13 +116,26 @@ class Setup:
             optimizer=OptimizerConfig(lr=1e-5),
             training=LoopConfig(precision="bfloat16" if on_gpu else "float32", ema_decay=None),
         )
-        torch.manual_seed(0)
-        model = ASRModel(model_config, classes)
-        return cls(config, model, workload, workload.shape(budget), device)
+        return cls(config, classes, workload, workload.shape(budget), device)
 
-    def with_graph(self, on: bool) -> Setup:
-        """The same, whose micro-batches are a CUDA graph or not."""
-        training = replace(self.config.training, cuda_graph=on)
+    @cached_property
+    def model(self) -> ASRModel:
+        """On the host, with the weights that training begins with."""
+        torch.manual_seed(0)
+        # Drawn by the device: a host takes a quarter minute for a billion of them.
+        with torch.device("meta"):
+            model = ASRModel(self.config.model, self.classes)
+        model.to_empty(device=self.device)
+        model.reset_parameters()
+        return model.cpu()
+
+    def with_mode(self, mode: str) -> Setup:
+        """The same, whose micro-batches are a CUDA graph, compiled, both, or neither."""
+        training = replace(
+            self.config.training, cuda_graph="graph" in mode, compile="compile" in mode
+        )
+        if training == self.config.training:
+            return self
         return replace(self, config=replace(self.config, training=training))
 
     def batches(self, system: str, count: int) -> list[Batch]:
@@ -120,8 +150,27 @@ class Setup:
         return model.to(self.device).train()
 
 
-def run_system(system: str, setup: Setup, steps: int) -> dict[str, Any]:
-    """Train for some steps; returns a row.
+@dataclass(frozen=True)
+class Measured:
+    """What a job found.
+
+    Attributes:
+        row: Of the table.
+        categories: Rows of the table of categories; none where it was not asked for.
+    """
+
+    row: dict[str, Any]
+    categories: list[dict[str, Any]]
+
+
+def run_system(system: str, setup: Setup, steps: int, recorded: int = 0) -> Measured:
+    """Train for some steps.
+
+    Args:
+        system: What.
+        setup: How.
+        steps: That are timed.
+        recorded: Steps that are recorded afterwards, for the categories of their time.
 
     Raises:
         ValueError: The losses of the two models differ.
@@ -132,6 +181,7 @@ def run_system(system: str, setup: Setup, steps: int) -> dict[str, Any]:
     batches = setup.batches(system, steps + warm)
     model = setup.copy()
     fields: dict[str, Any] = {"frame_budget": setup.shape.frame_budget}
+    categories: list[dict[str, Any]] = []
     if system == "transformers":
         fields["loss_difference"] = loss_difference(config, model, workload, device)
         if fields["loss_difference"] > 1e-3:
@@ -140,8 +190,17 @@ def run_system(system: str, setup: Setup, steps: int) -> dict[str, Any]:
         examples = [[workload.example(int(name)) for name in batch.ids] for batch in batches]
         timed = peer.time([peer.inputs(chosen) for chosen in examples], warm)
     else:
-        timed = Effasr(config, model, device).time(batches, warm)
-    return row(system, config, batches[warm:], timed, device) | fields
+        trainer = Effasr(config, model, device)
+        timed = trainer.time(batches, warm)
+        if recorded:
+            # The first of them starts the profiler's own threads.
+            again = [batches[number % len(batches)] for number in range(recorded + 1)]
+            with tempfile.TemporaryDirectory() as folder:
+                trace = trainer.record(again, 1, Path(folder))
+                categories = list(step_categories.of_trace(trace))
+    one = row(system, config, batches[warm:], timed, device) | fields
+    shared = {name: one[name] for name in step_categories.COLUMNS if name in one}
+    return Measured(one, [shared | found for found in categories])
 
 
 def record(system: str, setup: Setup, steps: int, folder: Path) -> Path:
@@ -154,7 +213,7 @@ def record(system: str, setup: Setup, steps: int, folder: Path) -> Path:
         raise ValueError("only our own steps have ranges to be recorded with: leave it out")
     warm = 3
     batches = setup.batches(system, steps + warm)
-    return Effasr(setup.config, setup.copy(), setup.device).record(batches, warm, folder / system)
+    return Effasr(setup.config, setup.copy(), setup.device).record(batches, warm, folder)
 
 
 def row(
@@ -174,9 +233,11 @@ def row(
     peak = peak_flops(device)
     frames = sum(batch.num_frames for batch in batches)
     tokens = sum(batch.num_tokens for batch in batches)
+    graph, compiled = config.training.cuda_graph, config.training.compile
     return dict.fromkeys(COLUMNS, "") | {
         "system": system,
         "model": config.name,
+        "mode": "_".join(["graph"] * graph + ["compile"] * compiled) or "eager",
         "precision": config.training.precision,
         "utterances": round(statistics.mean(len(batch.ids) for batch in batches), 1),
         "audio_s": round(audio, 2),
@@ -189,37 +250,105 @@ def row(
         "peak_bytes": "" if timed.peak_bytes is None else timed.peak_bytes,
         "mfu": "" if peak is None else round(useful / peak, 4),
         "tflops_useful": round(useful / 1e12, 4),
-        "graph": config.training.cuda_graph and system == "packed_static",
+        "graph": graph,
+        "compile": compiled,
         **provenance(device),
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
-    options = _parser().parse_args(arguments)
-    everything = Setup.of(options)
-    failed = 0
-    for system in options.systems:
-        setup = everything.with_graph(options.graph and system == "packed_static")
-        try:
-            if options.profile is not None:
-                trace = record(system, setup, options.steps, options.profile)
-                sys.stdout.write(f"{system}: {trace}\n")
-                continue
-            one = run_system(system, setup, options.steps)
-        except (ImportError, ValueError, torch.OutOfMemoryError, OutOfMemory) as error:
-            failed += 1
-            sys.stderr.write(f"bench_training: {system}: {str(error).splitlines()[0]}\n")
-            continue
-        _show(one)
-        if options.output is not None:
-            rows.append(options.output, COLUMNS, one)
-    return 1 if failed else 0
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    chosen = training_jobs.jobs(options.model or [None], options.systems, options.modes)
+    if not chosen:
+        parser.error(f"--modes without eager are for {STATIC} alone: add it to --systems")
+    if options.profile is not None and len(options.model or []) > 1:
+        parser.error("--profile records one --model at a time")
+    on_gpu = torch.cuda.is_available()
+    several = len({(job.model, job.mode) for job in chosen}) > 1
+    if len(chosen) > 1 and (on_gpu or several):
+        verdicts = training_jobs.run_apart(
+            chosen,
+            lambda job: _command(job, options),
+            budget_s=options.budget_s,
+            case_s=options.case_s,
+        )
+    else:
+        verdicts = _run_here(chosen, options, on_gpu=on_gpu)
+    if len(chosen) > 1:
+        sys.stdout.write(f"{training_jobs.summarize(verdicts)}\n")
+    statuses = {verdict.status for verdict in verdicts}
+    if statuses == {"left out"}:
+        return training_jobs.LEFT_OUT
+    return 1 if "failed" in statuses else 0
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def _run_here(chosen: Sequence[Job], options: argparse.Namespace, *, on_gpu: bool) -> list[Verdict]:
+    """Run jobs in this process."""
+    setups: dict[str | None, Setup] = {}
+    verdicts = []
+    for job in chosen:
+        reason = training_jobs.why_not(job, on_gpu=on_gpu)
+        if reason is not None:
+            verdicts.append(Verdict(job, "left out", reason))
+        else:
+            if job.model not in setups:
+                setups[job.model] = Setup.of(options, job.model)
+            verdicts.append(_run(job, setups[job.model].with_mode(job.mode), options))
+        if verdicts[-1].status != "ok":
+            sys.stderr.write(f"{verdicts[-1].line()}\n")
+    return verdicts
+
+
+def _run(job: Job, setup: Setup, options: argparse.Namespace) -> Verdict:
+    """Run a job, and write its rows."""
+    try:
+        if options.profile is not None:
+            name = job.system if job.mode == "eager" else f"{job.system}_{job.mode}"
+            trace = record(job.system, setup, options.steps, options.profile / name)
+            sys.stdout.write(f"{job.system}: {trace}\n")
+            return Verdict(job, "ok")
+        found = run_system(job.system, setup, options.steps, options.categories)
+    except ImportError as error:
+        return Verdict(job, "left out", _reason(error))
+    except (ValueError, torch.OutOfMemoryError, OutOfMemory) as error:
+        return Verdict(job, "failed", _reason(error))
+    except Exception as error:
+        traceback.print_exc()
+        return Verdict(job, "failed", _reason(error))
+    _show(found)
+    if options.output is not None:
+        rows.append(options.output, COLUMNS, found.row)
+        path = options.output.with_name(f"{options.output.stem}_categories.csv")
+        for one in found.categories:
+            rows.append(path, step_categories.COLUMNS, one)
+    return Verdict(job, "ok")
+
+
+def _reason(error: BaseException, most: int = 400) -> str:
+    """An error on one line: some begin with an empty one."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:most]}"
+
+
+def _command(job: Job, options: argparse.Namespace) -> list[str]:
+    """Of a process that runs one job."""
+    command = [sys.executable, __file__, "--systems", job.system, "--modes", job.mode]
+    if job.model is not None:
+        command += ["--model", job.model]
+    given = ("frame_budget", "utterances", "longest", "steps", "categories", "profile", "output")
+    for name in given:
+        value = getattr(options, name)
+        if value is not None:
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    return command
+
+
+def add_options(parser: argparse.ArgumentParser, *, several_models: bool = False) -> None:
     """What `Setup.of` reads."""
-    parser.add_argument("--model", choices=["small", *PRESETS])
+    count: dict[str, Any] = {"nargs": "+"} if several_models else {}
+    parser.add_argument("--model", choices=["small", *PRESETS], **count)
     parser.add_argument("--frame-budget", type=int, help="12000 on a GPU, 400 on a CPU")
     parser.add_argument("--utterances", type=int, default=4000, help="of the corpus")
     parser.add_argument("--longest", type=float, default=30.0, help="seconds of an utterance")
@@ -229,23 +358,37 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_options(parser)
+    add_options(parser, several_models=True)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["eager"])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--graph", action="store_true", help="packed_static as a CUDA graph")
+    parser.add_argument(
+        "--categories",
+        type=int,
+        nargs="?",
+        const=3,
+        default=0,
+        metavar="STEPS",
+        help="also record 3, or so many, for the time by category of kernel",
+    )
     parser.add_argument("--profile", type=Path, metavar="DIR", help="record, instead of timing")
     parser.add_argument("--output", type=Path, help="CSV to append to")
+    parser.add_argument("--budget-s", type=float, help="for all, where each has a process")
+    parser.add_argument("--case-s", type=float, help="for each of them; else by the budget")
     return parser
 
 
-def _show(one: dict[str, Any]) -> None:
+def _show(found: Measured) -> None:
+    one = found.row
     mfu = f"  MFU {100 * one['mfu']:.1f} %" if one["mfu"] != "" else ""
     peak = f"  {one['peak_bytes'] / 1e9:.1f} GB" if one["peak_bytes"] != "" else ""
     sys.stdout.write(
-        f"{one['system']:17} {one['audio_s_per_s']:10.1f} audio s/s  {one['step_s']:.4f} s a step  "
-        f"padding {100 * one['padding_frames']:.1f} % of frames, "
-        f"{100 * one['padding_tokens']:.1f} % of tokens{peak}{mfu}\n"
+        f"{one['model']} {one['system']:17} {one['mode']:13} {one['audio_s_per_s']:10.1f} audio "
+        f"s/s  {one['step_s']:.4f} s a step  padding {100 * one['padding_frames']:.1f} % of "
+        f"frames, {100 * one['padding_tokens']:.1f} % of tokens{peak}{mfu}\n"
     )
+    if found.categories:
+        sys.stdout.write(f"    {step_categories.text(found.categories)}\n")
     sys.stdout.flush()
 
 

@@ -26,23 +26,17 @@ from typing import Any
 
 import numpy as np
 import soundfile
-import torch
+from real_run import compare
 
 from effasr import config as configuration
-from effasr.checkpoint import load_model
 from effasr.data.config import DataConfig
 from effasr.data.tokenizer import train_tokenizer
-from effasr.distributed.tensor_files import read_whole
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
-from effasr.training.checkpointing.run_checkpoints import TENSORS
 from effasr.training.config import LoopConfig, TrainConfig
 from effasr.training.run_dir.run_directory import read_lines
 
-_MEASURED = {
-    "data_wait_s", "step_s", "useful_tflops", "peak_memory_bytes", "slowest_rank", "rank_wait_s",
-}  # fmt: skip
 _WORDS = {"low": 300.0, "middle": 700.0, "high": 1500.0}
 _PACE_S = 0.05
 _EVERY = 5
@@ -208,11 +202,10 @@ def _kill(process: int) -> bool:
 
 def _compare(folder: Path, kills: dict[str, int], steps: int) -> Outcome:
     faults = []
-    ours, theirs = (_tensors(folder / name, steps) for name in ("killed", "straight"))
-    differing = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
-    if differing:
-        faults.append(f"{len(differing)} of {len(theirs)} tensors differ: {differing[:3]}")
-    if _metrics(folder / "killed") != _metrics(folder / "straight"):
+    killed, straight = folder / "killed", folder / "straight"
+    if differing := compare.differing(killed, straight, steps):
+        faults.append(f"{len(differing)} tensors differ: {differing[:3]}")
+    if compare.metrics(killed) != compare.metrics(straight):
         faults.append("metrics.jsonl differs")
     seen, expected = (_seen(folder / f"{name}.seen") for name in ("killed", "straight"))
     last: dict[int, set[str]] = {}
@@ -223,22 +216,12 @@ def _compare(folder: Path, kills: dict[str, int], steps: int) -> Outcome:
         if begin > max(last, default=0) + 1:
             faults.append(f"attempt {attempt} left out steps before {begin}")
         last |= seen[attempt]
-    (straight,) = expected.values()
-    for step, utterances in straight.items():
+    (undisturbed,) = expected.values()
+    for step, utterances in undisturbed.items():
         if last.get(step) != utterances:
             faults.append(f"step {step} was trained on {last.get(step)}, not on {utterances}")
     made = sum(map(len, seen.values()))
     return Outcome(kills, max(seen) + 1, steps, made - len(last), faults)
-
-
-def _tensors(run: Path, steps: int) -> dict[str, torch.Tensor]:
-    path = run / "checkpoints" / f"step_{steps:08d}"
-    return load_model(path).model.state_dict() | read_whole(path / TENSORS)
-
-
-def _metrics(run: Path) -> list[dict[str, Any]]:
-    lines = read_lines(run / "metrics.jsonl")
-    return [{name: line[name] for name in line.keys() - _MEASURED} for line in lines]
 
 
 def _seen(path: Path) -> dict[int, dict[int, set[str]]]:

@@ -1,17 +1,29 @@
-"""Everything that needs a GPU, in one command: tests, benchmarks, and how far the targets are met.
+"""Everything that needs a GPU, in three calls: tests, benchmarks, and how far targets are met.
 
-    python profiling/gpu_suite.py [--minutes 9] [--only PART ...] [--skip PART ...] [--output DIR]
-    python profiling/gpu_suite.py --dry-run
+    python profiling/gpu_suite.py --call 1|2|3 [--minutes 9] [--output DIR] [--archive DIR]
+        [--continue-from ARCHIVE] [--only PART ...] [--skip PART ...]
+    python profiling/gpu_suite.py --dry-run [--call 1|2|3]
 
-Needs torch, triton and this repository; what needs more, and is not installed, is left out and
-said. The parts, each a process of its own with a part of the time that is left:
+Needs torch, triton and this repository; what needs more, and is not installed, is left out with its
+reason. The parts, each command of which is a process of its own, with the calls that they are in:
 
 PARTS
-No speed is measured of an operation whose tests are not green: they run first, or have run before
-on the same sources, device and versions (DIR/tests.json). With --unproven it is measured all the
-same, in DIR/unproven. A part that fails does not stop the others. Rows are appended to DIR/*.csv as
-they come; logs are in DIR/logs, the tables at the end also in DIR/summary.md. Exit code 0: all went
-well; 1: a part failed or took too long; 2: no GPU.
+Every part has a floor, seconds that earlier parts leave it, and a share of what is spare; so has
+every command in it. Without --call all calls follow each other, and the tests run once.
+
+No speed is measured of what uses an operation of which a test has failed, or none has passed; where
+tests have run in part, and are green, their number is given beside it. A call runs only tests that
+it rests on, and none again that an earlier one has run on the same sources, device and versions
+(DIR/tests.jsonl). With --unproven it is measured all the same, in DIR/unproven. A part that fails
+does not stop the others.
+
+Rows are appended to DIR/*.csv as they come; logs are in DIR/logs. While it runs, and after each
+command, the tables so far are written to DIR/summary.md, and all of DIR is packed into
+gpu_suite_callN.tar.gz (at most 15 MiB), which with summary_callN.md lies in the folder of
+--archive: a call that is killed loses little. The next one goes on where --continue-from names that
+file. A folder that is full, or not writable, is reported, and another one is taken. SIGTERM and
+ctrl-C end the commands and write the summary. Exit code 0: all went well; 1: a part failed or took
+too long; 2: no GPU, or a wrong argument.
 
 A dry run does all of it on the CPU at tiny size, in a temporary folder: it shows that the commands
 work, and measures nothing.
@@ -20,148 +32,43 @@ work, and measures nothing.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
+import signal
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
 
-from suite import summary
-from suite.gate import Gate
-from suite.parts import PARTS, ROOT, Part, Setting
-from suite.steps import LeftOut, Result, Step, run
+from suite import archive
+from suite.calls import CALLS, PARTS
+from suite.gate import GROUPS, MODEL
+from suite.parts import ROOT, Part, Setting
+from suite.suite import Suite
 
 RESULTS = ROOT / "profiling" / "results"
+MINUTES = 9.0
+"""Of a call."""
+_DRY_MINUTES = 30.0
+"""Of one on a CPU, which may be as slow and as busy as it likes."""
 _NAMES = [part.name for part in PARTS]
-_KEY = ("fingerprint", "device", "torch", "triton")
-"""What tests that have run before must have in common with this run."""
-
-
-def base_environment(*, dry: bool = False) -> dict[str, str]:
-    """That of the commands: this checkout first, and kernels on the GPU, or none of them."""
-    variables = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    ours = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "profiling")]
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [*ours, variables.get("PYTHONPATH")]))
-    if dry:
-        variables |= {"CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1"}
-    return variables
-
-
-def missing(needs: Sequence[str]) -> str:
-    """What of this is not installed, or too old; empty where nothing is."""
-    lacking = []
-    for need in needs:
-        name, _, least = need.partition(">=")
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            lacking.append(f"needs {need}, which is not installed")
-            continue
-        if _numbers(found) < _numbers(least):
-            lacking.append(f"needs {need}, but {found} is installed")
-    return "; ".join(lacking)
-
-
-def _numbers(found: str) -> list[int]:
-    return [int(x) for x in found.split("+")[0].split(".") if x.isdigit()]
-
-
-def _installed(step: Step | LeftOut) -> Step | LeftOut:
-    """The step, if what it needs is installed; what is left out has no share of the time."""
-    reason = missing(step.needs) if isinstance(step, Step) else ""
-    return LeftOut(step.name, reason) if reason else step
-
-
-class Suite:
-    """A run of some parts.
-
-    Args:
-        setting: How.
-        parts: Which.
-        minutes: For all of them.
-    """
-
-    def __init__(self, setting: Setting, parts: Sequence[Part], minutes: float) -> None:
-        self.setting = setting
-        self.results: list[Result] = []
-        self.where: dict[str, str] = {}
-        self._parts = parts
-        self._deadline = time.monotonic() + 60 * minutes
-        self._base = base_environment(dry=setting.dry)
-        self._gate = Gate()
-        self._began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-    def run(self) -> int:
-        """Run the parts; returns the exit code."""
-        try:
-            for number, part in enumerate(self._parts):
-                share = part.weight / sum(other.weight for other in self._parts[number:])
-                self._run(part, share * (self._deadline - time.monotonic()))
-                if part.name == "environment" and not self.where:
-                    return 2
-        except KeyboardInterrupt:
-            self._note(Result("interrupted", "failed", well=False))
-        text = summary.markdown(self.results, self.rows(), self.where, dry=self.setting.dry)
-        partial = self.setting.output / ".summary.md.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self.setting.output / "summary.md")
-        sys.stdout.write(f"\n{text}\n{self.setting.output / 'summary.md'}\n")
-        return 0 if all(result.well for result in self.results) else 1
-
-    def rows(self) -> dict[str, list[summary.Row]]:
-        """What this run has measured."""
-        return summary.recent(self.setting.output, self._began)
-
-    def _run(self, part: Part, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        steps = [_installed(step) for step in part.steps(self.setting, self._gate)]
-        for number, step in enumerate(steps):
-            left = sum(other.weight for other in steps[number:] if isinstance(other, Step))
-            if isinstance(step, LeftOut):
-                self._note(Result(step.name, "left out", details=step.reason, well=step.well))
-            else:
-                limit = step.weight / left * (end - time.monotonic())
-                logs = self.setting.output / "logs"
-                self._note(run(step, limit, logs, ROOT, self._base))
-        if part.name == "environment":
-            self._see_where()
-        elif part.name == "tests":
-            self._gate = Gate.read(self.setting.outcomes)
-            self._gate.save(self.setting.output / "tests.json", self._key())
-
-    def _see_where(self) -> None:
-        """Read what the first part wrote, and what tests have shown on the same before."""
-        if not self.results[-1].well:
-            return
-        file = self.setting.output / "environment.json"
-        self.where = json.loads(file.read_text(encoding="utf-8"))
-        self._gate = Gate.load(self.setting.output / "tests.json", self._key())
-
-    def _key(self) -> Mapping[str, str]:
-        return {name: str(self.where.get(name, "")) for name in _KEY}
-
-    def _note(self, result: Result) -> None:
-        self.results.append(result)
-        sys.stdout.write(f"{result.line()}\n")
-        for line in result.tail:
-            sys.stdout.write(f"    {line}\n")
-        sys.stdout.flush()
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "\n".join(f"    {part.name:12} {part.about}" for part in PARTS)
+    about = "\n".join(
+        f"    {part.name:12} {','.join(map(str, part.calls)):6} {part.about}" for part in PARTS
+    )
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").replace("PARTS", f"{about}\n"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
+    parser.add_argument("--call", type=int, choices=CALLS, help="all of them, by default")
+    parser.add_argument("--minutes", type=float, help=f"for everything; {MINUTES:g} for each call")
     parser.add_argument("--only", nargs="+", choices=_NAMES, metavar="PART")
     parser.add_argument("--skip", nargs="+", choices=_NAMES, metavar="PART", default=[])
     parser.add_argument("--output", type=Path, help=f"{RESULTS.relative_to(ROOT)} by default")
+    parser.add_argument("--archive", type=Path, metavar="DIR", help="that of --output by default")
+    parser.add_argument(
+        "--continue-from", type=Path, metavar="ARCHIVE", help="of an earlier call, unpacked first"
+    )
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, at tiny size")
     parser.add_argument(
         "--unproven", action="store_true", help="measure what no test has proven, in DIR/unproven"
@@ -188,21 +95,60 @@ def _output(options: argparse.Namespace) -> Path:
     return found
 
 
+def chosen(options: argparse.Namespace) -> list[Part]:
+    """The parts that run, in their order."""
+    calls = CALLS if options.call is None else (options.call,)
+    wanted = set(options.only or _NAMES) - set(options.skip) | {"environment"}
+    return [part for part in PARTS if part.name in wanted and set(calls) & set(part.calls)]
+
+
+def setting_of(options: argparse.Namespace, output: Path, parts: Sequence[Part]) -> Setting:
+    """What the parts need to know."""
+    uses = {name for part in parts for name in (*part.uses, *part.also)}
+    # Tests alone are all tests.
+    measures = any(part.uses for part in parts)
+    return Setting(
+        output,
+        options.dry_run,
+        options.unproven,
+        wanted=tuple(name for name in GROUPS if name in uses or not measures),
+        trains=any(part.name == "training" for part in parts) and MODEL in uses,
+    )
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """SIGTERM ends a suite as ctrl-C does; there is no time for a second one."""
+    for name in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the suite; returns the exit code."""
     options = _parser().parse_args(arguments)
+    calls = len(CALLS) if options.call is None else 1
+    usual = _DRY_MINUTES if options.dry_run else MINUTES
+    minutes = usual * calls if options.minutes is None else options.minutes
     try:
-        if options.minutes <= 0:
-            raise ValueError(f"`--minutes` must be positive, but is {options.minutes:g}.")
+        if minutes <= 0:
+            raise ValueError(f"`--minutes` must be positive, but is {minutes:g}.")
         output = _output(options)
+        if options.continue_from is not None:
+            archive.unpack(options.continue_from, output)
     except ValueError as error:
         sys.stderr.write(f"gpu_suite: {error}\n")
         return 2
-    output.mkdir(parents=True, exist_ok=True)
-    wanted = set(options.only or _NAMES) - set(options.skip) | {"environment"}
-    parts = [part for part in PARTS if part.name in wanted]
-    setting = Setting(output, options.dry_run, options.unproven)
-    return Suite(setting, parts, options.minutes).run()
+    parts = chosen(options)
+    setting = setting_of(options, output, parts)
+    packed = output if options.archive is None else options.archive.resolve()
+    # Under nohup, SIGHUP stays ignored.
+    heard = [x for x in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(x) != signal.SIG_IGN]
+    before = {name: signal.signal(name, _interrupt) for name in heard}
+    try:
+        return Suite(setting, parts, minutes, call=options.call, archive=packed).run()
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
 
 
 if __name__ == "__main__":

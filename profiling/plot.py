@@ -27,11 +27,15 @@ OURS = ("cuda", "triton", "cpp", "reference")
 """Our backends that are our own code, the fastest kind first."""
 KEYS = {
     "ops": ("op", "kind", "backend", "shape", "dtype", "mode"),
-    "training": ("system", "model", "precision", "frame_budget", "graph"),
+    "training": ("system", "model", "precision", "frame_budget", "mode"),
     "transducer_memory": ("backend", "batch", "joint", "classes", "dtype"),
     "inference": ("system", "shape", "size", "batch", "dtype"),
 }
 """What tells the rows of a file apart, beside what they were measured on."""
+_MODES = {
+    **{"eager": "", "graph": "CUDA graph", "compile": "compiled"},
+    "graph_compile": "compiled, CUDA graph",
+}
 _SIZES = ("B", "T", "U", "D", "J", "V")
 Row = Mapping[str, str]
 
@@ -196,7 +200,6 @@ def training_pictures(rows: Sequence[Row]) -> list[Picture]:
     for model in dict.fromkeys(row["model"] for row in rows):
         lines = []
         for row in (row for row in rows if row["model"] == model):
-            graph = row["graph"] == "True"
             values = [
                 _number(row["audio_s_per_s"]),
                 _number(row["mfu"], 100),
@@ -205,8 +208,8 @@ def training_pictures(rows: Sequence[Row]) -> list[Picture]:
             ]
             command = f"python profiling/bench_training.py --model {model}"
             command += f" --systems {row['system']} --frame-budget {row['frame_budget']}"
-            command += " --graph" if graph else ""
-            name = row["system"] + (", CUDA graph" if graph else "")
+            command += "" if row["mode"] == "eager" else f" --modes {row['mode']}"
+            name = ", ".join(filter(None, [row["system"], _MODES[row["mode"]]]))
             lines.append(Line(name, values, row, command))
         lines.sort(key=lambda line: -(line.values[0] or 0.0))
         panels = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -119,6 +121,10 @@ def _varlen(
     """As torch has it: gradients of the queries are summed in any order."""
     from torch.nn.attention.varlen import varlen_attn
 
+    # torch 2.10 has a flag in the place of a window.
+    options: dict[str, Any] = {"is_causal": causal}
+    if "window_size" in inspect.signature(varlen_attn).parameters:
+        options = {"window_size": (-1, 0) if causal else (-1, -1)}
     places = _without_tail(layouts[0]).positions()[:, None]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, a: PackedLayout, b: PackedLayout) -> Tensor:
@@ -132,7 +138,7 @@ def _varlen(
             b.cu_seqlens,
             a.max_seqlen,
             b.max_seqlen,
-            window_size=(-1, 0) if causal else (-1, -1),
+            **options,
         )
         assert isinstance(y, Tensor)
         return y

@@ -16,19 +16,33 @@ _SMOOTHING = 0.1
 
 
 def cases(workload: Workload) -> list[Case]:
-    """Cross-entropy of the decoder, smoothed and not, and CTC of the encoder."""
-    return [cross_entropy(workload, _SMOOTHING), cross_entropy(workload, 0.0), ctc(workload)]
+    """Cross-entropy of the decoder, first at the size of speech models, and CTC of the encoder."""
+    return [
+        cross_entropy(workload, 0.0, of_speech=True),
+        cross_entropy(workload, _SMOOTHING),
+        cross_entropy(workload, 0.0),
+        ctc(workload),
+    ]
 
 
 def _weight(workload: Workload, classes: int) -> Tensor:
     return workload.draw(classes, workload.width, scale=workload.width**-0.5)
 
 
-def cross_entropy(workload: Workload, smoothing: float) -> Case:
-    """All return the sum over tokens; rows past the last token are ignored."""
-    classes = workload.widths.vocabulary
-    hidden, weight = workload.draw(workload.tokens, workload.width), _weight(workload, classes)
-    targets = workload.labels(classes)
+def cross_entropy(workload: Workload, smoothing: float, *, of_speech: bool = False) -> Case:
+    """All return the sum over tokens; rows past the last token are ignored.
+
+    Args:
+        workload: The batch.
+        smoothing: Of the labels.
+        of_speech: At the size of a micro-batch of Canary flash, few tokens and few classes, where
+            all logits fit in memory and eager computes them once.
+    """
+    classes, tokens = workload.widths.vocabulary, workload.tokens
+    if of_speech:
+        classes, tokens = workload.widths.speech_classes, min(tokens, workload.widths.speech_tokens)
+    hidden, weight = workload.draw(tokens, workload.width), _weight(workload, classes)
+    targets = workload.labels(classes)[:tokens]
     targets[workload.token_layout.total :] = -100
 
     def contender(call: Callable[[], Tensor]) -> Contender:
@@ -54,6 +68,8 @@ def cross_entropy(workload: Workload, smoothing: float) -> Case:
         )
 
     def chunked() -> Contender:
+        if not hasattr(F, "linear_cross_entropy"):
+            raise ImportError(f"torch {torch.__version__} has no linear_cross_entropy")
         # With smoothing it warns, and computes all logits.
         options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
         return contender(
@@ -75,11 +91,21 @@ def cross_entropy(workload: Workload, smoothing: float) -> Case:
         loss = LigerFusedLinearCrossEntropyLoss(label_smoothing=smoothing, reduction="sum")
         return contender(lambda: loss(weight, hidden, targets))
 
-    shape = f"U={workload.tokens} C={workload.width} V={classes}"
+    def cut() -> Contender:
+        from cut_cross_entropy import (  # pyright: ignore[reportMissingImports]
+            linear_cross_entropy,
+        )
+
+        # What it leaves out by default is small once a model has learnt, and here nearly all.
+        return contender(
+            lambda: linear_cross_entropy(hidden, weight, targets, reduction="sum", filter_eps=None)
+        )
+
+    shape = f"U={tokens} C={workload.width} V={classes}"
     peers = {"torch eager": eager, "Liger": liger}
     if not smoothing:
-        peers["torch chunked"] = chunked
-    kind = f"smoothing {smoothing:g}" if smoothing else ""
+        peers |= {"torch chunked": chunked, "cut-cross-entropy": cut}
+    kind = f"smoothing {smoothing:g}" if smoothing else "speech" if of_speech else ""
     return Case("linear_cross_entropy", kind, shape, ours, peers)
 
 

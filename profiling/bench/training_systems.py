@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bench.peer_features import parakeet_features
 from bench.training_corpus import EOS, PAD, Workload
 from effasr import ranges
 from effasr.data.batch import IGNORED, Batch
@@ -105,7 +106,7 @@ class Transformers:
     """Hugging Face's Canary with the weights of ours, trained as its users train it."""
 
     def __init__(self, config: TrainConfig, model: ASRModel, device: torch.device) -> None:
-        from transformers import CanaryForConditionalGeneration, ParakeetFeatureExtractor
+        from transformers import CanaryForConditionalGeneration
 
         from effasr.interop.huggingface.checkpoint import export_canary
 
@@ -115,7 +116,7 @@ class Transformers:
         self._model = loaded.to(device).train()
         self._device = device
         self._config = config
-        self._extract = ParakeetFeatureExtractor(feature_size=model.config.features.mel_bins)
+        self._features = model.config.features
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
             lr=config.optimizer.lr,
@@ -126,12 +127,10 @@ class Transformers:
 
     def inputs(self, examples: Sequence[Example]) -> dict[str, Any]:
         """Padded features, prompts with texts, and targets, on the host as ours are."""
-        features = self._extract(
-            [example.audio for example in examples],
-            sampling_rate=16_000,
-            return_tensors="pt",
-            padding=True,
+        computed = parakeet_features(
+            self._features, [example.audio for example in examples], self._device
         )
+        features = {name: value.cpu() for name, value in computed.items()}
         tokens = [torch.tensor(example.prompt + example.text) for example in examples]
         targets = [
             torch.tensor([IGNORED] * (len(example.prompt) - 1) + [*example.text, EOS])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 
 import torch
@@ -22,6 +22,8 @@ _SUBSAMPLED = {"8x": 12.5, "4x": 25.0}
 """Frames a second."""
 _SECONDS, _LABELS = 40.0, 200
 _REFERENCE_FRAMES = 1_000
+DURATIONS = (0, 1, 2, 3, 4)
+"""Of Parakeet TDT."""
 DEFAULTS = {
     **{"activation": "relu", "fastemit": 0.0, "durations": None, "sigma": 0.0},
     "overwritten": (),
@@ -34,9 +36,13 @@ def cases(workload: Workload) -> list[Case]:
     frames, labels = workload.lengths
     joint, classes = workload.width, workload.widths.pieces
     shape = f"{workload.describe()} J={joint} V={classes}"
-    make = partial(draw, workload, joint=joint, classes=classes)
-    small = None if sum(frames) <= _REFERENCE_FRAMES else lambda: make(*_JUDGED)
-    return [_case("", shape, lambda: make(frames, labels), small)]
+    found = []
+    for kind, durations in (("", ()), ("tdt", DURATIONS)):
+        make = partial(draw, workload, joint=joint, classes=classes, durations=durations)
+        small = None if sum(frames) <= _REFERENCE_FRAMES else partial(make, *_JUDGED)
+        peers = TDT_PEERS if durations else PEERS
+        found.append(_case(kind, shape, partial(make, frames, labels), small, peers))
+    return found
 
 
 def large(workload: Workload) -> Iterator[Case]:
@@ -49,11 +55,16 @@ def large(workload: Workload) -> Iterator[Case]:
             shape = f"B={size} T={frames} U={labels} J={joint} V={classes}"
             make = partial(draw, workload, joint=joint, classes=classes)
             lengths = [frames] * size, [labels] * size
-            yield _case(f"large {name}", shape, partial(make, *lengths), partial(make, *_JUDGED))
+            small = partial(make, *_JUDGED)
+            yield _case(f"large {name}", shape, partial(make, *lengths), small, PEERS)
 
 
 def _case(
-    kind: str, shape: str, make: Callable[[], Batch], small: Callable[[], Batch] | None
+    kind: str,
+    shape: str,
+    make: Callable[[], Batch],
+    small: Callable[[], Batch] | None,
+    peers: Mapping[str, Callable[[Batch], Contender]],
 ) -> Case:
     """A case whose batch is drawn when somebody computes it."""
     batch = cache(make)
@@ -67,6 +78,7 @@ def _case(
                 *(encoded, predicted, batch().targets, batch().frames, batch().labels),
                 *(weight, bias),
                 blank_id=batch().blank_id,
+                durations=batch().durations or None,
                 backend=backend,
             ),
             [batch().upstream],
@@ -77,10 +89,10 @@ def _case(
         kind=kind,
         shape=shape,
         ours=ours,
-        peers={name: partial(_make, peer, batch) for name, peer in PEERS.items()},
-        small=None if small is None else _case(kind, "small", small, None),
+        peers={name: partial(_make, peer, batch) for name, peer in peers.items()},
+        small=None if small is None else _case(kind, "small", small, None, peers),
         flops=lambda: count(batch()),
-        heavy=kind != "",
+        heavy=kind.startswith("large"),
     )
 
 
@@ -94,7 +106,7 @@ def count(batch: Batch) -> int:
     flat = call.flatten(
         *(batch.encoded, batch.predicted, batch.targets, *layouts, batch.weight, batch.bias),
         blank_id=batch.blank_id,
-        **DEFAULTS,
+        **(DEFAULTS | {"durations": batch.durations or None}),
     )
     return flop_registry[torch.ops.effasr.transducer_loss](*flat)
 
@@ -117,10 +129,15 @@ PEERS: dict[str, Callable[[Batch], Contender]] = {
     "warp_rnnt gather": packages.warp_rnnt,
     "torchaudio float16": lambda batch: packages.torchaudio(batch, torch.float16),
     "torchaudio float32": lambda batch: packages.torchaudio(batch, torch.float32),
+    "transformers float32": packages.transformers,
     "torch dense": lambda batch: torchs.padded(batch, torchs.plain),
     "k2 pruned (approximate)": lambda batch: packages.pruned(batch, "k2"),
     "fast_rnnt pruned (approximate)": lambda batch: packages.pruned(batch, "fast_rnnt"),
 }
 """In this order: what fits into memory before what may not."""
+TDT_PEERS: dict[str, Callable[[Batch], Contender]] = {
+    "transformers dense": packages.transformers_tdt,
+}
+"""Of a transducer with durations."""
 OWN = {"FlashRNNT's way, in torch", "NeMo's way, torch", "torch dense"}
 """Those that need no package."""

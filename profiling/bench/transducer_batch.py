@@ -25,8 +25,9 @@ class Batch:
         encoded: f, (T, J), a leaf.
         predicted: g, (U + N, J), a leaf.
         targets: y, (U,), int64.
-        weight: W, (V, J), a leaf.
-        bias: b, (V,), a leaf.
+        weight: W, (V, J), a leaf; (V + D, J) with durations.
+        bias: b, (V,), a leaf; (V + D,) with durations.
+        durations: The D of a TDT, in frames; none of an RNN-T.
     """
 
     frames: PackedLayout
@@ -36,6 +37,7 @@ class Batch:
     targets: Tensor
     weight: Tensor
     bias: Tensor
+    durations: tuple[int, ...] = ()
 
     @property
     def leaves(self) -> dict[str, Tensor]:
@@ -50,7 +52,7 @@ class Batch:
     @property
     def blank_id(self) -> int:
         """The last class, as most peers want it."""
-        return self.weight.shape[0] - 1
+        return self.weight.shape[0] - len(self.durations) - 1
 
     @property
     def upstream(self) -> Tensor:
@@ -70,10 +72,15 @@ class Batch:
 
 
 def draw(
-    workload: Workload, frames: Sequence[int], labels: Sequence[int], joint: int, classes: int
+    workload: Workload,
+    frames: Sequence[int],
+    labels: Sequence[int],
+    joint: int,
+    classes: int,
+    durations: tuple[int, ...] = (),
 ) -> Batch:
     """A batch of these lengths, equal in every run; the rest as the workload has it."""
-    device, total = workload.device, sum(labels)
+    device, total, rows = workload.device, sum(labels), classes + len(durations)
     generator = torch.Generator(device).manual_seed(4)
     scale = joint**-0.5
     return Batch(
@@ -82,8 +89,9 @@ def draw(
         workload.draw(sum(frames), joint),
         workload.draw(total + len(labels), joint),
         torch.randint(classes - 1, (total,), device=device, generator=generator),
-        workload.draw(classes, joint, scale=scale),
-        workload.draw(classes, scale=scale),
+        workload.draw(rows, joint, scale=scale),
+        workload.draw(rows, scale=scale),
+        durations,
     )
 
 

@@ -88,6 +88,37 @@ def torchaudio(batch: Batch, dtype: torch.dtype) -> Contender:
     return padded(batch, loss, dtype=dtype)
 
 
+def transformers(batch: Batch) -> Contender:
+    """Hugging Face's RNN-T loss, which casts all logits to float32 for that of torchaudio."""
+    from transformers.loss.loss_rnnt import rnnt_loss
+
+    def loss(logits: Tensor, part: Part) -> Tensor:
+        lengths = part.frame_counts, part.label_counts
+        return rnnt_loss(logits, part.targets, *lengths, part.blank_id, reduction="none")
+
+    return padded(batch, loss)
+
+
+def transformers_tdt(batch: Batch) -> Contender:
+    """Hugging Face's TDT loss: in torch, one diagonal of the lattice after the other."""
+    from transformers.loss.loss_tdt import tdt_loss
+
+    classes, durations = batch.blank_id + 1, list(batch.durations)
+
+    def loss(logits: Tensor, part: Part) -> Tensor:
+        return tdt_loss(
+            *logits.split([classes, len(durations)], -1),
+            targets=part.targets,
+            logit_lengths=part.frame_counts.long(),
+            target_lengths=part.label_counts.long(),
+            blank_token_id=part.blank_id,
+            durations=durations,
+            reduction="none",
+        )
+
+    return padded(batch, loss)
+
+
 def numba(batch: Batch, size: int) -> Contender:
     """NeMo's loop with NeMo's own loss, which is also a package by itself; float32 logits."""
     from warprnnt_numba import RNNTLossNumba  # pyright: ignore[reportMissingImports]

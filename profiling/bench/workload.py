@@ -59,6 +59,8 @@ class Widths:
         channels: Of the subsampling.
         mels: Bands of the features.
         pieces: V of a transducer, with the blank.
+        speech_tokens: U of a micro-batch of 8,448 frames.
+        speech_classes: V of Canary flash.
     """
 
     heads: int = 8
@@ -66,6 +68,8 @@ class Widths:
     channels: int = 256
     mels: int = 80
     pieces: int = 1_024
+    speech_tokens: int = 2_560
+    speech_classes: int = 5_248
 
 
 @dataclass(frozen=True)

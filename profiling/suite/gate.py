@@ -1,24 +1,36 @@
-"""Which operations may be measured: a speed counts only behind green tests."""
+"""What may be measured: a speed counts only behind green tests of what the row really uses."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OPERATIONS = tuple(
-    sorted(path.parent.name for path in ROOT.glob("kernels/effasr_kernels/*/torch_op.py"))
-)
+_PACKAGE = ROOT / "kernels" / "effasr_kernels"
+OPERATIONS = tuple(sorted(path.parent.name for path in _PACKAGE.glob("*/torch_op.py")))
 MODEL = "model"
 """The group of the tests of the whole model and of its training."""
+ENGINE = "decoding engine"
+LOADER = "data loader"
+GOSSIP = "gossip"
+"""Asynchronous averaging over a network, which nothing here measures."""
 EXTENSION = "extension"
-"""That of the compiled extension, on which nothing that is measured rests."""
-CANARY = (*(name for name in OPERATIONS if name != "transducer_loss"), MODEL)
-"""What Canary's training and inference rest on."""
-_OF_OPERATIONS = ("gpu", "ops", "csrc")
-_OF_MODEL = ("training", "on_gpu")
+"""The compiled lattices: rows of backend ``cuda`` rest on it, and no other ones."""
+ADAPTERS = {f"attention: {x}": x for x in ("varlen", *(f"flash_attn_{n}" for n in (2, 3, 4)))}
+"""Other projects' attention behind ours: for each group, the backend whose rows rest on it."""
+_FORWARD = ("attention", "depthwise_conv", "strided_depthwise", "subsampling_stem")
+TRAINING = (*_FORWARD, "linear_cross_entropy", MODEL)
+"""What a training step of Canary uses."""
+INFERENCE = (
+    *(*_FORWARD, "append_to_pages", "decode_attention", "projected_top_k"),
+    *(MODEL, ENGINE),
+)
+"""What its inference uses."""
+GROUPS = (*OPERATIONS, MODEL, ENGINE, LOADER, GOSSIP, EXTENSION, *ADAPTERS)
+_OF_OPERATIONS = ("gpu", "ops")
 
 
 @dataclass
@@ -27,38 +39,94 @@ class Group:
 
     Attributes:
         passed: How many.
+        skipped: How many could not run here.
         failed: Which.
         unfinished: How many were still to be run when time was over.
     """
 
     passed: int = 0
+    skipped: int = 0
     failed: list[str] = field(default_factory=list)
     unfinished: int = 0
 
     @property
     def reason(self) -> str:
-        """Why it is not proven; empty where it is."""
+        """Why nothing that uses it is measured; empty where it may be.
+
+        Tests that were not reached are no reason where others have passed: `note` tells of them.
+        """
         if self.failed:
             return f"{len(self.failed)} of its tests failed, such as {self.failed[0]}"
-        if self.unfinished:
-            return f"{self.unfinished} of its tests were not reached"
         return "" if self.passed else "none of its tests has run: run the part tests"
+
+    @property
+    def note(self) -> str:
+        """Said beside all that uses it, where its tests have run in part."""
+        if self.reason or not self.unfinished:
+            return ""
+        run = self.passed + self.skipped
+        return f"{run} of {run + self.unfinished} tests run, all green"
+
+    @property
+    def verdict(self) -> str:
+        """For the table of tests."""
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        if not (self.passed or self.failed or self.unfinished):
+            return f"none has passed{skipped}" if self.skipped else "none has run"
+        if self.failed:
+            return f"{self.reason}; {self.passed} passed{skipped}, {self.unfinished} not reached"
+        if self.unfinished and not self.passed:
+            return f"none of {self.unfinished + self.skipped} has passed{skipped}"
+        return f"{self.note or f'{self.passed} passed'}{skipped}"
+
+
+@cache
+def _users(module: str) -> tuple[str, ...]:
+    """The operations that import a module of `effasr_kernels` which they share."""
+    if not (_PACKAGE / f"{module}.py").exists():
+        return ()
+    words = f"effasr_kernels.{module} import", f"effasr_kernels import {module}"
+    sources = ((path.parent.name, path) for path in sorted(_PACKAGE.glob("*/*.py")))
+    found = {
+        name
+        for name, path in sources
+        if any(word in path.read_text(encoding="utf-8") for word in words)
+    }
+    return tuple(name for name in OPERATIONS if name in found)
 
 
 def groups_of(test: str) -> tuple[str, ...]:
-    """What a test proves: operations, or the model; all operations where it names none.
+    """What a test proves.
 
     Args:
-        test: As pytest names it, ``tests/gpu/test_ctc_loss.py::test_x[float32]``.
+        test: As pytest names it, ``tests/gpu/test_ctc_loss.py::test_x[float32]``; or its file.
     """
-    path = Path(test.split("::")[0])
+    file, _, name = test.partition("::")
+    path = Path(file)
     topic = path.stem.removeprefix("test_")
-    if path.parent.name not in _OF_OPERATIONS or topic.startswith(_OF_MODEL):
+    if path.parent.name == "csrc" or topic == "transducer_cuda":
+        return (EXTENSION,)
+    if topic == "attention_packages":
+        return _adapters(name)
+    if topic.startswith("gossip"):
+        return (GOSSIP,)
+    if path.parent.name == "data":
+        return (LOADER,)
+    if topic in ("decoding_engine", "engine"):
+        return (ENGINE,)
+    if path.parent.name not in _OF_OPERATIONS or topic.startswith("training"):
         return (MODEL,)
     named = [name for name in OPERATIONS if topic.split("_")[0] == name.split("_")[0]]
-    if path.parent.name == "csrc":
-        return (EXTENSION,)
-    return tuple(named) or OPERATIONS
+    # What they share, such as launches, is proven for those that use it.
+    return tuple(named) or _users(topic) or OPERATIONS
+
+
+def _adapters(test: str) -> tuple[str, ...]:
+    """Of which package a test is, by its name or its parameters; of all where it is the file."""
+    by_name = {"version_3": "flash_attn_3", "version_4": "flash_attn_4"}
+    words = {backend for word, backend in by_name.items() if word in test}
+    found = [group for group, backend in ADAPTERS.items() if backend in test or backend in words]
+    return tuple(found) or tuple(ADAPTERS)
 
 
 class Gate:
@@ -70,29 +138,23 @@ class Gate:
 
     def __init__(self, groups: Mapping[str, Group] | None = None) -> None:
         """Nothing shown, by default."""
-        names = *OPERATIONS, MODEL, EXTENSION
-        self.groups = {name: Group() for name in names} | dict(groups or {})
+        self.groups = {name: Group() for name in GROUPS} | dict(groups or {})
 
     @classmethod
     def read(cls, files: Iterable[Path]) -> Gate:
         """From what the plugin `outcomes` wrote; a missing file is one without tests."""
         gate = cls()
         for path in files:
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            gate._add([json.loads(line) for line in lines])
+            collected, outcomes = outcomes_in(path)
+            gate._add(collected, outcomes)
         return gate
 
-    def _add(self, lines: list[dict]) -> None:
-        collected: set[str] = set()
-        outcomes: dict[str, str] = {}
-        for line in lines:
-            collected.update(line.get("collected", ()))
-            if "test" in line and outcomes.get(line["test"]) != "failed":
-                outcomes[line["test"]] = line["outcome"]
-        for test in sorted(collected | set(outcomes)):
+    def _add(self, collected: Collection[str], outcomes: Mapping[str, str]) -> None:
+        for test in sorted({*collected, *outcomes}):
             for name in groups_of(test):
                 group, outcome = self.groups[name], outcomes.get(test)
                 group.passed += outcome == "passed"
+                group.skipped += outcome == "skipped"
                 group.unfinished += outcome is None
                 if outcome == "failed":
                     group.failed.append(test)
@@ -101,6 +163,20 @@ class Gate:
         """Why each of these is not proven; those that are have none."""
         return {name: self.groups[name].reason for name in names if self.groups[name].reason}
 
+    def note(self, names: Collection[str]) -> str:
+        """What is to be said beside a measurement that uses these."""
+        notes = {name: self.groups[name].note for name in names}
+        return "; ".join(f"{name}: {note}" for name, note in notes.items() if note)
+
+    def lacking(self, names: Collection[str]) -> list[str]:
+        """Those of these of which tests are still to be run; red ones stay red."""
+        groups = {name: self.groups[name] for name in names}
+        return [
+            name
+            for name, group in groups.items()
+            if group.unfinished or not (group.passed or group.skipped or group.failed)
+        ]
+
     def save(self, path: Path, key: Mapping[str, str]) -> None:
         """Keep it for later runs on the same sources and device."""
         content = {"key": dict(key), "groups": {k: asdict(v) for k, v in self.groups.items()}}
@@ -108,12 +184,27 @@ class Gate:
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
 
-    @classmethod
-    def load(cls, path: Path, key: Mapping[str, str]) -> Gate:
-        """What was kept; nothing shown where it is of other sources or another device."""
-        if not path.exists():
-            return cls()
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["key"] != dict(key):
-            return cls()
-        return cls({name: Group(**group) for name, group in found["groups"].items()})
+
+def is_of(path: Path, key: Mapping[str, str]) -> bool:
+    """Whether what `Gate.save` wrote is of these sources and this device."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["key"] == dict(key)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def outcomes_in(path: Path) -> tuple[set[str], dict[str, str]]:
+    """The tests in a file of the plugin `outcomes`, and how those ended that have run."""
+    collected: set[str] = set()
+    outcomes: dict[str, str] = {}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for text in lines:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            # The last one, of a process that was killed while it wrote.
+            continue
+        collected.update(line.get("collected", ()))
+        if "test" in line and outcomes.get(line["test"]) != "failed":
+            outcomes[line["test"]] = line["outcome"]
+    return collected, outcomes

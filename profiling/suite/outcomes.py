@@ -1,9 +1,11 @@
 """A plugin of pytest that writes each outcome as it comes: those of a run cut short count, too.
 
-    python -m pytest -p suite.outcomes --outcomes FILE ...
+    python -m pytest -p suite.outcomes --outcomes FILE [--done DONE] ...
 
 Lines of JSON: ``{"collected": [...]}`` once, then ``{"test": ..., "outcome": ...}``, passed, failed
-or skipped. With xdist only the process that hands out the tests writes.
+or skipped. With xdist only the process that hands out the tests writes. With ``--done`` the file is
+appended to, and the tests that are listed in DONE, JSON that does not change while the run lasts,
+are not run again.
 """
 
 from __future__ import annotations
@@ -14,18 +16,36 @@ from typing import Any
 
 import pytest
 
+LEFT_OUT = "left out"
+"""A property of a test which was skipped though it might have run; it counts as not reached."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option that names the file."""
+    """The options that name the files."""
     parser.addoption("--outcomes", type=Path, default=None, metavar="FILE")
+    parser.addoption("--done", type=Path, default=None, metavar="FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Write where a file is named."""
     path = config.getoption("--outcomes")
     if path is not None and not hasattr(config, "workerinput"):
-        path.unlink(missing_ok=True)
+        if config.getoption("--done") is None:
+            path.unlink(missing_ok=True)
         config.pluginmanager.register(_Writer(path))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what has been run."""
+    path = config.getoption("--done")
+    if path is None or not path.exists():
+        return
+    done = set(json.loads(path.read_text(encoding="utf-8") or "[]"))
+    left_out = [item for item in items if item.nodeid in done]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.nodeid not in done]
 
 
 class _Writer:
@@ -55,5 +75,7 @@ class _Writer:
             self._write({"test": report.nodeid, "outcome": "failed"})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if any(name == LEFT_OUT for name, _ in report.user_properties):
+            return
         if report.when == "call" or report.outcome != "passed":
             self._write({"test": report.nodeid, "outcome": report.outcome})

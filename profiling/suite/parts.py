@@ -1,16 +1,17 @@
-"""What the suite does: a part is some commands, on a GPU in full, in a dry run at tiny size."""
+"""What a part of the suite is, and the first ones: the environment, and the tests."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
-import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from suite.gate import CANARY, OPERATIONS, Gate
+from suite.gate import EXTENSION, GROUPS, OPERATIONS, Gate, groups_of, outcomes_in
 from suite.steps import LeftOut, Step
 
 ROOT = Path(__file__).parents[2]
@@ -18,14 +19,19 @@ PROFILING = ROOT / "profiling"
 TESTS = ROOT / "tests"
 KERNELS = TESTS / "gpu"
 DATA_PACKAGES = ("lhotse", "sentencepiece", "soundfile", "soxr")
-# One dtype on two awkward lists of lengths, of every kernel: the tool slows them a hundredfold.
-_OF_DECODING = "to_the_bit or new_keys or (append and matches)"
-SANITIZED = f"bfloat16 and (odd or empty_among_others or {_OF_DECODING})"
-PEER = ("transformers>=5.23",)
-"""The first with Canary."""
-_SANITIZER_FAILED = 99
+_FIRST = (
+    *("attention", "linear_cross_entropy", "depthwise_conv", "subsampling_stem"),
+    *("strided_depthwise", "model", "projected_top_k", "decode_attention", "append_to_pages"),
+    *("decoding engine", "transducer_loss", "ctc_loss", "guided_attention"),
+)
+"""The groups in the order in which their tests run: what most rows use comes first."""
+TESTED = "all that this call rests on has been tested by an earlier one"
 _PROCESSES = 12
-_TINY = ["--model", "small", "--frame-budget", "100", "--utterances", "60", "--longest", "4"]
+_HANGING_S = 150
+"""Seconds after which a test hangs; a process that compiles beside eleven others is slow."""
+_REFERENCES = "check_order and odd or a_static_pack_is_the_sum or alone_to_the_bit or "
+_REFERENCES += "writes_each_row or leave_and_others_enter or batch_has_the_same_shape"
+"""A few tests of references, models and the engine, which take a CPU little time."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +42,30 @@ class Setting:
         output: Folder of the rows.
         dry: On the CPU, at tiny size.
         unproven: Whether to measure also what no test has proven, into a folder of its own.
+        wanted: Groups of tests on which the parts that run rest.
+        trains: Whether steps of the large models are measured.
     """
 
     output: Path
     dry: bool = False
     unproven: bool = False
+    wanted: Collection[str] = GROUPS
+    trains: bool = False
 
     @property
     def outcomes(self) -> tuple[Path, Path]:
-        """Of the tests: those of kernels and, in a dry run, those of references."""
-        return self.output / "tests.jsonl", self.output / "tests_reference.jsonl"
+        """Of the tests: those of kernels, or in a dry run of references; of the extension."""
+        return self.output / "tests.jsonl", self.output / "tests_extension.jsonl"
+
+    @property
+    def poisoned(self) -> Path:
+        """Which files of tests have cost a process its GPU, see `suite.poison`."""
+        return self.output / "tests_poisoned"
+
+    @property
+    def extension(self) -> Path:
+        """Where `effasr_kernels._C` is, once it has been built."""
+        return self.output / "extension" / "lib"
 
     def script(self, name: str, *arguments: str | Path) -> list[str]:
         """A command."""
@@ -61,15 +81,20 @@ class Part:
 
     Attributes:
         name: For ``--only`` and ``--skip``.
-        weight: Of the time that is left, against the parts that follow.
         about: A line of help.
         steps: What to run, by the setting and what the tests have shown.
+        calls: In which calls it runs; for each the floor in seconds that earlier parts leave it,
+            and its weight in what is spare.
+        uses: Groups of tests on which its rows rest.
+        also: Groups on which some of its rows rest, and the others do not.
     """
 
     name: str
-    weight: float
     about: str
     steps: Callable[[Setting, Gate], Steps]
+    calls: Mapping[int, tuple[float, float]]
+    uses: Sequence[str] = ()
+    also: Sequence[str] = ()
 
 
 def environment(setting: Setting, gate: Gate) -> Steps:
@@ -87,20 +112,32 @@ def pytest(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "pytest", *quiet, *map(str, arguments)]
 
 
-def gpu_tests() -> tuple[list[Path], list[LeftOut]]:
-    """What has GPU tests; those of the data, only where its packages are installed."""
+def gpu_tests(wanted: Collection[str] = GROUPS) -> tuple[list[Path], list[LeftOut]]:
+    """The files with GPU tests of some groups; those of the data where its packages are there.
+
+    Without the extension's: it is built and tested beside the others.
+    """
     absent = [name for name in DATA_PACKAGES if importlib.util.find_spec(name) is None]
-    # Marked when collected, where no word in the files says so.
     found, left_out = [], []
     for path in sorted(TESTS.rglob("test_*.py")):
-        if KERNELS in path.parents or "mark.gpu" not in path.read_text(encoding="utf-8"):
+        # Those of kernels are marked when collected, where no word in the files says so.
+        if KERNELS not in path.parents and "mark.gpu" not in path.read_text(encoding="utf-8"):
+            continue
+        groups = groups_of(str(path))
+        if groups == (EXTENSION,) or not set(groups) & set(wanted):
             continue
         if absent and TESTS / "data" in path.parents:
             left_out.append(LeftOut(path.name, f"needs {', '.join(absent)}"))
         else:
             found.append(path)
-    # The others first: among them is a build that takes as long as many kernels.
-    return [*found, KERNELS], left_out
+    return sorted(found, key=_turn), left_out
+
+
+def _turn(path: Path) -> tuple[int, int, str]:
+    """By the first group that a file proves; what several operations share is soon needed."""
+    groups = groups_of(str(path))
+    places = [_FIRST.index(name) for name in groups if name in _FIRST]
+    return min(places, default=len(_FIRST)), -len(groups), path.name
 
 
 def parallel() -> list[str]:
@@ -108,217 +145,94 @@ def parallel() -> list[str]:
     if importlib.util.find_spec("xdist") is None:
         return []
     count = max(1, min(_PROCESSES, (os.cpu_count() or 1) * 3 // 4))
-    # Neighbours share kernels, so that a process compiles them once, and none waits at the end.
-    return ["-n", str(count), "--dist", "worksteal"]
+    # In small portions, so that what is first in the order is also run first.
+    return ["-n", str(count), "--dist", "load", "--max-worker-restart", "200"]
+
+
+def _bounded() -> list[str]:
+    """Options that end the process of a test that hangs, in CUDA say, where nothing else does."""
+    if importlib.util.find_spec("pytest_timeout") is None:
+        return []
+    return [f"--timeout={_HANGING_S}", "--timeout-method=thread"]
+
+
+def _record(setting: Setting) -> list[str | Path]:
+    kernels, _ = setting.outcomes
+    return ["-p", "suite.outcomes", "--outcomes", kernels, "--done", setting.output / "tests_done"]
+
+
+def _list_done(setting: Setting) -> None:
+    """Write down which tests are not to be run again; all others are, also of an earlier call."""
+    kernels, _ = setting.outcomes
+    _, outcomes = outcomes_in(kernels)
+    (setting.output / "tests_done").write_text(json.dumps(sorted(outcomes)), encoding="utf-8")
 
 
 def tests(setting: Setting, gate: Gate) -> Steps:
-    """All GPU tests; in a dry run a few of references, and a kernel in the interpreter."""
-    kernels, references = setting.outcomes
-    record = ["-p", "suite.outcomes", "--outcomes"]
-    if not setting.dry:
-        paths, left_out = gpu_tests()
-        options = [*record, kernels, "-m", "gpu", "--durations=10", *parallel()]
-        more = ["--continue-on-collection-errors", *paths]
-        return [*left_out, Step("tests", pytest(*options, *more))]
-    kernel = [KERNELS / "test_linear_cross_entropy.py", "-k", "reference and float32-odd"]
-    model = "check_order and odd or a_static_pack_is_the_sum or alone_to_the_bit or writes_each_row"
-    return [
-        Step(
-            "tests of kernels",
-            pytest(*record, kernels, *kernel),
-            variables={"TRITON_INTERPRET": "1"},
-        ),
-        Step(
-            "tests of references",
-            pytest(
-                *(*record, references, "-m", "not gpu", "-k", model),
-                *(TESTS / "ops", TESTS / "model" / "test_asr.py"),
-            ),
-        ),
-    ]
-
-
-def find_sanitizer() -> str | None:
-    """compute-sanitizer, which comes with the CUDA toolkit."""
-    places = [os.environ.get("PATH", "")]
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        if name in os.environ:
-            places.append(str(Path(os.environ[name]) / "bin"))
-    places.append("/usr/local/cuda/bin")
-    return shutil.which("compute-sanitizer", path=os.pathsep.join(places))
-
-
-def sanitizer(setting: Setting, gate: Gate) -> Steps:
-    """A few tests of each kernel under memcheck; a dry run only looks whether there are any."""
-    chosen = ["-k", SANITIZED, KERNELS]
+    """The GPU tests that this call rests on and no earlier one has run; in a dry run a few."""
+    lacking = [name for name in gate.lacking(setting.wanted) if name in setting.wanted]
     if setting.dry:
-        return [Step("sanitizer", pytest("--collect-only", *chosen))]
-    tool = find_sanitizer()
-    if tool is None:
-        return [LeftOut("sanitizer", "no compute-sanitizer found: no kernel was checked by it")]
-    checked = [tool, "--tool", "memcheck", "--error-exitcode", str(_SANITIZER_FAILED)]
-    # Libraries ask the driver for what it may not have; that is no error of a kernel.
-    checked += ["--report-api-errors", "no"]
-    # What torch caches would hide reads past the end of a tensor.
-    variables = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return [Step("sanitizer", [*checked, *pytest("-m", "gpu", *chosen)], variables=variables)]
+        return _dry_tests(setting, lacking)
+    files, left_out = gpu_tests(lacking)
+    if not files:
+        return [*left_out, LeftOut("tests", TESTED)]
+    options = ["-m", "gpu", "--durations=10", *parallel(), *_bounded()]
+    guarded = ["-p", "suite.poison", "--poisoned", setting.poisoned]
+    more = ["--continue-on-collection-errors", *files]
+    command = pytest(*_record(setting), *guarded, *options, *more)
+    before = lambda: _list_done(setting)
+    return [*left_out, Step("tests", command, before=before, again=20, nothing=5)]
 
 
-def operations(setting: Setting, gate: Gate) -> Steps:
-    """Every operation against its peers."""
-    reasons = gate.reasons(OPERATIONS)
-    proven = [name for name in OPERATIONS if name not in reasons]
-    tiny = ["--frames", "40"] if setting.dry else []
-    steps: list[Step | LeftOut] = []
-    if proven:
-        command = setting.script("bench_ops.py", "--output", setting.output / "ops.csv", *tiny)
-        steps.append(Step("ops", [*command, "--op", *proven], weight=4, is_budgeted=True))
-        if setting.dry and "linear_cross_entropy" in proven:
-            one = ["--op", "linear_cross_entropy", "--no-peers"]
-            interpreted = {"TRITON_INTERPRET": "1"}
-            steps.append(
-                Step("ops interpreted", [*command, *one], variables=interpreted, is_budgeted=True)
-            )
-    if reasons and setting.unproven:
-        output = setting.output / "unproven" / "ops.csv"
-        command = setting.script("bench_ops.py", "--output", output, *tiny, "--op", *reasons)
-        return [*steps, Step("ops unproven", command, weight=2, is_budgeted=True)]
-    left_out = [LeftOut(f"ops {x}", f"not measured: {reasons[x]}", well=False) for x in reasons]
-    return [*steps, *left_out]
+def _dry_tests(setting: Setting, lacking: Sequence[str]) -> Steps:
+    """Of references, and of a kernel in the emulator of compiled kernels, which needs no GPU."""
+    files = [TESTS / "ops" / f"test_{name}.py" for name in OPERATIONS if name in lacking]
+    files += [TESTS / "model" / "test_asr.py"] * ("model" in lacking)
+    files += [TESTS / "inference" / "test_engine.py"] * ("decoding engine" in lacking)
+    if not any(importlib.util.find_spec(name) is None for name in DATA_PACKAGES):
+        files += [TESTS / "data" / "test_loader.py"] * ("data loader" in lacking)
+    before = lambda: _list_done(setting)
+    found: list[Step | LeftOut] = []
+    if "linear_cross_entropy" in lacking:
+        one = [KERNELS / "test_linear_cross_entropy.py", "-k", "reference and bfloat16-odd"]
+        emulated = {"EFFASR_EMULATE": "90"}
+        command = pytest(*_record(setting), "-p", "suite.poison", *one)
+        found.append(Step("tests of kernels", command, variables=emulated, before=before))
+    if files:
+        chosen = ["-m", "not gpu", "-k", _REFERENCES]
+        command = pytest(*_record(setting), *chosen, *files)
+        found.append(Step("tests of references", command, before=before, weight=2))
+    return found or [LeftOut("tests", TESTED)]
 
 
-def _behind(name: str, proven: Sequence[str], make: Callable[[Setting], Steps]) -> Callable:
-    """The steps of a part, where the tests of all these are green."""
-
-    def steps(setting: Setting, gate: Gate) -> Steps:
-        reasons = gate.reasons(proven)
-        if not reasons:
-            return make(setting)
-        if setting.unproven:
-            return make(Setting(setting.output / "unproven", setting.dry))
-        first, *others = reasons
-        more = f"; likewise {', '.join(others)}" if others else ""
-        return [LeftOut(name, f"not measured: {first}: {reasons[first]}{more}", well=False)]
-
-    return steps
-
-
-def _transducer(setting: Setting) -> Steps:
-    large = ["--op", "transducer_loss", "--kind", "large 8x", "large 4x"]
-    command = setting.script("bench_ops.py", *large, "--output", setting.output / "ops.csv")
-    memory = setting.script(
-        "transducer_memory.py", "--output", setting.output / "transducer_memory.csv"
-    )
-    if setting.dry:
-        memory += [
-            "--batch",
-            "2",
-            "--joint",
-            "8",
-            "--classes",
-            "16",
-            "--frames-per-second",
-            "1",
-            "--repeats",
-            "1",
-        ]
-        steps = [Step("transducer", [*command, "--no-peers"], is_budgeted=True)]
-        return [*steps, Step("transducer memory", memory)]
-    return [
-        Step("transducer", [*command, "--no-peers"], weight=2, is_budgeted=True),
-        Step("transducer memory", [*memory, *["--batch", "8", "16", "32", "64"]], weight=1.5),
-        Step("transducer peers", command, weight=3, is_budgeted=True),
-    ]
+def missing(needs: Sequence[str]) -> str:
+    """What of this is not installed, or too old; empty where nothing is."""
+    lacking = []
+    for need in needs:
+        name, _, least = need.partition(">=")
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            lacking.append(f"needs {need}, which is not installed")
+            continue
+        if _numbers(found) < _numbers(least):
+            lacking.append(f"needs {need}, but {found} is installed")
+    return "; ".join(lacking)
 
 
-def _training(setting: Setting) -> Steps:
-    command = setting.script("bench_training.py", "--output", setting.output / "training.csv")
-    if setting.dry:
-        systems = ["--systems", "packed_static", "random", "packed"]
-        return [
-            Step("training", [*command, *_TINY, "--steps", "2", *systems]),
-            LeftOut("training graph", "needs a GPU"),
-            LeftOut("training peer", "left out of a dry run: its tests run it"),
-        ]
-    return [
-        Step("training", [*command, "--systems", "packed_static", "random", "packed"], weight=3),
-        Step("training graph", [*command, "--systems", "packed_static", "--graph"], weight=1.5),
-        Step(
-            "training peer",
-            [*command, "--systems", "transformers", "--steps", "6"],
-            weight=3,
-            needs=PEER,
-        ),
-    ]
+def no_interpreter() -> str:
+    """Why Triton's interpreter cannot be used with these versions; empty where it can."""
+    try:
+        triton, numpy = version("triton"), version("numpy")
+    except PackageNotFoundError as error:
+        return f"needs {error.name}"
+    if _numbers(triton) < [3, 7] and _numbers(numpy) >= [2, 4]:
+        return (
+            f"the interpreter of triton {triton} does not work with numpy {numpy}, which converts "
+            "0-dimensional arrays alone to numbers"
+        )
+    return ""
 
 
-def _inference(setting: Setting) -> Steps:
-    command = setting.script("bench_inference.py", "--output", setting.output / "inference.csv")
-    if setting.dry:
-        tiny = [
-            "--size",
-            "tiny",
-            "--shapes",
-            "2/1",
-            "1/2",
-            "--batch",
-            "2",
-            "--longest",
-            "3",
-            "--repeats",
-            "1",
-        ]
-        return [
-            Step("inference", [*command, *tiny, "--repeats", "1"]),
-            LeftOut("inference peer", "left out of a dry run: its tests run it"),
-        ]
-    return [
-        Step("inference", [*command, "--shapes", "24/24", "32/4"], weight=3),
-        Step("inference more", [*command, "--shapes", "17/4", "18/8"], weight=2),
-        Step("inference peer", [*command, "--peer", "--shapes", "17/4"], weight=2, needs=PEER),
-    ]
-
-
-def _memory(setting: Setting) -> Steps:
-    command = setting.script("memory_trace.py", "--output", setting.output / "memory.csv")
-    return [Step("memory", [*command, *_TINY, "--steps", "6"] if setting.dry else command)]
-
-
-def _profile(setting: Setting) -> Steps:
-    folder = setting.output / "profile"
-    record = ["--profile", folder, "--systems", "packed_static"]
-    tiny = [*_TINY, "--steps", "2"] if setting.dry else ["--steps", "3"]
-    trace = folder / "packed_static" / "rank0.json.gz"
-    report = ["report.py", trace, "--output", setting.output / "report"]
-    return [
-        Step("profile", setting.script("bench_training.py", *record, *tiny), weight=3),
-        Step("report", setting.script(*report)),
-    ]
-
-
-PARTS = (
-    Part("environment", 30, "GPU, driver, versions, sources", environment),
-    Part("tests", 330, "all GPU tests, by which the rest is let through", tests),
-    Part("sanitizer", 60, "compute-sanitizer on a few tests of each kernel", sanitizer),
-    Part("ops", 130, "every operation against its peers", operations),
-    Part(
-        "transducer",
-        70,
-        "B 1024, T 500 and 1000, U 200, V 1024 and 4096; memory by the batch",
-        _behind("transducer", ("transducer_loss",), _transducer),
-    ),
-    Part(
-        "training",
-        80,
-        "canary_180m_flash at real lengths, by system",
-        _behind("training", CANARY, _training),
-    ),
-    Part("inference", 50, "RTFx by decoder depth", _behind("inference", CANARY, _inference)),
-    Part("memory", 30, "memory over many steps", _behind("memory", CANARY, _memory)),
-    Part(
-        "profile", 25, "some steps recorded, and the report", _behind("profile", CANARY, _profile)
-    ),
-)
-"""In this order: what later ones rest on, then what is most wanted. What one leaves of its time is
-the others', so weights of the first ones can be generous."""
+def _numbers(found: str) -> list[int]:
+    return [int(x) for x in found.split("+")[0].split(".") if x.isdigit()]

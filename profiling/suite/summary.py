@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bench import rows as table
 
+from suite.gate import ADAPTERS, EXTENSION, Gate
 from suite.steps import Result
 
 BOTH = "forward+backward"
@@ -54,6 +55,38 @@ def recent(folder: Path, since: str) -> dict[str, list[Row]]:
         name: [row for row in table.read(folder / f"{name}.csv") if row["date"] >= since]
         for name in FILES
     }
+
+
+def set_aside(folder: Path, gate: Gate) -> int:
+    """Move rows of backends whose own tests are not green to ``folder/unproven``.
+
+    They are of other projects' attention and of the compiled extension: backends that are measured
+    along with ours, and gate nothing else.
+
+    Returns:
+        How many rows were moved.
+    """
+    path = folder / "ops.csv"
+    unproven = [backend for group, backend in ADAPTERS.items() if gate.reasons([group])]
+    backends = {("attention", backend) for backend in unproven}
+    backends |= {("transducer_loss", "cuda")} if gate.reasons([EXTENSION]) else set()
+    found = list(table.read(path))
+    moved = [row for row in found if (row["op"], row["backend"]) in backends]
+    if not moved:
+        return 0
+    columns = table.header(path)
+    for row in moved:
+        table.append(folder / "unproven" / "ops.csv", columns, row)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    for row in found:
+        if row not in moved:
+            table.append(partial, columns, row)
+    if partial.exists():
+        partial.replace(path)
+    else:
+        path.unlink()
+    return len(moved)
 
 
 def _ops(
@@ -121,18 +154,27 @@ def _transducer_memory(rows: Rows) -> float | None:
     return max(sizes, default=None)
 
 
-def _throughput(rows: Rows, system: str, column: str = "audio_s_per_s") -> float | None:
-    """The best of a system: as a graph or not."""
-    found = [float(r[column]) for r in rows["training"] if r["system"] == system and r[column]]
-    return max(found, default=None)
+def _throughput(
+    rows: Rows, system: str, column: str = "audio_s_per_s"
+) -> dict[tuple[str, str], float]:
+    """The best of a system, as a graph or compiled or not, by model and frame budget."""
+    found: dict[tuple[str, str], float] = {}
+    for row in rows["training"]:
+        if row["system"] == system and row[column]:
+            key = row["model"], row["frame_budget"]
+            found[key] = max(found.get(key, 0.0), float(row[column]))
+    return found
 
 
 def training_ratio(peer: str) -> Callable[[Rows], float | None]:
-    """Seconds of audio a second, packed in a static shape, as a multiple of another system's."""
+    """Seconds of audio a second, packed in a static shape, as a multiple of another system's.
+
+    Of the same model at the same frame budget; the worst where there are several.
+    """
 
     def measure(rows: Rows) -> float | None:
         ours, theirs = _throughput(rows, "packed_static"), _throughput(rows, peer)
-        return ours / theirs if ours and theirs else None
+        return min((ours[key] / theirs[key] for key in ours if theirs.get(key)), default=None)
 
     return measure
 
@@ -149,7 +191,7 @@ def _padding(column: str) -> Callable[[Rows], float | None]:
 
 def _mfu(rows: Rows) -> float | None:
     found = _throughput(rows, "packed_static", "mfu")
-    return None if found is None else 100 * found
+    return 100 * max(found.values()) if found else None
 
 
 def _depth(rows: Rows) -> float | None:
@@ -213,17 +255,55 @@ def figures(rows: Rows, *, dry: bool = False) -> list[tuple[str, str, str, str]]
 
 
 def markdown(
-    results: Sequence[Result], rows: Rows, where: Mapping[str, str], *, dry: bool = False
+    results: Sequence[Result],
+    rows: Rows,
+    where: Mapping[str, str],
+    *,
+    dry: bool = False,
+    gate: Gate | None = None,
+    state: str = "",
+    call: int | None = None,
 ) -> str:
-    """Both tables, with what they were measured on."""
+    """All tables, with what they were measured on.
+
+    Args:
+        results: Of the steps so far.
+        rows: That this run has measured.
+        where: Device, versions, sources.
+        dry: Whether nothing is a figure of a GPU.
+        gate: What tests have shown.
+        state: What is running, where the suite has not ended, and what else is to be said.
+        call: Its number.
+    """
     head = ", ".join(
         f"{name} {where[name]}" for name in ("torch", "triton", "git") if name in where
     )
-    lines = ["# GPU suite" + (", dry run: no figure below is one of a GPU" if dry else ""), ""]
+    title = "# GPU suite" + ("" if call is None else f", call {call}")
+    lines = [title + (", dry run: no figure below is one of a GPU" if dry else ""), ""]
     lines += [f"{where.get('device', 'unknown device')}, {head}, {where.get('date', '')}", ""]
+    if state:
+        lines += [f"To note: {state}", ""]
     lines += _table(("part", "how it went", "s", ""), [_cells(result) for result in results])
     lines += ["", *_table(("what", "target", "measured", "verdict"), figures(rows, dry=dry))]
+    if steps := _steps(rows):
+        lines += ["", *_table(("model", "mode", "system", "ms a step", "useful MFU"), steps)]
+    if gate is not None:
+        tested = [(name, group.verdict) for name, group in sorted(gate.groups.items())]
+        lines += ["", *_table(("tests of", "outcome"), tested)]
     return "\n".join(lines) + "\n"
+
+
+def _steps(rows: Rows) -> list[tuple[str, ...]]:
+    """A training step in every mode."""
+    return [
+        (
+            *(row["model"], row.get("mode", ""), row["system"]),
+            f"{1e3 * float(row['step_s']):.1f}",
+            f"{100 * float(row['mfu']):.1f} %" if row["mfu"] else "-",
+        )
+        for row in rows["training"]
+        if row.get("step_s")
+    ]
 
 
 def _cells(result: Result) -> tuple[str, str, str, str]:

@@ -1,6 +1,12 @@
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
 import torch
 
 from effasr.decoding.continuous_batching.cuda_graph import Readback, StepGraph
+from effasr.training.cuda_graph.graph import MicroBatchGraph
 
 
 def test_a_step_is_recorded_once_and_replayed() -> None:
@@ -33,3 +39,44 @@ def test_results_come_in_order_and_some_steps_later() -> None:
     assert len(readback) == 2
     assert [readback.get()[0] for _ in range(2)] == [[3, 3], [4, 4]]
     assert not readback.due
+
+
+class _Stream:
+    def wait_stream(self, other: object) -> None:
+        del other
+
+
+class _Graph:
+    def replay(self) -> None:
+        pass
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `torch.cuda.graph` is asked for, where there is no GPU."""
+    asked: list[dict[str, Any]] = []
+
+    @contextmanager
+    def graph(recorded: object, **options: Any) -> Iterator[None]:
+        del recorded
+        asked.append(options)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream))
+    return asked
+
+
+def test_other_threads_do_not_break_a_recording(recordings: list[dict[str, Any]]) -> None:
+    """In the mode ``global``, a thread that pins memory meanwhile would end it with an error."""
+    StepGraph(lambda: torch.zeros(1))
+    assert recordings == [{"capture_error_mode": "thread_local"}]
+
+
+def test_nor_do_they_break_that_of_a_micro_batch(recordings: list[dict[str, Any]]) -> None:
+    graph = MicroBatchGraph(lambda batch, counts: (counts,), torch.device("cpu"), [], [])
+    graph._capture(lambda: (torch.zeros(1),))
+    assert recordings == [{"capture_error_mode": "thread_local"}]

@@ -6,16 +6,22 @@ import argparse
 import csv
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import bench_training
 import memory_trace
+import numpy as np
 import pytest
 import report
 import torch
-from bench import rows
+from bench import rows, training_jobs
+from bench.peer_features import parakeet_features
 from bench.training_corpus import Workload, plan_of, random_batches
+from torch._dynamo.utils import counters
 
+from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.sampling.strategies import StrategyOptions, planner
 
 TINY = ["--model", "small", "--frame-budget", "100", "--utterances", "60", "--longest", "4"]
@@ -65,10 +71,119 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert float(row["audio_s_per_s"]) > 0
     assert float(found["packed"]["padding_frames"]) == 0
     assert 0 < float(found["random"]["padding_frames"]) < 1
-    # A CUDA graph needs a GPU; what cannot be measured does not stop the others.
-    assert bench_training.main([*options, "packed_static", "packed", "--graph"]) == 1
-    assert "`training.cuda_graph` needs a GPU" in capsys.readouterr().err
-    assert len(list(rows.read(output))) == len(systems) + 1
+    assert {row["mode"] for row in found.values()} == {"eager"}
+    assert capsys.readouterr().out.endswith("bench_training: 4 of 4 measured\n")
+
+
+def test_each_mode_has_a_process_and_a_graph_needs_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "training.csv"
+    options = [*TINY, "--steps", "2", "--categories", "2", "--output", str(output)]
+    options += ["--systems", "packed_static", "--modes", "graph", "eager"]
+    # What cannot be measured does not stop the others, and is no failure.
+    assert bench_training.main(options) == 0
+    (row,) = rows.read(output)
+    assert (row["mode"], row["graph"], row["compile"]) == ("eager", "False", "False")
+    shown = capsys.readouterr().out
+    assert "packed_static graph left out (`training.cuda_graph` needs a GPU" in shown
+    parts = list(rows.read(tmp_path / "training_categories.csv"))
+    assert {"matmul", "elementwise", "host gap", "idle: queued"} <= {x["category"] for x in parts}
+    assert {(x["model"], x["mode"], x["steps"]) for x in parts} == {("small", "eager", "2")}
+    # What a step takes belongs to one of them.
+    step = float(parts[0]["step_ms"])
+    assert sum(float(x["wall_ms"]) for x in parts) == pytest.approx(step, rel=1e-3)
+    assert bench_training.main([*options[:-1]]) == training_jobs.LEFT_OUT
+
+
+# Torch's tracer of autograd functions does so itself.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_step_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The default backend writes and compiles C++, which takes minutes.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    output = tmp_path / "training.csv"
+    options = [*TINY, "--steps", "2", "--output", str(output), "--systems", "packed_static"]
+    assert bench_training.main([*options, "--modes", "compile"]) == 0
+    (row,) = rows.read(output)
+    assert (row["mode"], row["graph"], row["compile"]) == ("compile", "False", "True")
+    # One graph, for all steps.
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+def test_the_rows_that_decide_most_come_first() -> None:
+    models, systems = ["canary_1b_flash", "canary_180m_flash"], ["random", "packed_static"]
+    found = training_jobs.jobs(models, systems, ["eager", "graph_compile"])
+    assert [job.name for job in found] == [
+        "canary_1b_flash packed_static",
+        "canary_1b_flash packed_static graph_compile",
+        "canary_180m_flash packed_static",
+        "canary_180m_flash packed_static graph_compile",
+        "canary_1b_flash random",
+        "canary_180m_flash random",
+    ]
+    assert training_jobs.jobs(models, ["random"], ["compile"]) == []
+
+
+def _python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_one_that_fails_or_hangs_ends_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    programs = {
+        "crashed": "import os; os.abort()",
+        "slow": "import time; print('compiling', flush=True); time.sleep(60)",
+        "raised": "print('bench_training: raised: failed: no room'); exit(1)",
+        "absent": "print('bench_training: absent: left out: ImportError: no x'); exit(3)",
+        "well": "print('a row')",
+    }
+    chosen = [training_jobs.Job(None, name) for name in programs]
+    began = time.monotonic()
+    found = training_jobs.run_apart(chosen, lambda job: _python(programs[job.system]), case_s=5.0)
+    assert time.monotonic() - began < 50
+    assert [verdict.status for verdict in found] == ["failed", "failed", "failed", "left out", "ok"]
+    assert "exit code -6" in found[0].reason
+    assert found[1].reason.startswith("ended after 5 s; last line: compiling")
+    assert found[2].reason == "no room"
+    assert found[3].reason == "ImportError: no x"
+    assert "a row" in capsys.readouterr().out
+    told = training_jobs.summarize(found)
+    assert told.startswith("bench_training: 1 of 5 measured; crashed failed (exit code -6")
+    assert told.endswith("absent left out (ImportError: no x)")
+    (late,) = training_jobs.run_apart(chosen[-1:], lambda job: _python("1"), budget_s=0)
+    assert (late.status, late.reason) == ("failed", "no time left of the budget")
+
+
+def test_the_reason_of_what_is_not_installed_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(*_: object) -> None:
+        # As transformers begins them.
+        raise ImportError("\nCanary requires the x library\nbut it was not found")
+
+    monkeypatch.setattr(bench_training, "run_system", missing)
+    assert bench_training.main([*TINY, "--systems", "transformers"]) == training_jobs.LEFT_OUT
+    expected = "transformers: left out: ImportError: Canary requires the x library but it was not"
+    assert expected in capsys.readouterr().err
+
+
+def test_features_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    rng = np.random.default_rng(0)
+    # The longest fills its encoder frames, and is a whole number of hops.
+    audio = [rng.standard_normal(n).astype(np.float32) for n in (16_000, 20_480, 4_321)]
+    ours = parakeet_features(FeatureConfig(mel_bins=64), audio)
+    theirs = transformers.ParakeetFeatureExtractor(feature_size=64)(
+        audio, sampling_rate=16_000, return_tensors="pt", padding=True
+    )
+    assert torch.equal(ours["attention_mask"], theirs["attention_mask"])
+    torch.testing.assert_close(
+        ours["input_features"], theirs["input_features"], atol=2e-3, rtol=1e-3
+    )
+    with pytest.raises(ValueError, match="must hold at least one utterance"):
+        parakeet_features(FeatureConfig(mel_bins=64), [])
 
 
 def test_the_same_steps_whatever_was_measured_before(setup: bench_training.Setup) -> None:

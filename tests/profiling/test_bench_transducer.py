@@ -22,7 +22,7 @@ from torch import Tensor
 from effasr_kernels import PackedLayout
 
 WORKLOAD = bench_ops.workloads(bench_ops.parse(["--device", "cpu"]))[0]
-(REALISTIC,) = transducer.cases(WORKLOAD)
+REALISTIC, TDT = transducer.cases(WORKLOAD)
 LARGE = list(transducer.large(WORKLOAD))
 APEX = ("apex packed float16", "apex packed float32")
 
@@ -95,7 +95,7 @@ def test_large_batches_are_measured_on_request(
         ["large", "8x"],
         ["large", "4x"],
     ]
-    assert len(shown) == len(LARGE) + 1
+    assert len(shown) == len(LARGE) + 2
     assert "peer: torch dense" in shown[0]
     assert bench_ops.main([*run, "ctc_loss", "--list"]) == 0
     assert "transducer" not in capsys.readouterr().out
@@ -104,12 +104,15 @@ def test_large_batches_are_measured_on_request(
     with output.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     own = {f"peer: {name}" for name in transducer.OWN} | {"reference"}
-    assert {row["backend"] for row in rows} - {"cpp"} == own
-    assert {row["kind"] for row in rows} == {"large 8x", "large 4x", ""}
+    packages = {f"peer: {name}" for name in transducer.PEERS} | {"peer: transformers dense"}
+    assert own <= {row["backend"] for row in rows} <= own | packages | {"cpp"}
+    assert {row["kind"] for row in rows} == {"large 8x", "large 4x", "", "tdt"}
+    rows = [row for row in rows if "float16" not in row["backend"]]
     assert all(float(row["error"]) < 1e-4 and float(row["tflop_per_s"]) > 0 for row in rows)
     said = capsys.readouterr().err
+    measured = {row["backend"] for row in rows}
     for name in set(transducer.PEERS) - transducer.OWN:
-        assert f"peer: {name}: " in said
+        assert f"peer: {name}" in measured or f"peer: {name}: " in said
     assert "apex packed float16: ImportError: no package apex" in said
 
 
@@ -209,6 +212,37 @@ def test_torchaudio_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(transducer_batch.Batch, "padded_logits", 2**31)
     with pytest.raises(ValueError, match="2147483648 logits, but its offsets have 32 bits"):
         REALISTIC.peers["torchaudio float32"]()
+
+
+def test_transformers_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", minversion="5.23")
+    from transformers.utils import import_utils
+
+    def rnnt_loss(
+        *, logits: Tensor, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor,
+        blank: int, reduction: str,
+    ) -> Tensor:  # fmt: skip
+        assert reduction == "none"
+        return _padded_double(logits, targets, logit_lengths, target_lengths, blank)
+
+    functional = ModuleType("torchaudio.functional")
+    vars(functional)["rnnt_loss"] = rnnt_loss
+    _install(monkeypatch, "torchaudio", functional=functional)
+    monkeypatch.setitem(import_utils.BACKENDS_MAPPING, "torchaudio", (lambda: True, ""))
+    assert _distance(REALISTIC, "transformers float32") < 1e-5
+
+
+def test_the_tdt_of_transformers_agrees_with_ours() -> None:
+    pytest.importorskip("transformers", minversion="5.23")
+    assert _distance(TDT, "transformers dense") < 1e-5
+
+
+def test_work_of_a_tdt_has_rows_for_durations() -> None:
+    assert TDT.flops is not None
+    assert REALISTIC.flops is not None
+    classes, durations = WORKLOAD.widths.pieces, len(transducer.DURATIONS)
+    assert TDT.flops() * classes == REALISTIC.flops() * (classes + durations)
+    assert judge(TDT).outcome["bias"].shape == (classes + durations,)
 
 
 def test_numba_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,5 +358,5 @@ def test_pruning_is_timed_but_not_compared(
     assert bench_ops.main([*run, "--output", str(output)]) == 0
     with output.open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if "k2" in row["backend"]]
-    assert len(rows) == 2 * (len(LARGE) + 1)
+    assert len(rows) == 2 * (len(LARGE) + 1), "not of the TDT"
     assert {(row["error"], row["tflop_per_s"]) for row in rows} == {("approximate", "")}

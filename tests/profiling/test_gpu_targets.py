@@ -31,7 +31,13 @@ def op(name: str, kind: str, backend: str, p50: float, **fields: str) -> dict[st
 
 
 def training(system: str, speed: float, **fields: str) -> dict[str, str]:
-    row = {"system": system, "audio_s_per_s": str(speed), "mfu": "0.2"}
+    row = {
+        "system": system,
+        "audio_s_per_s": str(speed),
+        "mfu": "0.2",
+        "model": "canary_180m_flash",
+    }
+    row |= {"frame_budget": "8448"}
     return row | {"padding_frames": "0.001", "padding_tokens": "0.01"} | fields
 
 
@@ -102,6 +108,24 @@ def test_what_has_no_rows_is_not_measured() -> None:
     assert {verdict for *_, verdict in summary.figures(NOTHING)} == {"not measured"}
     alone = NOTHING | {"ops": [op("attention", "", "triton", 1.0)]}
     assert {verdict for *_, verdict in summary.figures(alone)} == {"not measured"}
+
+
+def test_throughput_is_compared_for_the_same_model_and_budget() -> None:
+    large = {"model": "canary_1b_flash"}
+    rows = NOTHING | {
+        "training": [
+            training("packed_static", 400.0),
+            training("packed_static", 90.0, **large),
+            training("packed_static", 80.0, **large, frame_budget="12000"),
+            training("random", 100.0),
+        ]
+    }
+    found = {what: measured for what, _, measured, _ in summary.figures(rows)}
+    assert found["training, packed against random batches"] == "4 x"
+    others = [row | {"frame_budget": "12000"} for row in rows["training"][1:2]]
+    rows = NOTHING | {"training": [*rows["training"], *others, training("random", 30.0, **large)]}
+    found = {what: measured for what, _, measured, _ in summary.figures(rows)}
+    assert found["training, packed against random batches"] == "3 x"
 
 
 def test_memory_that_grows_misses() -> None:

@@ -43,13 +43,13 @@ def results(tmp_path: Path) -> Path:
         op("triton", 0.001, **CPU),
         op("triton", 1.0, op="ctc_loss", kind=""),
     )
-    train = {"model": "canary_180m_flash", "frame_budget": "12000", "graph": "False"}
+    train = {"model": "canary_180m_flash", "frame_budget": "12000", "mode": "eager"}
     write(
         tmp_path,
         "training",
         bench_training.COLUMNS,
         train | {"system": "random", "audio_s_per_s": "100", "mfu": "0.1"},
-        train | {"system": "packed_static", "audio_s_per_s": "400", "mfu": "0.5", "graph": "True"},
+        train | {"system": "packed_static", "audio_s_per_s": "400", "mfu": "0.5", "mode": "graph"},
     )
     loss = {"joint": "640", "classes": "1024", "dtype": "bfloat16"}
     write(
@@ -106,7 +106,7 @@ def test_tables_say_where_and_how(results: Path, capsys: pytest.CaptureFixture[s
         '2026-01 | `python profiling/bench_ops.py --op attention --kind "relative"` |'
     )
     (line,) = [line for line in lines if line.startswith("| packed_static")]
-    assert line.endswith("--systems packed_static --frame-budget 12000 --graph` |")
+    assert line.endswith("--systems packed_static --frame-budget 12000 --modes graph` |")
 
 
 @pytest.mark.parametrize("option", [[], ["--table"], ["--device", "A100"]])

@@ -6,12 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from effasr.data.text_batch import TextExample, collate_text
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from effasr.data.batch import Batch, StaticShape
-from effasr.data.collate import collate
+from effasr.data.collate import TextExample, collate, collate_text
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.optim.adamw import OptimizerConfig

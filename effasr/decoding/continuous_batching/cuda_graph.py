@@ -45,7 +45,9 @@ def _capture(step: Step) -> tuple[Callable[[], Any], Tensor]:
             step()
     here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads pin memory for coming batches meanwhile, which would break the recording if it
+    # were not of this thread alone.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         output = step()
     return graph.replay, output
 

@@ -1,0 +1,225 @@
+"""Kernels compiled ahead of the benchmarks, tiles of attention, and the extension that is kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import attention_tiles
+import launch_kernels
+import pytest
+import torch
+import with_extension
+from suite import models, operations
+from suite.gate import Gate
+from suite.parts import ROOT
+from suite.suite import base_environment
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from effasr_kernels import PackedLayout, depthwise_conv
+from effasr_kernels.runtime.launch import diverted, recording
+
+
+def launches() -> list[Any]:
+    layout = PackedLayout.from_lengths([5, 3])
+    x, weight = torch.zeros(8, 16, dtype=torch.bfloat16), torch.zeros(16, 3, dtype=torch.bfloat16)
+    with recording() as found:
+        depthwise_conv(x, weight.T.contiguous().T, layout, backend="triton")
+    return found
+
+
+def test_each_kernel_falls_to_one_process() -> None:
+    found = launches()
+    compiled: list[str] = []
+    shares = [launch_kernels.Compiler((n, 3), lambda x: compiled.append(x)) for n in range(3)]
+    for share in shares:
+        for launch in [*found, *found]:
+            share(launch)
+    assert sum(len(share.compiled) for share in shares) == len(compiled)
+    assert set.union(*(share.compiled for share in shares)) == shares[0].seen
+    assert len(compiled) == len(shares[0].seen) >= 1
+    # No program, no launch, and nothing to compile.
+    empty = launch_kernels.Compiler((0, 1), lambda x: compiled.append(x))
+    empty(replace(found[0], grid=(0,)))
+    assert not empty.seen
+
+
+def test_what_does_not_compile_is_named_and_ends_nothing() -> None:
+    def refuse(launch: Any) -> None:
+        raise RuntimeError("out of registers")
+
+    compiler = launch_kernels.Compiler((0, 1), refuse)
+    for launch in launches():
+        compiler(launch)
+    assert compiler.failed
+    assert compiler.failed[0].endswith("RuntimeError: out of registers")
+
+
+class _Driver:
+    """An H200 that compiles, and on which nothing can run."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def test_what_is_compiled_ahead_is_found_by_a_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real compiler, with its cache on the disk; a second process would read it."""
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    (launch,) = launches()[:1]
+    launch.kernel.device_caches.clear()
+    monkeypatch.setattr(driver, "_active", _Driver())
+    hits: list[bool] = []
+    monkeypatch.setattr(
+        knobs.compilation, "listener", lambda **found: hits.append(found["cache_hit"])
+    )
+    try:
+        launch_kernels.warm_up(launch)
+        # As in another process: what this one remembers is gone.
+        launch.kernel.device_caches.clear()
+        launch_kernels.warm_up(launch)
+    finally:
+        launch.kernel.device_caches.clear()
+    assert hits == [False, True]
+    assert list(tmp_path.rglob("*.cubin"))
+
+
+def seen_in_training(layers: int, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    options = ["--compile", "--model", "small", "--frame-budget", "100", "--utterances", "60"]
+    parsed: list[Any] = []
+    monkeypatch.setattr(launch_kernels, "compile_all", lambda found, _: parsed.append(found) or 0)
+    assert launch_kernels.main([*options, "--longest", "4"]) == 0
+    kept = replace
+    monkeypatch.setattr(
+        launch_kernels,
+        "replace",
+        lambda x, **fields: kept(x, **fields | ({"layers": layers} if "layers" in fields else {})),
+    )
+    compiler = launch_kernels.Compiler((0, 1), lambda launch: None)
+    for _, call in launch_kernels._calls(parsed[0]):
+        with diverted(compiler, (9, 0)):
+            call()
+    return compiler.seen
+
+
+def test_a_layer_of_each_kind_has_all_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = seen_in_training(1, monkeypatch)
+    monkeypatch.undo()
+    assert len(one) > 15
+    assert one == seen_in_training(2, monkeypatch)
+
+
+def test_on_a_cpu_kernels_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--compile", "--op", "depthwise_conv", "--frames", "40", "--processes", "1"]
+    assert launch_kernels.main(options) == 0
+    shown = capfd.readouterr().out
+    assert "share 0 of 1: " in shown
+    assert "none compiled: no GPU" in shown
+
+
+def test_a_case_is_computed_for_a_profiler() -> None:
+    options = ["--once", "--op", "depthwise_conv", "--frames", "40", "--backend", "reference"]
+    assert launch_kernels.main(options) == 0
+    assert launch_kernels.main([*options, "--kind", "no such"]) == 1
+
+
+def test_tiles_differ_in_the_kernel_that_is_asked_for() -> None:
+    from effasr_kernels.attention import _triton
+    from effasr_kernels.attention._config import Config
+
+    usual = _triton.configs(torch.bfloat16, 128, (9, 0), plain=False)
+    other = Config(32, 128, 8, 2)
+    with attention_tiles.cut("backward_kv", other):
+        found = _triton.configs(torch.bfloat16, 128, (9, 0), plain=False)
+    assert found == replace(usual, backward_kv=other)
+    assert _triton.configs(torch.bfloat16, 128, (9, 0), plain=False) == usual
+    # The kernels themselves are launched with it.
+    q = torch.zeros(8, 1, 128, dtype=torch.bfloat16, requires_grad=True)
+    from effasr_kernels import attention
+
+    with attention_tiles.cut("backward_kv", other), recording() as launched:
+        attention(q, q, q, PackedLayout.from_lengths([8]), backend="triton").sum().backward()
+    (kernel,) = (x for x in launched if x.kernel.fn.__name__ == "attention_backward_kv")
+    assert (kernel.constants["BLOCK_M"], kernel.constants["BLOCK_N"]) == (32, 128)
+    assert kernel.options["num_warps"] == 8
+
+
+def test_the_extension_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        if "build_ext" in command:
+            built = options["cwd"] / "lib" / "effasr_kernels"
+            built.mkdir(parents=True)
+            (built / "_C.so").touch()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    folder, outcomes = tmp_path / "extension", tmp_path / "outcomes.jsonl"
+    options = ["--build", str(folder), "--outcomes", str(outcomes)]
+    assert with_extension.main(options) == 0
+    assert ["build_ext" in x for x in commands] == [True, False, False]
+    # The tests of the backend that rests on it run with it.
+    assert "test_transducer_cuda.py" in commands[2][-1]
+    assert with_extension.main(options) == 0
+    assert ["build_ext" in x for x in commands[3:]] == [False, False]
+    assert with_extension.main([*options, "--cpp"]) == 0
+    assert "build_ext" in commands[5]
+    gate = Gate.read([outcomes])
+    assert gate.groups["extension"].passed == 1
+
+
+def test_a_build_that_fails_is_said_and_proves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: list[str], **_: Any) -> None:
+        raise subprocess.CalledProcessError(7, command)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    outcomes = tmp_path / "outcomes.jsonl"
+    options = ["--build", str(tmp_path / "extension"), "--outcomes", str(outcomes)]
+    assert with_extension.main(options) == 1
+    assert "the build failed with exit code 7" in capsys.readouterr().err
+    assert Gate.read([outcomes]).reasons(["extension"])
+
+
+def test_a_script_finds_the_extension_that_it_is_run_with(tmp_path: Path) -> None:
+    package = tmp_path / "lib" / "effasr_kernels"
+    package.mkdir(parents=True)
+    (package / "_C.py").write_text("WHERE = __file__\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom effasr_kernels import _C\nif __name__ == '__main__':\n"
+        "    print(_C.WHERE, sys.argv[1:])\n"
+    )
+    use = [sys.executable, str(Path(with_extension.__file__)), "--use", str(tmp_path / "lib")]
+    done = subprocess.run(
+        [*use, str(script), "--op", "x"],
+        env=base_environment(dry=True),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.stdout == f"{package / '_C.py'} ['--op', 'x']\n", done.stderr
+
+
+def test_the_matrix_is_of_models_that_exist() -> None:
+    from effasr.model.presets import PRESETS
+
+    assert set(models.MODELS) <= set(PRESETS)
+    assert json.dumps(operations.SANITIZED)
