@@ -208,7 +208,7 @@ class DecoderState:
 
     def advance(self) -> None:
         """Count the tokens that a step has read."""
-        # One that is read after the last, while nobody has looked yet, takes the last place.
+        # A token that is read before the host sees the end of the sequence takes the last place.
         moved = self.positions + self.going
         self.positions.copy_(moved.clamp_(max=self.max_tokens - 1 + self._together))
         self.length += 1
