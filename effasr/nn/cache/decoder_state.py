@@ -7,19 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from effasr.nn.cache.contiguous import GROUP, CacheSizes, ContiguousCache
+from effasr.nn.cache.contiguous import CacheSizes, ContiguousCache
 from effasr.nn.cache.paged import PagedCache, pages_of
 from effasr_kernels import PackedLayout
-
-__all__ = [
-    "GROUP",
-    "KEPT_SHARE",
-    "CacheSizes",
-    "ContiguousCache",
-    "DecoderState",
-    "KeysValues",
-    "PagedCache",
-]
 
 KeysValues = tuple[Tensor, Tensor]
 """Of packed rows: (rows, H, D) each."""
