@@ -1,4 +1,4 @@
-"""``effasr calibrate``: the budgets that a run can have on this machine."""
+"""``effasr calibrate``: finds the batch budgets that fit this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Calibrate, and show what was found."""
+    """Calibrate and print the result."""
     from effasr import config as configuration
     from effasr.distributed.process_group import choose_device
     from effasr.training import build
@@ -69,12 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def text(found: Calibration, overrides: Sequence[str] = ()) -> str:
-    """What was found, for a person.
-
-    Args:
-        found: The calibration.
-        overrides: Without which training would look for another one.
-    """
+    """A report of a calibration; ``overrides`` are those that training needs to find it."""
     from effasr.training.calibration.store import buckets_path_of, path_of
     from effasr.training.memory import gib
 

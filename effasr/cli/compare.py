@@ -1,4 +1,4 @@
-"""``effasr compare``: several runs in one table."""
+"""``effasr compare``: error rates of several runs in one table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read the evaluations and show the table."""
+    """Read the evaluations and print the table."""
     from effasr.evaluation.comparison import compare, read_run
 
     scored = [one for path in options.runs for one in read_run(path, options.normalizer)]

@@ -172,11 +172,7 @@ def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: lis
 
 
 def _format(options: argparse.Namespace) -> str:
-    """What is to be written.
-
-    Raises:
-        ValueError: ``OUT`` cannot be that, or an option is not of it.
-    """
+    """The format to write, after checks of ``OUT`` and of the options."""
     out = options.out
     chosen = options.format or ("nemo" if out.suffix == ".nemo" else "huggingface")
     if chosen == "nemo" and (out.suffix != ".nemo" or out.is_dir()):
@@ -206,7 +202,7 @@ def _nemo(options: argparse.Namespace, loaded: LoadedModel) -> int:
 
 
 def _onnx(options: argparse.Namespace, loaded: LoadedModel) -> int:
-    """Write the graphs, what they take, and the tokenizer."""
+    """Write the graphs, their description, and the tokenizer."""
     import importlib.util
 
     from effasr.decoding.config import DecodingConfig

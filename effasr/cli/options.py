@@ -76,7 +76,7 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         default=1,
         metavar="N",
-        help="transcripts of an utterance to keep in mind (default: 1, greedy)",
+        help="hypotheses of each utterance in beam search (default: 1, greedy)",
     )
     parser.add_argument(
         "--length-penalty",
@@ -114,7 +114,7 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=2.0,
         metavar="S",
-        help="do not decode where nobody speaks for so many seconds (default: 2; 0 to decode all)",
+        help="skip stretches without speech of this many seconds or more (default: 2; 0 for none)",
     )
     parser.add_argument(
         "--frame-budget",

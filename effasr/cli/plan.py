@@ -1,4 +1,4 @@
-"""``effasr plan``: what batches a corpus makes, before anything is trained."""
+"""``effasr plan``: padding, work and dropped utterances of the batches of a corpus."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from effasr.planning.study import StudyOptions
 
 _STRATEGIES = ("packed", "random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "all")
-"""`effasr.data.sampling.strategies.STRATEGIES`, whose import takes longer than --help may."""
+"""`effasr.data.sampling.strategies.STRATEGIES`, which is too slow to import for --help."""
 
 _OF_STRATEGIES = {
     "batch_size": ("random", "bucketed", "sync_bucketed"),
     "buckets": ("bucketed", "sync_bucketed", "sync_bucketed_2d"),
     "epoch_end": ("packed",),
 }
-"""Options that not every strategy has."""
+"""Options that only some strategies have."""
 
 
 def add(command: AddCommand) -> None:
@@ -124,7 +124,7 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan, and show what it costs."""
+    """Plan batches and print their statistics."""
     from effasr.planning import text
     from effasr.planning.picture import padding_picture
     from effasr.planning.request import Request
@@ -193,7 +193,7 @@ def _study_options(options: argparse.Namespace, request: Request) -> StudyOption
 def _setting(
     listing: Listing, selection: Selection, study: StudyOptions, model: str
 ) -> dict[str, Any]:
-    """What is the same for all strategies."""
+    """Fields of the JSON output that all strategies share."""
     from effasr.planning.study import blend_of
 
     blend = blend_of(selection, study)
@@ -222,7 +222,7 @@ def _list_dropped(path: Path, selection: Selection) -> None:
 
 
 def _check_strategy(options: argparse.Namespace, strategy: str) -> None:
-    """An option that would change nothing is a mistake."""
+    """Check that no option is given that the strategy does not have."""
     for name, strategies in _OF_STRATEGIES.items():
         value = getattr(options, name)
         if value is not None and strategy not in (*strategies, "all"):
@@ -233,7 +233,7 @@ def _check_strategy(options: argparse.Namespace, strategy: str) -> None:
 
 
 def _check_output(name: str, path: Path | None, suffix: str) -> None:
-    """Before the work, and not after it."""
+    """Check the path of an output before the work."""
     if path is None:
         return
     if path.suffix != suffix or path.is_dir():

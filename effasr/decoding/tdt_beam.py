@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from effasr.decoding.transducer_hypotheses import (
     NO_SCORE,
     Hypotheses,
+    Utterances,
     mapped,
     merge_equal,
     with_equal_room,
@@ -46,90 +47,56 @@ def tdt_beam(
     frames = head.encoder_projection(encoded.values)
     assert head.config.durations is not None
     found: list[list[int]] = [[] for _ in limits]
-    names = [name for name in range(len(found)) if encoded.layout.lengths[name]]
-    search = _Search.begin(head, encoded, names, limits, beam)
+    utterances = Utterances.of(encoded, limits)
+    now = Hypotheses.begin(head, len(utterances), beam)
+    empty = replace(now, scores=torch.full_like(now.scores, NO_SCORE))
+    ahead = now, *[empty] * max(head.config.durations)
     passed = 0
-    while len(search.names):
-        search = _advance(head, frames, search, passed)
+    while len(utterances):
+        ahead = _advance(head, frames, utterances, ahead, passed)
         passed += 1
-        search = _recorded(search, passed, found)
+        at_end = utterances.ends - utterances.begins == passed
+        index = at_end.nonzero()[:, 0]
+        if len(index):
+            names = utterances.names[index].tolist()
+            for name, labels in zip(names, ahead[0].keep(index).transcripts(), strict=True):
+                found[name] = labels
+            going = (~at_end).nonzero()[:, 0]
+            utterances, ahead = utterances.keep(going), tuple(one.keep(going) for one in ahead)
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """N utterances.
+def _advance(
+    head: Transducer,
+    frames: Tensor,
+    utterances: Utterances,
+    ahead: Sequence[Hypotheses],
+    passed: int,
+) -> tuple[Hypotheses, ...]:
+    """Extend the hypotheses at a frame by all symbols and durations, until all have moved on.
 
-    Attributes:
-        names: int64 (N,), the number of each utterance in the batch.
-        begins: int64 (N,), the row of its first frame.
-        lengths: int64 (N,), its frames.
-        limits: int64 (N,), of labels.
+    Args:
+        head: Of the model.
+        frames: (T, J), projected.
+        utterances: N of them.
         ahead: Hypotheses at this frame, at the next one, and so on up to the longest duration.
+        passed: Number of earlier frames.
+
+    Returns:
+        The same from the next frame on.
     """
-
-    names: Tensor
-    begins: Tensor
-    lengths: Tensor
-    limits: Tensor
-    ahead: tuple[Hypotheses, ...]
-
-    @classmethod
-    def begin(
-        cls,
-        head: Transducer,
-        encoded: PackedSequence,
-        names: Sequence[int],
-        limits: Sequence[int],
-        beam: int,
-    ) -> _Search:
-        """One hypothesis without labels for each of these utterances."""
-        number = torch.tensor(names, dtype=torch.int64, device=encoded.values.device)
-        bounds = encoded.layout.cu_seqlens.long()
-        first = Hypotheses.begin(head, len(names), beam)
-        nothing = torch.full_like(first.scores, NO_SCORE)
-        reach = max(head.config.durations or (0,))
-        return cls(
-            names=number,
-            begins=bounds[number],
-            lengths=bounds[number + 1] - bounds[number],
-            limits=torch.tensor([limits[name] for name in names], device=number.device),
-            ahead=(first, *[replace(first, scores=nothing)] * reach),
-        )
-
-
-def _recorded(search: _Search, passed: int, found: list[list[int]]) -> _Search:
-    """Record the transcripts of utterances at their end, and drop these."""
-    at_end = search.lengths == passed
-    index = at_end.nonzero()[:, 0]
-    if not len(index):
-        return search
-    transcripts = search.ahead[0].keep(index).transcripts()
-    for name, labels in zip(search.names[index].tolist(), transcripts, strict=True):
-        found[name] = labels
-    going = (~at_end).nonzero()[:, 0]
-    return _Search(
-        search.names[going],
-        search.begins[going],
-        search.lengths[going],
-        search.limits[going],
-        tuple(one.keep(going) for one in search.ahead),
-    )
-
-
-def _advance(head: Transducer, frames: Tensor, search: _Search, passed: int) -> _Search:
-    """Extend the hypotheses at a frame by all symbols and durations, until all have moved on."""
-    now, *later = search.ahead
+    now, *later = ahead
     durations = head.config.durations or ()
     beam = now.scores.shape[1]
-    frame, left = frames[search.begins + passed][:, None], (search.lengths - passed)[:, None]
+    row = utterances.begins + passed
+    frame, left = frames[row][:, None], (utterances.ends - row)[:, None]
     while (now.scores > NO_SCORE).any():
         now = now.read(head)
         logits = head.logits(frame, now.predicted).to(now.scores.dtype)
         symbols = logits[..., : head.blank_id + 1].log_softmax(-1)
         lasting = logits[..., head.blank_id + 1 :].log_softmax(-1)
         said = now.scores[..., None] + symbols
-        full = now.counts >= search.limits[:, None]
+        full = now.counts >= utterances.limits[:, None]
         label, blank = said[..., :-1].masked_fill(full[..., None], NO_SCORE), said[..., -1]
         for number, frames_on in enumerate(durations):
             if frames_on:
@@ -148,7 +115,7 @@ def _advance(head: Transducer, frames: Tensor, search: _Search, passed: int) -> 
         now = now.pick(place).with_labels(scores, scores > NO_SCORE, new)
     nothing = torch.full_like(now.scores, NO_SCORE)
     empty = replace(now, scores=nothing, counts=torch.zeros_like(now.counts))
-    return replace(search, ahead=with_equal_room((*later, empty)))
+    return with_equal_room((*later, empty))
 
 
 def _extended(there: Hypotheses, now: Hypotheses, blank: Tensor, label: Tensor) -> Hypotheses:

@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from effasr.decoding.transducer_hypotheses import NO_SCORE, Hypotheses, merge_equal
+from effasr.decoding.transducer_hypotheses import (
+    NO_SCORE,
+    Hypotheses,
+    Utterances,
+    merge_equal,
+)
 from effasr.model.transducer import Transducer
 from effasr_kernels import PackedSequence
 
@@ -39,10 +44,15 @@ def transducer_beam(
     """
     frames = head.encoder_projection(encoded.values)
     found: list[list[int]] = [[] for _ in limits]
-    lengths = encoded.layout.lengths[: len(found)]
-    names = [name for name, length in enumerate(lengths) if length]
-    search = _Search.begin(head, encoded, names, limits, beam)
-    while len(search.names):
+    utterances = Utterances.of(encoded, limits)
+    hypotheses = Hypotheses.begin(head, len(utterances), beam)
+    search = _Search(
+        utterances,
+        best=torch.full_like(hypotheses.scores[:, 0], NO_SCORE),
+        at=utterances.begins[:, None].expand(-1, beam),
+        hypotheses=hypotheses,
+    )
+    while len(search.utterances):
         search = _recorded(_advance(head, frames, search), found)
     return found
 
@@ -52,53 +62,16 @@ class _Search:
     """N utterances with K hypotheses each.
 
     Attributes:
-        names: int64 (N,), the number of each utterance in the batch.
-        end: int64 (N,), the row after its last frame.
-        limits: int64 (N,), of labels.
+        utterances: N of them.
         best: (N,), score of the likeliest complete hypothesis so far.
         at: int64 (N, K), the row of the next frame of each hypothesis.
         hypotheses: The beam.
     """
 
-    names: Tensor
-    end: Tensor
-    limits: Tensor
+    utterances: Utterances
     best: Tensor
     at: Tensor
     hypotheses: Hypotheses
-
-    @classmethod
-    def begin(
-        cls,
-        head: Transducer,
-        encoded: PackedSequence,
-        names: Sequence[int],
-        limits: Sequence[int],
-        beam: int,
-    ) -> _Search:
-        """One hypothesis without labels for each of these utterances."""
-        number = torch.tensor(names, dtype=torch.int64, device=encoded.values.device)
-        bounds = encoded.layout.cu_seqlens.long()
-        hypotheses = Hypotheses.begin(head, len(names), beam)
-        return cls(
-            names=number,
-            end=bounds[number + 1],
-            limits=torch.tensor([limits[name] for name in names], device=number.device),
-            best=torch.full_like(hypotheses.scores[:, 0], NO_SCORE),
-            at=bounds[number][:, None].expand(len(names), beam),
-            hypotheses=hypotheses,
-        )
-
-    def keep(self, index: Tensor) -> _Search:
-        """Only these utterances, int64 (M,)."""
-        return _Search(
-            names=self.names[index],
-            end=self.end[index],
-            limits=self.limits[index],
-            best=self.best[index],
-            at=self.at[index],
-            hypotheses=self.hypotheses.keep(index),
-        )
 
 
 def _advance(head: Transducer, frames: Tensor, search: _Search) -> _Search:
@@ -107,7 +80,7 @@ def _advance(head: Transducer, frames: Tensor, search: _Search) -> _Search:
     logits = head.logits(frames[search.at], before.predicted)
     steps = logits.to(before.scores.dtype).log_softmax(-1)
     label, blank = before.scores[..., None] + steps[..., :-1], before.scores + steps[..., -1]
-    full = before.counts >= search.limits[:, None]
+    full = before.counts >= search.utterances.limits[:, None]
     label = label.masked_fill(full[..., None], NO_SCORE)
     blank, label = merge_equal(blank, before, label, before)
     pool = torch.cat([label, blank[..., None]], -1)
@@ -124,18 +97,22 @@ def _advance(head: Transducer, frames: Tensor, search: _Search) -> _Search:
 def _recorded(search: _Search, found: list[list[int]]) -> _Search:
     """Record complete hypotheses, and drop utterances that no other hypothesis can improve."""
     hypotheses = search.hypotheses
-    complete = search.at == search.end[:, None]
+    complete = search.at == search.utterances.ends[:, None]
     ended = replace(hypotheses, scores=hypotheses.scores.masked_fill(~complete, NO_SCORE))
     scores = ended.scores.amax(1)
     better = (scores > search.best).nonzero()[:, 0]
     if len(better):
-        names, transcripts = search.names[better].tolist(), ended.keep(better).transcripts()
-        for name, labels in zip(names, transcripts, strict=True):
+        names = search.utterances.names[better].tolist()
+        for name, labels in zip(names, ended.keep(better).transcripts(), strict=True):
             found[name] = labels
     best = torch.maximum(search.best, scores)
     left = hypotheses.scores.masked_fill(complete, NO_SCORE)
     # The sum of what is left bounds the score that any transcript can still reach.
     going = (left.logsumexp(1) > best).nonzero()[:, 0]
-    at = torch.minimum(search.at, (search.end - 1)[:, None])
-    hypotheses = replace(hypotheses, scores=left)
-    return replace(search, best=best, at=at, hypotheses=hypotheses).keep(going)
+    at = torch.minimum(search.at, (search.utterances.ends - 1)[:, None])
+    return _Search(
+        search.utterances.keep(going),
+        best[going],
+        at[going],
+        replace(hypotheses, scores=left).keep(going),
+    )

@@ -43,7 +43,7 @@ def transducer_greedy(
     while True:
         reached, symbols, lasts = _next_labels(head, frames, predicted, at, end)
         kept = reached < end
-        # Labels of the frame that was looked at last, and of the one that is looked at next.
+        # Labels of the current frame, and of the next one.
         emitted = torch.where(reached == at, emitted, 0) + 1
         at = reached + torch.where(emitted < max_symbols, lasts, lasts.clamp(min=1))
         emitted = emitted.where(at == reached, 0)

@@ -11,9 +11,45 @@ from torch import Tensor
 
 from effasr.model.transducer import Transducer
 from effasr.nn.predictor import PredictorState
+from effasr_kernels import PackedSequence
 
 NO_SCORE = -torch.inf
 """The score of an empty place of the beam."""
+
+
+@dataclass(frozen=True, slots=True)
+class Utterances:
+    """N utterances with at least one frame.
+
+    Attributes:
+        names: int64 (N,), the number of each utterance in the batch.
+        begins: int64 (N,), the row of its first frame.
+        ends: int64 (N,), the row after its last frame.
+        limits: int64 (N,), of labels.
+    """
+
+    names: Tensor
+    begins: Tensor
+    ends: Tensor
+    limits: Tensor
+
+    @classmethod
+    def of(cls, encoded: PackedSequence, limits: Sequence[int]) -> Utterances:
+        """The utterances of encoder output, without those that have no frame."""
+        bounds, lengths = encoded.layout.cu_seqlens.long(), encoded.layout.lengths
+        present = [name for name in range(len(limits)) if lengths[name]]
+        names = torch.tensor(present, dtype=torch.int64, device=bounds.device)
+        most = torch.tensor([limits[name] for name in present], device=bounds.device)
+        return cls(names, bounds[names], bounds[names + 1], most)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def keep(self, index: Tensor) -> Utterances:
+        """Only these, int64 (M,)."""
+        return Utterances(
+            self.names[index], self.begins[index], self.ends[index], self.limits[index]
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from effasr import ranges
 from effasr.model.checks import check
 from effasr.model.decoder_layer import DecoderConfig, DecoderLayer
-from effasr.nn.cache.decoder_state import CacheSizes, DecoderState, KeysValues
+from effasr.nn.cache.contiguous import CacheSizes
+from effasr.nn.cache.decoder_state import DecoderState, KeysValues
 from effasr.nn.positions import decoder_sinusoids
 from effasr.nn.stack import is_empty, is_sharded, skip_layers
 from effasr_kernels import PackedLayout, PackedSequence, projected_top_k

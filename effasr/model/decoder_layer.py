@@ -1,4 +1,4 @@
-"""A layer of the Transformer decoder, and what decoders are made of."""
+"""A layer of the Transformer decoder, and the decoder's configuration."""
 
 from __future__ import annotations
 

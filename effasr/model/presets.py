@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
@@ -12,22 +13,9 @@ from effasr.model.encoder import FastConformerConfig
 
 _FEATURES = FeatureConfig(mel_bins=128)
 _AUGMENT = SpecAugmentConfig(freq_masks=2, freq_width=27, time_masks=10, time_width=0.05)
-_ENCODER = FastConformerConfig(
-    width=1024,
-    feed_forward=4096,
-    input_dropout=0.1,
-    residual_dropout=0.1,
-    activation_dropout=0.1,
-    attention_dropout=0.1,
-)
-_DECODER = DecoderConfig(
-    width=1024,
-    feed_forward=4096,
-    input_dropout=0.1,
-    residual_dropout=0.1,
-    activation_dropout=0.1,
-    attention_dropout=0.1,
-)
+_DROPOUTS = "input_dropout", "residual_dropout", "activation_dropout", "attention_dropout"
+_COMMON: dict[str, Any] = {"width": 1024, "feed_forward": 4096, **dict.fromkeys(_DROPOUTS, 0.1)}
+_ENCODER, _DECODER = FastConformerConfig(**_COMMON), DecoderConfig(**_COMMON)
 
 
 def _canary(encoder: FastConformerConfig, decoder: DecoderConfig) -> ModelConfig:

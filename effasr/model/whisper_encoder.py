@@ -165,5 +165,5 @@ class WhisperEncoder(nn.Module):
 
 def _product(rows: Tensor, conv: nn.Conv1d) -> Tensor:
     """A convolution of rows beside their neighbours, (R, 3 C in) to (R, C out)."""
-    # A linear layer, which autocast knows as such; taps come before channels.
+    # A linear layer for autocast; taps come before channels.
     return F.linear(rows, conv.weight.transpose(1, 2).flatten(1), conv.bias)

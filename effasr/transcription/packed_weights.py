@@ -109,7 +109,7 @@ def _versions(model: nn.Module) -> list[tuple[int, int]]:
 
 
 def _is_plain(weight: Tensor) -> bool:
-    # A sharded parameter is of another type; an inference tensor does not tell its version.
+    # A sharded parameter has another type; an inference tensor has no version.
     return type(weight) in (Tensor, nn.Parameter) and not weight.is_inference()
 
 

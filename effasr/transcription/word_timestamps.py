@@ -99,8 +99,8 @@ def _groups(
     groups: list[_Group] = []
     pieces, begun = _pieces(decode(list(tokens)), spaces), 0
     for index, (first, last) in enumerate(spans):
-        # How many words there are tells to which the token belongs: tokenizers mark words in
-        # ways of their own, but all of them write spaces.
+        # The number of decoded words shows to which one the token belongs: tokenizers mark words
+        # in different ways, but all of them decode to spaces.
         count = min(len(_pieces(decode(list(tokens[: index + 1])), spaces)), len(pieces))
         if count > begun:
             groups.append(_Group(pieces[begun:count], first, last))
@@ -126,7 +126,7 @@ def _onset(speech: np.ndarray, earliest: float, latest: float, longest: float) -
     """
     begin, end = round(earliest / HOP_SECONDS), round(latest / HOP_SECONDS)
     hops = round(_PAUSE_SECONDS / HOP_SECONDS)
-    # A little silence at the very beginning is enough, as nothing was said before.
+    # Less silence suffices at the very beginning, as there is no earlier word.
     found, run = None, hops - 1 if begin == 0 else 0
     for hop in range(begin, min(end + 1, len(speech))):
         if speech[hop]:

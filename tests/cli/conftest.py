@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from effasr.checkpoint import resolve
+from effasr.checkpoint import load_model, resolve
 from effasr.cli.main import main
 
 WORDS = {"low": 300.0, "middle": 700.0, "high": 1500.0, "top": 3000.0}
@@ -157,6 +157,28 @@ def train(effasr, workplace, tmp_path):
 
     def run(*overrides: str):
         return effasr("train", workplace.recipe, f"output={tmp_path}/runs", *overrides)
+
+    return run
+
+
+@pytest.fixture
+def tune(effasr, workplace, tmp_path) -> Callable[..., Path]:
+    """Fine-tune an imported model for a step; then transcribe and evaluate with it."""
+
+    def run(model: Path, recipe: str, language: str, *overrides: str) -> Path:
+        tuned = effasr(
+            "train", recipe, f"output={tmp_path}/runs", f"init_from={model}",
+            f"data.train={workplace.folder}/train", f"data.validation={workplace.folder}/dev",
+            "data.frame_budget=60", "data.workers=0", "training.max_steps=1",
+            "training.device=cpu", *overrides,
+        )  # fmt: skip
+        assert tuned.code == 0, tuned.err
+        found = tmp_path / "runs" / recipe
+        assert load_model(resolve(found)).model.config == load_model(model).model.config
+        said = effasr("transcribe", "--run", found, "--language", language, workplace.wav)
+        scored = effasr("evaluate", "--run", found, "--manifest", workplace.folder / "dev")
+        assert said.code == scored.code == 0
+        return found
 
     return run
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from fake_gpu_worker import DEVICE, OneDevice, model_on_device, variants
 
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
-from effasr.nn.cache.decoder_state import CacheSizes
+from effasr.nn.cache.contiguous import CacheSizes
 from effasr_kernels import PackedLayout, PackedSequence
 
 

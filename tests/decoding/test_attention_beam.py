@@ -16,7 +16,7 @@ from effasr.decoding.lm.ngram import TokenNgrams
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import FastConformerConfig
-from effasr.nn.cache.decoder_state import PagedCache
+from effasr.nn.cache.paged import PagedCache
 from effasr.transcription.recognizer import Recognizer
 from effasr_kernels import pack
 from tests.decoding.cases import batch_of, decode_all, make_examples

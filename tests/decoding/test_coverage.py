@@ -15,7 +15,7 @@ from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
-from effasr.nn.cache.decoder_state import PagedCache
+from effasr.nn.cache.paged import PagedCache
 from effasr_kernels import pack
 
 EOS = 2

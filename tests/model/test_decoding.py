@@ -6,7 +6,8 @@ import torch
 from effasr.data.batch import Batch
 from effasr.data.collate import Example
 from effasr.model.asr import ASRModel
-from effasr.nn.cache.decoder_state import DecoderState, PagedCache
+from effasr.nn.cache.decoder_state import DecoderState
+from effasr.nn.cache.paged import PagedCache
 from effasr_kernels import pack
 
 Make = Callable[..., Batch]

@@ -3,14 +3,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from effasr.nn.cache.decoder_state import (
-    CacheSizes,
-    ContiguousCache,
-    DecoderState,
-    KeysValues,
-    PagedCache,
-)
-from effasr.nn.cache.paged import PAGE
+from effasr.nn.cache.contiguous import CacheSizes, ContiguousCache
+from effasr.nn.cache.decoder_state import DecoderState, KeysValues
+from effasr.nn.cache.paged import PAGE, PagedCache
 from effasr_kernels import PackedLayout
 
 LAYERS, HEADS, WIDTH = 2, 3, 8

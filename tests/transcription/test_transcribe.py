@@ -13,7 +13,8 @@ from effasr.decoding.config import DecodingConfig
 from effasr.decoding.continuous_batching.engine import Engine
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import Decoder
-from effasr.nn.cache.decoder_state import GROUP, DecoderState
+from effasr.nn.cache.contiguous import GROUP
+from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.feed_forward import FeedForward
 from effasr.transcription.recognizer import Recognizer, Request
 from effasr.transcription.results import Failure, Transcription

@@ -170,7 +170,7 @@ def _tables(config: ModelConfig) -> dict[str, Tensor]:
 
 def _defaults(prompt: Prompt, prompt_format: str) -> list[dict[str, object]]:
     """Default slots of NeMo's prompt."""
-    # Were the languages tokens, too, NeMo would not know which tokenizer to take.
+    # Languages are no tokens here, because NeMo chooses the tokenizer by them.
     slots = {
         "source_lang": prompt.source,
         "target_lang": prompt.target,

@@ -27,7 +27,7 @@ _ASR = "nemo.collections.asr."
 _PLACES = 5000
 """Initial length of NeMo's position table, which grows."""
 
-# What is looked at; all other fields of a decoder must be as they are by default.
+# Fields that are exported; all other fields of a decoder must have their defaults.
 _DECODER_FIELDS = (
     *("width", "layers", "heads", "head_dim", "feed_forward", "max_positions", "bias"),
     *("output_bias", "tie_embeddings"),

@@ -7,19 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from effasr.nn.cache.contiguous import GROUP, CacheSizes, ContiguousCache
+from effasr.nn.cache.contiguous import CacheSizes, ContiguousCache
 from effasr.nn.cache.paged import PagedCache, pages_of
 from effasr_kernels import PackedLayout
-
-__all__ = [
-    "GROUP",
-    "KEPT_SHARE",
-    "CacheSizes",
-    "ContiguousCache",
-    "DecoderState",
-    "KeysValues",
-    "PagedCache",
-]
 
 KeysValues = tuple[Tensor, Tensor]
 """Of packed rows: (rows, H, D) each."""
@@ -208,7 +198,7 @@ class DecoderState:
 
     def advance(self) -> None:
         """Count the tokens that a step has read."""
-        # One that is read after the last, while nobody has looked yet, takes the last place.
+        # A token that is read before the host sees the end of the sequence takes the last place.
         moved = self.positions + self.going
         self.positions.copy_(moved.clamp_(max=self.max_tokens - 1 + self._together))
         self.length += 1

@@ -75,7 +75,7 @@ def cut_at_pauses(
     longest, search = int(chunk_seconds * sample_rate), int(search_seconds * sample_rate)
     ahead = _Ahead(blocks)
     start, sight = 0, longest if total is not None else 2 * longest
-    # Beyond the latest place of a cut, energy is heard for half a window.
+    # The energy window reaches half its length beyond the latest place of a cut.
     margin = (_WINDOW_HOPS // 2 + 1) * _hop(sample_rate)
     while True:
         ended = ahead.fill(sight + margin)

@@ -171,7 +171,7 @@ def _of_utterance(name: str, utterance: object) -> Source:
             file,
             utterance.audio,
             offset=utterance.offset or 0.0,
-            # Without `offset`, `duration` says how long the file is, rounded.
+            # Without `offset`, `duration` is the rounded length of the file.
             duration=None if utterance.offset is None else utterance.duration,
             prompt=utterance.prompt,
         )

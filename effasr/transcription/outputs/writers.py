@@ -111,7 +111,7 @@ class StreamWriter:
 
 
 def _write(text: str) -> None:
-    # A terminal may know fewer letters than a transcript has.
+    # The encoding of a terminal may lack letters of the transcript.
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
