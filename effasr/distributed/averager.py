@@ -32,15 +32,7 @@ class Averager:
 
 
 class LocalUpdates(Averager):
-    """Lets ranks make updates of their own after a warm-up, in which gradients are exchanged.
-
-    Args:
-        model: Model without wrapper.
-        optimizer: Optimizer of its parameters.
-        statistics: Running statistics of its batch norms.
-        context: All ranks, more than one.
-        warmup_steps: Length of the warm-up.
-    """
+    """Lets ranks make updates of their own after a warm-up, in which gradients are exchanged."""
 
     def __init__(
         self,

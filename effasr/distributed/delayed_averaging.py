@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from effasr.distributed.averager import LocalUpdates, add_flat, check_warmup
+from effasr.distributed.process_group import DistributedContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +35,16 @@ class DelayedAveraging(LocalUpdates):
     is more than a step late. It needs a copy of the weights.
     """
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        statistics: Sequence[Tensor],
+        context: DistributedContext,
+        warmup_steps: int,
+    ) -> None:
         """See `LocalUpdates`."""
-        super().__init__(*arguments)
+        super().__init__(model, optimizer, statistics, context, warmup_steps)
         # A group of its own, because others are used during the all-reduce.
         self._group = dist.new_group()
         self._pending: tuple[Tensor, Tensor, dist.Work] | None = None

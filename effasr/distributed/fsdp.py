@@ -21,12 +21,8 @@ def shard(
     """Shard a model's parameters over the ranks, in place; all start with rank 0's weights.
 
     The layers of every `nn.ModuleList` are gathered one at a time, when they are needed, and the
-    rest of the model once per forward. Gradients are averaged in float32.
-
-    Args:
-        model: Model on the device of this rank.
-        context: All ranks, more than one.
-        dtype: Dtype in which parameters are gathered; None for their own.
+    rest of the model once per forward, in ``dtype``, or their own. Gradients are averaged in
+    float32.
     """
     for tensor in [*model.parameters(), *model.buffers()]:
         dist.broadcast(tensor.detach(), src=0)

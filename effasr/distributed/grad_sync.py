@@ -44,11 +44,7 @@ class GradientSync:
         return self._model
 
     def begin(self, on_first_bucket: Callable[[], object]) -> None:
-        """Begin a step.
-
-        Args:
-            on_first_bucket: Called before the first gradients are sent during the backward.
-        """
+        """Begin a step; ``on_first_bucket`` is called before its first gradients are sent."""
 
     def no_sync(self) -> AbstractContextManager:
         """Return a context in which gradients accumulate locally."""
@@ -128,12 +124,7 @@ class FSDPGradientSync(GradientSync):
 
 
 class FlatGradientSync(GradientSync):
-    """All gradients are averaged after the last backward: for one that a CUDA graph replays.
-
-    Args:
-        model: Without wrapper.
-        context: All ranks, more than one.
-    """
+    """All gradients are averaged after the last backward: for one that a CUDA graph replays."""
 
     def __init__(self, model: nn.Module, context: DistributedContext) -> None:
         super().__init__(model)

@@ -20,12 +20,6 @@ def agree_on_restart_id(store: Store, rank: int, size: int, timeout_s: float) ->
     So every process writes a name of its own and waits for an answer to it. Rank 0 answers all
     names that it finds, also those of dead processes, until each rank has confirmed an answer.
 
-    Args:
-        store: Store that all processes share.
-        rank: Rank of this process.
-        size: Number of processes.
-        timeout_s: Seconds to wait for the others.
-
     Raises:
         RuntimeError: A process did not join in time.
     """

@@ -120,13 +120,7 @@ def has_sharded(groups: Sequence[dict[str, Any]]) -> bool:
 def why_not_apex(
     device: torch.device, module: str = "fused_adam.py", *, sharded: bool = False
 ) -> str | None:
-    """Return the reason why NVIDIA's apex cannot be used, or None, without importing it.
-
-    Args:
-        device: Device of the parameters.
-        module: File of the optimizer in ``apex/optimizers``.
-        sharded: Whether each process has a shard of the parameters.
-    """
+    """Return the reason why NVIDIA's apex cannot be used, or None, without importing it."""
     if sharded:
         return "apex knows no sharded parameters, as of training.strategy fsdp2"
     if device.type != "cuda":

@@ -109,12 +109,7 @@ class TrainingMetrics:
         self._timed += 1
 
     def line(self, step: int, epoch: int) -> dict[str, Any]:
-        """Return the means per step since the last line, and start again.
-
-        Args:
-            step: Updates made so far.
-            epoch: Epoch of the step, from 0.
-        """
+        """Return the means per step since the last line, and start again."""
         sums = {name: self._sums.get(name, 0.0) for name in (*_SUMS, *_ROWS)}
         steps, updates = max(sums["steps"], 1), sums["updates"]
         timed = max(self._timed, 1)

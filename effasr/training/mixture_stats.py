@@ -13,11 +13,7 @@ from effasr.distributed.process_group import DistributedContext
 
 
 class MixtureStats:
-    """Counts utterances and samples or tokens of each source since the start of the run.
-
-    Args:
-        corpus: The corpus; without a mixture there is nothing to count.
-    """
+    """Counts utterances and samples or tokens of each source since the start of the run."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus

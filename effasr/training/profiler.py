@@ -66,11 +66,6 @@ class ProfileConfig:
 class StepProfiler:
     """Switches a profiler on for the configured steps, and off after them.
 
-    Args:
-        config: Which steps.
-        context: This rank.
-        folder: Folder of the recordings.
-
     Raises:
         ValueError: The settings need a GPU, and there is none.
     """

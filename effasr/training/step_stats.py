@@ -68,14 +68,7 @@ class StepCounts:
         stopping: bool,
         costs: StepCosts,
     ) -> StepCounts:
-        """Count the micro-batches of this rank, whose lengths are known on the host.
-
-        Args:
-            micro_batches: Micro-batches of this rank.
-            context: The ranks of the step.
-            stopping: Whether this rank was asked to stop.
-            costs: FLOPs of an utterance.
-        """
+        """Count the micro-batches of this rank, whose lengths are known on the host."""
         useful, work = work_of(micro_batches, costs.speech, costs.text)
         again = costs.recomputed
         return cls(
@@ -125,9 +118,6 @@ class HostCopy:
     """An asynchronous copy of a small tensor to the host.
 
     Reading it waits for what was queued before the copy, not for what was queued since.
-
-    Args:
-        tensor: Any shape, on any device.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -53,9 +53,6 @@ def run(config: TrainConfig) -> int:
     checkpoint, after the step that begins next. The same command continues from there. A second
     SIGINT interrupts at once.
 
-    Args:
-        config: Configuration of the run.
-
     Returns:
         The exit code: 0 if done or stopped on request, 1 if training failed, with a message.
 
@@ -94,11 +91,6 @@ class RunData:
 
 class Trainer:
     """One process of a run.
-
-    Args:
-        config: Configuration of the run.
-        context: All ranks.
-        directory: Directory of the run, which rank 0 locks; whoever made it closes it.
 
     Raises:
         ValueError: See `run`.

@@ -20,12 +20,6 @@ from effasr.transcription.recognizer import Recognizer
 class Validator:
     """Transcribes the validation sets with the current weights of a model.
 
-    Args:
-        config: ``data.validation`` and ``evaluation``.
-        model: Model without wrapper.
-        tokenizer: Tokenizer of the model.
-        context: The ranks; each transcribes its part of a set.
-
     Raises:
         ValueError: A manifest cannot be read, the normaliser is unknown, or the model does not
             support the decoding: before training, not after hours of it.

@@ -85,7 +85,7 @@ def all_meet(members: list[Membership], limit_s: float = 10.0) -> list[list[int]
     def meet(one: Membership) -> list[int]:
         until = time.monotonic() + limit_s
         while time.monotonic() < until:
-            if (present := one.meet()) is not None:
+            if (present := one.try_synchronize()) is not None:
                 return present
             time.sleep(0.01)
         raise AssertionError("nobody came")
@@ -103,7 +103,7 @@ def test_learners_meet_without_those_who_are_lost(store) -> None:
     ]
     for one in members:
         one.__enter__()
-    assert members[0].meet() is None
+    assert members[0].try_synchronize() is None
     assert all_meet(members) == [[0, 1, 2, 3]] * 4
     error = RuntimeError("out of luck")
     members[1].__exit__(RuntimeError, error, None)
@@ -119,7 +119,7 @@ def test_learners_meet_without_those_who_are_lost(store) -> None:
     with pytest.raises(LeftOut, match="learner 2 was silent for too long"):
         members[2].check()
     with pytest.raises(LeftOut):
-        members[2].meet()
+        members[2].try_synchronize()
     for one in (members[0], members[3]):
         one.__exit__(None, None, None)
 
@@ -132,10 +132,10 @@ def test_one_that_is_silent_for_too_long_is_lost_and_nobody_else(store) -> None:
     with quick, third:
         # A connection that breaks proves nothing as long as there are signs of life.
         quick.suspect(2)
-        assert silent.meet() is None
+        assert silent.try_synchronize() is None
         assert lost.wait(10.0)
         assert quick.lost == {1}
         assert third.lost == frozenset()
-        assert quick.meet() is None
+        assert quick.try_synchronize() is None
         time.sleep(2 * BEAT_S)
         assert quick.lost == {1}

@@ -67,7 +67,7 @@ def run_module(
     module: str,
     *arguments: str,
     size: int = 2,
-    limit_s: float = 60.0,
+    limit_s: float = 240.0,
     own: Sequence[str] | None = None,
 ) -> list[Finished]:
     """Run a module in several processes to its end; see `started`."""
@@ -80,7 +80,7 @@ def run_module(
 
 
 def run_ranks(
-    *functions: Callable[..., Any], size: int = 2, limit_s: float = 60.0, timeout_s: float = 60.0
+    *functions: Callable[..., Any], size: int = 2, limit_s: float = 240.0, timeout_s: float = 60.0
 ) -> list[Finished]:
     """Call functions, one after the other, in several processes that have joined each other.
 

@@ -34,7 +34,7 @@ def train(config: TrainConfig, folder: Path, fates: list[dict], codes: list[int]
     notes.mkdir()
     own = [json.dumps(fate) for fate in fates]
     module, arguments = "tests.training.gossip_rank", (str(recipe), str(notes))
-    ended = run_module(module, *arguments, size=len(fates), limit_s=90, own=own)
+    ended = run_module(module, *arguments, size=len(fates), own=own)
     said = [done.stderr for done in ended]
     everything = "\n-----\n".join(text[-6000:] for text in said)
     assert [done.returncode for done in ended] == codes, everything

@@ -242,7 +242,7 @@ def test_runs_of_two_processes_publish_merged_weights(
     for training in (loop, whole) if strategy == "fsdp2" else (whole,):
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(configuration.dump(make_lora_config(data=data, training=training)))
-        for done in run_module("effasr.train", str(recipe), limit_s=90):
+        for done in run_module("effasr.train", str(recipe)):
             assert done.returncode == 0, done.stderr[-3000:]
     before, after = weights(base / "base"), weights(tmp_path / "run")
     assert before.keys() == after.keys()

@@ -170,13 +170,13 @@ def broken(context: DistributedContext) -> None:
 
 def test_two_ranks_train_as_each_strategy_says() -> None:
     """All scenarios in the same two processes, which take long to begin."""
-    check_ranks(equal, recorded, half_precision, local, broken, limit_s=120)
+    check_ranks(equal, recorded, half_precision, local, broken)
 
 
 def train_on_two(config, folder) -> None:
     recipe = folder / "recipe.yaml"
     recipe.write_text(configuration.dump(config))
-    for done in run_module("effasr.train", str(recipe), limit_s=60):
+    for done in run_module("effasr.train", str(recipe)):
         assert done.returncode == 0, done.stderr[-3000:]
         assert "Warning" not in done.stderr
 

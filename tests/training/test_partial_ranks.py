@@ -78,4 +78,4 @@ def partly_trained(context: DistributedContext) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one() -> None:
-    check_ranks(partly_trained, limit_s=120)
+    check_ranks(partly_trained)

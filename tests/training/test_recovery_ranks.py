@@ -101,7 +101,7 @@ def alone(context: DistributedContext) -> None:
 
 @pytest.mark.slow
 def test_the_gradient_is_that_without_a_failure_wherever_it_fails() -> None:
-    check_ranks(recover, limit_s=200)
+    check_ranks(recover)
 
 
 def test_what_does_not_fit_at_all_ends_every_rank() -> None:

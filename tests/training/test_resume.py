@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 import torch
@@ -71,3 +72,21 @@ def test_a_checkpoint_from_before_a_field_existed_goes_on(make_config, tmp_path)
     assert steps == [1, 2, 3]
     with pytest.raises(ValueError, match=r"`data\.epoch_end` must stay None"):
         run(make_config(training={"max_steps": 4}, data={"epoch_end": "exact"}))
+
+
+def test_the_training_state_has_the_layout_of_earlier_checkpoints(make_config, tmp_path) -> None:
+    """Components by name; how far the run has come, and what it is, are at the top."""
+    assert run(make_config(training={"max_steps": 1})) == 0
+    path = tmp_path / "run" / "checkpoints" / "step_00000001" / "training.pt"
+    state = torch.load(path, weights_only=True)
+    assert state.keys() == {
+        "step", "best", "is_best", "must_validate", "config", "corpus", "epoch", "position",
+        "ranks", "plan", "optimizer", "objective", "meter", "blend", "adascale",
+    }  # fmt: skip
+    assert (state["step"], state["epoch"], state["position"]) == (1, 0, [0, 1])
+    assert (state["best"], state["is_best"], state["must_validate"]) == (math.inf, False, False)
+    assert state["ranks"] == 1
+    assert state["adascale"] is None
+    assert state["meter"].keys() == {"sums", "skipped", "oom_splits"}
+    assert state["optimizer"].keys() == {"param_groups", "state"}
+    assert state["objective"].keys() == {"average", "on"}

@@ -19,7 +19,7 @@ def test_a_sharded_run_goes_on_to_the_last_bit(make_config, tmp_path) -> None:
     newest = tmp_path / "run" / "checkpoints" / "step_00000008"
     ends = []
     for _ in range(2):
-        for done in run_module("effasr.train", str(recipe), limit_s=90):
+        for done in run_module("effasr.train", str(recipe)):
             assert done.returncode == 0, done.stderr[-3000:]
             assert "Warning" not in done.stderr
         ends.append(load_model(newest).model.state_dict() | read_whole(newest / "training"))

@@ -116,4 +116,4 @@ def compiled(context: DistributedContext) -> None:
 @pytest.mark.slow
 def test_sharded_training_is_that_of_one_process() -> None:
     """All scenarios in the same two processes, which take long to begin."""
-    check_ranks(strategies, text, recomputed, compiled, limit_s=200)
+    check_ranks(strategies, text, recomputed, compiled)

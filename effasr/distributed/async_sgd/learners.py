@@ -67,12 +67,7 @@ class WorkLoader(Protocol, Generic[T_co]):
 
 
 class Learners:
-    """The learner of this process, among all learners.
-
-    Args:
-        context: All ranks; those of a learner are neighbours.
-        size: Ranks of a learner.
-        config: When a learner is lost.
+    """The learner of this process: ``size`` neighbouring ranks among all.
 
     Attributes:
         context: All ranks that are left.

@@ -29,13 +29,6 @@ class WeightAveraging(Averager):
     A learner of several ranks adds the same difference on each of them: its leader sends them 4
     bytes per parameter whenever one has arrived, and a flag in every step.
 
-    Args:
-        model: Model without wrapper; the same on all ranks.
-        optimizer: Optimizer of its parameters.
-        learners: All learners.
-        config: Topology and period.
-        seed: Seed of the run.
-
     Attributes:
         distance: Consensus distance at the last synchronization; None before.
     """

@@ -18,13 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 class WorkQueue:
-    """The queue, as the leader of one learner uses it.
-
-    Args:
-        store: Store that all leaders share; used by nothing else.
-        learner: Number of this learner.
-        first: The first item.
-    """
+    """The queue, as the leader of one learner uses it."""
 
     def __init__(self, store: Store, learner: int, first: int) -> None:
         self._store = store

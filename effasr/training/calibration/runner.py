@@ -34,12 +34,6 @@ def measure(
 ) -> Measurement:
     """Run a trial and wait for it.
 
-    Args:
-        request: What to try.
-        timeout_s: A trial that takes longer is stopped.
-        alive: Called while it runs.
-        every_s: Seconds between two calls.
-
     Raises:
         TrialFailed: It failed for another reason than a lack of memory, or took too long.
     """

@@ -24,10 +24,6 @@ class Background:
     def start(self, what: str, job: Callable[[], object]) -> None:
         """Start a job when the one before has ended.
 
-        Args:
-            what: Description, for the warning that a later job had to wait.
-            job: The job.
-
         Raises:
             BaseException: The error of the job before.
         """
@@ -43,9 +39,6 @@ class Background:
 
     def wait(self, reason: str = "") -> None:
         """Wait for the job.
-
-        Args:
-            reason: Why to warn of the time it took, each time that it has doubled in all.
 
         Raises:
             BaseException: The error of the job.

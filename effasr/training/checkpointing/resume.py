@@ -46,14 +46,7 @@ class Saved:
 
 
 def identity(config: TrainConfig, corpus: str, plan: str | None, ranks: int) -> dict[str, Any]:
-    """Return what the functions below compare, for the training state of a checkpoint.
-
-    Args:
-        config: Configuration of the run.
-        corpus: Fingerprint of the corpus.
-        plan: Fingerprint of the plan of the epoch in progress; None between two epochs.
-        ranks: Number of ranks.
-    """
+    """Return what the functions below compare; ``plan`` and ``corpus`` are fingerprints."""
     mapping = configuration.to_mapping(config)
     return {"config": mapping, "corpus": corpus, "plan": plan, "ranks": ranks}
 
@@ -92,13 +85,7 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def check_same_ranks(saved: Mapping[str, Any], strategy: str, ranks: int) -> None:
-    """Raise a ValueError if the order of the data depends on the number of ranks, which differs.
-
-    Args:
-        saved: State in the checkpoint.
-        strategy: ``data.strategy``.
-        ranks: Number of ranks of this run.
-    """
+    """Raise a ValueError if the order of the data depends on the number of ranks, which differs."""
     before = saved.get("ranks", ranks)
     if strategy != "packed" and before != ranks:
         raise ValueError(
@@ -110,12 +97,7 @@ def check_same_ranks(saved: Mapping[str, Any], strategy: str, ranks: int) -> Non
 
 
 def check_same_plan(saved: Mapping[str, Any], fingerprint: Callable[[int], str]) -> None:
-    """Raise a ValueError if the plan of the epoch in progress has changed.
-
-    Args:
-        saved: State in the checkpoint.
-        fingerprint: Returns the fingerprint of the plan of an epoch.
-    """
+    """Raise a ValueError if the plan of the epoch in progress has changed."""
     epoch, step = saved["position"]
     before = saved.get("plan")
     if before is not None and fingerprint(epoch) != before:

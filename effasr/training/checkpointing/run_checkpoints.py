@@ -72,13 +72,7 @@ class _Content:
 
 
 class RunCheckpoints:
-    """The checkpoints of one run: the newest ones, and the best.
-
-    Args:
-        folder: ``runs/NAME/checkpoints``.
-        keep: Number of newest checkpoints to keep, besides the best.
-        background: Whether `save` returns before the files are written.
-    """
+    """The checkpoints of one run: the ``keep`` newest ones, and the best."""
 
     def __init__(self, folder: Path, keep: int, *, background: bool = False) -> None:
         if keep < 1:
@@ -92,12 +86,7 @@ class RunCheckpoints:
         self._group: dist.ProcessGroup | None = None
 
     def share(self, context: DistributedContext, timeout_s: float) -> None:
-        """Let all ranks, each of which calls this, save together, each its shards.
-
-        Args:
-            context: All ranks.
-            timeout_s: How long one waits for another to write.
-        """
+        """Let all ranks, each of which calls this, save together, each its shards."""
         self._rank = context.rank
         # A group of the thread's own: two threads must not use the same.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

@@ -29,12 +29,7 @@ def check_recordable(model: ModelConfig, context: DistributedContext) -> None:
 
 
 def recorded(state: TrainState, model: nn.Module) -> TrainState:
-    """Return the state with micro-batches that are recorded at the first step, on each rank.
-
-    Args:
-        state: Its model has no wrapper.
-        model: The model of the state.
-    """
+    """Return the state with micro-batches that are recorded at the first step, on each rank."""
     context = state.context
     if context.size > 1:
         # Before the recording, which keeps the addresses of gradients.

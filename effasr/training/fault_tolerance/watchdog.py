@@ -63,14 +63,14 @@ class Watchdog:
     def __init__(
         self,
         context: DistributedContext,
-        activity: PhaseTracker,
+        phases: PhaseTracker,
         timeout_s: float,
         data_timeout_s: float,
         reading: Callable[[], Sequence[str]],
         before_exit: Callable[[], object] = lambda: None,
     ) -> None:
         self._context = context
-        self._activity = activity
+        self._phases = phases
         self._reading = reading
         self._before_exit = before_exit
         # A kernel that hangs never returns to raise an error; torch's own end comes at the limit,
@@ -172,11 +172,11 @@ class Watchdog:
     def _beat(self, count: int) -> None:
         if self._store is not None:
             beat = json.dumps(self._own() | {"count": count})
-            self._store.set(f"activity/{self._context.rank}", beat)
+            self._store.set(f"phase/{self._context.rank}", beat)
 
     def _own(self) -> dict[str, Any]:
         """Return the phase of this rank."""
-        now = self._activity
+        now = self._phases
         utterances = list(now.utterances) or (list(self._reading()) if now.phase == LOADING else [])
         return {
             "step": now.step,
@@ -191,7 +191,7 @@ class Watchdog:
     def _read(self) -> list[dict[str, Any]]:
         """Return the last reports of all ranks; nothing before each has one."""
         assert self._store is not None
-        names = [f"activity/{rank}" for rank in range(self._context.size)]
+        names = [f"phase/{rank}" for rank in range(self._context.size)]
         if not self._store.check(names):
             return []
         return [json.loads(text) for text in self._store.multi_get(names)]
@@ -219,8 +219,8 @@ class Watchdog:
 
     def _check(self) -> None:
         """End the process if this rank is stuck."""
-        name, limit = self._limits.get(self._activity.phase, ("", None))
-        if limit is None or time.monotonic() - self._activity.since < limit:
+        name, limit = self._limits.get(self._phases.phase, ("", None))
+        if limit is None or time.monotonic() - self._phases.since < limit:
             return
         text = (
             f"rank {self._context.rank}: {_describe(self._own())}: nothing has come of it for "

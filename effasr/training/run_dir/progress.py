@@ -10,14 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class ProgressDisplay:
-    """Shows steps, loss, speed, padding, data wait and the time left, on standard error.
-
-    Args:
-        total: Steps of the whole run.
-        done: Steps made before this process began.
-        ranks: Number of ranks that share the audio.
-        console: Where to write.
-    """
+    """Shows steps, loss, speed, padding, data wait and the time left, on standard error."""
 
     def __init__(self, total: int, done: int, ranks: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)

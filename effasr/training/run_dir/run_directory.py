@@ -51,10 +51,6 @@ class RunDirectory:
     def lock(self, run: str, *, succeeds: bool = False) -> None:
         """Lock the directory until `close`: see `run_lock.RunLock`.
 
-        Args:
-            run: Name of this start of the run.
-            succeeds: Whether the process that holds the lock is lost.
-
         Raises:
             ValueError: Another process trains here.
         """
@@ -86,13 +82,7 @@ class RunDirectory:
         return aside
 
     def open(self, config: str, step: int, *, tensorboard: bool) -> None:
-        """Prepare to write from a step on; remove what was written after it.
-
-        Args:
-            config: Resolved configuration, YAML.
-            step: Updates that the weights have seen.
-            tensorboard: Whether to write curves for TensorBoard.
-        """
+        """Prepare to write from a step on; remove what was written after it."""
         self.path.mkdir(parents=True, exist_ok=True)
         _replace(self.path / "config.yaml", config)
         for name in (METRICS, VALIDATION, SKIPPED, UNREADABLE):

@@ -23,10 +23,6 @@ log = logging.getLogger(__name__)
 class RunLog:
     """Writes the files of a run and reports to the user, on rank 0; other ranks keep their lines.
 
-    Args:
-        directory: Directory of the run; whoever made it closes it.
-        start: Name of this start of the run, the same on all ranks.
-
     Attributes:
         directory: Directory of the run.
         display: What the user sees.
@@ -50,15 +46,7 @@ class RunLog:
     def open(
         self, config: TrainConfig, is_main: bool, step: int, ranks: int, dropped: Sequence[Dropped]
     ) -> None:
-        """Begin to write and to report, if this rank is to.
-
-        Args:
-            config: Configuration of the run.
-            is_main: Whether this rank is rank 0.
-            step: Updates made so far.
-            ranks: Number of ranks that a line of metrics is about.
-            dropped: Utterances that training cannot use.
-        """
+        """Begin to write and to report, if this rank is to."""
         self.step = step
         self._is_main = is_main
         if not is_main:

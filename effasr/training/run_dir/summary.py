@@ -18,14 +18,7 @@ from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 def describe_batches(
     plan: EpochPlan, shape: StaticShape | None, lengths: UtteranceLengths, config: DataConfig
 ) -> str:
-    """Return one line about the micro-batches of an epoch.
-
-    Args:
-        plan: Plan of the epoch.
-        shape: Shape of every batch; None where each has its own.
-        lengths: Lengths of the utterances.
-        config: Strategy and padding.
-    """
+    """Return one line about the micro-batches of an epoch."""
     begin = f"{plan.micro_batches} micro-batches a step, "
     paddings = (
         f"frames ({100 * plan.padding_frames:.1f} % padding)",

@@ -78,10 +78,6 @@ class AsynchronousStrategy(SynchronousStrategy):
     """Learners take steps from a shared queue, and synchronize where validations and the like are.
 
     See `effasr.distributed.async_sgd.learners`.
-
-    Args:
-        config: Configuration of the run.
-        learners: Learners of the run.
     """
 
     # Learners wait for each other there, too, and report when they load.
@@ -198,14 +194,7 @@ class AsynchronousStrategy(SynchronousStrategy):
 
 
 class _ShareLoader:
-    """Loads work items for a rank; see `effasr.distributed.async_sgd.work_queue`.
-
-    Args:
-        loader: Has the plans.
-        learners: Learners of the run.
-        phases: Tracks when this rank loads.
-        progress: The step that the run begins with, and its position.
-    """
+    """Loads work items for a rank; see `effasr.distributed.async_sgd.work_queue`."""
 
     def __init__(
         self, loader: Loader, learners: Learners, phases: PhaseTracker, progress: RunProgress

@@ -110,12 +110,7 @@ def is_sharded(state: TrainState) -> bool:
 
 @contextmanager
 def full_weights(state: TrainState, model: nn.Module) -> Iterator[None]:
-    """Give a plain model the current weights, on the device; all ranks enter the block.
-
-    Args:
-        state: What is trained.
-        model: The model that `distribute` was given; it has the weights anyway if not sharded.
-    """
+    """Give a plain model the current weights, on the device; all ranks enter the block."""
     if not is_sharded(state):
         yield
         return

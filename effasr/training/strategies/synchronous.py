@@ -24,10 +24,6 @@ from effasr.training.strategies.parallelism import make_averager
 class SynchronousStrategy:
     """Owns the iterator of steps, the sync points and the rule to stop. Every step is a sync point.
 
-    Args:
-        config: Configuration of the run.
-        context: All ranks.
-
     Attributes:
         group: Ranks that make a step together.
         is_stopping: Whether the run ends here because it was asked to stop.
@@ -79,13 +75,7 @@ class SynchronousStrategy:
         return bool(stop) or progress.step + 1 == self._config.training.stop_at
 
     def finish(self, data: StepBatch, progress: RunProgress, *, stopping: bool) -> None:
-        """Record a step.
-
-        Args:
-            data: Data of the step.
-            progress: Progress of the run, which is updated.
-            stopping: Whether a rank of the group was asked to stop.
-        """
+        """Record a step."""
         progress.step += 1
         progress.epoch, progress.position = data.epoch, data.next_position
         self.is_stopping = stopping

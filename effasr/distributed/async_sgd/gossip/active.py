@@ -21,13 +21,6 @@ _SIGN_OF_LIFE = 1 / 4
 class Active:
     """Does one exchange for each publication, or as many as the network allows, in one thread.
 
-    Args:
-        mixer: Buffers of this learner.
-        peers: Its neighbours.
-        transport: Connections to them.
-        timeout_s: How long a neighbour may be silent in an exchange.
-        choose: Selects one of the neighbours that are left, given the number of exchanges so far.
-
     Attributes:
         exchanges: Number of completed exchanges.
         bytes: Bytes of weights, sent and received.

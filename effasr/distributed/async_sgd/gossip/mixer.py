@@ -58,10 +58,6 @@ class Mixer:
     Of the other threads, either one calls `snapshot` and `average` in turn (the active side), or
     any number call `answer` (the passive side).
 
-    Args:
-        count: Number of elements.
-        pinned: Whether they are copied from and to a GPU.
-
     Attributes:
         applied: Number of deltas taken.
         staleness_sum: Sum over them of the own updates between the copy of the weights that a delta
@@ -95,12 +91,7 @@ class Mixer:
         self.non_finite = 0
 
     def publish(self, copy_to: Callable[[Tensor], Landing], version: int) -> bool:
-        """Copy the weights for others; return False if the copy before is still in progress.
-
-        Args:
-            copy_to: Copies the weights into a buffer, possibly asynchronously.
-            version: Number of updates that the learner has made.
-        """
+        """Copy the weights for others; return False if the copy before is still in progress."""
         with self._handing:
             # A copy that is overtaken again and again would never be seen by anybody.
             if self._copies and not self._copies[-1].landing.query():

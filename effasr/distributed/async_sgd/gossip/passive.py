@@ -23,11 +23,7 @@ _PATIENCE = 3
 class Passive:
     """Answers each neighbour in a thread of its own, so that none waits for another's updates.
 
-    Args:
-        mixer: Buffers of this learner.
-        peers: Its neighbours.
-        transport: Connections to them.
-        timeout_s: A third of how long a neighbour may be silent.
+    A neighbour may be silent for three times ``timeout_s``.
 
     Attributes:
         exchanges: Number of completed exchanges.

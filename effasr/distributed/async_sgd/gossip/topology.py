@@ -45,15 +45,7 @@ def neighbours(topology: Topology, learner: int, learners: int) -> tuple[int, ..
 
 
 def choose(topology: Topology, seed: int, learner: int, living: Sequence[int], count: int) -> int:
-    """Return the neighbour that an active learner averages with next.
-
-    Args:
-        topology: ``ring`` takes neighbours in turn, ``random`` any.
-        seed: Seed of the run.
-        learner: The active learner.
-        living: Its neighbours that are left, at least one.
-        count: Number of its exchanges so far.
-    """
+    """Return the neighbour that an active learner averages with next."""
     if topology == "ring":
         return living[count % len(living)]
     return random.Random(f"{seed} {learner} {count}").choice(living)
