@@ -31,8 +31,6 @@ from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.plan import EpochPlan
 from effasr.data.sampling.strategies import planner
 
-__all__ = ["Corpus", "DataConfig", "Loader", "MicroBatchRef", "StepBatch"]
-
 log = logging.getLogger(__name__)
 
 _PLANS = 2
@@ -162,10 +160,6 @@ class Loader:
         """This rank's part of every global step from a position on, without end.
 
         Closing the iterator ends its worker processes.
-
-        Args:
-            epoch: Where to begin.
-            step: Where to begin in that epoch.
 
         Raises:
             ValueError: The epoch has no such step.

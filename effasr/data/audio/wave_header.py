@@ -15,9 +15,7 @@ _CHUNKS = 1000
 def missing_share(file: BinaryIO, size: int) -> float:
     """The part of the samples that the header of a RIFF file promises and that is not there.
 
-    Args:
-        file: At its beginning.
-        size: Of the file, in bytes.
+    The file, of ``size`` bytes, is read from its beginning.
 
     Returns:
         From 0 up to, not including, 1; 0 for another kind of file, or where the header leaves it

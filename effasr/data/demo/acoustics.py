@@ -51,11 +51,6 @@ def record(
 def coloured_noise(samples: int, slope: float, seed: int) -> np.ndarray:
     """Gaussian noise of unit power whose spectrum falls as 1 / f^slope above 50 Hz.
 
-    Args:
-        samples: How many.
-        slope: 0 is white, 1 pink, 2 brown.
-        seed: Equal seeds give equal noise.
-
     Returns:
         float32 (samples,).
     """

@@ -58,11 +58,6 @@ class Recording:
 def plan(*, multilingual: bool, utterances: int, seed: int) -> list[Recording]:
     """The whole corpus, a pure function of its arguments.
 
-    Args:
-        multilingual: Half of the recordings German, with English translations.
-        utterances: Training recordings; dev has 5 % and test 10 % of that number besides.
-        seed: Of everything random.
-
     Returns:
         Recordings of train, dev and test, in this order.
     """

@@ -75,11 +75,6 @@ class TooManyDropped(ValueError):
 def check_share(dropped: Sequence[Dropped], utterances: int, limit: float) -> None:
     """Check that no single reason leaves out too much.
 
-    Args:
-        dropped: What was left out.
-        utterances: How many there were.
-        limit: The share of them that a reason may leave out.
-
     Raises:
         TooManyDropped: A reason leaves out more; the message names it and its first utterances.
     """

@@ -159,12 +159,6 @@ def check_copies(
 ) -> tuple[TokenizedText | None, list[int], list[Dropped]]:
     """Check an utterance at each of the speeds of ``limits``.
 
-    Args:
-        cut: With one supervision.
-        audio: Its audio file, for messages.
-        limits: What each copy may be.
-        tokenizer: As of `check`.
-
     Returns:
         The tokens, which all copies share, if there are any; the numbers of the speeds at which
         it can be trained on; and the other copies.

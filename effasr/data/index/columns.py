@@ -47,11 +47,7 @@ class Ragged:
 
 
 class RaggedBuilder:
-    """A `Ragged` while it is made.
-
-    Args:
-        typecode: Of its values, as of `array.array`: ``B`` for bytes.
-    """
+    """A `Ragged` while it is made; the typecode is that of `array.array`."""
 
     def __init__(self, typecode: str = "B") -> None:
         self._values = array(typecode)

@@ -186,12 +186,7 @@ class CorpusCache:
 
 
 class _Progress:
-    """Tells every few seconds how far something is.
-
-    Args:
-        text: What is said of a number and its growth in a second.
-        tell: Who is told.
-    """
+    """Reports every few seconds a number and its growth in a second."""
 
     def __init__(self, text: str, *tell: Callable[[str], None]) -> None:
         self._text = text

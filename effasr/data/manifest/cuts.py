@@ -23,12 +23,7 @@ CUTS_FILE = "cuts.jsonl.gz"
 def utterances(
     lines: Iterable[tuple[int, str]], path: Path, language: str
 ) -> Iterator[CutUtterance]:
-    """Read the lines of a cut manifest.
-
-    Args:
-        lines: Line numbers and lines, blank ones left out.
-        path: The manifest; relative audio paths are relative to its folder.
-        language: The language of cuts that name none.
+    """Read the numbered lines of a cut manifest; relative audio paths are relative to its folder.
 
     Raises:
         ValueError: A line is no cut, or has not exactly one supervision with a text.

@@ -24,10 +24,6 @@ def utterances(folder: Path, language: str) -> Iterator[FileUtterance]:
     - LibriSpeech's ``*.trans.txt``, lines of ``name TEXT`` beside the audio files;
     - ``NAME.txt`` beside each ``NAME.wav`` (or .flac, .ogg, .opus, .mp3), at any depth.
 
-    Args:
-        folder: The folder.
-        language: The language of utterances that name none.
-
     Raises:
         ValueError: There is no audio, or a transcript is missing or malformed.
     """

@@ -24,10 +24,6 @@ def utterances(folder: Path, language: str) -> Iterator[FileUtterance]:
 
     Relative paths in ``wav.scp`` are relative to the folder. ``utt2lang`` gives languages.
 
-    Args:
-        folder: The data folder.
-        language: The language of utterances without one.
-
     Raises:
         ValueError: A file is missing or malformed, ``wav.scp`` holds a command, or the files
             do not name the same utterances.

@@ -38,10 +38,6 @@ def files(folder: Path) -> tuple[list[Path], list[Path]]:
 def utterances(folder: Path, language: str) -> Iterator[CutUtterance]:
     """Read the shards in the order of their numbers.
 
-    Args:
-        folder: With ``cuts.NUMBER.jsonl.gz`` and ``recording.NUMBER.tar``.
-        language: The language of cuts that name none.
-
     Raises:
         ValueError: A shard of audio is missing or damaged or lacks a recording, or a line is
             malformed.

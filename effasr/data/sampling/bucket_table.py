@@ -92,11 +92,7 @@ class BucketTable:
 
     @classmethod
     def load(cls, path: str | Path, framing: Framing = FASTCONFORMER) -> BucketTable:
-        """Read a table in the form of `save`.
-
-        Args:
-            path: The file.
-            framing: Of the corpus, in whose frames the table is to be.
+        """Read a table in the form of `save`, in encoder frames of the corpus.
 
         Raises:
             ValueError: The file is missing or malformed.

@@ -51,11 +51,7 @@ class Augmenter:
     ) -> None:
         """List recordings and check them.
 
-        Args:
-            config: What to do.
-            seed: Of the run.
-            skip_unreadable: Whether an utterance goes without noise or room where their recording
-                cannot be read, in place of an error.
+        With ``skip_unreadable``, an utterance stays as it is where its recording cannot be read.
 
         Raises:
             ValueError: See `Clips.load`.

@@ -32,10 +32,6 @@ def simulated_room(
     pressure and what walls have left of it, exp(-6.9 t / T60). First there are single echoes,
     then more and more. Beyond one a sample, fewer and stronger ones stand for many.
 
-    Args:
-        rng: What decides.
-        decay_time: Least and greatest T60 in seconds.
-
     Returns:
         The response from the direct sound on, as long as the T60. The ratio of direct to
         reverberant energy is V 6 ln(10) / (4 pi c T60 d^2) in the mean, for a small distance d.
