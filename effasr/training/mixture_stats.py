@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from effasr.data.index.corpus import Corpus
-from effasr.data.loader import StepBatch
-from effasr.data.mixture_summary import Blend, Mixture, drawn
+from effasr.data.micro_batch_loader import StepBatch
+from effasr.data.mixture_summary import Mixture, MixtureSummary
 from effasr.distributed.process_group import World
 
 
@@ -31,23 +31,22 @@ class DrawnBlend:
         corpus = self._corpus
         if corpus.mixture is None:
             return
-        found = [drawn(corpus.mixture, corpus.sources, corpus.samples, step.indices)]
+        self._own[0] += corpus.mixture.count(corpus.sources, corpus.samples, step.indices)
         if (text := corpus.text) is not None:
-            found.append(drawn(text.mixture, text.sources, text.lengths.frames, step.text_indices))
-        for own, counts in zip(self._own, found, strict=True):
-            own += np.stack(counts)
+            read = text.lengths.frames
+            self._own[1] += text.mixture.count(text.sources, read, step.text_indices)
 
-    def merge(self, world: World) -> list[Blend]:
+    def merge(self, world: World) -> list[MixtureSummary]:
         """Add up what the ranks have counted, all together.
 
         Returns:
-            The blend of speech, and that of text if there is any; nothing without a mixture.
+            That of speech, and that of text if there is any; nothing without a mixture.
         """
         for merged, own in zip(self._merged, self._own, strict=True):
             merged += np.sum(world.gather(own), axis=0)
             own[:] = 0
         pairs = zip(self._mixtures(), self._merged, strict=True)
-        return [Blend.of(mixture, *counts) for mixture, counts in pairs]
+        return [mixture.summary(counts) for mixture, counts in pairs]
 
     def state_dict(self) -> dict[str, Any]:
         """The counts of all ranks at the last `merge`."""

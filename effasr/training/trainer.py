@@ -18,7 +18,8 @@ from effasr import config as configuration
 from effasr import ranges
 from effasr.data.filters.config import TooManyDropped
 from effasr.data.index.corpus import Corpus
-from effasr.data.loader import Loader, StepBatch
+from effasr.data.loader import Loader
+from effasr.data.micro_batch_loader import StepBatch
 from effasr.distributed.batch_norm import average
 from effasr.distributed.process_group import World, joined
 from effasr.evaluation.result import Evaluation, merge

@@ -16,7 +16,8 @@ import torch
 from bench import rows
 from bench.training_corpus import Workload, plan_of, random_batches
 
-from effasr.data.sampling.strategies import StrategyOptions, planner
+from effasr.data.sampling.options import StrategyOptions
+from effasr.data.sampling.strategies import planner
 
 TINY = ["--model", "small", "--frame-budget", "100", "--utterances", "60", "--longest", "4"]
 

@@ -31,7 +31,8 @@ from effasr.training.fault_tolerance.nonfinite_guard import TrainingFailed
 from effasr.training.fault_tolerance.phase_tracker import LOADING
 
 if TYPE_CHECKING:
-    from effasr.data.loader import Loader, MicroBatchRef, StepBatch
+    from effasr.data.loader import Loader
+    from effasr.data.micro_batch_loader import MicroBatchRef, StepBatch
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +222,7 @@ class Learners:
 
     def _turn(self, claim: int) -> MicroBatchRef:
         # Here, so that a model can be trained without the packages that read data.
-        from effasr.data.loader import MicroBatchRef
+        from effasr.data.micro_batch_loader import MicroBatchRef
 
         step, share = divmod(claim, self.count)
         return MicroBatchRef(*self._calendar(step), share + self.count * self.own.rank, claim)

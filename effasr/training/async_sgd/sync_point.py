@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from effasr.data.loader import StepBatch
+from effasr.data.micro_batch_loader import StepBatch
 from effasr.distributed.batch_norm import average
 from effasr.distributed.process_group import World
 from effasr.training.async_sgd.learners import Learners

@@ -73,8 +73,9 @@ def summarise(trainer: Trainer) -> Iterator[str]:
             f"{text.shape.frame_budget} tokens to read and {text.shape.token_budget} to write, "
             f"from {len(text)} pairs"
         )
-    for blend in trainer.corpus.blends(plan, trainer.loader.text_plan(trainer.position[0])):
-        yield from blend.table()
+    text_plan = trainer.loader.text_plan(trainer.position[0])
+    for summary in trainer.corpus.summaries(plan, text_plan):
+        yield from summary.table()
     if trainer.corpus.dropped:
         reasons = Counter(dropped.reason for dropped in trainer.corpus.dropped)
         listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
