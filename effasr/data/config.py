@@ -1,4 +1,4 @@
-"""What a run trains on, and how it is batched."""
+"""Configuration of the training data, its batches and its loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Global steps of micro-batches, from any position of a run.
+"""Data loader: yields the micro-batches of global steps, from any position of a run.
 
 The plan of an epoch is a pure function, so a run resumes at (epoch, step) without looking at
 what came before, and every rank finds its own part of a step without asking the others.

@@ -1,4 +1,4 @@
-"""Loads micro-batches: what a `Loader` asks its worker processes for, and what they return."""
+"""Dataset of micro-batches, which worker processes load."""
 
 from __future__ import annotations
 

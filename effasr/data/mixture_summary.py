@@ -1,4 +1,4 @@
-"""The shares of sources that a mixture asks for, and those that are trained on."""
+"""Requested and realised shares of the sources of a mixture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths of utterances, from manifests or mere lists; no audio where they say how long it is."""
+"""Reads lengths of utterances from manifests or lists, without audio where possible."""
 
 from __future__ import annotations
 

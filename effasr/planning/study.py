@@ -1,4 +1,4 @@
-"""One strategy beside the other on the same utterances."""
+"""Compares batching strategies on the same utterances."""
 
 from __future__ import annotations
 

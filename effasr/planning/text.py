@@ -1,4 +1,4 @@
-"""A comparison of strategies as text that a person reads, valid Markdown at the same time."""
+"""Formats a comparison of strategies as Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a WAV file lacks: libsndfile reads what is left of one without a word."""
+"""Finds out how much of a truncated WAV file is missing; libsndfile does not report it."""
 
 from __future__ import annotations
 

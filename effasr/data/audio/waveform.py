@@ -1,4 +1,4 @@
-"""Waveforms from files: mono, float32, at one sample rate, or an error that says why not."""
+"""Reads waveforms: mono, float32, at one sample rate."""
 
 from __future__ import annotations
 

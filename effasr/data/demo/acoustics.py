@@ -1,4 +1,4 @@
-"""From clean synthetic speech to something like a recording: level, background noise, 16 bits."""
+"""Makes synthetic speech sound recorded: level, background noise, 16 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides, before any sound is made, everything about every recording of the corpus."""
+"""Plans every recording of the demo corpus before any is synthesised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which utterances a run leaves out by choice, and how many it may leave out in all."""
+"""Configuration of filters, and the check of how many utterances they drop."""
 
 from __future__ import annotations
 

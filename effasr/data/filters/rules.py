@@ -1,4 +1,4 @@
-"""Which utterances cannot be trained on, and why."""
+"""Checks which utterances can be trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process of all builds a file, and the others wait and see how far it is."""
+"""Lets one process build a file while the others wait and log its progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays in one file that processes map and share.
+"""Stores arrays in one checksummed file that processes map and share.
 
 The file begins with a line of JSON, filled up to `_HEADER` bytes with spaces: ``format``, ``key``,
 ``size`` of the whole, and for each column its type, its place, its length and the CRC-32 of its

@@ -1,4 +1,4 @@
-"""Flat columns that millions of rows fit in: texts, tokens, and where the audio of each row is."""
+"""Flat columns of tokens, names and audio locations for millions of utterances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All utterances of a run in a form that millions fit in and worker processes share."""
+"""All utterances of a run, in arrays that worker processes share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was read from manifests, kept in a file: other ranks and later starts map it.
+"""Memory-mapped cache of parsed manifests.
 
 Reading is by far the slowest part of a start: every line is parsed and every text tokenized. The
 table that comes of it depends on the manifests, the tokenizer and a few limits, but on no budget.

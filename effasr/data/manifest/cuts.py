@@ -1,4 +1,4 @@
-"""lhotse's cut manifests, and the folders that `effasr prepare` writes."""
+"""Reads lhotse's cut manifests, and the folders that `effasr prepare` writes."""
 
 from __future__ import annotations
 

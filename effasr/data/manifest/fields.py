@@ -1,4 +1,4 @@
-"""Fields of a manifest line, checked: every error names the line, the field and the remedy."""
+"""Checks fields of manifest lines; errors name the line, the field and the remedy."""
 
 from __future__ import annotations
 

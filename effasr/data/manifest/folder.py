@@ -1,4 +1,4 @@
-"""Folders of audio files with transcripts: beside them, in a table, or as in LibriSpeech."""
+"""Reads folders of audio files with transcripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kaldi data folders: ``wav.scp``, ``text`` and, where there are, ``segments``, ``utt2spk``."""
+"""Reads Kaldi data folders: ``wav.scp``, ``text``, and optional files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of text files, plain or gzipped, with errors that name the file and the line."""
+"""Reads lines of text files, plain or gzipped; errors name the file and the line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NeMo's manifests: JSON lines with ``audio_filepath``, ``duration`` and ``text``."""
+"""Reads NeMo's manifests: JSON lines with ``audio_filepath``, ``duration`` and ``text``."""
 
 from __future__ import annotations
 

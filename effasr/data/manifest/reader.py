@@ -1,4 +1,4 @@
-"""Manifests of every supported kind, read as lhotse cuts.
+"""Reads manifests of every supported kind as lhotse cuts.
 
 Kinds: NeMo's JSON lines, lhotse cuts (``.jsonl``, ``.jsonl.gz``) and Shar folders, folders that
 `effasr prepare` wrote, Kaldi data folders, and folders of audio files with transcripts.

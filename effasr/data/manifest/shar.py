@@ -1,4 +1,4 @@
-"""lhotse's Shar folders: shards of cuts, and of their audio in tar files.
+"""Reads lhotse's Shar folders: shards of cuts, and of their audio in tar files.
 
 lhotse reads shards from front to back; here every recording is found by its place in its tar
 file, so that a plan may ask for any utterance at any time.

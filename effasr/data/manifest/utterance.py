@@ -1,4 +1,4 @@
-"""One line of a manifest, and how it becomes a lhotse cut."""
+"""An utterance of a manifest, and its conversion to a lhotse cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets by duration and by tokens, with a batch size each: the table of 2D bucketing."""
+"""Table of 2D bucketing: buckets by duration and tokens, each with a batch size."""
 
 from __future__ import annotations
 

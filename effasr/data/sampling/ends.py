@@ -1,4 +1,4 @@
-"""Where an epoch ends and the next begins: what does not fill whole steps is carried over.
+"""Carries the utterances that do not fill a whole step over to the next epoch.
 
 After epoch e, (e + 1) passes over the corpus have been due, and as many steps as these fill have
 been made. What is left, less than a step, is a random part D(e) of the corpus, of known size. So

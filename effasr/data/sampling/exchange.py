@@ -1,4 +1,4 @@
-"""Groups of utterances that exchange members until every sum is as wanted in every group."""
+"""Exchanges utterances between groups until their sums are as wanted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batches of other toolkits: lhotse's samplers, run over lengths alone.
+"""Plans the batches of other toolkits, by lhotse's samplers over lengths alone.
 
 lhotse keeps ranks in step without talking: the sampler of every rank draws the batches of all of
 them, in the same order, and returns only its own. So one sampler that returns all of them draws

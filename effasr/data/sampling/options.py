@@ -1,4 +1,4 @@
-"""The strategies by which utterances become micro-batches, and what each leaves open."""
+"""Names and options of the batching strategies."""
 
 from __future__ import annotations
 

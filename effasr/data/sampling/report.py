@@ -1,4 +1,4 @@
-"""What a plan costs: padding, work, and how evenly the ranks share it."""
+"""Measures a plan: padding, FLOPs, and the imbalance of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random orders that are the same on every machine and with every version of numpy."""
+"""Random permutations that do not depend on the machine or the version of numpy."""
 
 from __future__ import annotations
 

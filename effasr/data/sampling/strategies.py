@@ -1,4 +1,4 @@
-"""How utterances become micro-batches: one planner for each value of ``data.strategy``.
+"""Makes the planner of a batching strategy.
 
 ``packed`` fills static shapes. The others are the batches of other toolkits, made by lhotse's
 samplers from lengths alone, to measure and to train against.

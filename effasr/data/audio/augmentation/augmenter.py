@@ -1,4 +1,4 @@
-"""What an utterance gets: a pure function of the seed and of where in the run it is trained on."""
+"""Augments the audio of an utterance, as a function of seed, epoch, step and utterance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recordings to augment with: listed and checked at the start, read when they are due."""
+"""Lists and checks the recordings to augment with, and reads them when they are needed."""
 
 from __future__ import annotations
 

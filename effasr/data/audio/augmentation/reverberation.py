@@ -1,4 +1,4 @@
-"""Speech as it sounds in a room: convolution with the room's impulse response."""
+"""Adds reverberation: convolution with a room impulse response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Impulse responses of rooms that nobody has built.
+"""Simulates room impulse responses.
 
 In place of lhotse's generator, which needs torchaudio.
 """
