@@ -122,7 +122,7 @@ class CorpusCache:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise ValueError(
                     f"`cache`: {folder} must have room for what is read from the manifests, "
-                    f"about 1 kB for each utterance, but has not ({error.strerror}): free some, "
+                    f"about 0.5 kB for each utterance, but has not ({error.strerror}): free some, "
                     "name another folder, or set data.cache=null."
                 ) from error
             if error.errno in (errno.EEXIST, errno.ENOTDIR):

@@ -143,13 +143,11 @@ class CutUtterance:
         origin: File and line, for messages.
         value: The cut.
         audio: Where its audio is, for messages.
-        line: The line of the manifest, where reading it again gives the same cut.
     """
 
     origin: str
     value: Cut
     audio: str
-    line: str | None
     named: bool = True
 
     @property
