@@ -63,7 +63,7 @@ class DataConfig:
         min_duration: Shorter utterances are dropped; seconds.
         max_duration: Longer utterances are dropped; seconds.
         filters: What else is left out, and how much may be.
-        cache: Folder that keeps what was read from large manifests, 0.5 kB for each utterance or so,
+        cache: Folder that keeps what was read from large manifests, about 0.5 kB for an utterance,
             for the other ranks and for later starts. ``auto``: the folder ``.corpus`` beside the
             runs; null: every process reads for itself.
         workers: Processes that load audio for each rank; 0 loads in the training process.
