@@ -128,9 +128,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
 def complete(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
     """A `to_mapping` of an earlier version, with new keys and the defaults of new fields.
 
-    Args:
-        cls: The dataclass, as it is now.
-        mapping: Keys that are unknown now stay as they are.
+    Keys that are unknown now stay as they are.
     """
     return _translated(cls, mapping, fill=True)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from effasr.planning.study import StudyOptions
 
 _STRATEGIES = ("packed", "random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "all")
-"""`effasr.data.sampling.strategies.STRATEGIES`, which is too slow to import for --help."""
+"""`effasr.data.sampling.options.STRATEGIES`, which is too slow to import for --help."""
 
 _OF_STRATEGIES = {
     "batch_size": ("random", "bucketed", "sync_bucketed"),
@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         parts = [
             text.summary(listing, selection, study, request.model),
-            *filter(None, [text.blend(selection, study)]),
+            *filter(None, [text.mixture(selection, study)]),
             text.table(outcomes),
             text.dropped(selection, None if options.dropped is None else str(options.dropped)),
             text.advice(selection, outcomes, study),
@@ -194,9 +194,9 @@ def _setting(
     listing: Listing, selection: Selection, study: StudyOptions, model: str
 ) -> dict[str, Any]:
     """Fields of the JSON output that all strategies share."""
-    from effasr.planning.study import blend_of
+    from effasr.planning.study import summarise_mixture
 
-    blend = blend_of(selection, study)
+    blend = summarise_mixture(selection, study)
     return {
         "model": model,
         "world_size": study.world_size,

@@ -1,4 +1,4 @@
-"""Files that are there in full or not at all."""
+"""Writes files atomically: a reader sees the whole old or new content."""
 
 from __future__ import annotations
 

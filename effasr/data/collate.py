@@ -128,14 +128,8 @@ def collate_text(
 ) -> Batch:
     """Pack text pairs into a static shape.
 
-    As in `collate`, but `Batch.source` is what the decoder attends to, there is no audio, and
-    nothing for CTC, the transducer or guided attention to learn from.
-
-    Args:
-        examples: The pairs; none at all is a batch of tails.
-        shape: Its frames are the rows of the text encoder.
-        eos_id: The token that ends a text.
-        pad_id: The token of the tails.
+    As in `collate`, but the decoder attends to `Batch.source`, and there is no audio: CTC, the
+    transducer and guided attention learn nothing. The frames of the shape are the text encoder's.
 
     Returns:
         The batch, on the CPU.

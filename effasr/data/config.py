@@ -1,4 +1,4 @@
-"""What a run trains on, and how it is batched."""
+"""Configuration of the training data, its batches and its loading."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from effasr.data.filters.config import FilterConfig
 from effasr.data.filters.limits import Limits
 from effasr.data.mixture import MixConfig, leaves
 from effasr.data.sampling.bucket_table import BucketTable
+from effasr.data.sampling.options import Strategy, StrategyOptions
 from effasr.data.sampling.packing import EpochEnd
-from effasr.data.sampling.strategies import Strategy, StrategyOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class DataConfig:
         min_duration: Shorter utterances are dropped; seconds.
         max_duration: Longer utterances are dropped; seconds.
         filters: What else is left out, and how much may be.
-        cache: Folder that keeps what was read from large manifests, about 1 kB for each utterance,
+        cache: Folder that keeps what was read from large manifests, about 0.5 kB for an utterance,
             for the other ranks and for later starts. ``auto``: the folder ``.corpus`` beside the
             runs; null: every process reads for itself.
         workers: Processes that load audio for each rank; 0 loads in the training process.
@@ -140,10 +140,7 @@ class DataConfig:
         self._options(None).check(self.strategy)
 
     def strategy_options(self, framing: Framing = FASTCONFORMER) -> StrategyOptions:
-        """What the strategy leaves open.
-
-        Args:
-            framing: Of the corpus.
+        """What the strategy leaves open, for a corpus with these encoder frames.
 
         Raises:
             ValueError: ``bucket_batch_sizes`` cannot be read.
@@ -223,14 +220,7 @@ class DataConfig:
         max_positions: int | None = None,
         framing: Framing = FASTCONFORMER,
     ) -> Limits:
-        """What an utterance may be under this configuration.
-
-        Args:
-            ctc: Whether the model has a CTC head, for which texts must not be too long.
-            max_frames: See `Limits`.
-            max_positions: See `Limits`.
-            framing: Of the model's features.
-        """
+        """What an utterance may be under this configuration."""
         return Limits(
             min_duration=self.min_duration,
             max_duration=self.max_duration,

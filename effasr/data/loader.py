@@ -1,4 +1,4 @@
-"""Global steps of micro-batches, from any position of a run.
+"""Data loader: yields the micro-batches of global steps, from any position of a run.
 
 The plan of an epoch is a pure function, so a run resumes at (epoch, step) without looking at
 what came before, and every rank finds its own part of a step without asking the others.
@@ -30,8 +30,6 @@ from effasr.data.micro_batch_loader import EMPTY, MicroBatchDataset, MicroBatchR
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.plan import EpochPlan
 from effasr.data.sampling.strategies import planner
-
-__all__ = ["Corpus", "DataConfig", "Loader", "MicroBatchRef", "StepBatch"]
 
 log = logging.getLogger(__name__)
 
@@ -162,10 +160,6 @@ class Loader:
         """This rank's part of every global step from a position on, without end.
 
         Closing the iterator ends its worker processes.
-
-        Args:
-            epoch: Where to begin.
-            step: Where to begin in that epoch.
 
         Raises:
             ValueError: The epoch has no such step.

@@ -1,4 +1,4 @@
-"""Loads micro-batches: what a `Loader` asks its worker processes for, and what they return."""
+"""Dataset of micro-batches, which worker processes load."""
 
 from __future__ import annotations
 
@@ -92,15 +92,7 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError]):
         reading: MutableSequence[int],
         augmenter: Augmenter,
     ) -> None:
-        """Nothing is loaded yet.
-
-        Args:
-            corpus: The utterances.
-            config: What to do with bad audio, and whether to pad.
-            shape: Of batches; None where each has its own.
-            reading: Shared with all workers: the utterance that each is reading, or -1.
-            augmenter: What changes their audio.
-        """
+        """Set up; in ``reading`` each worker publishes the utterance that it is reading, or -1."""
         self._augmenter = augmenter
         self._reading = reading
         self._corpus = corpus

@@ -1,4 +1,4 @@
-"""Which sources the training data has, and what share of it each of them gets.
+"""Configuration of a mixture of sources, and the share of each.
 
 A source is a set of manifests or a level of further sources. Where nothing else is said, the
 sources of a level share it in proportion to ``hours ** temperature``: 1 leaves the data as they

@@ -1,4 +1,4 @@
-"""The blend of sources that was asked for, beside the one that is trained on."""
+"""Requested and realised shares of the sources of a mixture."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from effasr.data.features.log_mel import SAMPLE_RATE
+from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.data.mixture import MixConfig, leaves, shares
 from effasr.data.sampling.population import Population, population
-
-SOURCE_DTYPE = np.uint16
-"""Of the number of a source; there can be 65,536."""
 
 Unit = Literal["hours", "tokens"]
 _PER_UNIT: dict[Unit, int] = {"hours": SAMPLE_RATE * 3600, "tokens": 1}
@@ -52,18 +49,17 @@ class Mixture:
             amounts: int (n,), samples or tokens of each utterance.
             unit: In which amounts are shown: hours of samples, or tokens.
         """
-        names = tuple(leaf.name for leaf in leaves(mix))
+        names, quotas = tuple(leaf.name for leaf in leaves(mix)), None
         utterances, by_source = _sums(sources, amounts, len(names))
         whole = int(by_source.sum())
         if mix.epoch == "full":
             asked = tuple(amount / whole for amount in by_source.tolist())
-            return cls(names, asked, utterances, by_source, unit, None)
-        asked = shares(mix, by_source.tolist())
-        if unit != "hours":
-            return cls(names, asked, utterances, by_source, unit, None)
-        if mix.epoch_hours is not None:
-            whole = round(mix.epoch_hours * _PER_UNIT["hours"])
-        quotas = tuple(round(share * whole) for share in asked)
+        else:
+            asked = shares(mix, by_source.tolist())
+            if unit == "hours":
+                if mix.epoch_hours is not None:
+                    whole = round(mix.epoch_hours * _PER_UNIT["hours"])
+                quotas = tuple(round(share * whole) for share in asked)
         return cls(names, asked, utterances, by_source, unit, quotas)
 
     def check(self, sources: Iterable[int]) -> None:
@@ -83,25 +79,48 @@ class Mixture:
     def populations(
         self, sources: np.ndarray, amounts: np.ndarray, *, seed: int
     ) -> Population | None:
-        """What gives the utterances of an epoch, int32 (p,).
+        """What gives the utterances of an epoch, int32 (p,); None where there are no quotas.
 
         Args:
             sources: int (n,), the number of each utterance's source.
             amounts: int (n,), its samples or tokens.
             seed: Seed of the run.
-
-        Returns:
-            A function of the epoch; None where there are no quotas.
         """
         quotas = self.quotas
         if quotas is None:
             return None
         return lambda epoch: population(sources, amounts, quotas, seed=seed, epoch=epoch)
 
+    def count(self, sources: np.ndarray, amounts: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """What is drawn of each source: int64 (2, sources), utterances, and samples or tokens.
+
+        Args:
+            sources: int (n,), the source of each utterance.
+            amounts: int (n,), its samples or tokens.
+            indices: int (m,), the utterances drawn, repetitions included.
+        """
+        return np.stack(_sums(sources[indices], amounts[indices], len(self.names)))
+
+    def summary(self, drawn: np.ndarray) -> MixtureSummary:
+        """Compare what is asked for with what was drawn, as `count` gives it."""
+        whole, scale = max(int(drawn[1].sum()), 1), _PER_UNIT[self.unit]
+        columns = zip(
+            self.names,
+            [self.unit] * len(self.names),
+            self.utterances.tolist(),
+            (self.amounts / scale).tolist(),
+            self.asked,
+            drawn[0].tolist(),
+            (drawn[1] / scale).tolist(),
+            (drawn[1] / whole).tolist(),
+            strict=True,
+        )
+        return MixtureSummary(tuple(MixtureRow(*values) for values in columns if values[2]))
+
 
 @dataclass(frozen=True, slots=True)
-class BlendRow:
-    """A source in a `Blend`.
+class MixtureRow:
+    """A source in a `MixtureSummary`.
 
     Attributes:
         source: Its name.
@@ -125,33 +144,10 @@ class BlendRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Blend:
+class MixtureSummary:
     """What was drawn of every source."""
 
-    rows: tuple[BlendRow, ...]
-
-    @classmethod
-    def of(cls, mixture: Mixture, drawn_utterances: np.ndarray, drawn: np.ndarray) -> Blend:
-        """Compare a mixture with what was drawn.
-
-        Args:
-            mixture: What was asked for.
-            drawn_utterances: int64 (sources,).
-            drawn: int64 (sources,), samples or tokens.
-        """
-        whole, scale = max(int(drawn.sum()), 1), _PER_UNIT[mixture.unit]
-        columns = zip(
-            mixture.names,
-            [mixture.unit] * len(mixture.names),
-            mixture.utterances.tolist(),
-            (mixture.amounts / scale).tolist(),
-            mixture.asked,
-            drawn_utterances.tolist(),
-            (drawn / scale).tolist(),
-            (drawn / whole).tolist(),
-            strict=True,
-        )
-        return cls(tuple(BlendRow(*values) for values in columns if values[2]))
+    rows: tuple[MixtureRow, ...]
 
     def mapping(self) -> list[dict[str, Any]]:
         """For a JSON file: one object per source."""
@@ -170,27 +166,6 @@ class Blend:
                 f"{row.source:{width}}  {amount}  {row.utterances:10d}  {100 * row.asked:5.1f} %  "
                 f"{100 * row.realised:5.1f} %  {row.drawn_amount / row.amount:5.2f}"
             )
-
-
-def drawn(
-    mixture: Mixture, sources: np.ndarray, amounts: np.ndarray, indices: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Utterances and samples, or tokens, of each source among those drawn, int64 (sources,) each.
-
-    Args:
-        mixture: The sources.
-        sources: int (n,), the source of each utterance.
-        amounts: int (n,), its samples.
-        indices: int (m,), the utterances drawn, repetitions included.
-    """
-    return _sums(sources[indices], amounts[indices], len(mixture.names))
-
-
-def planned(
-    mixture: Mixture, sources: np.ndarray, amounts: np.ndarray, indices: np.ndarray
-) -> Blend:
-    """The blend of a plan, whose ``indices`` these are; the arguments are those of `drawn`."""
-    return Blend.of(mixture, *drawn(mixture, sources, amounts, indices))
 
 
 def _sums(sources: np.ndarray, amounts: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""What is asked of the model for one utterance."""
+"""The request for an utterance: languages, task and punctuation."""
 
 from __future__ import annotations
 

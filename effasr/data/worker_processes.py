@@ -1,4 +1,4 @@
-"""The processes that load audio: how they begin, and how each of them ends."""
+"""Start and end of the processes that load audio."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a plan of batches costs, before anything is trained: `effasr plan`."""
+"""`effasr plan`: measures plans of batches before anything is trained."""

@@ -1,4 +1,4 @@
-"""Lengths of utterances, from manifests or mere lists; no audio where they say how long it is."""
+"""Reads lengths of utterances from manifests or lists, without audio where possible."""
 
 from __future__ import annotations
 
@@ -95,9 +95,8 @@ def read_listing(
 
     Args:
         paths: Manifests and lists.
-        limits: What texts are checked against; see `effasr.data.filters.rules.check`. Their speeds
-        are
-            those at which every utterance is listed.
+        limits: For the texts, see `effasr.data.filters.rules.check`; every utterance is listed at
+            each of their speeds.
         tokenizer: For texts and prompts.
         prompt_tokens: Tokens of a prompt, where no tokenizer says.
         language: The language of utterances that name none.
@@ -175,25 +174,22 @@ class _Reader:
             speeds=self._limits.speed_perturbation,
         )
 
-    def _add(self, name: str | None, place: _Place, seconds: float, text: int, prompt: int) -> None:
-        """Add an utterance at every speed."""
-        for speed in self._limits.speed_perturbation:
-            self._add_copy(name, place, seconds, text, prompt, speed)
-
-    def _add_copy(
+    def _add(
         self,
         name: str | None,
         place: _Place,
         seconds: float,
         text: int,
         prompt: int,
-        speed: float,
+        speeds: Sequence[float] | None = None,
     ) -> None:
-        self._names.append(name and name_at(name, speed))
-        self._places.extend(place)
-        self._seconds.append(duration_at(seconds, speed))
-        self._texts.append(text)
-        self._prompts.append(prompt)
+        """Add an utterance at these speeds; at every speed by default."""
+        for speed in self._limits.speed_perturbation if speeds is None else speeds:
+            self._names.append(name and name_at(name, speed))
+            self._places.extend(place)
+            self._seconds.append(duration_at(seconds, speed))
+            self._texts.append(text)
+            self._prompts.append(prompt)
 
     def _add_rows(self, source: int, rows: Iterator[Row]) -> None:
         for row in rows:
@@ -282,10 +278,8 @@ class _Reader:
             lengths = _estimate(text_of(cut)), self._prompt_tokens
         else:
             lengths = len(tokens.text), len(tokens.prompt)
-        for number in fitting:
-            self._add_copy(
-                name, place, cut.duration, *lengths, self._limits.speed_perturbation[number]
-            )
+        speeds = [self._limits.speed_perturbation[number] for number in fitting]
+        self._add(name, place, cut.duration, *lengths, speeds)
 
 
 def _estimate(text: str) -> int:

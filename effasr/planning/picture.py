@@ -1,4 +1,4 @@
-"""Horizontal bars, side by side, as SVG that is readable on light and on dark pages."""
+"""Draws horizontal bars side by side, as SVG for light and dark pages."""
 
 from __future__ import annotations
 

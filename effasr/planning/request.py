@@ -1,4 +1,4 @@
-"""What is to be planned: a recipe, and what stands in its place."""
+"""Collects what `effasr plan` needs from a recipe and its options."""
 
 from __future__ import annotations
 

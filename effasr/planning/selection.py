@@ -1,4 +1,4 @@
-"""What of a listing can be trained on, and the static shape for it."""
+"""Selects the utterances of a listing that can be trained on, and their static shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One strategy beside the other on the same utterances."""
+"""Compares batching strategies on the same utterances."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from effasr.data.batch import StaticShape
-from effasr.data.mixture_summary import Blend, planned
+from effasr.data.mixture_summary import MixtureSummary
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.cost import CostModel
+from effasr.data.sampling.options import StrategyOptions
 from effasr.data.sampling.packing import EpochEnd
 from effasr.data.sampling.plan import EpochPlan
 from effasr.data.sampling.report import PlanReport, measure
-from effasr.data.sampling.strategies import StrategyOptions, planner
+from effasr.data.sampling.strategies import planner
 from effasr.planning.selection import Selection
 
 LADDER = ("random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "packed")
@@ -92,12 +93,6 @@ def compare(
     All but ``packed`` are computed padded, as the toolkits do that they are from: every utterance
     at the length of the longest of its micro-batch.
 
-    Args:
-        selection: The utterances, and the static shape whose budgets all strategies fill.
-        strategies: Of `effasr.data.sampling.strategies.STRATEGIES`.
-        cost: FLOPs by lengths.
-        options: How to plan.
-
     Raises:
         ValueError: A strategy is unknown, or cannot plan these utterances.
     """
@@ -111,7 +106,7 @@ class Planned:
     Attributes:
         plans: One for each epoch.
         shape: The static shape of every micro-batch; None where they are padded.
-        buckets: See `effasr.data.sampling.strategies.Planner`.
+        buckets: See `effasr.data.sampling.plan.Planner`.
     """
 
     plans: list[EpochPlan]
@@ -142,13 +137,14 @@ def plan_by(strategy: str, selection: Selection, cost: CostModel, options: Study
     return Planned(plans, made.shape, made.buckets)
 
 
-def blend_of(selection: Selection, options: StudyOptions) -> Blend | None:
+def summarise_mixture(selection: Selection, options: StudyOptions) -> MixtureSummary | None:
     """The shares asked for beside those that the epochs have; None where there are no shares."""
     draw = selection.populations(options.seed)
     if draw is None or selection.mixture is None:
         return None
     indices = np.concatenate([draw(epoch) for epoch in range(options.epochs)])
-    return planned(selection.mixture, selection.sources, selection.samples, indices)
+    drawn = selection.mixture.count(selection.sources, selection.samples, indices)
+    return selection.mixture.summary(drawn)
 
 
 def _outcome(

@@ -1,4 +1,4 @@
-"""Lists of lengths that are no manifests: tables with a header, and mere durations."""
+"""Reads tables and lists of durations."""
 
 from __future__ import annotations
 

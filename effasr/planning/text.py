@@ -1,4 +1,4 @@
-"""A comparison of strategies as text that a person reads, valid Markdown at the same time."""
+"""Formats a comparison of strategies as Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from effasr.data.sampling.packing import suggest_token_budget
 from effasr.evaluation.tables import to_text
 from effasr.planning.listing import BYTES_PER_TOKEN, TOKENS_PER_SECOND, Listing
 from effasr.planning.selection import Selection
-from effasr.planning.study import Outcome, StudyOptions, blend_of
+from effasr.planning.study import Outcome, StudyOptions, summarise_mixture
 
 _GOOD = 0.01
 """Padding, and imbalance of ranks, that need no remedy."""
@@ -63,9 +63,9 @@ def _silence(selection: Selection) -> Iterator[str]:
         )
 
 
-def blend(selection: Selection, options: StudyOptions) -> str | None:
+def mixture(selection: Selection, options: StudyOptions) -> str | None:
     """What each source gives; None where an epoch has every utterance once."""
-    found = blend_of(selection, options)
+    found = summarise_mixture(selection, options)
     if found is None:
         return None
     epochs = "an epoch" if options.epochs == 1 else f"{options.epochs} epochs"

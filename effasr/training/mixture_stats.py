@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from effasr.data.index.corpus import Corpus
-from effasr.data.loader import StepBatch
-from effasr.data.mixture_summary import Blend, Mixture, drawn
+from effasr.data.micro_batch_loader import StepBatch
+from effasr.data.mixture_summary import Mixture, MixtureSummary
 from effasr.distributed.process_group import DistributedContext
 
 
@@ -27,23 +27,22 @@ class MixtureStats:
         corpus = self._corpus
         if corpus.mixture is None:
             return
-        found = [drawn(corpus.mixture, corpus.sources, corpus.samples, step.indices)]
+        self._own[0] += corpus.mixture.count(corpus.sources, corpus.samples, step.indices)
         if (text := corpus.text) is not None:
-            found.append(drawn(text.mixture, text.sources, text.lengths.frames, step.text_indices))
-        for own, counts in zip(self._own, found, strict=True):
-            own += np.stack(counts)
+            read = text.lengths.frames
+            self._own[1] += text.mixture.count(text.sources, read, step.text_indices)
 
-    def merge(self, context: DistributedContext) -> list[Blend]:
+    def merge(self, context: DistributedContext) -> list[MixtureSummary]:
         """Sum the counts of all ranks, which call this.
 
         Returns:
-            The blend of speech, and that of text if there is any; nothing without a mixture.
+            Summaries of speech and, if there is any, of text; nothing without a mixture.
         """
         for merged, own in zip(self._merged, self._own, strict=True):
             merged += np.sum(context.all_gather(own), axis=0)
             own[:] = 0
         pairs = zip(self._mixtures(), self._merged, strict=True)
-        return [Blend.of(mixture, *counts) for mixture, counts in pairs]
+        return [mixture.summary(counts) for mixture, counts in pairs]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of all ranks at the last `merge`."""

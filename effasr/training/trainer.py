@@ -15,7 +15,8 @@ import torch
 from effasr import ranges
 from effasr.data.filters.config import TooManyDropped
 from effasr.data.index.corpus import Corpus
-from effasr.data.loader import Loader, StepBatch
+from effasr.data.loader import Loader
+from effasr.data.micro_batch_loader import StepBatch
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.failures import TrainingFailed
 from effasr.distributed.process_group import DistributedContext, distributed_context

@@ -83,7 +83,8 @@ def plan_of(system: str, workload: Workload, shape: StaticShape) -> list[list[in
     if system.startswith("packed"):
         plan = plan_epoch(lengths, shape=shape, micro_batches=1, seed=0, epoch=0)
     else:
-        from effasr.data.sampling.strategies import StrategyOptions, planner
+        from effasr.data.sampling.options import StrategyOptions
+        from effasr.data.sampling.strategies import planner
 
         options = StrategyOptions(padded=True)
         plan = planner(system, lengths, shape=shape, micro_batches=1, options=options).plan(0)

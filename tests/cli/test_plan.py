@@ -14,7 +14,7 @@ import yaml
 from effasr import config as configuration
 from effasr.cli.plan import _STRATEGIES
 from effasr.data.loader import Loader
-from effasr.data.sampling.strategies import STRATEGIES
+from effasr.data.sampling.options import STRATEGIES
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.cost import cost_model
 from effasr.training import build
@@ -221,7 +221,7 @@ def test_shares_of_sources_are_planned_as_they_are_trained_on(effasr, workplace,
     cost = cost_model(config.model, load_tokenizer(config.data.tokenizer).vocab_size)
     plan = Loader(corpus, config.data, seed=config.seed, pin_memory=False, cost=cost).plan(0)
     assert found["steps"] == plan.num_steps
-    assert corpus.blends(plan)[0].mapping() == found["sources"]
+    assert corpus.summaries(plan)[0].mapping() == found["sources"]
     for strategy in ("random", "all"):
         shown = effasr("plan", "--recipe", path, "--world-size", 1, "--strategy", strategy)
         assert shown.code == 0, shown

@@ -24,7 +24,8 @@ from effasr.data.audio.augmentation.noise import mean_power
 from effasr.data.audio.waveform import AudioError
 from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus
-from effasr.data.loader import Loader, StepBatch
+from effasr.data.loader import Loader
+from effasr.data.micro_batch_loader import StepBatch
 from effasr.data.tokenizer import Tokenizer
 
 RATE = 16_000

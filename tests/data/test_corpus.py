@@ -3,13 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from effasr.data.audio.waveform import AudioError, AudioSegment
+from effasr.data.audio.waveform import AudioError, AudioSegment, load_audio
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.config import FilterConfig
 from effasr.data.index.corpus import Corpus
 from effasr.data.manifest.prepare import prepare
-from effasr.data.manifest.reader import load_audio, read
+from effasr.data.manifest.reader import read
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 

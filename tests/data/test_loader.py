@@ -16,7 +16,9 @@ import torch
 from effasr.data.audio.waveform import AudioError
 from effasr.data.batch import Batch
 from effasr.data.config import DataConfig
-from effasr.data.loader import Corpus, Loader, MicroBatchRef, StepBatch
+from effasr.data.index.corpus import Corpus
+from effasr.data.loader import Loader
+from effasr.data.micro_batch_loader import MicroBatchRef, StepBatch
 from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer
 
 
@@ -290,7 +292,9 @@ def test_batches_for_a_gpu_are_pinned(make: Callable[..., Loader], workers: int)
 
 SCRIPT = """
 import os, signal, sys, time
-from effasr.data.loader import Corpus, DataConfig, Loader
+from effasr.data.config import DataConfig
+from effasr.data.index.corpus import Corpus
+from effasr.data.loader import Loader
 from effasr.data.tokenizer import load_tokenizer
 manifest, tokenizer = sys.argv[1:]
 config = DataConfig(train=manifest, frame_budget=60, workers=2)

@@ -9,7 +9,8 @@ import pytest
 import soundfile
 from lhotse import CutSet
 
-from effasr.data.manifest.reader import load_audio, read, request
+from effasr.data.audio.waveform import load_audio
+from effasr.data.manifest.reader import read, request
 from effasr.data.manifest.utterance import absolute
 from effasr.data.prompt import Prompt
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effasr.data.mixture import MixConfig, shares
-from effasr.data.mixture_summary import Mixture, planned
+from effasr.data.mixture_summary import Mixture
 from effasr.data.sampling.population import population
 
 
@@ -68,7 +68,7 @@ def test_passes_and_sources_are_shuffled_differently() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
-def test_the_blend_converges_to_the_one_asked_for(temperature: float) -> None:
+def test_the_summary_converges_to_the_one_asked_for(temperature: float) -> None:
     """Within one percent of each share, over sources of very different sizes."""
     sources, amounts = corpus((6_000, 500, 60))
     config = MixConfig(sources={"a": "a", "b": "b", "c": "c"}, temperature=temperature)
@@ -78,10 +78,10 @@ def test_the_blend_converges_to_the_one_asked_for(temperature: float) -> None:
     draw = mixture.populations(sources, amounts, seed=5)
     assert draw is not None
     drawn = [draw(epoch) for epoch in range(3)]
-    blend = planned(mixture, sources, amounts, np.concatenate(drawn))
-    for row in blend.rows:
+    summary = mixture.summary(mixture.count(sources, amounts, np.concatenate(drawn)))
+    for row in summary.rows:
         assert row.realised == pytest.approx(row.asked, rel=0.01)
-    assert sum(row.drawn_amount for row in blend.rows) == pytest.approx(
+    assert sum(row.drawn_amount for row in summary.rows) == pytest.approx(
         3 * hours.sum() / 16_000 / 3600, rel=0.001
     )
 
@@ -92,9 +92,9 @@ def test_an_epoch_may_have_any_number_of_hours() -> None:
     mixture = Mixture.of(config, sources, amounts)
     draw = mixture.populations(sources, amounts, seed=1)
     assert draw is not None
-    blend = planned(mixture, sources, amounts, np.concatenate([draw(0), draw(1)]))
-    assert sum(row.drawn_amount for row in blend.rows) == pytest.approx(1.0, abs=0.02)
-    assert all(row.realised == pytest.approx(row.asked, abs=0.02) for row in blend.rows)
+    summary = mixture.summary(mixture.count(sources, amounts, np.concatenate([draw(0), draw(1)])))
+    assert sum(row.drawn_amount for row in summary.rows) == pytest.approx(1.0, abs=0.02)
+    assert all(row.realised == pytest.approx(row.asked, abs=0.02) for row in summary.rows)
 
 
 def test_a_full_epoch_has_every_utterance_once() -> None:
@@ -102,8 +102,8 @@ def test_a_full_epoch_has_every_utterance_once() -> None:
     config = MixConfig(sources={"a": "a", "b": "b"}, temperature=0.0, epoch="full")
     mixture = Mixture.of(config, sources, amounts)
     assert mixture.populations(sources, amounts, seed=0) is None
-    blend = planned(mixture, sources, amounts, np.arange(13))
-    assert [row.realised for row in blend.rows] == pytest.approx([r.asked for r in blend.rows])
+    summary = mixture.summary(mixture.count(sources, amounts, np.arange(13)))
+    assert [row.realised for row in summary.rows] == pytest.approx([r.asked for r in summary.rows])
 
 
 def test_the_table_shows_what_was_asked_and_what_was_drawn() -> None:
@@ -111,13 +111,13 @@ def test_the_table_shows_what_was_asked_and_what_was_drawn() -> None:
     amounts = np.array([16_000 * 1800, 16_000 * 1800, 16_000 * 3600], dtype=np.int32)
     config = MixConfig(sources={"read": "a", "wild": "b"}, temperature=0.0)
     mixture = Mixture.of(config, sources, amounts)
-    blend = planned(mixture, sources, amounts, np.array([0, 1, 2, 2]))
-    assert list(blend.table()) == [
+    summary = mixture.summary(mixture.count(sources, amounts, np.array([0, 1, 2, 2])))
+    assert list(summary.table()) == [
         "source      hours  utterances    asked    drawn  times",
         "read         1.00           2   50.0 %   33.3 %   1.00",
         "wild         1.00           1   50.0 %   66.7 %   2.00",
     ]
-    assert blend.mapping()[1] == {
+    assert summary.mapping()[1] == {
         "source": "wild", "unit": "hours", "utterances": 1, "amount": 1.0, "asked": 0.5,
         "drawn_utterances": 2, "drawn_amount": 2.0, "realised": pytest.approx(2 / 3),
     }  # fmt: skip

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import soundfile
 
+from effasr.data.audio.waveform import load_audio
 from effasr.data.filters.rules import Limits
 from effasr.data.manifest.prepare import prepare
-from effasr.data.manifest.reader import load_audio, read
+from effasr.data.manifest.reader import read
 from effasr.data.tokenizer import Tokenizer
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from lhotse import CutSet
 
-from effasr.data.audio.waveform import AudioError, TarMember
+from effasr.data.audio.waveform import AudioError, TarMember, load_audio
 from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus
 from effasr.data.manifest.prepare import prepare
-from effasr.data.manifest.reader import load_audio, read, request
+from effasr.data.manifest.reader import read, request
 from effasr.data.tokenizer import Tokenizer
 
 

@@ -22,7 +22,8 @@ from bench.training_corpus import Workload, plan_of, random_batches
 from torch._dynamo.utils import counters
 
 from effasr.data.features.log_mel import FeatureConfig
-from effasr.data.sampling.strategies import StrategyOptions, planner
+from effasr.data.sampling.options import StrategyOptions
+from effasr.data.sampling.strategies import planner
 
 TINY = ["--model", "small", "--frame-budget", "100", "--utterances", "60", "--longest", "4"]
 

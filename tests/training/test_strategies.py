@@ -11,7 +11,7 @@ from effasr.checkpoint import load_model, resolve
 from effasr.data.batch import IGNORED
 from effasr.data.collate import Example, collate
 from effasr.data.features.spec_augment import SpecAugmentConfig
-from effasr.data.sampling.strategies import STRATEGIES
+from effasr.data.sampling.options import STRATEGIES
 from effasr.model.asr import ASRModel
 from effasr.training import build, trainer
 from effasr.training.checkpointing.resume import check_same_plan, check_same_ranks

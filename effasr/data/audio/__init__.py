@@ -1,1 +1,1 @@
-"""Audio files to waveforms."""
+"""Reads waveforms from audio files."""

@@ -1,4 +1,4 @@
-"""Audio files opened: only those whose headers can be believed, or an error that says why not."""
+"""Opens audio files, and refuses those whose header is implausible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Utterances at other speeds: each is a copy with a name and a length of its own.
+"""Speed perturbation: each utterance is trained on at several speeds, as separate copies.
 
 Speech at 0.9 times its speed is longer and lower, as sox and lhotse make it.
 """

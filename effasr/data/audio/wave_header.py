@@ -1,4 +1,4 @@
-"""How much a WAV file lacks: libsndfile reads what is left of one without a word."""
+"""Finds out how much of a truncated WAV file is missing; libsndfile does not report it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ _CHUNKS = 1000
 def missing_share(file: BinaryIO, size: int) -> float:
     """The part of the samples that the header of a RIFF file promises and that is not there.
 
-    Args:
-        file: At its beginning.
-        size: Of the file, in bytes.
+    The file, of ``size`` bytes, is read from its beginning.
 
     Returns:
         From 0 up to, not including, 1; 0 for another kind of file, or where the header leaves it

@@ -1,4 +1,4 @@
-"""Waveforms from files: mono, float32, at one sample rate, or an error that says why not."""
+"""Reads waveforms: mono, float32, at one sample rate."""
 
 from __future__ import annotations
 
@@ -19,34 +19,12 @@ from effasr.data.audio.audio_file import (
     AudioError,
     AudioProblem,
     TarMember,
-    UnknownFormat,
     check_not_cut_short,
     one_line,
     open_audio,
     reason,
-    regular_file_size,
 )
 from effasr.data.features.log_mel import SAMPLE_RATE
-
-__all__ = [
-    "DURATION_TOLERANCE",
-    "AudioError",
-    "AudioHeader",
-    "AudioProblem",
-    "AudioSegment",
-    "TarMember",
-    "UnknownFormat",
-    "audio_path",
-    "check_not_cut_short",
-    "load_audio",
-    "mono_blocks",
-    "open_audio",
-    "place",
-    "read_audio",
-    "read_header",
-    "regular_file_size",
-    "samples_in",
-]
 
 _BLOCK = 2**20
 """Values that are decoded at a time: a header may claim more than there is, or than fits."""
@@ -229,15 +207,9 @@ def mono_blocks(
     channels: Sequence[int] | None = None,
     values: int = _BLOCK,
 ) -> Iterator[np.ndarray]:
-    """Decode a part of an open file, a block at a time.
+    """Decode ``wanted`` samples of an open file from ``begin`` on, in blocks of so many ``values``.
 
-    Args:
-        file: The file.
-        path: For messages.
-        begin: The first sample of the part.
-        wanted: Samples of the part.
-        channels: The channels to average; all by default.
-        values: Samples of a block, those of all channels counted.
+    The chosen channels are averaged; all by default.
 
     Yields:
         float32 (samples,), mono, at the file's rate; no array is empty.

@@ -1,4 +1,4 @@
-"""From clean synthetic speech to something like a recording: level, background noise, 16 bits."""
+"""Makes synthetic speech sound recorded: level, background noise, 16 bits."""
 
 from __future__ import annotations
 
@@ -50,11 +50,6 @@ def record(
 
 def coloured_noise(samples: int, slope: float, seed: int) -> np.ndarray:
     """Gaussian noise of unit power whose spectrum falls as 1 / f^slope above 50 Hz.
-
-    Args:
-        samples: How many.
-        slope: 0 is white, 1 pink, 2 brown.
-        seed: Equal seeds give equal noise.
 
     Returns:
         float32 (samples,).

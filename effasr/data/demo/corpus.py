@@ -113,12 +113,7 @@ def build(
 
 
 def manifest_rows(recording: Recording, duration: float) -> list[dict[str, str | float | bool]]:
-    """The NeMo JSONL rows of a recording: its transcription, then any translation.
-
-    Args:
-        recording: Its ``path`` becomes ``audio_filepath``, relative to the manifest.
-        duration: Seconds.
-    """
+    """The NeMo JSONL rows of a recording: its transcription, then any translation."""
     rows: list[dict[str, str | float | bool]] = []
     for target, text in recording.texts.items():
         task = "transcribe" if target == recording.language else "translate"

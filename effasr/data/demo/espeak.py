@@ -142,11 +142,7 @@ class Espeak:
         return samples.astype(np.float32) / 32768
 
     def words(self, text: str) -> list[SpokenWords]:
-        """When the words were said, after `speak` has said them.
-
-        Args:
-            text: What `speak` was given; words are what white space separates.
-        """
+        """When the words were said, after `speak` has said them."""
         # Positions count characters from 1. An event inside a word, after a hyphen, begins none.
         begins = {match.start() + 1 for match in re.finditer(r"\S+", text)}
         starts: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Decides, before any sound is made, everything about every recording of the corpus."""
+"""Plans every recording of the demo corpus before any is synthesised."""
 
 from __future__ import annotations
 
@@ -57,11 +57,6 @@ class Recording:
 
 def plan(*, multilingual: bool, utterances: int, seed: int) -> list[Recording]:
     """The whole corpus, a pure function of its arguments.
-
-    Args:
-        multilingual: Half of the recordings German, with English translations.
-        utterances: Training recordings; dev has 5 % and test 10 % of that number besides.
-        seed: Of everything random.
 
     Returns:
         Recordings of train, dev and test, in this order.

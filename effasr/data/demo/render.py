@@ -24,10 +24,6 @@ def render(root: Path, recordings: Sequence[Recording]) -> list[int]:
     WAV, not FLAC: measured on this corpus it is read three to four times as fast, and with
     noise in every file FLAC saves only a quarter of the space.
 
-    Args:
-        root: The corpus; the folders of the recordings exist.
-        recordings: Sorted by voice, since switching voices costs most.
-
     Returns:
         Samples at 16 kHz of each recording, in order.
     """

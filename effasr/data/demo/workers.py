@@ -25,12 +25,6 @@ def render_all(
 ) -> dict[str, int]:
     """Makes the audio file of every recording.
 
-    Args:
-        root: The corpus; the folders of the recordings exist.
-        recordings: In any order.
-        jobs: Processes at a time; the files do not depend on it.
-        progress: Told after every shard.
-
     Returns:
         Path of each recording -> its length in samples at 16 kHz.
 

@@ -1,4 +1,4 @@
-"""How many encoder frames an utterance has: all that data and plans know of features."""
+"""Number of encoder frames of an utterance."""
 
 from __future__ import annotations
 

@@ -46,10 +46,6 @@ def spec_augment(mel: MelFrames, config: SpecAugmentConfig) -> Tensor:
     each uniformly from 0 to its bound, then its place. As many numbers are drawn whatever the
     lengths are, and nothing waits for the device.
 
-    Args:
-        mel: Features of N utterances, normalised, so that 0 is the mean.
-        config: Numbers and widths of masks.
-
     Returns:
         float32 (s T, mel_bins), like ``mel.values``, which is left as it is.
 

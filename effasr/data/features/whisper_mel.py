@@ -1,4 +1,4 @@
-"""What Whisper's features have of their own: windows that reflect, and a range below the maximum.
+"""Reflected windows and dynamic range of Whisper's features.
 
 References:
     Radford et al., 2022, https://arxiv.org/abs/2212.04356; transformers'

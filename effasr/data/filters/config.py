@@ -1,4 +1,4 @@
-"""Which utterances a run leaves out by choice, and how many it may leave out in all."""
+"""Configuration of filters, and the check of how many utterances they drop."""
 
 from __future__ import annotations
 
@@ -74,11 +74,6 @@ class TooManyDropped(ValueError):
 
 def check_share(dropped: Sequence[Dropped], utterances: int, limit: float) -> None:
     """Check that no single reason leaves out too much.
-
-    Args:
-        dropped: What was left out.
-        utterances: How many there were.
-        limit: The share of them that a reason may leave out.
 
     Raises:
         TooManyDropped: A reason leaves out more; the message names it and its first utterances.

@@ -1,4 +1,4 @@
-"""What an utterance may be; checked by `effasr.data.filters.rules`."""
+"""Limits of utterances; `effasr.data.filters.rules` checks them."""
 
 from __future__ import annotations
 

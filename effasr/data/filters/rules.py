@@ -1,4 +1,4 @@
-"""Which utterances cannot be trained on, and why."""
+"""Checks which utterances can be trained on."""
 
 from __future__ import annotations
 
@@ -158,12 +158,6 @@ def check_copies(
     cut: Cut, audio: str, limits: Limits, tokenizer: Tokenizer | None = None
 ) -> tuple[TokenizedText | None, list[int], list[Dropped]]:
     """Check an utterance at each of the speeds of ``limits``.
-
-    Args:
-        cut: With one supervision.
-        audio: Its audio file, for messages.
-        limits: What each copy may be.
-        tokenizer: As of `check`.
 
     Returns:
         The tokens, which all copies share, if there are any; the numbers of the speeds at which

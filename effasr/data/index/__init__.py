@@ -1,1 +1,1 @@
-"""Tables of all utterances of a run, built once and shared by processes."""
+"""Index of all utterances of a run, built once and shared by processes."""

@@ -1,4 +1,4 @@
-"""One process of all builds a file, and the others wait and see how far it is."""
+"""Lets one process build a file while the others wait and log its progress."""
 
 from __future__ import annotations
 
@@ -42,12 +42,9 @@ def building(
 ) -> Iterator[Callable[[str], None]]:
     """Hold a lock, which the kernel drops with its process; wait while another one does.
 
-    Where the file system has no locks, nothing is held.
+    What that process reports is passed to ``note``.
 
-    Args:
-        lock: The file; it stays there.
-        note: Is told what the other process says.
-        patience_s: For how long it may say nothing.
+    Where the file system has no locks, nothing is held.
 
     Yields:
         What to call with how far this process is: the others wait as long as that changes.

@@ -1,4 +1,4 @@
-"""Arrays in one file that processes map and share.
+"""Stores arrays in one checksummed file that processes map and share.
 
 The file begins with a line of JSON, filled up to `_HEADER` bytes with spaces: ``format``, ``key``,
 ``size`` of the whole, and for each column its type, its place, its length and the CRC-32 of its
@@ -40,12 +40,6 @@ def write_columns(
 ) -> int:
     """Write a file, in place of one that may be there; readers of that one keep it.
 
-    Args:
-        path: Of the file.
-        key: Of what the columns are made from.
-        columns: Of one dimension each, by name.
-        progress: Called with the number of bytes written so far.
-
     Returns:
         Bytes of the file.
     """
@@ -73,10 +67,6 @@ def map_columns(path: Path, key: str) -> dict[str, np.ndarray]:
     """Map a file into memory, all of which is read once to check it.
 
     As long as it is mapped, by this process or one that it forks, `remove_unused` leaves it.
-
-    Args:
-        path: Of the file.
-        key: That it was written with.
 
     Returns:
         The columns, by name; they cannot be written to.

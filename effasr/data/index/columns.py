@@ -1,4 +1,4 @@
-"""Flat columns that millions of rows fit in: texts, tokens, and where the audio of each row is."""
+"""Flat columns of tokens, names and audio locations for millions of utterances."""
 
 from __future__ import annotations
 
@@ -47,11 +47,7 @@ class Ragged:
 
 
 class RaggedBuilder:
-    """A `Ragged` while it is made.
-
-    Args:
-        typecode: Of its values, as of `array.array`: ``B`` for bytes.
-    """
+    """A `Ragged` while it is made; the typecode is that of `array.array`."""
 
     def __init__(self, typecode: str = "B") -> None:
         self._values = array(typecode)

@@ -1,4 +1,4 @@
-"""All utterances of a run in a form that millions fit in and worker processes share."""
+"""All utterances of a run, in arrays that worker processes share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from effasr.data.index.columns import AudioColumns, Ragged
 from effasr.data.index.index_reader import Reader, build_table
 from effasr.data.index.utterance_table import UtteranceTable
 from effasr.data.manifest.cuts import audio_of
-from effasr.data.mixture_summary import Blend, Mixture, planned
+from effasr.data.mixture_summary import Mixture, MixtureSummary
 from effasr.data.prompt import Prompt
 from effasr.data.sampling.packing import suggest_token_budget
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
@@ -145,23 +145,21 @@ class Corpus:
         dropped = (*self.dropped, *text.dropped)
         return replace(self, text=text, dropped=dropped, fingerprint=digest.hexdigest())
 
-    def blends(self, plan: EpochPlan, text_plan: EpochPlan | None = None) -> list[Blend]:
-        """The shares asked for beside those that a plan gives the sources.
+    def summaries(
+        self, plan: EpochPlan, text_plan: EpochPlan | None = None
+    ) -> list[MixtureSummary]:
+        """The shares that a plan of speech, and one of text, give the sources.
 
-        Args:
-            plan: Of speech.
-            text_plan: Of text, if there is any.
-
-        Returns:
-            The blend of speech, and that of text if there is any; nothing without a mixture.
+        Nothing without a mixture.
         """
         if self.mixture is None:
             return []
-        blends = [planned(self.mixture, self.sources, self.samples, plan.indices)]
+        drawn = self.mixture.count(self.sources, self.samples, plan.indices)
+        summaries = [self.mixture.summary(drawn)]
         if (text := self.text) is not None and text_plan is not None:
-            read = text.lengths.frames
-            blends.append(planned(text.mixture, text.sources, read, text_plan.indices))
-        return blends
+            drawn = text.mixture.count(text.sources, text.lengths.frames, text_plan.indices)
+            summaries.append(text.mixture.summary(drawn))
+        return summaries
 
     def audio(self, index: int) -> AudioSegment | Cut:
         """Where the audio of an utterance is: a part of a file, or a cut that lhotse must read.
@@ -199,13 +197,7 @@ class Corpus:
 
 
 class _Derivation:
-    """From what manifests hold to what is trained on.
-
-    Args:
-        table: The utterances.
-        config: Budgets, filters and shares.
-        framing: By which the table has the frames of each.
-    """
+    """From what manifests hold to what is trained on."""
 
     def __init__(self, table: UtteranceTable, config: DataConfig, framing: Framing) -> None:
         self._table = table
@@ -227,15 +219,20 @@ class _Derivation:
             first = f"; the first: {dropped[0].details}" if dropped else ""
             message = f"{shown}: no utterance can be trained on ({len(dropped)} dropped{first})."
             raise TooManyDropped(message, dropped) if dropped else ValueError(message)
-        outliers = self._outliers(fit)
-        dropped += self._rate_drops(outliers)
+        outliers, rate_drops = self._rate_outliers(fit)
+        dropped += rate_drops
         frame_budget = config.known_frame_budget
         token_budget = config.token_budget
         if token_budget is None:
             usual = self._usual(np.flatnonzero(fit & ~outliers))
             token_budget = suggest_token_budget(usual, frame_budget)
         over = fit & ~outliers & (self._lengths.tokens > token_budget)
-        dropped += self._over_budget(np.flatnonzero(over), token_budget)
+        for index in np.flatnonzero(over).tolist():
+            details = (
+                f"{self._lengths.tokens[index]} tokens, over {token_budget}, which was derived "
+                "from `frame_budget`: set `token_budget` to keep it"
+            )
+            dropped.append(self._dropped(index, Reason.TOKEN_BUDGET, details))
         check_share(dropped, len(table.dropped) + len(table), config.filters.max_dropped)
         kept = _where(fit & ~outliers & ~over)
         lengths = UtteranceLengths(self._lengths.frames[kept], self._lengths.tokens[kept])
@@ -306,34 +303,19 @@ class _Derivation:
         """The most frequent one of those that fit; of equally frequent ones, the first."""
         return self._table.prompts[int(np.bincount(self._table.prompt_ids[fit]).argmax())]
 
-    def _rates(self) -> np.ndarray:
-        """Tokens of text per second."""
-        return (self._lengths.tokens - self._table.prompt_lengths) / self._table.durations
-
-    def _outliers(self, fit: np.ndarray) -> np.ndarray:
-        found = np.zeros(len(fit), dtype=bool)
+    def _rate_outliers(self, fit: np.ndarray) -> tuple[np.ndarray, list[Dropped]]:
+        """Texts with far more tokens a second than others as long: bool (n,), and a list."""
+        durations, outliers = self._table.durations, np.zeros(len(fit), dtype=bool)
         deviations = self._config.filters.rate_deviations
-        if deviations is not None:
-            found[fit] = rate_outliers(self._rates()[fit], self._table.durations[fit], deviations)
-        return found
-
-    def _rate_drops(self, outliers: np.ndarray) -> Iterable[Dropped]:
-        """Texts with far more tokens a second than others as long."""
-        indices = np.flatnonzero(outliers).tolist()
-        rates = self._rates() if indices else []
-        for index in indices:
-            seconds = self._table.durations[index]
-            details = f"{rates[index]:.1f} per second, far more than others of {seconds:.1f} s"
-            yield self._dropped(index, Reason.TOKEN_RATE, details)
-
-    def _over_budget(self, over: np.ndarray, token_budget: int) -> Iterable[Dropped]:
-        """What does not fit in a token budget that was derived when all lengths were known."""
-        for index in over.tolist():
-            details = (
-                f"{self._lengths.tokens[index]} tokens, over {token_budget}, which was derived "
-                "from `frame_budget`: set `token_budget` to keep it"
-            )
-            yield self._dropped(index, Reason.TOKEN_BUDGET, details)
+        if deviations is None:
+            return outliers, []
+        rates = (self._lengths.tokens - self._table.prompt_lengths) / durations
+        outliers[fit] = rate_outliers(rates[fit], durations[fit], deviations)
+        details = "{:.1f} per second, far more than others of {:.1f} s"
+        return outliers, [
+            self._dropped(index, Reason.TOKEN_RATE, details.format(rates[index], durations[index]))
+            for index in np.flatnonzero(outliers).tolist()
+        ]
 
     def _dropped(self, index: int, reason: Reason, details: str) -> Dropped:
         table = self._table

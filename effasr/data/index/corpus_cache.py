@@ -1,4 +1,4 @@
-"""What was read from manifests, kept in a file: other ranks and later starts map it.
+"""Memory-mapped cache of parsed manifests.
 
 Reading is by far the slowest part of a start: every line is parsed and every text tokenized. The
 table that comes of it depends on the manifests, the tokenizer and a few limits, but on no budget.
@@ -122,7 +122,7 @@ class CorpusCache:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise ValueError(
                     f"`cache`: {folder} must have room for what is read from the manifests, "
-                    f"about 1 kB for each utterance, but has not ({error.strerror}): free some, "
+                    f"about 0.5 kB for each utterance, but has not ({error.strerror}): free some, "
                     "name another folder, or set data.cache=null."
                 ) from error
             if error.errno in (errno.EEXIST, errno.ENOTDIR):
@@ -186,12 +186,7 @@ class CorpusCache:
 
 
 class _Progress:
-    """Tells every few seconds how far something is.
-
-    Args:
-        text: What is said of a number and its growth in a second.
-        tell: Who is told.
-    """
+    """Reports every few seconds a number and its growth in a second."""
 
     def __init__(self, text: str, *tell: Callable[[str], None]) -> None:
         self._text = text

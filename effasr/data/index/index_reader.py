@@ -1,4 +1,4 @@
-"""Manifests into a table of utterances, by one process or by several."""
+"""Reads manifests into a table of utterances, in one process or in several."""
 
 from __future__ import annotations
 

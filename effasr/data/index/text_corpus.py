@@ -1,4 +1,4 @@
-"""Text pairs of a run, from which text-only micro-batches are made."""
+"""Text pairs of a run, for text-only micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The utterances of manifests in flat arrays, before a token budget or shares select among them."""
+"""Utterances of manifests in flat arrays, before budgets and shares are applied."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Readers of the manifests that people have: each turns one format into utterances."""
+"""Readers of manifests: each turns one format into utterances."""

@@ -1,4 +1,4 @@
-"""lhotse's cut manifests, and the folders that `effasr prepare` writes."""
+"""Reads lhotse's cut manifests, and the folders that `effasr prepare` writes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ CUTS_FILE = "cuts.jsonl.gz"
 def utterances(
     lines: Iterable[tuple[int, str]], path: Path, language: str
 ) -> Iterator[CutUtterance]:
-    """Read the lines of a cut manifest.
-
-    Args:
-        lines: Line numbers and lines, blank ones left out.
-        path: The manifest; relative audio paths are relative to its folder.
-        language: The language of cuts that name none.
+    """Read the numbered lines of a cut manifest; relative audio paths are relative to its folder.
 
     Raises:
         ValueError: A line is no cut, or has not exactly one supervision with a text.
@@ -42,8 +37,8 @@ def utterances(
             raise ValueError(
                 f"{origin}: not a cut that lhotse can read ({type(error).__name__}: {error})."
             ) from error
-        changed = _complete(cut, origin, path.parent, language)
-        yield CutUtterance(origin, cut, audio_of(cut), None if changed else line.strip())
+        _complete(cut, origin, path.parent, language)
+        yield CutUtterance(origin, cut, audio_of(cut))
 
 
 def cut_prompt(cut: Cut, origin: str, language: str) -> Prompt:
@@ -59,8 +54,8 @@ def cut_prompt(cut: Cut, origin: str, language: str) -> Prompt:
     return prompt_fields({"source_lang": spoken or own.get("lang"), **row}, origin, language)
 
 
-def _complete(cut: Cut, origin: str, folder: Path, language: str) -> bool:
-    """Check a cut and fill in the fields that the project reads; whether any had to be."""
+def _complete(cut: Cut, origin: str, folder: Path, language: str) -> None:
+    """Check a cut and fill in the fields that the project reads."""
     if len(cut.supervisions) != 1:
         raise ValueError(
             f"{origin}: cut {cut.id!r} must have one supervision, but has "
@@ -80,17 +75,11 @@ def _complete(cut: Cut, origin: str, folder: Path, language: str) -> bool:
     if cut.recording is None:
         raise ValueError(f"{origin}: cut {cut.id!r} has no recording: features are not read.")
     prompt = cut_prompt(cut, origin, language)
-    own = cut.custom or {}
-    wanted = {**own, **custom_fields(prompt)}
-    text = supervision.text.strip()
-    changed = (supervision.language, supervision.text, own) != (prompt.source, text, wanted)
-    supervision.language, supervision.text, cut.custom = prompt.source, text, wanted
+    supervision.language, supervision.text = prompt.source, supervision.text.strip()
+    cut.custom = {**(cut.custom or {}), **custom_fields(prompt)}
     for source in cut.recording.sources:
         if source.type == "file":
-            path = absolute(str(source.source), folder)
-            changed |= path != source.source
-            source.source = path
-    return changed
+            source.source = absolute(str(source.source), folder)
 
 
 def audio_of(cut: Cut | AudioSegment) -> str:

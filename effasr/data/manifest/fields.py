@@ -1,4 +1,4 @@
-"""Fields of a manifest line, checked: every error names the line, the field and the remedy."""
+"""Checks fields of manifest lines; errors name the line, the field and the remedy."""
 
 from __future__ import annotations
 
@@ -56,13 +56,7 @@ def optional_text(row: Mapping[str, Any], name: str, origin: str) -> str | None:
 def seconds_field(
     row: Mapping[str, Any], name: str, origin: str, *, zero: bool = False
 ) -> float | None:
-    """A time in seconds that may be missing.
-
-    Args:
-        row: The line.
-        name: The field.
-        origin: File and line, for the message.
-        zero: Whether 0 is allowed.
+    """A time in seconds that may be missing; 0 is valid with ``zero``.
 
     Raises:
         ValueError: It is not a finite number, or negative, or 0 where that is not allowed.
@@ -88,11 +82,6 @@ def prompt_fields(row: Mapping[str, Any], origin: str, language: str) -> Prompt:
     language of the text; without it ``lang`` is, beside a ``source_lang``, and else the
     language spoken. ``task`` or ``taskname`` says transcription or translation; without it
     the languages do. ``pnc`` is true by default.
-
-    Args:
-        row: The line.
-        origin: File and line, for the message.
-        language: The language of lines that name none.
 
     Raises:
         ValueError: A field has the wrong type, a task is unknown, or they contradict each other.

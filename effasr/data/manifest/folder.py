@@ -1,4 +1,4 @@
-"""Folders of audio files with transcripts: beside them, in a table, or as in LibriSpeech."""
+"""Reads folders of audio files with transcripts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,6 @@ def utterances(folder: Path, language: str) -> Iterator[FileUtterance]:
       or ``sentence``, as Hugging Face's audiofolder has it;
     - LibriSpeech's ``*.trans.txt``, lines of ``name TEXT`` beside the audio files;
     - ``NAME.txt`` beside each ``NAME.wav`` (or .flac, .ogg, .opus, .mp3), at any depth.
-
-    Args:
-        folder: The folder.
-        language: The language of utterances that name none.
 
     Raises:
         ValueError: There is no audio, or a transcript is missing or malformed.

@@ -1,4 +1,4 @@
-"""Kaldi data folders: ``wav.scp``, ``text`` and, where there are, ``segments``, ``utt2spk``."""
+"""Reads Kaldi data folders: ``wav.scp``, ``text``, and optional files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,6 @@ def utterances(folder: Path, language: str) -> Iterator[FileUtterance]:
     """Read a Kaldi data folder, in the order of ``text``.
 
     Relative paths in ``wav.scp`` are relative to the folder. ``utt2lang`` gives languages.
-
-    Args:
-        folder: The data folder.
-        language: The language of utterances without one.
 
     Raises:
         ValueError: A file is missing or malformed, ``wav.scp`` holds a command, or the files

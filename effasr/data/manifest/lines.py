@@ -1,4 +1,4 @@
-"""Lines of text files, plain or gzipped, with errors that name the file and the line."""
+"""Reads lines of text files, plain or gzipped; errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a UTF-8 file with their numbers, blank ones left out, endings kept.
 
-    Args:
-        path: The file; gzipped if its name ends in ``.gz``.
+    A file is gzipped if its name ends in ``.gz``.
 
     Raises:
         ValueError: It cannot be opened, is not UTF-8, or is a damaged gzip file.
@@ -40,10 +39,6 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def parse_object(line: str, origin: str) -> dict[str, Any]:
     """Parse one line of a JSON-lines file.
-
-    Args:
-        line: The line.
-        origin: File and line number, for the message.
 
     Raises:
         ValueError: It is not a JSON object, or a string in it is not text.

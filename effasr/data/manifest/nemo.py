@@ -1,4 +1,4 @@
-"""NeMo's manifests: JSON lines with ``audio_filepath``, ``duration`` and ``text``."""
+"""Reads NeMo's manifests: JSON lines with ``audio_filepath``, ``duration`` and ``text``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ from effasr.data.manifest.utterance import FileUtterance, absolute
 def utterances(
     lines: Iterable[tuple[int, str]], path: Path, language: str
 ) -> Iterator[FileUtterance]:
-    """Read the lines of a NeMo manifest.
-
-    Args:
-        lines: Line numbers and lines, blank ones left out.
-        path: The manifest; relative audio paths are relative to its folder.
-        language: The language of lines that name none.
+    """Read the numbered lines of a NeMo manifest; relative audio paths are relative to its folder.
 
     Raises:
         ValueError: A line is malformed; the message names file, line, field and remedy.

@@ -1,4 +1,4 @@
-"""Texts with their translations, without audio: JSON lines with ``source_text``."""
+"""Reads text pairs without audio: JSON lines with ``source_text``."""
 
 from __future__ import annotations
 

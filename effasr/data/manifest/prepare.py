@@ -1,4 +1,4 @@
-"""`effasr prepare`: every utterance checked once, before training, and what fails listed."""
+"""`effasr prepare`: checks every utterance before training, and lists those that fail."""
 
 from __future__ import annotations
 

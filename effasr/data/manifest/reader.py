@@ -1,4 +1,4 @@
-"""Manifests of every supported kind, read as lhotse cuts.
+"""Reads manifests of every supported kind as lhotse cuts.
 
 Kinds: NeMo's JSON lines, lhotse cuts (``.jsonl``, ``.jsonl.gz``) and Shar folders, folders that
 `effasr prepare` wrote, Kaldi data folders, and folders of audio files with transcripts.
@@ -14,26 +14,12 @@ from pathlib import Path
 from lhotse import CutSet
 from lhotse.cut import Cut
 
-from effasr.data.audio.waveform import AudioError, load_audio, read_audio
+from effasr.data.audio.audio_file import AudioError
 from effasr.data.manifest import cuts, folder, kaldi, nemo, shar
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.pairs import SOURCE_TEXT
 from effasr.data.manifest.utterance import Utterance
 from effasr.data.prompt import Prompt
-
-__all__ = [
-    "AudioError",
-    "Names",
-    "Part",
-    "deciding_files",
-    "iterate",
-    "load_audio",
-    "named",
-    "parts",
-    "read",
-    "read_audio",
-    "request",
-]
 
 _Read = Callable[[Iterable[tuple[int, str]], Path, str], Iterator[Utterance]]
 """What makes utterances of the numbered lines of a manifest, given also their default language."""

@@ -1,4 +1,4 @@
-"""lhotse's Shar folders: shards of cuts, and of their audio in tar files.
+"""Reads lhotse's Shar folders: shards of cuts, and of their audio in tar files.
 
 lhotse reads shards from front to back; here every recording is found by its place in its tar
 file, so that a plan may ask for any utterance at any time.
@@ -37,10 +37,6 @@ def files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 def utterances(folder: Path, language: str) -> Iterator[CutUtterance]:
     """Read the shards in the order of their numbers.
-
-    Args:
-        folder: With ``cuts.NUMBER.jsonl.gz`` and ``recording.NUMBER.tar``.
-        language: The language of cuts that name none.
 
     Raises:
         ValueError: A shard of audio is missing or damaged or lacks a recording, or a line is

@@ -1,4 +1,4 @@
-"""One line of a manifest, and how it becomes a lhotse cut."""
+"""An utterance of a manifest, and its conversion to a lhotse cut."""
 
 from __future__ import annotations
 
@@ -143,13 +143,11 @@ class CutUtterance:
         origin: File and line, for messages.
         value: The cut.
         audio: Where its audio is, for messages.
-        line: The line of the manifest, where reading it again gives the same cut.
     """
 
     origin: str
     value: Cut
     audio: str
-    line: str | None
     named: bool = True
 
     @property

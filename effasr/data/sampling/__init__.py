@@ -1,1 +1,1 @@
-"""Which utterances share a batch."""
+"""Plans which utterances share a batch."""

@@ -1,4 +1,4 @@
-"""Which micro-batches make a global step together, so that no rank waits for another."""
+"""Groups micro-batches into global steps so that ranks have equal work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets by duration and by tokens, with a batch size each: the table of 2D bucketing."""
+"""Table of 2D bucketing: buckets by duration and tokens, each with a batch size."""
 
 from __future__ import annotations
 
@@ -92,11 +92,7 @@ class BucketTable:
 
     @classmethod
     def load(cls, path: str | Path, framing: Framing = FASTCONFORMER) -> BucketTable:
-        """Read a table in the form of `save`.
-
-        Args:
-            path: The file.
-            framing: Of the corpus, in whose frames the table is to be.
+        """Read a table in the form of `save`, in encoder frames of the corpus.
 
         Raises:
             ValueError: The file is missing or malformed.

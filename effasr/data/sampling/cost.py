@@ -1,4 +1,4 @@
-"""How much computing an utterance is, by its lengths."""
+"""Cost model: predicted FLOPs of an utterance by its lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an epoch ends and the next begins: what does not fill whole steps is carried over.
+"""Carries the utterances that do not fill a whole step over to the next epoch.
 
 After epoch e, (e + 1) passes over the corpus have been due, and as many steps as these fill have
 been made. What is left, less than a step, is a random part D(e) of the corpus, of known size. So
@@ -49,12 +49,7 @@ class Capacity:
 
 
 def capacity(utterances: Utterances, shape: StaticShape) -> Capacity:
-    """Find out how full micro-batches of these utterances can be, by filling some.
-
-    Args:
-        utterances: All of them, at least one.
-        shape: The budgets.
-    """
+    """Find out how full micro-batches of these utterances can be, by filling some."""
     totals, limits = utterances.totals(), budgets(shape)
     scarce = scarcest(totals, limits)
 
@@ -110,14 +105,7 @@ class Ends:
     def __init__(
         self, utterances: Utterances, holds: Capacity, micro_batches: int, seed: int
     ) -> None:
-        """Prepare; at least a step must be full in each pass.
-
-        Args:
-            utterances: The corpus.
-            holds: What a micro-batch can be expected to hold.
-            micro_batches: Of a step.
-            seed: Seed of the run.
-        """
+        """Prepare; at least a step must be full in each pass."""
         self._utterances, self._seed = utterances, seed
         self._scarce = holds.scarce
         self._totals = utterances.totals()

@@ -1,4 +1,4 @@
-"""Groups of utterances that exchange members until every sum is as wanted in every group."""
+"""Exchanges utterances between groups until their sums are as wanted."""
 
 from __future__ import annotations
 
@@ -122,10 +122,7 @@ class Exchange:
     def even_out(self, number: int, wanting: np.ndarray, *, wishes: bool) -> None:
         """Let every pair with a wanting group make the exchange that makes it most alike.
 
-        Args:
-            number: Of the round; decides how groups are paired and what is exchanged.
-            wanting: bool (groups,).
-            wishes: Whether what has no limit counts.
+        With ``wishes``, quantities without a limit count as well.
         """
         rows = len(self._values) if wishes else self._limited
         self._round(number, wanting, rows, squeeze=False)
@@ -197,10 +194,6 @@ class Exchange:
 
     def _choices(self, number: int, *, few: bool) -> np.ndarray:
         """What a group may give, among the slots whose turn it is: one, two, or at first a run.
-
-        Args:
-            number: Of the round.
-            few: Whether there is time to weigh more.
 
         Returns:
             int64 (choices, slots of a choice).

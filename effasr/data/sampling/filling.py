@@ -1,4 +1,4 @@
-"""How utterances in random order become micro-batches that are full and cost the same."""
+"""Fills micro-batches up to both budgets, at equal cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batches of other toolkits: lhotse's samplers, run over lengths alone.
+"""Plans the batches of other toolkits, by lhotse's samplers over lengths alone.
 
 lhotse keeps ranks in step without talking: the sampler of every rank draws the batches of all of
 them, in the same order, and returns only its own. So one sampler that returns all of them draws
@@ -23,6 +23,7 @@ from lhotse.dataset.sampling.simple import SimpleCutSampler
 
 from effasr.data.batch import StaticShape
 from effasr.data.sampling.bucket_table import BucketTable
+from effasr.data.sampling.options import StrategyOptions
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.shuffle import shuffled
 
@@ -58,11 +59,7 @@ class LhotsePlanner:
         micro_batches: int,
         world_size: int,
         seed: int,
-        batch_duration: float | None,
-        batch_size: int | None,
-        num_buckets: int,
-        table: BucketTable | None,
-        padded: bool,
+        options: StrategyOptions,
     ) -> None:
         """See `effasr.data.sampling.strategies.planner`, which also checks what is given here.
 
@@ -77,20 +74,20 @@ class LhotsePlanner:
         self._micro_batches = micro_batches
         self._world_size = world_size
         self._seed = seed
-        self._padded = padded
-        self._batch_size = batch_size
+        self._padded, table = options.padded, options.table
+        self._batch_size = options.batch_size
         self._batch_frames = None
-        if batch_size is None and table is None:
-            self._batch_frames = _batch_frames(lengths, shape, batch_duration)
+        if self._batch_size is None and table is None:
+            self._batch_frames = _batch_frames(lengths, shape, options.batch_duration)
         self._table = table
         self._edges: list[float] = []
         if strategy == "sync_bucketed_2d":
             self._table = table or BucketTable.derive(
-                lengths, _scaled(shape, self._batch_frames), num_buckets
+                lengths, _scaled(shape, self._batch_frames), options.buckets
             )
             self.buckets = self._table.assign(lengths)
         elif strategy != "random":
-            self._edges = _estimated_edges(lengths.frames, num_buckets)
+            self._edges = _estimated_edges(lengths.frames, options.buckets)
             found = np.searchsorted(self._edges, lengths.frames, side="left")
             self.buckets = found.astype(np.int32)
         else:
@@ -102,7 +99,7 @@ class LhotsePlanner:
         return None
 
     def plan(self, epoch: int) -> EpochPlan:
-        """Plan an epoch; see `effasr.data.sampling.strategies.Planner`."""
+        """Plan an epoch; see `effasr.data.sampling.plan.Planner`."""
         if epoch < 0:
             raise ValueError(f"`epoch` must be at least 0, but is {epoch}.")
         batches = [[item.index for item in batch] for batch in self._sampler(epoch)]
@@ -203,12 +200,10 @@ class _AllRanks(CutSampler):
         return self._next_batch()
 
 
-class _RandomSampler(_AllRanks, SimpleCutSampler):
-    pass
+class _RandomSampler(_AllRanks, SimpleCutSampler): ...
 
 
-class _BucketingSampler(_AllRanks, DynamicBucketingSampler):
-    pass
+class _BucketingSampler(_AllRanks, DynamicBucketingSampler): ...
 
 
 def _batch_frames(

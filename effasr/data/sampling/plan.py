@@ -1,4 +1,4 @@
-"""What a planner is given and what it returns."""
+"""Input and output of planners: lengths of utterances, and the plan of an epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which utterances an epoch of mixed sources has, and how often each of them."""
+"""Draws the utterances of an epoch of mixed sources."""
 
 from __future__ import annotations
 

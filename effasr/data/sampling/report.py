@@ -1,4 +1,4 @@
-"""What a plan costs: padding, work, and how evenly the ranks share it."""
+"""Measures a plan: padding, FLOPs, and the imbalance of ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from effasr.data.batch import StaticShape
+from effasr.data.sampling.balance import imbalance
 from effasr.data.sampling.cost import CostModel
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 
@@ -54,22 +55,6 @@ class PlanReport:
     flops_per_audio_hour: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Work:
-    """Sums of each micro-batch, (micro-batches,): what utterances need, and what is executed."""
-
-    utterances: np.ndarray
-    seconds: np.ndarray
-    frames: np.ndarray
-    tokens: np.ndarray
-    cells: np.ndarray
-    flops: np.ndarray
-    frame_rows: np.ndarray
-    token_rows: np.ndarray
-    cells_run: np.ndarray
-    flops_run: np.ndarray
-
-
 def measure(
     plans: Sequence[EpochPlan],
     lengths: UtteranceLengths,
@@ -108,30 +93,24 @@ def measure(
     rounds = -(-micro_batches // world_size)
     plans = [_shared(plan, rounds * world_size) for plan in plans]
     parts = [_work(plan, lengths, seconds, cost, shape) for plan in plans]
-    work = _Work(
-        *(
-            np.concatenate([getattr(part, name) for part in parts])
-            for name in _Work.__dataclass_fields__
-        )
-    )
+    work = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     # A rank runs its micro-batches one after the other, and waits at the end of the step.
-    ranks = work.flops_run.reshape(-1, rounds, world_size).sum(axis=1)
-    imbalance = _excess(ranks)
-    audio = float(work.seconds.sum())
-    total = float(work.flops_run.sum(dtype=np.float64))
-    steps = len(ranks)
+    uneven = imbalance(work["flops_run"], rounds * world_size, world_size)
+    audio = float(work["seconds"].sum())
+    total = float(work["flops_run"].sum(dtype=np.float64))
+    steps = len(uneven)
     return PlanReport(
         steps=steps,
-        planned=int(work.utterances.sum()),
+        planned=int(work["utterances"].sum()),
         deferred=len(plans[-1].deferred),
-        batch_utterances=float(work.utterances.mean()),
-        batch_audio_seconds=float(work.seconds.mean()),
-        padding_frames=_unused(work.frames, work.frame_rows),
-        padding_tokens=_unused(work.tokens, work.token_rows),
-        padding_flops=_unused(work.flops, work.flops_run),
-        padding_cells=_unused(work.cells, work.cells_run),
-        rank_imbalance_mean=float(imbalance.mean()),
-        rank_imbalance_p99=float(np.quantile(imbalance, 0.99)),
+        batch_utterances=float(work["utterances"].mean()),
+        batch_audio_seconds=float(work["seconds"].mean()),
+        **{
+            f"padding_{name}": _unused(work[name], work[f"{name}_run"])
+            for name in ("frames", "tokens", "flops", "cells")
+        },
+        rank_imbalance_mean=float(uneven.mean()),
+        rank_imbalance_p99=float(np.quantile(uneven, 0.99)),
         bucket_mismatch=_mismatch(plans, buckets, world_size),
         step_flops=total / steps,
         flops_per_audio_hour=3600 * total / audio if audio else 0.0,
@@ -155,7 +134,8 @@ def _work(
     seconds: np.ndarray,
     cost: CostModel,
     shape: StaticShape | None,
-) -> _Work:
+) -> dict[str, np.ndarray]:
+    """Sums of each micro-batch: what utterances need, and with ``run`` what is executed."""
     frames = lengths.frames[plan.indices].astype(np.int64)
     tokens = lengths.tokens[plan.indices].astype(np.int64)
     count = np.diff(plan.offsets)
@@ -175,18 +155,18 @@ def _work(
         tail_frames, tail_tokens = frame_rows - all_frames, token_rows - all_tokens
         cells_run = cells
         flops_run = flops + cost.frame * tail_frames + cost.token * tail_tokens
-    return _Work(
-        utterances=count,
-        seconds=_reduce(np.add, seconds[plan.indices], plan.offsets),
-        frames=all_frames,
-        tokens=all_tokens,
-        cells=cells,
-        flops=flops,
-        frame_rows=frame_rows,
-        token_rows=token_rows,
-        cells_run=cells_run,
-        flops_run=flops_run,
-    )
+    return {
+        "utterances": count,
+        "seconds": _reduce(np.add, seconds[plan.indices], plan.offsets),
+        "frames": all_frames,
+        "tokens": all_tokens,
+        "cells": cells,
+        "flops": flops,
+        "frames_run": frame_rows,
+        "tokens_run": token_rows,
+        "cells_run": cells_run,
+        "flops_run": flops_run,
+    }
 
 
 def _reduce(function: np.ufunc, values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -220,9 +200,3 @@ def _unused(used: np.ndarray, executed: np.ndarray) -> float:
     # In floats: the FLOPs of a large corpus exceed int64.
     total = float(executed.sum(dtype=np.float64))
     return 1 - float(used.sum(dtype=np.float64)) / total if total else 0.0
-
-
-def _excess(ranks: np.ndarray) -> np.ndarray:
-    """Of each step, (steps, ranks): by how much its largest exceeds its mean."""
-    mean = ranks.mean(axis=1)
-    return np.divide(ranks.max(axis=1), mean, out=np.ones(len(ranks)), where=mean > 0) - 1

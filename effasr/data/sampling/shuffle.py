@@ -1,4 +1,4 @@
-"""Random orders that are the same on every machine and with every version of numpy."""
+"""Random permutations that do not depend on the machine or the version of numpy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
 
     Every index is hashed together with seed and epoch, and the hashes are sorted.
 
-    Args:
-        count: How many indices.
-        seed: Seed of the run.
-        epoch: Number of the epoch.
-
     Returns:
         int64 (count,).
     """
@@ -23,11 +18,6 @@ def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
 
 def hashes(count: int, seed: int, epoch: int) -> np.ndarray:
     """Random numbers for ``0 .. count - 1`` that depend on the arguments alone.
-
-    Args:
-        count: How many.
-        seed: Seed of the run.
-        epoch: Number of the epoch.
 
     Returns:
         uint64 (count,), uniform.

@@ -1,4 +1,4 @@
-"""What the rest of the project knows of a tokenizer."""
+"""Abstract base class of tokenizers."""
 
 from __future__ import annotations
 

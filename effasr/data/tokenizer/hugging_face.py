@@ -40,9 +40,6 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, directory: str | Path) -> None:
         """Read a folder.
 
-        Args:
-            directory: A folder with a ``tokenizer.json``.
-
         Raises:
             ValueError: The file is missing, broken, or not one of this class.
             ImportError: The package `tokenizers` is not installed.

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any
 
-from effasr.data.atomic_files import write_atomically
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer.base import Tokenizer, check_ids, check_language
-from effasr.data.tokenizer.sentence_piece import load_processor
+from effasr.data.tokenizer.base import check_ids, check_language
+from effasr.data.tokenizer.sentence_piece import AggregateTokenizer, read_metadata, read_models
 
 NEMO_FILE = "nemo_tokenizer.json"
 """What makes a folder one of these."""
@@ -24,7 +19,7 @@ SPECIAL = "spl_tokens"
 UNIFIED = "tokenizer"
 """The name of a model that serves all languages."""
 
-_VERSION = 1
+_REMEDY = "import the .nemo file again"
 _PAD, _EOS, _START = "<pad>", "<|endoftext|>", "<|startoftranscript|>"
 _PUNCTUATION = ("<|nopnc|>", "<|pnc|>")
 _CONTEXT, _EMOTION = "<|startofcontext|>", "<|emo:undefined|>"
@@ -40,7 +35,7 @@ _NAME = re.compile(r"[\w-]+")
 _SHORT = {"en-US": "en", "es-ES": "es", "fr-FR": "fr", "de-DE": "de"}
 
 
-class NeMoTokenizer(Tokenizer):
+class NeMoTokenizer(AggregateTokenizer):
     """The ids of each model follow those of the one before it, as in NeMo's aggregate tokenizer.
 
     With a prompt format, special tokens make prompts: ``canary`` (canary-1b) is
@@ -74,15 +69,8 @@ class NeMoTokenizer(Tokenizer):
             raise ValueError(
                 f"`prompt_format` must be {' or '.join(PROMPT_FORMATS)}, but is {prompt_format}."
             )
-        self.models, self.prompt_format = dict(models), prompt_format
-        self._names = list(models)
-        self._processors = [load_processor(name, data) for name, data in models.items()]
-        sizes = [processor.vocab_size() for processor in self._processors]
-        *self._offsets, self.vocab_size = accumulate(sizes, initial=0)
-        self._unknown = {
-            offset + processor.unk_id()
-            for offset, processor in zip(self._offsets, self._processors, strict=True)
-        }
+        super().__init__(models)
+        self.prompt_format = prompt_format
         self.specials = self._find_specials()
         self._check_specials()
         self._skipped = set(self.specials.values())
@@ -90,7 +78,7 @@ class NeMoTokenizer(Tokenizer):
             # It has pieces beside the tokens, which stand for no text either.
             place = self._names.index(SPECIAL)
             first = self._offsets[place]
-            self._skipped.update(range(first, first + sizes[place]))
+            self._skipped.update(range(first, first + self._sizes[place]))
         self.pad_id = self.specials.get(_PAD, 0)
         self.eos_id = self.specials.get(_EOS, self.pad_id)
         tags = {found[1] for token in self.specials if (found := _LANGUAGE.fullmatch(token))}
@@ -116,14 +104,13 @@ class NeMoTokenizer(Tokenizer):
         if self.languages:
             check_language(language, self.languages, "text")
         place = 0 if self.is_unified else self._places[language]
-        return [self._offsets[place] + piece for piece in self._processors[place].encode(text)]
+        return self._encode(text, place)
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
         kept = [token for token in check_ids(ids, self.vocab_size) if token not in self._skipped]
         text = ""
-        for place, run in groupby(kept, self._place):
-            own = [token - self._offsets[place] for token in run]
+        for place, own in self._runs(kept):
             processor = self._processors[place]
             # The first piece says whether a word begins; the model drops that of a text.
             space = " " if processor.id_to_piece(own[0]).startswith("▁") else ""
@@ -146,23 +133,14 @@ class NeMoTokenizer(Tokenizer):
             return self._processors[0].encode("".join(names))
         return [self.specials[name] for name in names]
 
-    def count_unknown(self, ids: Iterable[int]) -> int:
-        """See `Tokenizer.count_unknown`."""
-        return sum(token in self._unknown for token in ids)
-
     def save(self, directory: str | Path) -> None:
         """Write one ``.model`` file per model and `NEMO_FILE`."""
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, model in self.models.items():
-            write_atomically(folder / f"{name}.model", model)
         metadata = {
-            "version": _VERSION,
             "prompt_format": self.prompt_format,
             "models": self._names,
             "vocab_size": self.vocab_size,
         }
-        write_atomically(folder / NEMO_FILE, (json.dumps(metadata, indent=2) + "\n").encode())
+        self._write(directory, NEMO_FILE, metadata)
 
     @classmethod
     def load(cls, directory: str | Path) -> NeMoTokenizer:
@@ -173,23 +151,16 @@ class NeMoTokenizer(Tokenizer):
                 another version.
         """
         path = Path(directory) / NEMO_FILE
-        metadata = _read_metadata(path)
-        models = {}
-        for name in metadata["models"]:
-            file = path.parent / f"{name}.model"
-            if not file.is_file():
-                raise ValueError(f"{file}: the model is missing: import the .nemo file again.")
-            models[name] = file.read_bytes()
+        metadata = read_metadata(path, _REMEDY)
+        files = {name: f"{name}.model" for name in metadata["models"]}
+        models = read_models(path.parent, files, _REMEDY)
         tokenizer = cls(models, metadata["prompt_format"])
         if tokenizer.vocab_size != metadata["vocab_size"]:
             raise ValueError(
                 f"{path}: its models must have {metadata['vocab_size']} tokens, but have "
-                f"{tokenizer.vocab_size}: import the .nemo file again."
+                f"{tokenizer.vocab_size}: {_REMEDY}."
             )
         return tokenizer
-
-    def _place(self, token: int) -> int:
-        return bisect_right(self._offsets, token) - 1
 
     def _find_specials(self) -> dict[str, int]:
         """Ids of tokens that are no text."""
@@ -227,16 +198,3 @@ class NeMoTokenizer(Tokenizer):
         if self.prompt_format is None:
             return places
         return {language: place for language, place in places.items() if language in tags}
-
-
-def _read_metadata(path: Path) -> dict[str, Any]:
-    try:
-        metadata = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}.") from error
-    if metadata.get("version") != _VERSION:
-        raise ValueError(
-            f"{path}: `version` must be {_VERSION}, but is {metadata.get('version')!r}: "
-            "import the .nemo file again."
-        )
-    return metadata

@@ -1,10 +1,10 @@
-"""An aggregate tokenizer: special tokens, then one SentencePiece vocabulary per language."""
+"""Tokenizers of several SentencePiece models, among them those that effasr trains."""
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,52 @@ _TASKS = ("<|transcribe|>", "<|translate|>")
 _PUNCTUATION = ("<|nopnc|>", "<|pnc|>")
 
 
-class SentencePieceTokenizer(Tokenizer):
+class AggregateTokenizer(Tokenizer):
+    """SentencePiece models whose ids follow one another.
+
+    Args:
+        models: Serialised models by name, in the order of their ids.
+        first: The id that the first token of the first model gets.
+
+    Raises:
+        ValueError: One is no SentencePiece model.
+    """
+
+    def __init__(self, models: Mapping[str, bytes], first: int = 0) -> None:
+        self.models = dict(models)
+        self._names = list(models)
+        self._processors = [load_processor(name, data) for name, data in models.items()]
+        self._sizes = [processor.vocab_size() for processor in self._processors]
+        *self._offsets, self.vocab_size = accumulate(self._sizes, initial=first)
+        self._unknown = {
+            offset + processor.unk_id()
+            for offset, processor in zip(self._offsets, self._processors, strict=True)
+        }
+
+    def count_unknown(self, ids: Iterable[int]) -> int:
+        """See `Tokenizer.count_unknown`."""
+        return sum(token in self._unknown for token in ids)
+
+    def _encode(self, text: str, place: int) -> list[int]:
+        return [self._offsets[place] + piece for piece in self._processors[place].encode(text)]
+
+    def _runs(self, ids: Iterable[int]) -> Iterator[tuple[int, list[int]]]:
+        """Runs of tokens of one model: its number, and the tokens as it numbers them."""
+        for place, run in groupby(ids, lambda token: bisect_right(self._offsets, token) - 1):
+            yield place, [token - self._offsets[place] for token in run]
+
+    def _write(self, directory: str | Path, file: str, metadata: Mapping[str, Any]) -> None:
+        """Write one ``.model`` file per model, and a file of metadata."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, model in self.models.items():
+            write_atomically(folder / f"{name}.model", model)
+        content = {"version": _VERSION, **metadata}
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        write_atomically(folder / file, text.encode())
+
+
+class SentencePieceTokenizer(AggregateTokenizer):
     """Ids: the special tokens, then the pieces of each language in alphabetical order.
 
     A prompt is ``<|startoftranscript|> <|source|> <|task|> <|target|> <|pnc|>``.
@@ -42,36 +87,24 @@ class SentencePieceTokenizer(Tokenizer):
         """
         if not models:
             raise ValueError("`models` must hold at least one language, but is empty.")
-        self.models = {language: models[language] for language in sorted(models)}
-        self._processors = {name: load_processor(name, data) for name, data in self.models.items()}
-        self.languages = tuple(self.models)
+        self.languages = tuple(sorted(models))
         self.sources = tuple(sorted({*self.languages, *sources}))
         tags = [f"<|{language}|>" for language in self.sources]
         names = [_PAD, _EOS, _START, *_TASKS, *_PUNCTUATION, *tags]
         self.specials = {name: index for index, name in enumerate(names)}
         self.pad_id = self.specials[_PAD]
         self.eos_id = self.specials[_EOS]
-        sizes = [processor.vocab_size() for processor in self._processors.values()]
-        *self._offsets, self.vocab_size = accumulate(sizes, initial=len(names))
-        self._unknown = {
-            offset + processor.unk_id()
-            for offset, processor in zip(self._offsets, self._processors.values(), strict=True)
-        }
+        super().__init__({language: models[language] for language in self.languages}, len(names))
 
     def encode(self, text: str, language: str) -> list[int]:
         """See `Tokenizer.encode`."""
         check_language(language, self.languages, "text")
-        offset = self._offsets[self.languages.index(language)]
-        return [offset + piece for piece in self._processors[language].encode(text)]
+        return self._encode(text, self.languages.index(language))
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`; runs of pieces of different languages are joined by a space."""
         pieces = [token for token in check_ids(ids, self.vocab_size) if token >= self._offsets[0]]
-        texts = []
-        for place, run in groupby(pieces, lambda token: bisect_right(self._offsets, token) - 1):
-            own = [token - self._offsets[place] for token in run]
-            texts.append(self._processors[self.languages[place]].decode(own))
-        return " ".join(texts)
+        return " ".join(self._processors[place].decode(own) for place, own in self._runs(pieces))
 
     def prompt(self, prompt: Prompt) -> list[int]:
         """See `Tokenizer.prompt`."""
@@ -85,18 +118,9 @@ class SentencePieceTokenizer(Tokenizer):
         )
         return [self.specials[name] for name in names]
 
-    def count_unknown(self, ids: Iterable[int]) -> int:
-        """See `Tokenizer.count_unknown`."""
-        return sum(token in self._unknown for token in ids)
-
     def save(self, directory: str | Path) -> None:
         """Write one ``.model`` file per language and `METADATA_FILE`."""
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        for language, model in self.models.items():
-            write_atomically(folder / f"{language}.model", model)
         metadata = {
-            "version": _VERSION,
             "vocab_size": self.vocab_size,
             "specials": list(self.specials),
             "sources": list(self.sources),
@@ -105,8 +129,7 @@ class SentencePieceTokenizer(Tokenizer):
                 for language, offset in zip(self.languages, self._offsets, strict=True)
             },
         }
-        text = json.dumps(metadata, indent=2, ensure_ascii=False) + "\n"
-        write_atomically(folder / METADATA_FILE, text.encode())
+        self._write(directory, METADATA_FILE, metadata)
 
     @classmethod
     def load(cls, directory: str | Path) -> SentencePieceTokenizer:
@@ -116,13 +139,9 @@ class SentencePieceTokenizer(Tokenizer):
             ValueError: A file is missing, or the folder was written by another version.
         """
         path = Path(directory) / METADATA_FILE
-        metadata = _read_metadata(path)
-        models = {}
-        for language, entry in metadata["languages"].items():
-            file = path.parent / entry["model"]
-            if not file.is_file():
-                raise ValueError(f"{file}: the model of {language!r} is missing: copy it there.")
-            models[language] = file.read_bytes()
+        metadata = read_metadata(path, "train the tokenizer again")
+        files = {name: entry["model"] for name, entry in metadata["languages"].items()}
+        models = read_models(path.parent, files, "copy it there")
         tokenizer = cls(models, metadata["sources"])
         if list(tokenizer.specials) != metadata["specials"] or (
             tokenizer.vocab_size != metadata["vocab_size"]
@@ -134,17 +153,32 @@ class SentencePieceTokenizer(Tokenizer):
         return tokenizer
 
 
-def _read_metadata(path: Path) -> dict[str, Any]:
+def read_metadata(path: Path, remedy: str) -> dict[str, Any]:
+    """The metadata of an `AggregateTokenizer`.
+
+    Raises:
+        ValueError: The file cannot be read, or another version wrote it; the message ends with
+            the remedy.
+    """
     try:
         metadata = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read: {error}.") from error
-    if metadata.get("version") != _VERSION:
-        raise ValueError(
-            f"{path}: `version` must be {_VERSION}, but is {metadata.get('version')!r}: "
-            "train the tokenizer again."
-        )
+    if (version := metadata.get("version")) != _VERSION:
+        raise ValueError(f"{path}: `version` must be {_VERSION}, but is {version!r}: {remedy}.")
     return metadata
+
+
+def read_models(folder: Path, files: Mapping[str, str], remedy: str) -> dict[str, bytes]:
+    """Serialised models, from their files by name.
+
+    Raises:
+        ValueError: A file is missing; the message ends with the remedy.
+    """
+    for name, file in files.items():
+        if not (folder / file).is_file():
+            raise ValueError(f"{folder / file}: the model of {name!r} is missing: {remedy}.")
+    return {name: (folder / file).read_bytes() for name, file in files.items()}
 
 
 def load_processor(language: str, model: bytes) -> sentencepiece.SentencePieceProcessor:

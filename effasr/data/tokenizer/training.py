@@ -1,4 +1,4 @@
-"""Training of SentencePiece vocabularies, one per language."""
+"""Trains SentencePiece vocabularies, one per language."""
 
 from __future__ import annotations
 

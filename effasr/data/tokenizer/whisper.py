@@ -91,11 +91,7 @@ class WhisperTokenizer(HuggingFaceTokenizer):
         return [self._vocabulary[name] for name in names]
 
     def generation(self, prompt: Prompt) -> dict[str, Any]:
-        """What transformers' ``generate`` must know of these tokens.
-
-        Args:
-            prompt: What it is to ask by default.
-        """
+        """What transformers' ``generate`` must know of these tokens."""
         vocabulary = self._vocabulary
         facts: dict[str, Any] = {
             "is_multilingual": self.is_multilingual,

@@ -9,7 +9,7 @@ from typing import Any
 
 from effasr import config as configuration
 from effasr.data.filters.rules import Dropped
-from effasr.data.mixture_summary import Blend
+from effasr.data.mixture_summary import MixtureSummary
 from effasr.distributed.process_group import DistributedContext
 from effasr.evaluation.result import Evaluation
 from effasr.evaluation.result import save as save_evaluation
@@ -84,7 +84,7 @@ class RunLog:
             self.directory.validation(line | evaluation.summary())
             save_evaluation(evaluation, self.directory.path / "evaluation" / name)
 
-    def mixture(self, step: int, blends: Sequence[Blend]) -> None:
+    def mixture(self, step: int, blends: Sequence[MixtureSummary]) -> None:
         """Write blend.json, if there is a mixture."""
         if blends and self._is_main:
             self.directory.blend(step, [row for blend in blends for row in blend.mapping()])

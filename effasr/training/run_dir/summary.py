@@ -64,8 +64,8 @@ def describe_data(
             f"{text.shape.frame_budget} tokens to read and {text.shape.token_budget} to write, "
             f"from {len(text)} pairs"
         )
-    for blend in corpus.blends(plan, loader.text_plan(epoch)):
-        yield from blend.table()
+    for summary in corpus.summaries(plan, loader.text_plan(epoch)):
+        yield from summary.table()
     if corpus.dropped:
         reasons = Counter(dropped.reason for dropped in corpus.dropped)
         listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())

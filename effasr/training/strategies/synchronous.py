@@ -9,7 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from effasr.data.loader import Loader, StepBatch
+from effasr.data.loader import Loader
+from effasr.data.micro_batch_loader import StepBatch
 from effasr.distributed.averager import Averager
 from effasr.distributed.process_group import DistributedContext
 from effasr.training.checkpointing.state import RunProgress

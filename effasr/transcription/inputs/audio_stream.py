@@ -11,11 +11,11 @@ import numpy as np
 import soundfile
 import soxr
 
+from effasr.data.audio.audio_file import UnknownFormat
 from effasr.data.audio.waveform import (
     AudioError,
     AudioProblem,
     TarMember,
-    UnknownFormat,
     check_not_cut_short,
     mono_blocks,
     open_audio,

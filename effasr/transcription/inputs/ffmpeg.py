@@ -15,7 +15,7 @@ from typing import IO
 
 import numpy as np
 
-from effasr.data.audio.waveform import AudioError, AudioProblem, regular_file_size
+from effasr.data.audio.audio_file import AudioError, AudioProblem, regular_file_size
 
 PATIENCE_S = 60.0
 """Seconds after which ffmpeg must have given a sample."""

@@ -1,4 +1,4 @@
-"""What an utterance gets: a pure function of the seed and of where in the run it is trained on."""
+"""Augments the audio of an utterance, as a function of seed, epoch, step and utterance."""
 
 from __future__ import annotations
 
@@ -51,11 +51,7 @@ class Augmenter:
     ) -> None:
         """List recordings and check them.
 
-        Args:
-            config: What to do.
-            seed: Of the run.
-            skip_unreadable: Whether an utterance goes without noise or room where their recording
-                cannot be read, in place of an error.
+        With ``skip_unreadable``, an utterance stays as it is where its recording cannot be read.
 
         Raises:
             ValueError: See `Clips.load`.

@@ -1,4 +1,4 @@
-"""Recordings to augment with: listed and checked at the start, read when they are due."""
+"""Lists and checks the recordings to augment with, and reads them when they are needed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,8 @@ from lhotse.cut import Cut
 from lhotse.cut.data import DataCut
 from lhotse.cut.set import deserialize_cut
 
-from effasr.data.audio.waveform import (
-    AudioError,
-    audio_path,
-    load_audio,
-    regular_file_size,
-    samples_in,
-)
+from effasr.data.audio.audio_file import AudioError, regular_file_size
+from effasr.data.audio.waveform import audio_path, load_audio, samples_in
 from effasr.data.features.log_mel import SAMPLE_RATE
 from effasr.data.index.columns import Ragged, RaggedBuilder
 from effasr.data.manifest.cuts import CUTS_FILE
@@ -95,12 +90,7 @@ class Clips:
         return deserialize_cut(json.loads(self._lines[index].tobytes()))
 
     def read(self, index: int, start: int = 0, samples: int | None = None) -> np.ndarray:
-        """The samples of a recording, or of a part of it.
-
-        Args:
-            index: Which.
-            start: The first sample.
-            samples: How many; up to the end by default.
+        """The samples of a recording from ``start`` on, up to the end by default.
 
         Returns:
             float32 (samples,), mono, at `SAMPLE_RATE`; not to be written to.

@@ -1,4 +1,4 @@
-"""What is done to the audio of training utterances."""
+"""Configuration of audio augmentation."""
 
 from __future__ import annotations
 

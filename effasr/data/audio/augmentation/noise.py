@@ -1,4 +1,4 @@
-"""Noise under speech."""
+"""Adds noise at a signal-to-noise ratio."""
 
 from __future__ import annotations
 

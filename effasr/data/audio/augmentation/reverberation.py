@@ -1,4 +1,4 @@
-"""Speech as it sounds in a room: convolution with the room's impulse response."""
+"""Adds reverberation: convolution with a room impulse response."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ class ImpulseResponse:
 
     @classmethod
     def of(cls, recording: np.ndarray) -> ImpulseResponse:
-        """A recorded response: the direct path is its largest sample, and a silent end is cut off.
+        """Take a recorded response, float32 (n,), without a silent end.
 
-        Args:
-            recording: float32 (n,).
+        The direct path is its largest sample.
 
         Raises:
             AudioError: It is silent.
@@ -68,13 +67,9 @@ def reverberate(speech: np.ndarray, response: ImpulseResponse) -> np.ndarray:
 
 
 def convolve(signal: np.ndarray, kernel: np.ndarray) -> np.ndarray:
-    """The whole convolution, by FFTs of blocks that fit in a cache (overlap-add).
+    """The whole convolution of float32 (n,) and (m,), by FFTs of blocks (overlap-add).
 
     By NumPy and not by torch, whose FFTs may differ in the last bit from one call to the next.
-
-    Args:
-        signal: float32 (n,).
-        kernel: float32 (m,), with at least one sample.
 
     Returns:
         float32 (n + m - 1,).

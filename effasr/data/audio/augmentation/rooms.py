@@ -1,4 +1,4 @@
-"""Impulse responses of rooms that nobody has built.
+"""Simulates room impulse responses.
 
 In place of lhotse's generator, which needs torchaudio.
 """
@@ -31,10 +31,6 @@ def simulated_room(
     the sound was made, 4 pi c^3 t^2 / V of them arrive a second, each with 1 / (c t) of its
     pressure and what walls have left of it, exp(-6.9 t / T60). First there are single echoes,
     then more and more. Beyond one a sample, fewer and stronger ones stand for many.
-
-    Args:
-        rng: What decides.
-        decay_time: Least and greatest T60 in seconds.
 
     Returns:
         The response from the direct sound on, as long as the T60. The ratio of direct to

@@ -1,4 +1,4 @@
-"""Speech over the telephone."""
+"""Simulates a telephone channel: 8 kHz and mu-law."""
 
 from __future__ import annotations
 

@@ -1,0 +1,93 @@
+"""Names and options of the batching strategies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from effasr.data.sampling.bucket_table import BucketTable
+
+Strategy = Literal["packed", "random", "bucketed", "sync_bucketed", "sync_bucketed_2d"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyOptions:
+    """What the strategies other than ``packed`` leave open.
+
+    Attributes:
+        batch_duration: Seconds of a micro-batch, padding included; by default what the frame
+            budget holds.
+        batch_size: Utterances of a micro-batch, in place of a duration.
+        buckets: Buckets by duration, each with about the same total duration.
+        table: Buckets and batch sizes of ``sync_bucketed_2d``; by default derived from the
+            budgets.
+        padded: Whether a micro-batch is computed at the length of its longest utterance, which
+            is what padding then counts.
+    """
+
+    batch_duration: float | None = None
+    batch_size: int | None = None
+    buckets: int = 20
+    table: BucketTable | None = None
+    padded: bool = False
+
+    def check(self, strategy: str) -> None:
+        """Check that a strategy can obey these options.
+
+        Raises:
+            ValueError: The strategy is unknown, a value is out of range, or an option has no
+                meaning for the strategy.
+        """
+        if strategy not in STRATEGIES:
+            raise ValueError(
+                f"`strategy` must be one of {', '.join(STRATEGIES)}, but is {strategy!r}."
+            )
+        for name in ("batch_duration", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and strategy == "packed":
+                raise ValueError(
+                    f"`{name}` must be left out for strategy packed, whose micro-batches "
+                    f"`frame_budget` and `token_budget` fill, but is {value}."
+                )
+            if value is not None and not value > 0:
+                raise ValueError(
+                    f"`{name}` must be greater than 0, but is {value}: leave it out to derive it "
+                    "from `frame_budget`."
+                )
+        if self.batch_duration is not None and self.batch_size is not None:
+            raise ValueError(
+                f"`batch_size` must be left out where `batch_duration` is given, but they are "
+                f"{self.batch_size} and {self.batch_duration}."
+            )
+        if self.buckets < 2:
+            raise ValueError(
+                f"`buckets` must be at least 2, but is {self.buckets}: strategy random is one "
+                "bucket for all."
+            )
+        if self.padded and strategy == "packed":
+            raise ValueError(
+                "`padded` must be false for strategy packed, which exists to avoid padding: "
+                "choose another `strategy`."
+            )
+        self._check_table(strategy)
+
+    def _check_table(self, strategy: str) -> None:
+        if self.table is not None and strategy != "sync_bucketed_2d":
+            raise ValueError(
+                "`bucket_batch_sizes` must be left out but for strategy sync_bucketed_2d, and "
+                f"`strategy` is {strategy!r}."
+            )
+        if strategy != "sync_bucketed_2d":
+            return
+        if self.batch_size is not None:
+            raise ValueError(
+                "`batch_size` must be left out for strategy sync_bucketed_2d, whose buckets have "
+                f"a batch size each, but is {self.batch_size}: give `batch_duration` or "
+                "`bucket_batch_sizes`."
+            )
+        if self.table is not None and self.batch_duration is not None:
+            raise ValueError(
+                "`batch_duration` must be left out where `bucket_batch_sizes` gives the batch "
+                f"sizes, but is {self.batch_duration}."
+            )
