@@ -16,6 +16,7 @@ from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 from effasr.data.features.segments import segment_sum
 from effasr.data.features.whisper_mel import ReflectedWindows, compressed, log_bands
 from effasr_kernels import PackedLayout, PackedSequence
+from effasr_kernels.shared.cpu_linear import linear
 
 _LOG_GUARD = 2.0**-24
 _NORM_EPS = 1e-5
@@ -268,6 +269,8 @@ class LogMel(nn.Module):
         size, slot = self._chunk_rows(frames), self.config.subsampling
         if self.config.kind == "whisper":
             return self._whisper(audio, frames, size)
+        if frames.device.type == "cpu" and frames.known_on_host and audio.layout.known_on_host:
+            return self._log_mel_on_host(audio, frames)
         windows, first_slots = self._windows(audio, frames)
         step = torch.arange(slot, device=frames.device)
         rows = (first_slots[:, None] * slot + step).flatten()
@@ -330,6 +333,46 @@ class LogMel(nn.Module):
         padded = nn.functional.pad(values.index_select(0, source.flatten()), (left, right))
         first_slots = torch.arange(frames.rows, device=device) + frames.sequence_ids()
         return padded.unfold(0, window, hop), first_slots
+
+    def _log_mel_on_host(self, audio: PackedSequence, frames: PackedLayout) -> Tensor:
+        """The same rows where the host knows the lengths: no index per sample, no empty sequence.
+
+        Utterances are copied to a buffer in which a spare slot of zeros follows each, so that all
+        windows are one strided view; the rows of spare slots are computed and left out.
+        """
+        config, slot = self.config, self.config.subsampling
+        pairs = zip(
+            audio.layout.lengths, frames.lengths, audio.layout.cu_seqlens_host, strict=False
+        )
+        present = [(samples, slots, begin) for samples, slots, begin in pairs if slots]
+        left = config.n_fft // 2 - (config.n_fft - config.window) // 2
+        rows = slot * (frames.total + len(present))
+        buffer = audio.values.new_zeros(left + rows * config.hop + config.window)
+        place = left
+        for samples, slots, begin in present:
+            piece = audio.values[begin : begin + samples]
+            target = buffer[place : place + samples]
+            target.copy_(piece)
+            if config.preemphasis:
+                target[1:].sub_(piece[:-1], alpha=config.preemphasis)
+            place += (slots + 1) * slot * config.hop
+        windows = buffer.unfold(0, config.window, config.hop)
+        bands = audio.values.new_empty(rows, config.mel_bins)
+        filters = self.filterbank.T.contiguous()
+        padded = audio.values.new_zeros(min(rows, self._chunk_rows(frames)), config.n_fft)
+        for begin in range(0, rows, max(1, len(padded))):
+            chunk = padded[: min(len(padded), rows - begin)]
+            # The transform pads by itself, but with a copy.
+            torch.mul(
+                windows[begin : begin + len(chunk)], self.window, out=chunk[:, : config.window]
+            )
+            spectrum = torch.fft.rfft(chunk)
+            power = spectrum.real.square().addcmul_(spectrum.imag, spectrum.imag)
+            bands[begin : begin + len(chunk)] = linear(power, filters)
+        bands.add_(_LOG_GUARD).log_()
+        sizes = [slot * size for _, slots, _ in present for size in (slots, 1)]
+        tail = bands.new_zeros(slot * (frames.rows - frames.total), config.mel_bins)
+        return torch.cat([*bands.split(sizes)[::2], tail])
 
     def _emphasized(self, audio: PackedSequence) -> Tensor:
         if not self.config.preemphasis:
