@@ -80,10 +80,8 @@ def test_torch_counts_what_a_hand_counts(
     reach = (
         model.encoder._embeddings(batch.frames, next(model.parameters()).dtype).shape[0] // 2 + 1
     )
-    # Features: the power spectrum into bands, which learns nothing; a spare slot follows each
-    # utterance.
-    slots = sum(frames) + sum(1 for length in frames if length)
-    by_hand = 2 * slots * 8 * (config.features.n_fft // 2 + 1) * bins
+    # Features: the power spectrum into bands, which learns nothing.
+    by_hand = 2 * rows * 8 * (config.features.n_fft // 2 + 1) * bins
     by_hand += _subsampling(encoder, bins, rows, sum(frames))
     by_hand += encoder.layers * _encoder_layer(encoder, rows, frames, reach)
     by_hand += _linear(sum(frames), encoder.width, model.vocab_size + 1)
