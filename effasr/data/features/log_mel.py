@@ -16,6 +16,7 @@ from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 from effasr.data.features.segments import segment_sum
 from effasr.data.features.whisper_mel import ReflectedWindows, compressed, log_bands
 from effasr_kernels import PackedLayout, PackedSequence
+from effasr_kernels.shared.cpu_linear import linear
 
 _LOG_GUARD = 2.0**-24
 _NORM_EPS = 1e-5
@@ -268,6 +269,8 @@ class LogMel(nn.Module):
         size, slot = self._chunk_rows(frames), self.config.subsampling
         if self.config.kind == "whisper":
             return self._whisper(audio, frames, size)
+        if frames.device.type == "cpu" and frames.known_on_host and audio.layout.known_on_host:
+            return self._log_mel_on_host(audio, frames)
         windows, first_slots = self._windows(audio, frames)
         step = torch.arange(slot, device=frames.device)
         rows = (first_slots[:, None] * slot + step).flatten()
@@ -330,6 +333,59 @@ class LogMel(nn.Module):
         padded = nn.functional.pad(values.index_select(0, source.flatten()), (left, right))
         first_slots = torch.arange(frames.rows, device=device) + frames.sequence_ids()
         return padded.unfold(0, window, hop), first_slots
+
+    def _log_mel_on_host(self, audio: PackedSequence, frames: PackedLayout) -> Tensor:
+        """The same rows where the host knows the lengths: no index per sample, no empty sequence.
+
+        Utterances are copied to a buffer in which a spare slot of zeros follows each, so that the
+        rows of an utterance are a strided view of it.
+        """
+        config = self.config
+        rows = config.subsampling * frames.rows
+        windows, runs = self._spread_on_host(audio, frames)
+        bands = audio.values.new_empty(rows, config.mel_bins)
+        filters = self.filterbank.T.contiguous()
+        # The transform pads windows by itself, but with a copy.
+        padded = audio.values.new_zeros(min(rows, self._chunk_rows(frames)), config.n_fft)
+        run = 0
+        for begin in range(0, rows, len(padded)):
+            chunk = padded[: rows - begin]
+            done = 0
+            while done < len(chunk) and run < len(runs):
+                first, end = runs[run]
+                count = min(end - first, len(chunk) - done)
+                into = chunk[done : done + count, : config.window]
+                torch.mul(windows[first : first + count], self.window, out=into)
+                runs[run] = (first + count, end)
+                done, run = done + count, run + (first + count == end)
+            chunk[done:].zero_()
+            spectrum = torch.fft.rfft(chunk)
+            power = spectrum.real.square().addcmul_(spectrum.imag, spectrum.imag)
+            bands[begin : begin + len(chunk)] = linear(power, filters)
+        return bands.add_(_LOG_GUARD).log_()
+
+    def _spread_on_host(
+        self, audio: PackedSequence, frames: PackedLayout
+    ) -> tuple[Tensor, list[tuple[int, int]]]:
+        """All windows as a view, and the first and last of each utterance that has any."""
+        config, slot = self.config, self.config.subsampling
+        pairs = zip(
+            audio.layout.lengths, frames.lengths, audio.layout.cu_seqlens_host, strict=False
+        )
+        present = [(samples, slots, begin) for samples, slots, begin in pairs if slots]
+        left = config.n_fft // 2 - (config.n_fft - config.window) // 2
+        hops = slot * (frames.total + len(present))
+        buffer = audio.values.new_zeros(left + hops * config.hop + config.window)
+        runs, place = [], 0
+        for samples, slots, begin in present:
+            piece = audio.values[begin : begin + samples]
+            target = buffer[left + place * config.hop :][:samples]
+            target.copy_(piece)
+            if config.preemphasis:
+                target[1:].sub_(piece[:-1], alpha=config.preemphasis)
+            runs.append((place, place + slots * slot))
+            place += (slots + 1) * slot
+        return buffer.unfold(0, config.window, config.hop), runs
 
     def _emphasized(self, audio: PackedSequence) -> Tensor:
         if not self.config.preemphasis:
