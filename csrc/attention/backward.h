@@ -1,0 +1,198 @@
+// The backward of one head of one sequence. Included once for each instruction set.
+
+// Gradients that sequences share, each with its own part, which are added up in their order.
+struct SharedParts {
+  double* biases;  // (2, width): of content_bias and of position_bias
+  float* table;    // (distances(), to_lanes(width)) times log2(e), from the least distance on
+};
+
+// Gradients by distance. A row of distances is complete when the tiles of all keys that reach it have
+// been seen, so the last rows of a tile wait for the next.
+struct DistanceGradients {
+  float *by_distance, *steps;
+  Columns queries;  // their gradient through the table
+
+  void take(Memory& memory, int width) {
+    by_distance = memory.take((kKeys + kPanel) * kPanel);
+    steps = memory.take(kStepFloats);
+    queries.take(memory, width);
+  }
+};
+
+struct Backward {
+  Memory memory;
+  Columns queries, d_out, d_queries;
+  Distances distances;
+  DistanceGradients d_distances;
+  float *weights, *slopes, *waiting, *factors;
+  Growing k_rows, v_rows, d_keys, d_values;
+  // Of each query: the largest score, the mean slope, and the gradient of its penalty.
+  float largest[kPanel], mean[kPanel], d_penalty[kPanel];
+
+  explicit Backward(const PackedAttention& a) {
+    queries.take(memory, a.width);
+    d_out.take(memory, a.width);
+    d_queries.take(memory, a.width);
+    weights = memory.take(kKeys * kPanel);
+    // Rows of the last tile come before those of this one, and zeros after them.
+    waiting = memory.take((kKeys + 2 * kPanel) * kPanel);
+    slopes = waiting + kPanel * kPanel;
+    if (a.dropout > 0.0f) factors = memory.take(kKeys * kPanel);
+    if (a.table == nullptr) return;
+    distances.take(memory, a.width);
+    d_distances.take(memory, a.width);
+  }
+
+  void run(const PackedAttention& a, const AttentionGradients& g, const HeadSequence& s,
+           SharedParts parts) {
+    const int pitch = to_lanes(a.width);
+    const int64_t size = static_cast<int64_t>(s.keys) * pitch;
+    float* dk = d_keys.at_least(size);
+    float* dv = d_values.at_least(size);
+    std::fill(dk, dk + size, 0.0f);
+    std::fill(dv, dv + size, 0.0f);
+    if (a.table != nullptr) {
+      std::fill(parts.biases, parts.biases + 2 * a.width, 0.0);
+      std::fill(parts.table, parts.table + static_cast<int64_t>(s.distances()) * pitch, 0.0f);
+    }
+    const bool copied = s.queries > 2 * kPanel;
+    const HeadRows k = gather(rows_of(a.k, s.first_key, s.head), s.keys, a.width, copied, k_rows);
+    const HeadRows v = gather(rows_of(a.v, s.first_key, s.head), s.keys, a.width, copied, v_rows);
+    for (int i = 0; i < s.queries; i += kPanel) {
+      const Panel panel(a, s, i);
+      const HeadRows dq = rows_of(g.q, s.first_query + i, s.head);
+      if (s.keys == 0) {
+        for (int r = 0; r < panel.count; ++r) std::fill(dq[r], dq[r] + a.width, 0.0f);
+        continue;
+      }
+      load_panel(a, g, s, panel);
+      for (int key = 0; key < panel.keys; key += kKeys) {
+        const int keys = std::min(kKeys, panel.keys - key);
+        differentiate(a, s, panel, k, v, key, keys);
+        add_tile(a, panel, k, key, keys, dk + key * static_cast<int64_t>(pitch),
+                 dv + key * static_cast<int64_t>(pitch));
+        if (a.table != nullptr) add_distances(a, s, panel, key, keys, parts);
+      }
+      write_queries(a, panel, dq, parts);
+    }
+    write_rows(dk, s.keys, a.width, kLn2, rows_of(g.k, s.first_key, s.head));
+    write_rows(dv, s.keys, a.width, 1.0f, rows_of(g.v, s.first_key, s.head));
+  }
+
+  // Divides by the softmax's sum once for each query: in the gradient of its output.
+  void load_panel(const PackedAttention& a, const AttentionGradients& g, const HeadSequence& s,
+                  const Panel& panel) {
+    Forward::load_queries(a, s, panel, queries, distances);
+    const int pitch = to_lanes(a.width);
+    const HeadRows out = rows_of(a.out, s.first_query + panel.first, s.head);
+    copy_rows(rows_of(g.out, s.first_query + panel.first, s.head), panel.count, a.width, nullptr,
+              1.0f, d_out.rows, panel.padded);
+    for (int i = 0; i < kPanel; ++i) largest[i] = mean[i] = d_penalty[i] = 0.0f;
+    for (int i = 0; i < panel.count; ++i) {
+      const int64_t place = s.place(a, panel.first + i);
+      const float reciprocal = a.softmax[2 * place + 1];
+      float* row = d_out.rows + i * pitch;
+      largest[i] = a.softmax[2 * place];
+      mean[i] = dot(row, out[i], a.width) * reciprocal;
+      if (a.penalty != nullptr && g.penalty != nullptr) {
+        d_penalty[i] = g.penalty[place] * reciprocal;
+        mean[i] += d_penalty[i] * a.penalty[place];
+      }
+      for (int d = 0; d < pitch; d += kLanes) store(row + d, load(row + d) * reciprocal);
+    }
+    d_out.turn(panel.padded, a.width);
+    if (a.table != nullptr) std::fill(waiting, slopes, 0.0f);
+  }
+
+  // Weights of a tile as they went to the output, and gradients of its scores. Neither is divided by
+  // the softmax's sum; d_out and what comes from it is, so that products of the two are right.
+  void differentiate(const PackedAttention& a, const HeadSequence& s, const Panel& panel,
+                     HeadRows k, HeadRows v, int key, int keys) {
+    score_tile(a, s, panel, queries, distances, k, key, keys, weights);
+    product<Layout::kRows, Result::kStored>(keys, panel.padded, a.width, v[key], v.pitch,
+                                            d_out.columns, kPanel, slopes, kPanel);
+    const bool drops = a.dropout > 0.0f;
+    if (drops) keep_factors(a, s, panel.first, panel.padded, key, keys, factors);
+    const Straying straying(a, s);
+    for (int i = 0; i < panel.padded; i += kLanes) {
+      const Vec most = load(largest + i), center = load(mean + i), strayed = load(d_penalty + i);
+      const Vec places = straying.places(panel.first + i);
+      for (int j = 0; j < keys; ++j) {
+        const int place = j * kPanel + i;
+        const Vec weight = power_of_two(load(weights + place) - most);
+        const Vec factor = drops ? load(factors + place) : splat(1.0f);
+        Vec slope = load(slopes + place) * factor - center;
+        if (a.penalty != nullptr) slope += strayed * straying(places, key + j);
+        store(weights + place, weight * factor);
+        store(slopes + place, weight * slope);
+      }
+    }
+  }
+
+  void add_tile(const PackedAttention& a, const Panel& panel, HeadRows k, int key, int keys,
+                float* dk, float* dv) {
+    const int pitch = to_lanes(a.width);
+    product<Layout::kRows, Result::kAdded>(keys, pitch, panel.count, weights, kPanel, d_out.rows,
+                                           pitch, dv, pitch);
+    product<Layout::kRows, Result::kAdded>(keys, pitch, panel.count, slopes, kPanel, queries.rows,
+                                           pitch, dk, pitch);
+    auto* add = key == 0 ? product<Layout::kColumns, Result::kStored>
+                         : product<Layout::kColumns, Result::kAdded>;
+    add(a.width, panel.padded, keys, k[key], k.pitch, slopes, kPanel, d_queries.columns, kPanel);
+  }
+
+  // Of the rows of distances that this tile completes, from the largest distance down.
+  void add_distances(const PackedAttention& a, const HeadSequence& s, const Panel& panel, int key,
+                     int keys, SharedParts parts) {
+    const int pitch = to_lanes(a.width), before = panel.padded - 1;
+    float* begin = slopes - before * kPanel;
+    const bool last = key + keys == panel.keys;
+    if (last) std::fill(slopes + keys * kPanel, slopes + (keys + before) * kPanel, 0.0f);
+    // Rows of queries beyond the last are of distances that the table may not have.
+    const int skipped = key == 0 ? panel.padded - panel.count : 0;
+    const int rows = keys + (last ? before : 0) - skipped;
+    take_diagonals<Result::kStored>(begin + skipped * kPanel, rows, panel.padded,
+                                    d_distances.steps, d_distances.by_distance, kPanel);
+    const int largest_distance = panel.first - key + before - skipped;
+    const HeadRows table = Distances::table_of(a, s.head);
+    auto* add = key == 0 ? product<Layout::kColumns, Result::kStored>
+                         : product<Layout::kColumns, Result::kAdded>;
+    add(a.width, panel.padded, rows, table[a.reach - 1 + largest_distance], -table.pitch,
+        d_distances.by_distance, kPanel, d_distances.queries.columns, kPanel);
+    const int64_t first = s.keys - 1 + largest_distance;
+    product<Layout::kRows, Result::kAdded>(rows, pitch, panel.count, d_distances.by_distance,
+                                           kPanel, distances.queries.rows, pitch,
+                                           parts.table + first * pitch, -pitch);
+    if (!last) std::memmove(begin, begin + keys * kPanel, sizeof(float) * before * kPanel);
+  }
+
+  void write_queries(const PackedAttention& a, const Panel& panel, HeadRows dq,
+                     SharedParts parts) {
+    turn_back(a, panel, d_queries);
+    if (a.table != nullptr) {
+      turn_back(a, panel, d_distances.queries);
+      add_rows(a, panel, d_queries.rows, parts.biases);
+      add_rows(a, panel, d_distances.queries.rows, parts.biases + a.width);
+      for (int i = 0; i < panel.count * to_lanes(a.width); i += kLanes) {
+        store(d_queries.rows + i, load(d_queries.rows + i) + load(d_distances.queries.rows + i));
+      }
+    }
+    write_rows(d_queries.rows, panel.count, a.width, a.scale, dq);
+  }
+
+  static void turn_back(const PackedAttention& a, const Panel& panel, Columns& x) {
+    const int64_t used = static_cast<int64_t>(a.width) * kPanel;
+    std::fill(x.columns + used, x.columns + to_lanes(a.width) * kPanel, 0.0f);
+    x.turn_back(panel.padded, a.width);
+  }
+
+  static void add_rows(const PackedAttention& a, const Panel& panel, const float* rows,
+                       double* sums) {
+    const int pitch = to_lanes(a.width);
+    for (int d = 0; d < a.width; ++d) {
+      float sum = 0.0f;
+      for (int i = 0; i < panel.count; ++i) sum += rows[i * pitch + d];
+      sums[d] += static_cast<double>(sum) * a.scale;
+    }
+  }
+};
