@@ -5,18 +5,27 @@
 // needs no sums across lanes, keys and values are read as they lie, and only panels are transposed.
 
 #include <math.h>
-#include <string.h>
 
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "attention.h"
 #include "attention/tasks.h"
 #include "attention/work.h"
 
+// Macros such as __AVX2__ are those of the command line, whatever a pragma says.
 #define EFFASR_INSTRUCTIONS base
+#if defined(__AVX512F__)
+#define EFFASR_LANES 16
+#elif defined(__AVX2__)
+#define EFFASR_LANES 8
+#else
+#define EFFASR_LANES 4
+#endif
 #include "attention/instructions.h"
 #undef EFFASR_INSTRUCTIONS
+#undef EFFASR_LANES
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define EFFASR_HAS_WIDER
@@ -24,15 +33,19 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 #define EFFASR_INSTRUCTIONS avx2
+#define EFFASR_LANES 8
 #include "attention/instructions.h"
 #undef EFFASR_INSTRUCTIONS
+#undef EFFASR_LANES
 #pragma GCC pop_options
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")
 #define EFFASR_INSTRUCTIONS avx512
+#define EFFASR_LANES 16
 #include "attention/instructions.h"
 #undef EFFASR_INSTRUCTIONS
+#undef EFFASR_LANES
 #pragma GCC pop_options
 #endif
 
@@ -60,7 +73,7 @@ int choose(const PackedAttention& a) {
 }  // namespace
 }  // namespace effasr
 
-extern "C" int attention_forward_cpu(const PackedAttention* attention, int threads) {
+extern "C" int attention_forward_cpu(const PackedAttention* attention, int threads) try {
   using namespace effasr;
   switch (choose(*attention)) {
     case kBaseInstructions: return base::forward(*attention, threads);
@@ -70,10 +83,12 @@ extern "C" int attention_forward_cpu(const PackedAttention* attention, int threa
 #endif
     default: return 2;
   }
+} catch (const std::bad_alloc&) {
+  return 1;
 }
 
 extern "C" int attention_backward_cpu(const PackedAttention* attention,
-                                      const AttentionGradients* gradients, int threads) {
+                                      const AttentionGradients* gradients, int threads) try {
   using namespace effasr;
   switch (choose(*attention)) {
     case kBaseInstructions: return base::backward(*attention, *gradients, threads);
@@ -83,4 +98,6 @@ extern "C" int attention_backward_cpu(const PackedAttention* attention,
 #endif
     default: return 2;
   }
+} catch (const std::bad_alloc&) {
+  return 1;
 }

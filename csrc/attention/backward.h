@@ -1,11 +1,5 @@
 // The backward of one head of one sequence. Included once for each instruction set.
 
-// Gradients that sequences share, each with its own part, which are added up in their order.
-struct SharedParts {
-  double* biases;  // (2, width): of content_bias and of position_bias
-  float* table;    // (distances(), to_lanes(width)) times log2(e), from the least distance on
-};
-
 // Gradients by distance. A row of distances is complete when the tiles of all keys that reach it have
 // been seen, so the last rows of a tile wait for the next.
 struct DistanceGradients {
@@ -43,40 +37,50 @@ struct Backward {
     d_distances.take(memory, a.width);
   }
 
-  void run(const PackedAttention& a, const AttentionGradients& g, const HeadSequence& s,
-           SharedParts parts) {
+  // The gradients of a part's queries, and of all keys by these queries. Keys and values go to `sums`
+  // where it has a place for them, else to where they belong.
+  void run(const PackedAttention& a, const AttentionGradients& g, const HeadSequence& s, Part part,
+           Sums sums) {
     const int pitch = to_lanes(a.width);
     const int64_t size = static_cast<int64_t>(s.keys) * pitch;
-    float* dk = d_keys.at_least(size);
-    float* dv = d_values.at_least(size);
-    std::fill(dk, dk + size, 0.0f);
-    std::fill(dv, dv + size, 0.0f);
-    if (a.table != nullptr) {
-      std::fill(parts.biases, parts.biases + 2 * a.width, 0.0);
-      std::fill(parts.table, parts.table + static_cast<int64_t>(s.distances()) * pitch, 0.0f);
+    const bool whole = sums.keys == nullptr;
+    if (whole) {
+      sums.keys = d_keys.at_least(size);
+      sums.values = d_values.at_least(size);
     }
-    const bool copied = s.queries > 2 * kPanel;
+    std::fill(sums.keys, sums.keys + size, 0.0f);
+    std::fill(sums.values, sums.values + size, 0.0f);
+    if (a.table != nullptr) {
+      std::fill(sums.table, sums.table + static_cast<int64_t>(part.rows_of_table(s)) * pitch, 0.0f);
+    }
+    const bool copied = part.end - part.begin > 2 * kPanel;
     const HeadRows k = gather(rows_of(a.k, s.first_key, s.head), s.keys, a.width, copied, k_rows);
     const HeadRows v = gather(rows_of(a.v, s.first_key, s.head), s.keys, a.width, copied, v_rows);
-    for (int i = 0; i < s.queries; i += kPanel) {
-      const Panel panel(a, s, i);
+    for (int i = part.begin; i < part.end; i += kPanel) {
       const HeadRows dq = rows_of(g.q, s.first_query + i, s.head);
-      if (s.keys == 0) {
-        for (int r = 0; r < panel.count; ++r) std::fill(dq[r], dq[r] + a.width, 0.0f);
-        continue;
+      if (s.keys > 0) {
+        add_panel(a, g, s, Panel(a, s, i), part, k, v, dq, sums);
+      } else {
+        for (int r = 0; r < std::min(kPanel, part.end - i); ++r) {
+          std::fill(dq[r], dq[r] + a.width, 0.0f);
+        }
       }
-      load_panel(a, g, s, panel);
-      for (int key = 0; key < panel.keys; key += kKeys) {
-        const int keys = std::min(kKeys, panel.keys - key);
-        differentiate(a, s, panel, k, v, key, keys);
-        add_tile(a, panel, k, key, keys, dk + key * static_cast<int64_t>(pitch),
-                 dv + key * static_cast<int64_t>(pitch));
-        if (a.table != nullptr) add_distances(a, s, panel, key, keys, parts);
-      }
-      write_queries(a, panel, dq, parts);
     }
-    write_rows(dk, s.keys, a.width, kLn2, rows_of(g.k, s.first_key, s.head));
-    write_rows(dv, s.keys, a.width, 1.0f, rows_of(g.v, s.first_key, s.head));
+    if (!whole) return;
+    write_rows(sums.keys, s.keys, a.width, kLn2, rows_of(g.k, s.first_key, s.head));
+    write_rows(sums.values, s.keys, a.width, 1.0f, rows_of(g.v, s.first_key, s.head));
+  }
+
+  void add_panel(const PackedAttention& a, const AttentionGradients& g, const HeadSequence& s,
+                 const Panel& panel, Part part, HeadRows k, HeadRows v, HeadRows dq, Sums sums) {
+    load_panel(a, g, s, panel);
+    for (int key = 0; key < panel.keys; key += kKeys) {
+      const int keys = std::min(kKeys, panel.keys - key);
+      differentiate(a, s, panel, k, v, key, keys);
+      add_tile(a, panel, k, key, keys, sums);
+      if (a.table != nullptr) add_distances(a, s, panel, part, key, keys, sums);
+    }
+    write_queries(a, panel, dq, sums);
   }
 
   // Divides by the softmax's sum once for each query: in the gradient of its output.
@@ -130,20 +134,21 @@ struct Backward {
   }
 
   void add_tile(const PackedAttention& a, const Panel& panel, HeadRows k, int key, int keys,
-                float* dk, float* dv) {
+                Sums sums) {
     const int pitch = to_lanes(a.width);
+    const int64_t first = static_cast<int64_t>(key) * pitch;
     product<Layout::kRows, Result::kAdded>(keys, pitch, panel.count, weights, kPanel, d_out.rows,
-                                           pitch, dv, pitch);
+                                           pitch, sums.values + first, pitch);
     product<Layout::kRows, Result::kAdded>(keys, pitch, panel.count, slopes, kPanel, queries.rows,
-                                           pitch, dk, pitch);
+                                           pitch, sums.keys + first, pitch);
     auto* add = key == 0 ? product<Layout::kColumns, Result::kStored>
                          : product<Layout::kColumns, Result::kAdded>;
     add(a.width, panel.padded, keys, k[key], k.pitch, slopes, kPanel, d_queries.columns, kPanel);
   }
 
   // Of the rows of distances that this tile completes, from the largest distance down.
-  void add_distances(const PackedAttention& a, const HeadSequence& s, const Panel& panel, int key,
-                     int keys, SharedParts parts) {
+  void add_distances(const PackedAttention& a, const HeadSequence& s, const Panel& panel, Part part,
+                     int key, int keys, Sums sums) {
     const int pitch = to_lanes(a.width), before = panel.padded - 1;
     float* begin = slopes - before * kPanel;
     const bool last = key + keys == panel.keys;
@@ -159,20 +164,19 @@ struct Backward {
                          : product<Layout::kColumns, Result::kAdded>;
     add(a.width, panel.padded, rows, table[a.reach - 1 + largest_distance], -table.pitch,
         d_distances.by_distance, kPanel, d_distances.queries.columns, kPanel);
-    const int64_t first = s.keys - 1 + largest_distance;
+    const int64_t first = s.keys - 1 + largest_distance - part.begin;
     product<Layout::kRows, Result::kAdded>(rows, pitch, panel.count, d_distances.by_distance,
                                            kPanel, distances.queries.rows, pitch,
-                                           parts.table + first * pitch, -pitch);
+                                           sums.table + first * pitch, -pitch);
     if (!last) std::memmove(begin, begin + keys * kPanel, sizeof(float) * before * kPanel);
   }
 
-  void write_queries(const PackedAttention& a, const Panel& panel, HeadRows dq,
-                     SharedParts parts) {
+  void write_queries(const PackedAttention& a, const Panel& panel, HeadRows dq, Sums sums) {
     turn_back(a, panel, d_queries);
     if (a.table != nullptr) {
       turn_back(a, panel, d_distances.queries);
-      add_rows(a, panel, d_queries.rows, parts.biases);
-      add_rows(a, panel, d_distances.queries.rows, parts.biases + a.width);
+      add_rows(a, panel, d_queries.rows, sums.content);
+      add_rows(a, panel, d_distances.queries.rows, sums.position);
       for (int i = 0; i < panel.count * to_lanes(a.width); i += kLanes) {
         store(d_queries.rows + i, load(d_queries.rows + i) + load(d_distances.queries.rows + i));
       }

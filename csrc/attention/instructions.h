@@ -19,7 +19,7 @@ namespace {
 int forward(const PackedAttention& a, int threads) { return run_forward<Forward>(a, threads); }
 
 int backward(const PackedAttention& a, const AttentionGradients& g, int threads) {
-  return run_backward<Backward, SharedParts>(a, g, to_lanes(a.width), threads);
+  return run_backward<Backward>(a, g, to_lanes(a.width), threads);
 }
 
 }  // namespace EFFASR_INSTRUCTIONS

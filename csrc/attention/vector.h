@@ -1,13 +1,12 @@
 // Vectors of one instruction set. Included once for each, inside a namespace, so without a guard.
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16, kTileRows = 8, kTileColumns = 2;
-#elif defined(__AVX2__)
-constexpr int kLanes = 8, kTileRows = 6, kTileColumns = 2;
-#elif defined(__aarch64__)
-constexpr int kLanes = 4, kTileRows = 6, kTileColumns = 4;
+constexpr int kLanes = EFFASR_LANES;
+// Of a block of a product that stays in registers: rows, and columns in vectors.
+constexpr int kTileRows = kLanes == 16 ? 8 : 6;
+#ifdef __aarch64__
+constexpr int kTileColumns = 4;
 #else
-constexpr int kLanes = 4, kTileRows = 6, kTileColumns = 2;
+constexpr int kTileColumns = 2;
 #endif
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));

@@ -16,8 +16,9 @@ constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f
 
 // Queries of a panel, which lie side by side in vectors, and keys of a tile. Multiples of 16.
 constexpr int kPanel = 32, kKeys = 128;
-// Queries of a task of the forward: enough that its copy of the keys costs little.
-constexpr int kQueriesOfTask = 8 * kPanel;
+// Queries of a task of the forward: enough that its copy of the keys costs little. The backward has
+// a part of the gradients of keys for each task, so that there are few: at most so many a head.
+constexpr int kQueriesOfTask = 8 * kPanel, kMostParts = 4;
 
 struct HeadRows {
   float* data;
@@ -41,8 +42,35 @@ struct HeadSequence {
   int64_t place(const PackedAttention& a, int i) const {
     return (first_query + i) * a.heads + head;
   }
-  // Distances between its queries and keys, which are rows of the table.
-  int distances() const { return queries > 0 && keys > 0 ? queries + keys - 1 : 0; }
+};
+
+// Queries of a head that one task differentiates: all, or a part of many.
+struct Part {
+  int begin, end;
+  int rows_of_table(const HeadSequence& s) const {
+    return begin < end && s.keys > 0 ? end - begin + s.keys - 1 : 0;
+  }
+};
+
+// They depend on the sequence alone.
+inline int queries_of_part(const HeadSequence& s) {
+  const int even = (s.queries + kMostParts - 1) / kMostParts;
+  return std::max(2 * kQueriesOfTask, (even + kPanel - 1) / kPanel * kPanel);
+}
+inline int parts_of(const HeadSequence& s) {
+  if (s.queries == 0) return s.keys > 0;
+  return (s.queries + queries_of_part(s) - 1) / queries_of_part(s);
+}
+inline Part part_of(const HeadSequence& s, int number) {
+  const int begin = number * queries_of_part(s);
+  return {begin, std::min(s.queries, begin + queries_of_part(s))};
+}
+
+// What a task of the backward adds to sums over tasks; null where there are none.
+struct Sums {
+  float *keys, *values;    // (keys, pitch)
+  double *content, *position;  // (width,), of the biases
+  float* table;            // (Part::rows_of_table(), pitch) times log2(e), least distance first
 };
 
 // Floats that are not set, aligned for every vector.
