@@ -87,24 +87,35 @@ struct Backward {
   void load_panel(const PackedAttention& a, const AttentionGradients& g, const HeadSequence& s,
                   const Panel& panel) {
     Forward::load_queries(a, s, panel, queries, distances);
+    const int64_t first = s.first_query + panel.first;
+    copy_rows(rows_of(g.out, first, s.head), panel.count, a.width, nullptr, 1.0f, d_out.rows,
+              panel.padded);
     const int pitch = to_lanes(a.width);
-    const HeadRows out = rows_of(a.out, s.first_query + panel.first, s.head);
-    copy_rows(rows_of(g.out, s.first_query + panel.first, s.head), panel.count, a.width, nullptr,
-              1.0f, d_out.rows, panel.padded);
     for (int i = 0; i < kPanel; ++i) largest[i] = mean[i] = d_penalty[i] = 0.0f;
     for (int i = 0; i < panel.count; ++i) {
       const int64_t place = s.place(a, panel.first + i);
       const float reciprocal = a.softmax[2 * place + 1];
-      float* row = d_out.rows + i * pitch;
       largest[i] = a.softmax[2 * place];
-      mean[i] = dot(row, out[i], a.width) * reciprocal;
       if (a.penalty != nullptr && g.penalty != nullptr) {
         d_penalty[i] = g.penalty[place] * reciprocal;
-        mean[i] += d_penalty[i] * a.penalty[place];
+        mean[i] = d_penalty[i] * a.penalty[place];
       }
+      float* row = d_out.rows + i * pitch;
       for (int d = 0; d < pitch; d += kLanes) store(row + d, load(row + d) * reciprocal);
     }
     d_out.turn(panel.padded, a.width);
+    // The sums run as those of `differentiate` do: one weight of 1 then has exactly no slope.
+    Columns& out = d_queries;
+    copy_rows(rows_of(a.out, first, s.head), panel.count, a.width, nullptr, 1.0f, out.rows,
+              panel.padded);
+    out.turn(panel.padded, a.width);
+    for (int i = 0; i < panel.padded; i += kLanes) {
+      Vec sum = {};
+      for (int d = 0; d < a.width; ++d) {
+        sum += load(out.columns + d * kPanel + i) * load(d_out.columns + d * kPanel + i);
+      }
+      store(mean + i, load(mean + i) + sum);
+    }
     if (a.table != nullptr) std::fill(waiting, slopes, 0.0f);
   }
 

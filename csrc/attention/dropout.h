@@ -38,8 +38,10 @@ inline void keep_factors(const PackedAttention& a, const HeadSequence& s, int qu
                          static_cast<uint32_t>(s.head), static_cast<uint32_t>(s.number)};
   const uint32_t threshold = static_cast<uint32_t>(a.dropout * 65536.0f + 0.5f);
   const float kept = 1.0f / (1.0f - a.dropout);
+  // Every call decides on columns of both halves of its block.
+  const int whole = (keys + 15) / 16 * 16;
   for (int i = 0; i < queries; i += 16) {
-    for (int j = 0; j < keys; j += 4) {
+    for (int j = 0; j < whole; j += 4) {
       uint32_t word[4][8];
       philox.words((query + i) / 2, (key + j) / 4, word);
       // Of a block's 16 columns the call of number c decides on 2 c, 2 c + 1, and those + 8.

@@ -18,7 +18,7 @@ struct Softmax {
       const Vec before = load(largest + i);
       const Vec now = largest_of(scores + i, keys, before);
       const Vec ratio = power_of_two(before - now);
-      Vec total = load(sum + i) * ratio, strayed = load(penalty + i) * ratio;
+      Vec total = {}, strayed = {};
       const Vec places = straying.places(panel.first + i);
       for (int j = 0; j < keys; ++j) {
         float* place = scores + j * kPanel + i;
@@ -28,8 +28,8 @@ struct Softmax {
         if (a.penalty != nullptr) strayed += weight * straying(places, key + j);
       }
       store(largest + i, now);
-      store(sum + i, total);
-      store(penalty + i, strayed);
+      store(sum + i, load(sum + i) * ratio + total);
+      store(penalty + i, load(penalty + i) * ratio + strayed);
       store(rescale + i, ratio);
     }
   }

@@ -1,7 +1,8 @@
 // Products of small matrices that lie in a cache. Included once for each instruction set.
 //
 // A block of the result stays in registers while the inner dimension runs; each element is a sum in
-// the order of that dimension, however the result is divided into blocks.
+// the order of that dimension, however the result is divided into blocks. What is there already is
+// added last: sums of sums lose less than one long sum.
 
 enum class Layout { kRows, kColumns };  // how A lies: by its rows, or by its columns (transposed)
 enum class Result { kStored, kAdded };
@@ -9,12 +10,7 @@ enum class Result { kStored, kAdded };
 template <int kM, int kN, Layout kLayout, Result kResult>
 void product_block(int inner, const float* a, int64_t a_pitch, const float* b, int64_t b_pitch,
                    float* c, int64_t c_pitch) {
-  Vec sums[kM][kN];
-  for (int m = 0; m < kM; ++m) {
-    for (int n = 0; n < kN; ++n) {
-      sums[m][n] = kResult == Result::kAdded ? load(c + m * c_pitch + n * kLanes) : Vec{};
-    }
-  }
+  Vec sums[kM][kN] = {};
 #pragma GCC unroll 2
   for (int k = 0; k < inner; ++k) {
     Vec row[kN];
@@ -30,7 +26,10 @@ void product_block(int inner, const float* a, int64_t a_pitch, const float* b, i
     b += b_pitch;
   }
   for (int m = 0; m < kM; ++m) {
-    for (int n = 0; n < kN; ++n) store(c + m * c_pitch + n * kLanes, sums[m][n]);
+    for (int n = 0; n < kN; ++n) {
+      float* place = c + m * c_pitch + n * kLanes;
+      store(place, kResult == Result::kAdded ? load(place) + sums[m][n] : sums[m][n]);
+    }
   }
 }
 

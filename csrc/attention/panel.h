@@ -28,16 +28,6 @@ inline void write_rows(const float* from, int rows, int width, float factor, Hea
   }
 }
 
-// The sum over d, always in the same order.
-inline float dot(const float* x, const float* y, int width) {
-  Vec sums = {};
-  int d = 0;
-  for (; d + kLanes <= width; d += kLanes) sums += load(x + d) * load(y + d);
-  float sum = sum_lanes(sums);
-  for (; d < width; ++d) sum += x[d] * y[d];
-  return sum;
-}
-
 // Queries side by side in vectors, to be multiplied with keys: columns[d][i].
 struct Columns {
   float* rows;     // (kPanel, to_lanes(width)), by query

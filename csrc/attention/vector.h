@@ -59,13 +59,6 @@ inline Vec one_minus_power_of_two(Vec x) {
   return (1.0f - y.power) - y.power * y.excess;
 }
 
-// The sum of the lanes, always in the same order.
-inline float sum_lanes(Vec x) {
-  float sum = 0.0f;
-  for (int i = 0; i < kLanes; ++i) sum += x[i];
-  return sum;
-}
-
 template <int... I>
 inline void interleave(Vec a, Vec b, Vec* low, Vec* high, std::integer_sequence<int, I...>) {
 #if defined(__has_builtin)
