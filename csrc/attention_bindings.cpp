@@ -2,8 +2,13 @@
 // attention_backward. Only here are tensors: their checks, and the memory of results.
 
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
-#include <torch/types.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
 
 #include "attention.h"
 

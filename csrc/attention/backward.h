@@ -1,7 +1,7 @@
 // The backward of one head of one sequence. Included once for each instruction set.
 
-// Gradients by distance. A row of distances is complete when the tiles of all keys that reach it have
-// been seen, so the last rows of a tile wait for the next.
+// Gradients by distance. A row of distances is complete when the tiles of all keys that reach it
+// have been seen, so the last rows of a tile wait for the next.
 struct DistanceGradients {
   float *by_distance, *steps;
   Columns queries;  // their gradient through the table
@@ -37,8 +37,8 @@ struct Backward {
     d_distances.take(memory, a.width);
   }
 
-  // The gradients of a part's queries, and of all keys by these queries. Keys and values go to `sums`
-  // where it has a place for them, else to where they belong.
+  // The gradients of a part's queries, and of all keys by these queries. Keys and values go to
+  // `sums` where it has a place for them, else to where they belong.
   void run(const PackedAttention& a, const AttentionGradients& g, const HeadSequence& s, Part part,
            Sums sums) {
     const int pitch = to_lanes(a.width);
@@ -119,8 +119,8 @@ struct Backward {
     if (a.table != nullptr) std::fill(waiting, slopes, 0.0f);
   }
 
-  // Weights of a tile as they went to the output, and gradients of its scores. Neither is divided by
-  // the softmax's sum; d_out and what comes from it is, so that products of the two are right.
+  // Weights of a tile as they went to the output, and gradients of its scores. Weights are not
+  // divided by the softmax's sum; d_out and all that comes from it are, so products are right.
   void differentiate(const PackedAttention& a, const HeadSequence& s, const Panel& panel,
                      HeadRows k, HeadRows v, int key, int keys) {
     score_tile(a, s, panel, queries, distances, k, key, keys, weights);

@@ -1,7 +1,7 @@
 // From distances to keys and back. Included once for each instruction set.
 //
-// Scores of a panel by distance have a row for each distance; query i finds those of one key along a
-// diagonal, lane i in row y + i. So lane after lane moves up, by blends of rows: first the lanes
+// Scores of a panel by distance have a row for each distance; query i finds those of one key along
+// a diagonal, lane i in row y + i. So lane after lane moves up, by blends of rows: first the lanes
 // whose number has bit 0 by one row, then those with bit 1 by two, and so on.
 
 // Lane l of the result is that of row (l / kStep) % 4 * kStep, or % 2 where the lanes end there.

@@ -1,4 +1,4 @@
-// The forward, for some queries of one head of one sequence. Included once for each instruction set.
+// The forward of some queries of one head of one sequence. Included for each instruction set.
 
 // What a panel's softmax knows of the keys so far, by query.
 struct Softmax {

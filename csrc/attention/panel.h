@@ -1,4 +1,4 @@
-// Rows of queries or keys on their way to products and back. Included once for each instruction set.
+// Rows of queries or keys on their way to products and back. Included for each instruction set.
 
 // to[r][d] = (from[r][d] + bias[d]) * factor, with zeros up to `padded_rows` and to_lanes(width).
 inline void copy_rows(HeadRows from, int rows, int width, const float* bias, float factor,

@@ -1,4 +1,4 @@
-// Who computes what: heads of sequences as tasks of threads, and the sums over sequences after them.
+// Heads of sequences as tasks of threads, and the sums over tasks after them.
 
 #pragma once
 
@@ -154,7 +154,8 @@ class BackwardTasks {
   }
 
   HeadRows table_of(const AttentionGradients& g, int h) const {
-    return {g.table + static_cast<int64_t>(h) * a_.width, static_cast<int64_t>(a_.heads) * a_.width};
+    const int64_t row = static_cast<int64_t>(a_.heads) * a_.width;
+    return {g.table + static_cast<int64_t>(h) * a_.width, row};
   }
 
   void clear_shared(const AttentionGradients& g, int h) const {

@@ -32,7 +32,7 @@ struct PowerOfTwo {
   Vec power, excess;
 };
 
-// For x <= 0. From -126.5 down both the power and so the result are zero; NaN stays NaN.
+// For x <= 0. Below -126.5 the power is zero, and so is what it is multiplied with; NaN stays NaN.
 inline PowerOfTwo split_power_of_two(Vec x) {
   x = x < -127.0f ? splat(-127.0f) : x;
   // The sum's last bits are x rounded to an integer.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 import resource
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from effasr_kernels import PackedLayout, RelativeBias, attention, guided_attenti
 from effasr_kernels.attention import reference
 from effasr_kernels.guided_attention import reference as guided_reference
 from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS, assert_no_worse, poison
+from tests.csrc.build import run
 from tests.csrc.native_attention import NOT_ON_THIS_MACHINE, NativeAttention
 
 HEADS = 2
@@ -238,9 +239,7 @@ def _assert_equal(actual: Results, expected: Results) -> None:
         assert torch.equal(actual[name], x), name
 
 
-def _full(
-    native: NativeAttention, lengths: Sequence[int], **changed: Any
-) -> Callable[[], Results]:
+def _full(native: NativeAttention, lengths: Sequence[int], **changed: Any) -> Callable[[], Results]:
     """Everything at once, on the same inputs at every call."""
     layout = PackedLayout.from_lengths(lengths)
     inputs = _inputs((layout, layout), "relative", 24)
@@ -362,7 +361,7 @@ def test_views_of_one_projection(native: NativeAttention) -> None:
 
 
 def test_memory_grows_with_rows_not_pairs(best: NativeAttention) -> None:
-    """Nine thousand rows would have 324 MB of scores; and memory that is short is no crash."""
+    """Nine thousand rows would have 324 MB of scores."""
     layout = PackedLayout.from_lengths([9000])
     q, k, v = (torch.randn(9000, 1, 8, requires_grad=True) for _ in range(3))
     table = torch.randn(2 * 9000 - 1, 1, 8)
@@ -384,13 +383,16 @@ def test_memory_grows_with_rows_not_pairs(best: NativeAttention) -> None:
 
 
 def test_instructions_that_are_not_there_are_refused(best: NativeAttention) -> None:
-    has_avx512 = best.with_options(instructions="avx512").runs_here()
     assert best.runs_here()
     assert best.with_options(instructions="base").runs_here()
-    if platform.machine() == "x86_64" and has_avx512:
-        assert best.with_options(instructions="avx2").runs_here()
-    empty = PackedLayout.from_lengths([])
-    x = torch.zeros(0, 1, 8)
-    described = best._describe((x, x, x, x), (empty, empty), None, None, None)
+    layout, x = PackedLayout.from_lengths([]), torch.zeros(0, 1, 8)
+    described = best._describe((x, x, x, x), (layout, layout), None, None, None)
     described.instructions = 9
     assert best._call("forward", described) == NOT_ON_THIS_MACHINE
+
+
+@pytest.mark.slow
+def test_operations_of_torch(cpp_extension: Path) -> None:
+    script = str(Path(__file__).with_name("check_attention_extension.py"))
+    done = run("-P", script, str(cpp_extension))
+    assert done.stdout == "attention: right\n", done.stdout + done.stderr
