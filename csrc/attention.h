@@ -59,8 +59,8 @@ typedef struct {
   float* table;
 } AttentionGradients;
 
-// A sequence's results depend on that sequence alone (with dropout also on its number), gradients of
-// biases and table on the sequences in their order; none depend on the number of threads. They
+// A sequence's results depend on that sequence alone (with dropout also on its number), gradients
+// of biases and table on the sequences in their order; none depend on the number of threads. They
 // return 0, 1 where memory was short, or 2 where the machine lacks `instructions`.
 int attention_forward_cpu(const PackedAttention* attention, int threads);
 int attention_backward_cpu(const PackedAttention* attention, const AttentionGradients* gradients,
