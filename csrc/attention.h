@@ -1,0 +1,71 @@
+// Attention within packed sequences on CPUs: one interface for bindings.cpp and the tests.
+//
+// Plain C, without a header of torch. Scores are computed by tiles and never stored whole; the
+// backward computes them again. Everything is float32.
+
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Packed rows of every head: element (t, h, d) is data[t * row + h * head + d]. A gradient or an
+// output may be a part of a larger tensor, as q, k and v are of one projection.
+typedef struct {
+  float* data;
+  int64_t row;
+  int64_t head;
+} PackedHeads;
+
+// Which instructions to use; `kBestInstructions` takes the widest that the machine has.
+enum { kBestInstructions = 0, kBaseInstructions = 1, kAvx2 = 2, kAvx512 = 3 };
+
+// score(i, j) = scale * ((q_i + content_bias) . k_j + (q_i + position_bias) . table[reach-1 + i-j])
+// with i and j counted from zero in their own sequence; without `table` it is scale * q_i . k_j.
+typedef struct {
+  PackedHeads q, k, v;
+  PackedHeads out;             // zero for a query without keys, and in the tail
+  float* softmax;              // (rows_q, heads, 2): the largest score times log2(e), and the
+                               // reciprocal of the sum; written by the forward, or null there
+  const float* content_bias;   // (heads, width); null, all three, without relative positions
+  const float* position_bias;  // (heads, width)
+  const float* table;          // (2 * reach - 1, heads, width)
+  float* penalty;              // (rows_q, heads): sum_j A_ij (1 - exp(-(i/Tq - j/Tk)^2/2 sigma^2));
+                               // null where it is not wanted
+  const int32_t* cu_q;         // (sequences + 1,)
+  const int32_t* cu_k;         // (sequences + 1,)
+  int64_t rows_q;              // of the tensors; those past cu_q[sequences] are the tail
+  int64_t rows_k;
+  int64_t seed;                // of dropout, see attention/dropout.h
+  float scale;
+  float sigma;                 // of the penalty
+  float dropout;               // in [0, 1): share of the weights that is dropped on its way to out
+  int32_t sequences;
+  int32_t heads;
+  int32_t width;
+  int32_t reach;               // at least as long as every sequence, where there is a table
+  int32_t causal;              // whether query i sees the keys 0 to i alone
+  int32_t instructions;
+} PackedAttention;
+
+typedef struct {
+  PackedHeads out;       // of the output, read
+  const float* penalty;  // of the penalty, read; null for zero
+  PackedHeads q, k, v;   // written, zero in the tail
+  float* content_bias;   // written; null, all three, without relative positions
+  float* position_bias;
+  float* table;
+} AttentionGradients;
+
+// A sequence's results depend on that sequence alone (with dropout also on its number), gradients
+// of biases and table on the sequences in their order; none depend on the number of threads. They
+// return 0, 1 where memory was short, or 2 where the machine lacks `instructions`.
+int attention_forward_cpu(const PackedAttention* attention, int threads);
+int attention_backward_cpu(const PackedAttention* attention, const AttentionGradients* gradients,
+                           int threads);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,103 @@
+// Attention on a CPU, for the instructions that it has.
+//
+// A panel of queries lies side by side in vectors, d by d, and meets the keys tile by tile: scores,
+// weights and their gradients are blocks [key][query], of which a query is a lane. So the softmax
+// needs no sums across lanes, keys and values are read as they lie, and only panels are transposed.
+
+#include <math.h>
+
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "attention.h"
+#include "attention/tasks.h"
+#include "attention/work.h"
+
+// Macros such as __AVX2__ are those of the command line, whatever a pragma says.
+#define EFFASR_INSTRUCTIONS base
+#if defined(__AVX512F__)
+#define EFFASR_LANES 16
+#elif defined(__AVX2__)
+#define EFFASR_LANES 8
+#else
+#define EFFASR_LANES 4
+#endif
+#include "attention/instructions.h"
+#undef EFFASR_INSTRUCTIONS
+#undef EFFASR_LANES
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define EFFASR_HAS_WIDER
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define EFFASR_INSTRUCTIONS avx2
+#define EFFASR_LANES 8
+#include "attention/instructions.h"
+#undef EFFASR_INSTRUCTIONS
+#undef EFFASR_LANES
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")
+#define EFFASR_INSTRUCTIONS avx512
+#define EFFASR_LANES 16
+#include "attention/instructions.h"
+#undef EFFASR_INSTRUCTIONS
+#undef EFFASR_LANES
+#pragma GCC pop_options
+#endif
+
+namespace effasr {
+namespace {
+
+int widest() {
+#ifdef EFFASR_HAS_WIDER
+  const auto has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const auto has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+  return has_avx2 && has_avx512 ? kAvx512 : has_avx2 ? kAvx2 : kBaseInstructions;
+#else
+  return kBaseInstructions;
+#endif
+}
+
+// The instructions to use, or 0 where the machine lacks what is asked for.
+int choose(const PackedAttention& a) {
+  const int best = widest();
+  if (a.instructions == kBestInstructions) return best;
+  return a.instructions <= best ? a.instructions : 0;
+}
+
+}  // namespace
+}  // namespace effasr
+
+extern "C" int attention_forward_cpu(const PackedAttention* attention, int threads) try {
+  using namespace effasr;
+  switch (choose(*attention)) {
+    case kBaseInstructions: return base::forward(*attention, threads);
+#ifdef EFFASR_HAS_WIDER
+    case kAvx2: return avx2::forward(*attention, threads);
+    case kAvx512: return avx512::forward(*attention, threads);
+#endif
+    default: return 2;
+  }
+} catch (const std::bad_alloc&) {
+  return 1;
+}
+
+extern "C" int attention_backward_cpu(const PackedAttention* attention,
+                                      const AttentionGradients* gradients, int threads) try {
+  using namespace effasr;
+  switch (choose(*attention)) {
+    case kBaseInstructions: return base::backward(*attention, *gradients, threads);
+#ifdef EFFASR_HAS_WIDER
+    case kAvx2: return avx2::backward(*attention, *gradients, threads);
+    case kAvx512: return avx512::backward(*attention, *gradients, threads);
+#endif
+    default: return 2;
+  }
+} catch (const std::bad_alloc&) {
+  return 1;
+}
