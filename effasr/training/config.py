@@ -1,4 +1,4 @@
-"""Everything that a run depends on."""
+"""The configuration of a run."""
 
 from __future__ import annotations
 
@@ -32,65 +32,63 @@ ASYNCHRONOUS = ("adpsgd", "h_adpsgd")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopConfig:
-    """How long to train, on what, and what to write when.
+    """The training loop: its length, its parallelism, and what it writes when.
 
     Attributes:
         max_steps: Updates of the whole run.
-        stop_at: Stop after this step, with a checkpoint, as if asked to by a signal; the run goes
-            on from it when it is started again.
+        stop_at: Stop after this step, with a checkpoint, as on a signal; the run continues from it
+            when it is started again.
         log_every: Steps between two lines of metrics.jsonl.
         validate_every: Steps between two validations; the last step has one, too.
         checkpoint_every: Steps between two checkpoints; the last step has one, too.
-        keep: Newest checkpoints to keep; that with the best validation is kept besides.
-        async_save: Whether training goes on while a checkpoint is written. It then stops only for
-            a copy to the host, whose memory holds weights and moments once more.
-        precision: Of matrix products, in the sense of autocast; weights and sums are float32.
-            ``auto``: bfloat16 on a GPU, float32 on a CPU.
-        clip: Largest norm of the gradient of all weights.
+        keep: Newest checkpoints to keep, besides that with the best validation.
+        async_save: Whether training continues while a checkpoint is written. It then stops only for
+            a copy to the host, which takes memory for weights and moments once more.
+        precision: Autocast precision of matrix products; weights and sums are float32. ``auto``:
+            bfloat16 on a GPU, float32 on a CPU.
+        clip: Largest norm of the gradient.
         freeze: Patterns of parameters, or of modules, that are not trained, such as ``encoder`` or
-            ``encoder.layers.[0-9].*``: they have neither gradient nor moments, and nothing is
-            computed backwards below the first that is trained. Modules without any that is trained
-            are in evaluation mode: their batch norms keep their statistics, and use them, and they
-            drop nothing. SpecAugment stays.
-        ema_decay: Of a running average of the weights, which is what is then validated and
-            published; null for none.
+            ``encoder.layers.[0-9].*``: they have neither gradient nor moments, and nothing below
+            the first trained parameter has a backward. Modules without trained parameters are in
+            evaluation mode: their batch norms use, and keep, their statistics, and they have no
+            dropout. SpecAugment stays.
+        ema_decay: Decay of an average of the weights, which is validated and published; null for
+            none.
         ema_reference_micro_batches: The micro-batches of a step, over all ranks, that ``ema_decay``
             is meant for: with k times as many, an update keeps ``ema_decay ** k``. null: always
             ``ema_decay``.
-        on_nan: A loss or gradient that is not finite never reaches the weights. ``stop`` ends the
-            run there and names the utterances; ``skip`` lists them in skipped.jsonl.
-        restart: Begin anew; what an earlier run of this name wrote is renamed, not removed.
-            Otherwise a run goes on from its newest checkpoint.
+        on_nan: A non-finite loss or gradient never reaches the weights. ``stop`` ends the run there
+            and names the utterances; ``skip`` lists them in skipped.jsonl.
+        restart: Start again; what an earlier run of this name wrote is renamed, not removed.
+            Otherwise a run continues from its newest checkpoint.
         device: ``auto``: a GPU where there is one.
-        threads: Of PyTorch on the CPU; null leaves PyTorch's choice.
-        timeout_s: How long a rank waits for another before it takes it for lost.
-        data_timeout_s: How long a rank waits for the data of a step, before it takes the read for
-            stuck and ends itself.
+        threads: Threads of PyTorch on the CPU; null for PyTorch's default.
+        timeout_s: How long a rank waits for another before it counts as lost.
+        data_timeout_s: How long a rank waits for the data of a step before it ends itself.
         activation_checkpointing: Whether encoder and decoder layers keep only their inputs, and are
             computed again in the backward: less memory for up to a third more work, and the same
             gradients. ``true``: all layers. n: the first of every n.
-        compile: Whether torch.compile makes the model's forward and backward, with fsdp2 those of
-            its layers; the first step then takes minutes.
-        strategy: Of several processes. ``ddp``: each has all weights, and gradients are averaged
-            while they are computed. ``fsdp2``: each has a part of the weights, gradients and
-            moments, and layers are gathered when they are needed: for models that are too large
-            otherwise. With the others, each makes updates of its own, and weights are averaged:
-            for slow networks. ``local_sgd``: now and then. ``hierarchical``: often among
-            neighbours, seldom among all. ``delayed``: in every step, while the next update is
-            computed. ``adpsgd``: each takes work when it has time, and averages with its neighbours
-            in the background, so that nobody waits for slow ones, and the run goes on without those
-            that are lost. ``h_adpsgd``: so do nodes, within which it is as with ddp. All write the
-            same checkpoints, from which a run may go on with another strategy. A single process
-            needs none.
+        compile: Whether to use torch.compile for forward and backward, with fsdp2 layer by layer;
+            the first step then takes minutes.
+        strategy: Parallelism over several processes. ``ddp``: each has all weights, and gradients
+            are averaged while they are computed. ``fsdp2``: weights, gradients and moments are
+            sharded, and layers are gathered when they are needed: for large models. With the
+            others, each process makes updates of its own, and weights are averaged: for slow
+            networks. ``local_sgd``: at intervals. ``hierarchical``: often among neighbours, seldom
+            among all. ``delayed``: in every step, during the next update. ``adpsgd``: each takes
+            work when it has time, and averages with its neighbours in the background, so that
+            nobody waits for slow processes, and the run continues without lost ones. ``h_adpsgd``:
+            so do nodes, within which it is as with ddp. All write the same checkpoints, from which
+            a run may continue with another strategy.
         local_sgd: When ``local_sgd`` averages.
         hierarchical: When which ranks average with ``hierarchical``.
-        delayed: When ``delayed`` begins to.
+        delayed: When ``delayed`` begins to average.
         gossip: Who averages with whom with ``adpsgd`` and ``h_adpsgd``.
-        cuda_graph: Whether the forward and backward of a micro-batch are recorded once as a CUDA
-            graph and replayed, so that the host launches no kernels; needs a GPU. Several ranks
-            then exchange gradients after the backward, and not while it computes.
+        cuda_graph: Whether forward and backward of a micro-batch are recorded once as a CUDA graph
+            and replayed, so that the host launches no kernels; needs a GPU. Several ranks then
+            exchange gradients after the backward, and not during it.
         tensorboard: Whether to write curves for TensorBoard.
-        profile: Which steps a profiler records.
+        profile: Which steps are profiled.
     """
 
     max_steps: int = 100_000
@@ -146,14 +144,14 @@ class LoopConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
-    """How ``data.validation`` is transcribed while the model trains.
+    """Validation: how ``data.validation`` is transcribed during training.
 
     Without such data there is no validation, and no best checkpoint.
 
     Attributes:
-        max_utterances: Only the first so many of each set; null for all.
-        normalizer: Of both texts before words are compared; see `effasr evaluate`.
-        decoding: How.
+        max_utterances: Number of utterances of each set; null for all.
+        normalizer: Normaliser of both texts before words are compared; see `effasr evaluate`.
+        decoding: Decoding.
     """
 
     max_utterances: int | None = None
@@ -172,17 +170,17 @@ class TrainConfig:
     """A run.
 
     Attributes:
-        name: Of the run; its files are in ``output/name``.
-        output: Where runs are.
-        seed: Of the weights, the order of the data, dropout and augmentation.
-        init_from: A model directory, or a run, to begin with: its weights, its tokenizer and its
+        name: Name of the run; its files are in ``output/name``.
+        output: Folder of runs.
+        seed: Seed of the weights, the order of the data, dropout and augmentation.
+        init_from: A model directory, or a run, to start from: its weights, its tokenizer and its
             architecture, of which ``model`` changes the fields that a recipe gives.
         lora: Adapters that are trained in place of the weights of ``init_from``; null for none.
         model: The architecture.
         data: The utterances, the tokenizer and the batches.
         loss: Weights of the losses.
         optimizer: AdamW or LAMB.
-        schedule: Of the learning rate.
+        schedule: Learning-rate schedule.
         training: The loop.
         evaluation: Validation.
         calibration: What ``data.frame_budget: auto`` aims at.
@@ -204,11 +202,10 @@ class TrainConfig:
 
     @classmethod
     def inherited(cls, mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fill in what ``model`` leaves out by the model of ``init_from``.
+        """Complete ``model`` by the model of ``init_from``, or of the run itself if that is gone.
 
-        If that is gone, the run itself may have begun, and has it. Without ``init_from``, and where
-        ``model`` is not given at all, there is nothing to do: see
-        `effasr.training.build.resolve`. If no model can be read, that is said there as well.
+        Without both of them, `effasr.training.build.resolve` does what there is to do. If no model
+        can be read, it raises the error.
         """
         given, source = mapping.get("model"), mapping.get("init_from")
         if not given or not isinstance(given, Mapping) or not isinstance(source, str):
@@ -231,7 +228,7 @@ class TrainConfig:
 
 
 def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:
-    """Fill in the weights that are left open, and check that the model has every loss.
+    """Resolve the weights of the losses, and check that the model has every loss.
 
     Raises:
         ValueError: It has not; the message says what to change.

@@ -9,7 +9,7 @@ from effasr.distributed.process_group import DistributedContext
 from effasr.training import metrics as meters
 from effasr.training.flops import peak_flops, peak_of, work_of
 from effasr.training.metrics import TrainingMetrics
-from effasr.training.step_stats import StepCounts
+from effasr.training.step_stats import StepCosts, StepCounts
 
 COST = CostModel(frame=100, frame_pair=3, token=50, token_pair=2, token_frame=7)
 
@@ -54,8 +54,8 @@ def test_what_is_computed_again_counts_once_with_its_padding() -> None:
     batch = collate(EXAMPLES, StaticShape(20, 9, 4), eos_id=0, pad_id=0)
     context = DistributedContext(0, 1, torch.device("cpu"))
     again = CostModel(frame=10, frame_pair=0, token=0, token_pair=0, token_frame=0)
-    assert StepCounts.of([batch] * 2, context, False, COST).recomputed_flops == 0
-    counts = StepCounts.of([batch] * 2, context, False, COST, None, (again, None))
+    assert StepCounts.of([batch] * 2, context, False, StepCosts(COST)).recomputed_flops == 0
+    counts = StepCounts.of([batch] * 2, context, False, StepCosts(COST, None, (again, None)))
     assert counts.recomputed_flops == 2 * 10 * 20
     assert counts.work == (2 * work_of([batch], COST)[1],)
 

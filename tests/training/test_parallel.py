@@ -25,7 +25,7 @@ from effasr.training.strategies.parallelism import average_over_ranks
 from effasr.training.trainer import run
 from tests.support.quiet_run import VOCABULARY, make, quiet_config, train, uneven_batch, weights
 from tests.support.run_ranks import check_ranks, run_module
-from tests.training.test_graph import record
+from tests.training.test_cuda_graph import record
 
 STEPS = 20
 

@@ -222,20 +222,20 @@ class Search:
         return self._rounded(low)
 
     def _failed(self, trial: Trial) -> bool:
-        """Whether a budget as training would have it proved too large."""
+        """Return whether a budget as in training proved too large."""
         if not _is_usual(trial):
             return False
         return not trial.measured.fits or trial.measured.peak_bytes > self.target
 
     def _predict(self, memory: MemoryModel, frames: int) -> int:
-        """Of the longest utterances together, whose scores grow with the budget."""
+        """Return the predicted peak of the longest utterances together."""
         shape = self.population.shape(frames)
         usual = [trial for trial in self.trials if _is_usual(trial)][-1]
         scores = round(usual.load.cells * frames / usual.load.frames)
         return memory.predict(Load(frames, shape.token_budget, scores))
 
     def _choose(self, speed: SpeedModel, largest: int) -> tuple[int, LimitedBy]:
-        """The budget that the settings ask for, and why no larger one."""
+        """Return the budget that the settings ask for, and why no larger one."""
         reason: LimitedBy = "corpus" if largest >= self._rounded(self._cap) else "memory"
         if self.settings.objective == "memory":
             return largest, reason
@@ -248,7 +248,7 @@ class Search:
         return chosen, reason if chosen == largest else "throughput"
 
     def _candidates(self, largest: int) -> dict[int, float]:
-        """Budgets up to the largest, and which share of each utterances fill."""
+        """Return budgets up to the largest, and the share of each that utterances fill."""
         count = max(2, math.ceil(math.log(largest / self.population.longest, 1.1)) + 1)
         ratio = (largest / self.population.longest) ** (1 / (count - 1))
         budgets = {self._rounded(round(self.population.longest * ratio**n)) for n in range(count)}
@@ -264,7 +264,7 @@ class Search:
         return sum(f for lengths in planned for f, _ in lengths) / (budget * len(planned))
 
     def _replayed(self, wanted: int) -> Trial | None:
-        """A replay that fits, and is near enough to what is wanted."""
+        """Return a replay that fits, of a similar budget."""
         for trial in reversed(self._replays()):
             frames = trial.load.frames
             if max(frames, wanted) <= _NEAR * min(frames, wanted):
@@ -280,7 +280,7 @@ class Search:
         )
 
     def _replays(self) -> list[Trial]:
-        """Those that fit."""
+        """Return the replays that fit."""
         return [t for t in self.trials if t.purpose == "replay" and not self._failed(t)]
 
     def _rounded(self, frames: int) -> int:
@@ -288,7 +288,7 @@ class Search:
 
 
 def load_of(work: Workload, model: ModelConfig) -> Load:
-    """What the peak memory of a trial depends on."""
+    """Return what the peak memory of a trial depends on."""
     largest = max(cells(lengths, model) for lengths in [*work.timed, work.extreme])
     return Load(work.shape.frame_budget, work.shape.token_budget, largest)
 
@@ -296,7 +296,7 @@ def load_of(work: Workload, model: ModelConfig) -> Load:
 def bucket_sizes(
     table: BucketTable, memory: MemoryModel, model: ModelConfig, limit: float
 ) -> BucketTable:
-    """The table with the largest batches that fit, computed as padded: every one of the longest."""
+    """Return the table with the largest batches that fit, computed as padded to the longest."""
     sizes = []
     for frames, tokens in table.bins:
         one = Load(frames, tokens, cells([(frames, tokens)], model))
@@ -305,7 +305,7 @@ def bucket_sizes(
 
 
 def describe(trial: Trial) -> str:
-    """One line for a person."""
+    """Describe a trial in one line."""
     text = f"{trial.load.frames} frames, {trial.load.tokens} tokens ({trial.purpose}): "
     if not trial.measured.fits:
         return f"{text}does not fit"
