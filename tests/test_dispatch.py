@@ -34,11 +34,11 @@ def _backend(monkeypatch: pytest.MonkeyPatch, name: str, reason: str | None) -> 
 
 @pytest.fixture
 def op(monkeypatch: pytest.MonkeyPatch) -> Op:
-    """CUDA cannot be imported, Triton refuses, the reference serves."""
+    """C++ cannot be imported, Triton refuses, the reference serves."""
     return Op(
         "sum",
         {
-            Backend.CUDA: "effasr_kernels.no_such_module",
+            Backend.CPP: "effasr_kernels.no_such_module",
             Backend.TRITON: _backend(monkeypatch, "triton", "head width 7 is odd"),
             Backend.REFERENCE: _backend(monkeypatch, "reference", None),
         },
@@ -74,7 +74,7 @@ def test_the_order_may_depend_on_the_call(monkeypatch: pytest.MonkeyPatch) -> No
     def order(x: Tensor, *, backwards: bool) -> list[Backend]:
         asked.append(backwards)
         # Not implemented here; the operation may come to have it.
-        known = [Backend.CUDA, *names]
+        known = [Backend.CPP, *names]
         return known[::-1] if backwards else known
 
     op = Op("sum", modules, order)
@@ -93,12 +93,12 @@ def test_a_requested_backend_is_never_replaced(op: Op, backend: Backend | str) -
 
 
 def test_says_what_cannot_be_imported(op: Op) -> None:
-    with pytest.raises(BackendUnavailable, match=r"cuda: cannot be imported: No module named"):
-        op(CPU, backend="cuda")
+    with pytest.raises(BackendUnavailable, match=r"cpp: cannot be imported: No module named"):
+        op(CPU, backend="cpp")
 
 
 def test_names_the_backends_that_exist(op: Op) -> None:
-    message = "sum: `backend` must be one of cuda, triton, .*, reference, but is 'trito'"
+    message = "sum: `backend` must be one of triton, varlen, .*, reference, but is 'trito'"
     with pytest.raises(ValueError, match=message):
         op(CPU, backend="trito")
 
@@ -133,7 +133,7 @@ def test_finds_the_gpu_wherever_a_tensor_is(op: Op, gpu: Tensor, hidden: str) ->
 
 @pytest.mark.usefixtures("_allowed")
 def test_the_reference_serves_a_gpu_once_allowed_and_says_so_once(op: Op, gpu: Tensor) -> None:
-    message = r"^sum: runs its slow reference on a GPU, as allowed \(cuda: .*odd\)\.$"
+    message = r"^sum: runs its slow reference on a GPU, as allowed \(cpp: .*odd\)\.$"
     with pytest.warns(ReferenceOnGPUWarning, match=message):
         assert op(gpu) == "reference"
     # A second warning would be an error, as every warning is in these tests.

@@ -37,7 +37,7 @@ _PACKAGES = {
 }
 _REQUIRED = frozenset({"lhotse", "sentencepiece", "jiwer", "tensorboard", "nvtx"})
 # The other backends are for some operations alone.
-_EXPECTED = (Backend.CUDA, Backend.TRITON, Backend.REFERENCE)
+_EXPECTED = (Backend.TRITON, Backend.REFERENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ def _system() -> list[Row]:
         Row("system", "cuda", torch.version.cuda or "none", "that torch was built with"),
         Row("system", "libsndfile", soundfile.__libsndfile_version__, "reads audio files"),
     ]
-    for tool, purpose in (("nvcc", "builds csrc/"), ("nsys", "profiling/nsys_train.sh")):
-        rows.append(Row("system", tool, shutil.which(tool) or "not on the path", purpose))
+    nsys = shutil.which("nsys") or "not on the path"
+    rows.append(Row("system", "nsys", nsys, "profiling/nsys_train.sh"))
     rows.append(_extension())
     if not torch.cuda.is_available():
         rows.append(Row("system", "gpu", "none", "torch sees no CUDA device"))
@@ -117,18 +117,12 @@ def _system() -> list[Row]:
 
 
 def _extension() -> Row:
-    """Whether the lattices of csrc/ are built, for what, and else how to build them."""
-    backends: tuple[lattice.Extension, ...] = "cpu-extension", "cuda-extension"
-    reasons = [lattice.why_not(backend) for backend in backends]
-    built = [
-        backend.removesuffix("-extension")
-        for backend, reason in zip(backends, reasons, strict=True)
-        if reason is None
-    ]
+    """Whether the lattices of csrc/ are built, and else how to build them."""
+    reason = lattice.unsupported_reason()
     note = "lattices of ctc_loss and transducer_loss, csrc/"
-    if not built:
-        note += f"; {reasons[0]} ({cpp.HOW_TO_BUILD})"
-    return Row("system", "extension", ", ".join(built) or "not built", note)
+    if reason is not None:
+        note += f"; {reason} ({cpp.HOW_TO_BUILD})"
+    return Row("system", "extension", "not built" if reason else "cpu", note)
 
 
 def _packages() -> list[Row]:

@@ -67,17 +67,14 @@ class _Losses(torch.autograd.Function):
 
 
 def _lattice(device: str) -> Callable[[Tensor, Tensor, Nodes], Planes]:
-    if lattice.why_not("cuda-extension" if device == "cuda" else "cpu-extension") is None:
-        return _extension
-    return _triton if device == "cuda" else _reference
+    if device == "cuda":
+        return _triton
+    return _extension if lattice.unsupported_reason() is None else _reference
 
 
 def _extension(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:
     total, occ_blank, occ_label = lattice.transducer_occupancies(
-        *(log_blank, log_label, nodes.frames.cu_seqlens, nodes.labels.cu_seqlens, nodes.first[:-1]),
-        max_frames=nodes.frames.max_seqlen,
-        max_labels=nodes.labels.max_seqlen,
-        backend="cuda-extension" if log_blank.is_cuda else "cpu-extension",
+        *(log_blank, log_label, nodes.frames.cu_seqlens, nodes.labels.cu_seqlens, nodes.first[:-1])
     )
     return -total, occ_blank, occ_label
 

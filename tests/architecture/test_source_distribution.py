@@ -29,7 +29,7 @@ def test_a_source_distribution_is_complete(tmp_path: Path) -> None:
         path
         for folder in ("csrc", "effasr", "kernels")
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".yaml", ".cu", ".cpp", ".h", ".cuh", ".md")
+        if path.suffix in (".py", ".yaml", ".cpp", ".h", ".md")
     ]
     assert {str(path.relative_to(ROOT)) for path in wanted} <= found
     assert {"setup.py", "LICENSE", "constraints.txt"} <= found

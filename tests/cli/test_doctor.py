@@ -36,14 +36,13 @@ def test_versions_and_what_is_missing(found) -> None:
 
 
 def test_the_extension_is_there_or_how_to_build_it(monkeypatch) -> None:
-    monkeypatch.setattr(lattice, "why_not", lambda backend: "no such module")
+    monkeypatch.setattr(lattice, "unsupported_reason", lambda: "no such module")
     row = _row(doctor.report(), "extension")
     assert row.value == "not built"
     assert row.note.endswith(f"no such module ({cpp.HOW_TO_BUILD})")
     note = _row(doctor.report(), "ctc_loss on cpu").note
     assert "cpp: no such module (EFFASR_BUILD_CPP=1 pip install" in note
-    reasons = {"cpu-extension": None, "cuda-extension": "built without CUDA"}
-    monkeypatch.setattr(lattice, "why_not", reasons.get)
+    monkeypatch.setattr(lattice, "unsupported_reason", lambda: None)
     assert _row(doctor.report(), "extension").value == "cpu"
 
 
@@ -87,11 +86,11 @@ def test_a_backend_that_refuses_or_breaks_is_named_with_its_reason(
     monkeypatch.syspath_prepend(tmp_path)
     reference = modules[Backend.REFERENCE]
     modules.clear()
-    modules |= {Backend.CUDA: "refusing", Backend.TRITON: "breaking"}
+    modules |= {Backend.TRITON: "refusing", Backend.CPP: "breaking"}
     modules[Backend.REFERENCE] = reference
     row = _row(doctor.report(), "ctc_loss on cpu")
     assert row.value == "reference"
-    assert row.note == "cuda: wants an even day; triton: fails with RuntimeError: illegal address"
+    assert row.note == "triton: wants an even day; cpp: fails with RuntimeError: illegal address"
 
 
 def test_what_could_serve_on_request_is_said_as_well(modules, monkeypatch, tmp_path) -> None:
@@ -102,11 +101,11 @@ def test_what_could_serve_on_request_is_said_as_well(modules, monkeypatch, tmp_p
     monkeypatch.syspath_prepend(tmp_path)
     reference = modules[Backend.REFERENCE]
     modules.clear()
-    modules |= {Backend.CUDA: "ready", Backend.TRITON: "ready", Backend.VARLEN: "no_such_module"}
+    modules |= {Backend.TRITON: "ready", Backend.CPP: "ready", Backend.VARLEN: "no_such_module"}
     modules[Backend.REFERENCE] = reference
     row = _row(doctor.report(), "ctc_loss on cpu")
-    assert row.value == "cuda"
-    assert row.note.startswith("triton: on request; varlen: cannot be imported")
+    assert row.value == "triton"
+    assert row.note.startswith("cpp: on request; varlen: cannot be imported")
 
 
 def test_attention_says_why_the_packages_do_not_serve(found) -> None:

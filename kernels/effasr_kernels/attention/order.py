@@ -12,7 +12,6 @@ from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.dispatch import Backend
 
 UNMEASURED = (
-    Backend.CUDA,
     Backend.TRITON,
     Backend.VARLEN,
     Backend.FLASH_ATTN_2,

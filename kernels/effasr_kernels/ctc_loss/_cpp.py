@@ -115,12 +115,9 @@ class _Losses:
         # What is no label is neither read nor written, so it stays zero.
         scores = log_probs.gather(1, classes.clamp(min=0)).masked_fill_(classes < 0, 0)
         given = scores, None, self.targets, cu_frames, cu_labels
-        most = {"max_frames": self.frames.max_seqlen}
         if not gradients:
-            return 0 - lattice.ctc_log_likelihood(*given, **most, backend="cpu-extension")
-        total, occupancies = lattice.ctc_occupancies(
-            *given, **most, in_place=True, backend="cpu-extension"
-        )
+            return 0 - lattice.ctc_log_likelihood(*given)
+        total, occupancies = lattice.ctc_occupancies(*given, in_place=True)
         losses = (0 - total).to(hidden.dtype)
         scale = torch.ones_like(losses) if scale is None else scale
         of_rows = repeat(scale.masked_fill(losses.isinf(), 0))[:, None]

@@ -34,7 +34,7 @@ def refusal(*tensors: Tensor | None) -> str | None:
         return "serves CPUs"
     if x.dtype == torch.float64:
         return "float64 is for the reference"
-    reason = lattice.why_not("cpu-extension")
+    reason = lattice.unsupported_reason()
     return None if reason is None else f"{reason} ({HOW_TO_BUILD})"
 
 

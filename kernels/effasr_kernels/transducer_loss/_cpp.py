@@ -165,14 +165,9 @@ class _Losses:
         cu_frames, cu_labels = (x.cu_seqlens[ends].contiguous() for x in (self.frames, self.labels))
         first_nodes = lattice.node_offsets(cu_frames, cu_labels)[:-1]
         given = planes[0], planes[1], cu_frames, cu_labels, first_nodes
-        frames, labels = self.frames.max_seqlen, self.labels.max_seqlen
         if not with_gradient:
-            return lattice.transducer_log_likelihood(
-                *given, max_frames=frames, max_labels=labels, backend="cpu-extension"
-            )
-        total, _, _ = lattice.transducer_occupancies(
-            *given, max_frames=frames, max_labels=labels, in_place=True, backend="cpu-extension"
-        )
+            return lattice.transducer_log_likelihood(*given)
+        total, _, _ = lattice.transducer_occupancies(*given, in_place=True)
         return total
 
     def _differentiate(

@@ -33,20 +33,13 @@ def _flops(
     return 2 * pairs(layout_frames, layout_targets.lengthened(1)) * weight.numel()
 
 
-def _unasked(*_: Any, **__: Any) -> list[Backend]:
-    """All but the one that is for comparison, until it has been measured."""
-    return [backend for backend in op.modules if backend is not Backend.CUDA]
-
-
 op = Op(
     "transducer_loss",
     {
         Backend.TRITON: "effasr_kernels.transducer_loss._triton",
-        Backend.CUDA: "effasr_kernels.transducer_loss._cuda",
         Backend.CPP: "effasr_kernels.transducer_loss._cpp",
         Backend.REFERENCE: "effasr_kernels.transducer_loss.reference",
     },
-    order=_unasked,
 )
 
 call = Registered(
