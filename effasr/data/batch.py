@@ -261,7 +261,7 @@ def collate(
     return Batch(
         audio=_pack_audio(examples, samples, audio_rows, count),
         frames=PackedLayout.from_lengths(
-            frames, rows=frame_rows, num_sequences=count, longest=longest_frames
+            frames, rows=frame_rows, num_sequences=count, static_max_seqlen=longest_frames
         ),
         tokens=pack_ids(tokens, token_rows, count, pad_id, longest_tokens),
         targets=pack_ids(targets, token_rows, count, IGNORED, longest_tokens).values,
@@ -305,7 +305,9 @@ def pack_ids(
         longest: What no sequence exceeds; None where it is not known beforehand.
     """
     lengths = [len(sequence) for sequence in sequences]
-    layout = PackedLayout.from_lengths(lengths, rows=rows, num_sequences=count, longest=longest)
+    layout = PackedLayout.from_lengths(
+        lengths, rows=rows, num_sequences=count, static_max_seqlen=longest
+    )
     values = torch.full((layout.rows,), fill, dtype=torch.int64)
     values[: layout.total] = torch.tensor(
         [token for sequence in sequences for token in sequence], dtype=torch.int64

@@ -67,7 +67,7 @@ def collate_text(
     )
     return Batch(
         audio=PackedSequence(
-            torch.zeros(0), PackedLayout.from_lengths([], num_sequences=count, longest=0)
+            torch.zeros(0), PackedLayout.from_lengths([], num_sequences=count, static_max_seqlen=0)
         ),
         frames=source.layout,
         tokens=pack_ids(tokens, rows, count, pad_id, longest),

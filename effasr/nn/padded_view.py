@@ -39,8 +39,8 @@ class Lanes:
 
         Args:
             layout: The sequences.
-            longest: What no length exceeds. Not ``layout.bound``, because compiled code does not
-                know it of a layout that it has derived.
+            longest: What no length exceeds. Not ``layout.max_seqlen_bound``, because compiled
+                code does not know it of a layout that it has derived.
         """
         spaced, width = layout.lengthened(1), longest + 1
         count = max(-(-spaced.rows // width), 1)

@@ -113,7 +113,7 @@ class LSTMPredictor(nn.Module):
 
     def forward(self, labels: Tensor, layout: PackedLayout) -> Tensor:
         """Read whole transcripts; see `StatelessPredictor.forward`."""
-        lanes = Lanes.of(layout.lengthened(1), layout.bound + 1)
+        lanes = Lanes.of(layout.lengthened(1), layout.max_seqlen_bound + 1)
         ids = lanes.spread(after_start(labels, layout, self.start_id), self.start_id)
         x = self._drop(self.embedding(ids))
         hidden = self.lstm(x, lanes.free())

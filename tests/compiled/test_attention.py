@@ -45,7 +45,7 @@ def _launches(
 ) -> list[Launch]:
     """The launches of forward and backward, but for those that only relative positions need."""
     rows = sum(lengths) + spare
-    layout = PackedLayout.from_lengths(lengths, rows=rows, longest=longest)
+    layout = PackedLayout.from_lengths(lengths, rows=rows, static_max_seqlen=longest)
     q, k, v = torch.zeros(rows, 3, HEADS, width, dtype=dtype).unbind(1)
     positions = {"none": None, "rotary": Rotary()}
     if kind == "relative":

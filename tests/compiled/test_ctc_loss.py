@@ -38,7 +38,7 @@ def _launches(
 ) -> list[Launch]:
     """The launches of this operation's own kernels, forward and backward."""
     of_frames = PackedLayout.from_lengths(frames, rows=rows and rows[0])
-    of_targets = PackedLayout.from_lengths(labels, rows=rows and rows[1], longest=bound)
+    of_targets = PackedLayout.from_lengths(labels, rows=rows and rows[1], static_max_seqlen=bound)
     arguments = {
         "hidden": torch.zeros(of_frames.rows, width, dtype=dtype),
         "weight": torch.zeros(classes, width, dtype=dtype),

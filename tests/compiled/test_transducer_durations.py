@@ -28,7 +28,7 @@ def _launches(
 ) -> list[Launch]:
     """All launches, forward and backward."""
     of_frames = PackedLayout.from_lengths(frames)
-    of_targets = PackedLayout.from_lengths(labels, longest=longest)
+    of_targets = PackedLayout.from_lengths(labels, static_max_seqlen=longest)
     rows = classes + len(durations)
     arguments: dict[str, Any] = {
         "encoded": torch.zeros(of_frames.rows, width, dtype=dtype),

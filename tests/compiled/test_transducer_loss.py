@@ -41,7 +41,7 @@ def _launches(
 ) -> list[Launch]:
     """All launches, forward and backward."""
     of_frames = PackedLayout.from_lengths(frames, rows=rows and rows[0])
-    of_targets = PackedLayout.from_lengths(labels, rows=rows and rows[1], longest=longest)
+    of_targets = PackedLayout.from_lengths(labels, rows=rows and rows[1], static_max_seqlen=longest)
     arguments: dict[str, Any] = {
         "encoded": torch.zeros(of_frames.rows, width, dtype=dtype),
         "predicted": torch.zeros(of_targets.rows + len(labels), width, dtype=dtype),

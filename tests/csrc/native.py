@@ -21,16 +21,14 @@ def _fields(pointers: str, numbers: str) -> list[tuple[str, Any]]:
 
 class _Transducer(ctypes.Structure):
     _fields_ = _fields(
-        "log_blank log_label occ_blank occ_label log_likelihood "
-        "cu_frames cu_labels first_nodes",
+        "log_blank log_label occ_blank occ_label log_likelihood cu_frames cu_labels first_nodes",
         "sequences",
     )
 
 
 class _Ctc(ctypes.Structure):
     _fields_ = _fields(
-        "scores log_normalizer occupancies shares log_likelihood "
-        "targets cu_frames cu_targets",
+        "scores log_normalizer occupancies shares log_likelihood targets cu_frames cu_targets",
         "sequences columns wide_targets",
     )
 

@@ -151,7 +151,7 @@ def _arguments(
         "targets": torch.tensor([*chain(*transcripts)], dtype=torch.int64).to(device),
         "layout_frames": PackedLayout.from_lengths(frames, device),
         "layout_targets": PackedLayout.from_lengths(
-            [len(x) for x in transcripts], device, longest=longest
+            [len(x) for x in transcripts], device, static_max_seqlen=longest
         ),
         "weight": torch.randn(classes, width).div(4).to(device, dtype),
         "bias": torch.randn(classes).to(device, dtype),

@@ -68,7 +68,9 @@ def _inputs(
 ) -> tuple[list[Tensor], PackedLayout, PackedLayout]:
     """Half precision, with a tail of NaN; the upper bound of the lengths is not reached."""
     layouts = [
-        PackedLayout.from_lengths(x, rows=sum(x) + tail, num_sequences=len(x) + 2, longest=9)
+        PackedLayout.from_lengths(
+            x, rows=sum(x) + tail, num_sequences=len(x) + 2, static_max_seqlen=9
+        )
         for x in (lengths_q, lengths_k)
     ]
     shapes = [(layout.rows, HEADS, WIDTH) for layout in (layouts[0], layouts[1], layouts[1])]
@@ -305,7 +307,7 @@ def test_torch_takes_the_calls(causal: bool, monkeypatch: pytest.MonkeyPatch) ->
     rows = torch.empty(12, 3, HEADS, 64, device="meta", dtype=torch.bfloat16)
     q, k, v = rows.unbind(1)
     offsets = torch.empty(5, dtype=torch.int32, device="meta")
-    layout = PackedLayout(offsets, range(5), 12, longest=7)
+    layout = PackedLayout(offsets, range(5), 12, static_max_seqlen=7)
     given = {"causal": causal, "scale": 0.1, "position": None, "dropout": 0.0, "seed": None}
     results, saved = _varlen.forward(q, k, v, layout, layout, **given)
     (like,) = _varlen.saved_like(q=q, k=k, v=v, layout_q=layout, layout_k=layout, **given)
@@ -328,7 +330,7 @@ def test_the_measured_order_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def first(width: int, longest: int = 500, dtype: torch.dtype = torch.float16) -> Backend:
         q = SimpleNamespace(shape=(1, 1, width), dtype=dtype, device=None)
-        layout = PackedLayout.from_lengths([1], longest=longest)
+        layout = PackedLayout.from_lengths([1], static_max_seqlen=longest)
         found = order.order(q, q, q, layout, layout)  # type: ignore[arg-type]
         assert sorted(found) == sorted(order.UNMEASURED)
         return found[0]

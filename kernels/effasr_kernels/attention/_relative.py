@@ -58,13 +58,13 @@ def relative_scores(
         layout_k: Those of the keys.
 
     Returns:
-        (T_q, H, W), the dtype of ``q``, with W the `bias_width` of ``layout_k.bound``. What a row
-        holds past the keys of its sequence is finite up to a whole vector of 8 columns; the rest,
-        and the whole tail, is undefined.
+        (T_q, H, W), the dtype of ``q``, with W the `bias_width` of ``layout_k.max_seqlen_bound``.
+        What a row holds past the keys of its sequence is finite up to a whole vector of 8 columns;
+        the rest, and the whole tail, is undefined.
     """
     q, table = _dense_rows(q), _dense_rows(table)
     heads, width = q.shape[1:]
-    out = q.new_empty(layout_q.rows, heads, bias_width(layout_k.bound))
+    out = q.new_empty(layout_q.rows, heads, bias_width(layout_k.max_seqlen_bound))
     block_m, block_w, warps, stages = _blocks_of_scores(q.dtype, padded_width(width))
     launch(
         forward.scores,

@@ -80,7 +80,7 @@ class _Call:
 
     def eighths(self) -> int:
         """W / 8."""
-        return bias_width(self.layout_k.bound) // 8 if self.relative is not None else 0
+        return bias_width(self.layout_k.max_seqlen_bound) // 8 if self.relative is not None else 0
 
     def sizes(self) -> tuple[int, ...]:
         """Heads and strides: the integers that all kernels end with."""

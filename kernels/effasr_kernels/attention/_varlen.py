@@ -74,7 +74,7 @@ def forward(
     seed: int | Tensor | None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The output, and the log-sum-exp of each query's scores, (H, T_q)."""
-    if not (layout_q.bound and layout_k.bound):
+    if not (layout_q.max_seqlen_bound and layout_k.max_seqlen_bound):
         return (q.new_zeros(q.shape),), (q.new_zeros(q.shape[1::-1], dtype=torch.float32),)
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -84,8 +84,8 @@ def forward(
         _rows(v),
         layout_q.cu_seqlens,
         layout_k.cu_seqlens,
-        layout_q.bound,
-        layout_k.bound,
+        layout_q.max_seqlen_bound,
+        layout_k.max_seqlen_bound,
         return_aux=AuxRequest(lse=True),
         scale=scale,
         window_size=_CAUSAL if causal else _FULL,
@@ -115,7 +115,7 @@ def backward(
     seed: int | Tensor | None,
 ) -> dict[str, Tensor | None]:
     """The gradients of queries, keys and values, zero outside the sequences."""
-    if not (layout_q.bound and layout_k.bound):
+    if not (layout_q.max_seqlen_bound and layout_k.max_seqlen_bound):
         return {"q": torch.zeros_like(q), "k": torch.zeros_like(k), "v": torch.zeros_like(v)}
     window = _CAUSAL if causal else _FULL
     with _deterministic():
@@ -128,8 +128,8 @@ def backward(
             saved[0],
             layout_q.cu_seqlens,
             layout_k.cu_seqlens,
-            layout_q.bound,
-            layout_k.bound,
+            layout_q.max_seqlen_bound,
+            layout_k.max_seqlen_bound,
             0.0,
             causal,
             # The state and the offset of a dropout that there is not.

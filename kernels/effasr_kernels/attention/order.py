@@ -57,7 +57,7 @@ def order(
     found = capability(q.device) if MEASURED else None
     if found is None:
         return UNMEASURED
-    longest = max(layout_q.bound, layout_k.bound)
+    longest = max(layout_q.max_seqlen_bound, layout_k.max_seqlen_bound)
     for row in MEASURED:
         fits = q.shape[-1] <= row.head_width and longest <= row.longest
         if row.capability == found and row.dtype == q.dtype and fits:

@@ -165,7 +165,7 @@ def guarded(
         reads_beyond: Whether it loads rows past the end of a sequence, and multiplies them by zero:
             what is outside must then be finite.
     """
-    if not (layout_q.bound and layout_k.bound):
+    if not (layout_q.max_seqlen_bound and layout_k.max_seqlen_bound):
         return zeroed(q)
     outside_q, outside_k = outside(layout_q, layout_k), outside(layout_k, layout_q)
 
@@ -178,8 +178,8 @@ def guarded(
         v=enclosed(v, outside_k),
         cu_seqlens_q=layout_q.cu_seqlens,
         cu_seqlens_k=layout_k.cu_seqlens,
-        max_seqlen_q=layout_q.bound,
-        max_seqlen_k=layout_k.bound,
+        max_seqlen_q=layout_q.max_seqlen_bound,
+        max_seqlen_k=layout_k.max_seqlen_bound,
         softmax_scale=scale,
         causal=causal,
         deterministic=True,

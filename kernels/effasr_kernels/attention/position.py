@@ -70,7 +70,7 @@ class RelativeBias:
             ValueError: The table is too short for it.
         """
         reach = (self.table.shape[0] + 1) // 2
-        longest = max(layout.bound for layout in layouts)
+        longest = max(layout.max_seqlen_bound for layout in layouts)
         if reach < longest:
             rule = f"have at least 2 * {longest} - 1 rows, for the longest sequence"
             raise wrong("attention", "position.table", rule, tuple(self.table.shape))

@@ -5,12 +5,12 @@ of each frame's own labels; a program per sequence that sums over alignments, an
 came from. Backward: a program per sequence that follows the notes back to occupancies; then the
 projection's gradient, some frames at a time, from softmax minus occupancy.
 
-With K labels in the longest transcript (`PackedLayout.bound`), 8 T (K + 1) bytes are kept for the
-backward, which takes 4 T (K + 1) more, and a chunk of logits of a fixed size: for 24,000 frames and
-K = 200, 39 MB, 19 MB and `effasr_kernels.shared.projection`'s. The sweeps hold one row of the
-lattice in registers, as many as a power of two above K, from 64 to 2,048: the only way in which
-code depends on a length. It depends on the bound, not on the lengths, so a run of static shape
-compiles once.
+With K labels in the longest transcript (`PackedLayout.max_seqlen_bound`), 8 T (K + 1) bytes are
+kept for the backward, which takes 4 T (K + 1) more, and a chunk of logits of a fixed size: for
+24,000 frames and K = 200, 39 MB, 19 MB and `effasr_kernels.shared.projection`'s. The sweeps hold
+one row of the lattice in registers, as many as a power of two above K, from 64 to 2,048: the only
+way in which code depends on a length. It depends on the bound, not on the lengths, so a run of
+static shape compiles once.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def why_not(
     blank_id: int,
 ) -> str | None:
     """The reason for which these arguments cannot be served, or None."""
-    if layout_targets.bound >= _WIDEST:
-        return f"serves up to {_WIDEST - 1} labels in a sequence, not {layout_targets.bound}"
+    if layout_targets.max_seqlen_bound >= _WIDEST:
+        found = layout_targets.max_seqlen_bound
+        return f"serves up to {_WIDEST - 1} labels in a sequence, not {found}"
     return refusal(hidden, weight, bias)
 
 
@@ -110,7 +111,7 @@ def saved_like(
     They are the normalizers (T,), and where alignments came from: the shares that moved on, or
     stayed, at each frame, (T, K + 1) both, and that ended in the last label, (N,).
     """
-    table = hidden.shape[0], layout_targets.bound + 1
+    table = hidden.shape[0], layout_targets.max_seqlen_bound + 1
     shapes = hidden.shape[:1], table, table, (layout_frames.num_sequences,)
     log_normalizer, moved, stayed, ended = (
         hidden.new_empty(shape, dtype=torch.float32) for shape in shapes

@@ -50,17 +50,17 @@ def plain(type_name: str) -> Kind:
 
 
 def _flatten_layout(layout: PackedLayout) -> tuple[Tensor, int, int | None]:
-    longest = layout.longest
-    if longest is None and not layout.cu_seqlens.is_cpu:
+    max_seqlen = layout.static_max_seqlen
+    if max_seqlen is None and not layout.cu_seqlens.is_cpu:
         # Kernels size buffers by it. On a CPU it would only have the compiler trace every length.
-        longest = layout.bound
-    return layout.cu_seqlens, layout.rows, longest
+        max_seqlen = layout.max_seqlen_bound
+    return layout.cu_seqlens, layout.rows, max_seqlen
 
 
-def _restore_layout(cu_seqlens: Tensor, rows: int, longest: int | None) -> PackedLayout:
+def _restore_layout(cu_seqlens: Tensor, rows: int, max_seqlen: int | None) -> PackedLayout:
     # Fake tensors hold no lengths, and shapes do not depend on them.
     host = () if is_fake(cu_seqlens) else OffsetsOnDemand(cu_seqlens)
-    return PackedLayout(cu_seqlens, host, rows, longest)
+    return PackedLayout(cu_seqlens, host, rows, max_seqlen)
 
 
 def _flatten_seed(seed: int | Tensor | None) -> tuple[Tensor | None]:
@@ -83,7 +83,7 @@ NAMES = Kind(
 )
 """A tuple of names. Not a list, as torch takes an empty one for a list of tensors."""
 LAYOUT = Kind(
-    ("Tensor {}", "SymInt {}_rows", "SymInt? {}_longest"),
+    ("Tensor {}", "SymInt {}_rows", "SymInt? {}_max_seqlen"),
     _flatten_layout,
     _restore_layout,
 )

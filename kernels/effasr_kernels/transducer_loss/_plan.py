@@ -188,6 +188,6 @@ def first_nodes(layout_frames: PackedLayout, layout_targets: PackedLayout) -> Te
 
 def most_nodes(layout_frames: PackedLayout, layout_targets: PackedLayout) -> int | None:
     """What the number of nodes cannot exceed, as far as static shapes tell."""
-    if layout_targets.longest is None:
+    if layout_targets.static_max_seqlen is None:
         return None
-    return layout_frames.rows * (layout_targets.longest + 1)
+    return layout_frames.rows * (layout_targets.static_max_seqlen + 1)

@@ -66,7 +66,7 @@ class Work:
         self.tiles = product_tiles(weight.dtype, capability(weight.device))
         self.weight = aligned(weight, self.tiles["BLOCK_C"])
         self.logit_bytes = pieces(self.columns, 16) * 16 * weight.element_size()
-        self.layouts, self.bound = (layout_frames, layout_targets), layout_targets.bound
+        self.layouts, self.bound = (layout_frames, layout_targets), layout_targets.max_seqlen_bound
         self.lattices = Lattices(layout_frames, layout_targets)
         starts = first_nodes(layout_frames, layout_targets)
         self.offsets = layout_frames.cu_seqlens, layout_targets.cu_seqlens, starts
