@@ -14,10 +14,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from effasr.cli.doctor_probes import PROBES, Inputs, Probe
+import effasr_kernels
 from effasr.evaluation.tables import to_text
 from effasr.optim.adamw import why_not_apex
-from effasr_kernels import OPERATIONS, Backend, BackendUnavailable
+from effasr_kernels import OPERATIONS, Backend, BackendUnavailable, TorchOp
+from effasr_kernels.runtime.example import Example, ExampleInputs
 from effasr_kernels.shared import cpp, lattice
 
 _PACKAGES = {
@@ -86,7 +87,7 @@ def report() -> Report:
         devices.append(torch.device("cuda", 0))
     rows = [*_system(), *_packages()]
     for device in devices:
-        rows += [_operation(probe, device) for probe in PROBES]
+        rows += [_operation(op, x, device) for op in OPERATIONS.values() for x in op.examples]
     return Report(tuple(rows))
 
 
@@ -143,17 +144,17 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _operation(probe: Probe, device: torch.device) -> Row:
+def _operation(op: TorchOp, example: Example, device: torch.device) -> Row:
     """Which backend serves a call on the device, which others could, and why the rest cannot."""
-    op = OPERATIONS[probe.operation]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    label = f"{probe.label} on {device.type}"
-    notes = [f"{b.value}: not implemented" for b in _EXPECTED if b not in op.modules]
+    inputs = ExampleInputs(device, dtype)
+    label = f"{example.label} on {device.type}"
+    notes = [f"{b.value}: not implemented" for b in _EXPECTED if b not in op.backends]
     serving = ""
-    for backend in op.modules:
+    for backend in op.backends:
         if serving and backend is Backend.REFERENCE:
             continue
-        reason = _why_not(probe, Inputs(device, dtype, backend))
+        reason = _unsupported_reason(op, example, inputs, backend)
         if reason is None and backend is Backend.REFERENCE and device.type == "cuda":
             reason = "slow on a GPU, so only on request"
         if reason is not None:
@@ -166,12 +167,14 @@ def _operation(probe: Probe, device: torch.device) -> Row:
 
 
 @torch.no_grad()
-def _why_not(probe: Probe, inputs: Inputs) -> str | None:
+def _unsupported_reason(
+    op: TorchOp, example: Example, inputs: ExampleInputs, backend: Backend
+) -> str | None:
     """Why this backend cannot serve the call, or None if it did."""
     try:
-        probe.call(inputs)
+        getattr(effasr_kernels, op.name)(**example.arguments(inputs), backend=backend)
     except BackendUnavailable as error:
-        before, after = f"{probe.operation}: no backend can run this call ({inputs.backend}: ", ")."
+        before, after = f"{op.name}: no backend can run this call ({backend}: ", ")."
         return str(error).removeprefix(before).removesuffix(after)
     except Exception as error:
         # A backend which breaks on this machine is exactly what a report is asked for.

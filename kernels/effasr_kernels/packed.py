@@ -15,7 +15,7 @@ A batch of a static shape carries more rows than its sequences fill: the rows pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -43,6 +43,7 @@ class PackedLayout:
     cu_seqlens_host: Sequence[int]
     rows: int
     static_max_seqlen: int | None = None
+    _max_seqlen: int | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def from_lengths(
@@ -116,7 +117,12 @@ class PackedLayout:
     @property
     def max_seqlen(self) -> int:
         """The longest length; 0 where there is no sequence."""
-        return max(self.lengths, default=0)
+        if torch.compiler.is_compiling() or not isinstance(self.cu_seqlens_host, tuple):
+            return max(self.lengths, default=0)
+        if self._max_seqlen is None:
+            # Every call of every operation on this layout needs it.
+            object.__setattr__(self, "_max_seqlen", max(self.lengths, default=0))
+        return self._max_seqlen  # type: ignore[return-value]
 
     @property
     def max_seqlen_bound(self) -> int:

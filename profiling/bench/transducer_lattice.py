@@ -80,8 +80,8 @@ def _extension(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:
 
 
 def _triton(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:
-    from effasr_kernels.transducer_loss import _lattice
-    from effasr_kernels.transducer_loss._plan import Cost, Lattices
+    from effasr_kernels.transducer_loss.triton.lattice import losses, occupancies
+    from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices
 
     plan, size = Lattices(nodes.frames, nodes.labels), max(1, nodes.count)
     (group,) = plan.groups(Cost(1), size, Cost(1), size)
@@ -89,9 +89,9 @@ def _triton(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:
     bound = nodes.labels.max_seqlen
     share, other = torch.empty_like(log_blank), torch.empty_like(log_label)
     loss = log_blank.new_empty(nodes.frames.num_sequences)
-    _lattice.losses(group, offsets, log_blank, log_label, share, 0, loss, bound)
+    losses(group, offsets, log_blank, log_label, share, 0, loss, bound)
     whole = torch.ones_like(loss)
-    _lattice.occupancies(group, offsets, share, 0, loss, whole, share, other, bound, 0.0)
+    occupancies(group, offsets, share, 0, loss, whole, share, other, bound, 0.0)
     return loss, share, other
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OPERATIONS = tuple(
-    sorted(path.parent.name for path in ROOT.glob("kernels/effasr_kernels/*/torch_op.py"))
+    sorted(path.parent.name for path in ROOT.glob("kernels/effasr_kernels/*/definition.py"))
 )
 MODEL = "model"
 """The group of the tests of the whole model and of its training."""

@@ -1,10 +1,10 @@
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from effasr.cli import doctor
-from effasr.cli.doctor_probes import PROBES, Probe
 from effasr_kernels import OPERATIONS, Backend
 from effasr_kernels.shared import cpp, lattice
 
@@ -19,13 +19,11 @@ def _row(report: doctor.Report, name: str) -> doctor.Row:
     return row
 
 
-def test_every_operation_is_probed() -> None:
-    assert {probe.operation for probe in PROBES} == set(OPERATIONS)
-
-
 def test_every_operation_can_run_on_the_cpu(found) -> None:
     rows = [row for row in found.rows if row.name.endswith(" on cpu")]
-    assert len(rows) == len(PROBES)
+    labels = {f"{x.label} on cpu" for op in OPERATIONS.values() for x in op.examples}
+    assert {row.name for row in rows} == labels
+    assert len(rows) == len(labels)
     assert {row.value for row in rows} <= {"reference", "triton", "cpp"}
 
 
@@ -66,7 +64,7 @@ def test_another_package_named_apex_is_recognised(monkeypatch, tmp_path) -> None
 @pytest.fixture
 def modules() -> Iterator[dict[Backend, str]]:
     """The implementations of an operation, to change."""
-    modules = OPERATIONS["ctc_loss"].modules
+    modules = OPERATIONS["ctc_loss"].backends
     before = dict(modules)
     yield modules
     modules.clear()
@@ -77,11 +75,11 @@ def test_a_backend_that_refuses_or_breaks_is_named_with_its_reason(
     modules, monkeypatch, tmp_path
 ) -> None:
     (tmp_path / "refusing.py").write_text(
-        "def why_not(*args, **kwargs):\n    return 'wants an even day'\n"
+        "def unsupported_reason(arguments):\n    return 'wants an even day'\n"
     )
     (tmp_path / "breaking.py").write_text(
-        "def why_not(*args, **kwargs):\n    return None\n"
-        "def run(*args, **kwargs):\n    raise RuntimeError('illegal\\naddress')\n"
+        "def unsupported_reason(arguments):\n    return None\n"
+        "def run(arguments):\n    raise RuntimeError('illegal\\naddress')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     reference = modules[Backend.REFERENCE]
@@ -95,8 +93,8 @@ def test_a_backend_that_refuses_or_breaks_is_named_with_its_reason(
 
 def test_what_could_serve_on_request_is_said_as_well(modules, monkeypatch, tmp_path) -> None:
     (tmp_path / "ready.py").write_text(
-        "def why_not(*args, **kwargs):\n    return None\n"
-        "def run(*args, **kwargs):\n    return None\n"
+        "def unsupported_reason(arguments):\n    return None\n"
+        "def run(arguments):\n    return None\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     reference = modules[Backend.REFERENCE]
@@ -124,8 +122,12 @@ def test_where_nothing_can_run_all_reasons_are_given(modules) -> None:
     assert "No module named 'no_such_module'" in row.note
 
 
-def test_on_a_gpu_the_reference_does_not_count_as_a_backend() -> None:
-    probe = Probe("depthwise_conv", "any", lambda inputs: None)
-    row = doctor._operation(probe, torch.device("cuda"))
+def test_on_a_gpu_the_reference_does_not_count_as_a_backend(monkeypatch) -> None:
+    op = OPERATIONS["depthwise_conv"]
+    example = dataclasses.replace(op.examples[0], label="any")
+    reason = lambda *given: None if given[-1] is Backend.REFERENCE else "no"
+    monkeypatch.setattr(doctor, "_unsupported_reason", reason)
+    row = doctor._operation(op, example, torch.device("cuda"))
     assert row.name == "any on cuda"
-    assert "reference: slow on a GPU, so only on request" in row.note or row.value == "triton"
+    assert row.value == "none"
+    assert "reference: slow on a GPU, so only on request" in row.note

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from effasr_kernels import RelativeBias
-from effasr_kernels.attention._relative import relative_backward, relative_scores
+from effasr_kernels.attention.triton.relative import relative_backward, relative_scores
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import launch
 from effasr_kernels.runtime.launch import Launch

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from effasr_kernels import RelativeBias
-from effasr_kernels.attention._relative import bias_width, relative_backward, relative_scores
+from effasr_kernels.attention.triton.relative import bias_width, relative_backward, relative_scores
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.testing.tolerance import assert_no_worse
 

@@ -11,10 +11,12 @@ from torch import Tensor
 from effasr_kernels import PackedLayout, transducer_loss
 from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
 from effasr_kernels.testing.tolerance import assert_no_worse
-from effasr_kernels.transducer_loss import _duration_lattice, _triton, set_workspace
-from effasr_kernels.transducer_loss._plan import Cost, Lattices
-from effasr_kernels.transducer_loss._work import Work
+from effasr_kernels.transducer_loss import set_workspace
+from effasr_kernels.transducer_loss.definition import TransducerArguments
 from effasr_kernels.transducer_loss.duration_lattice import occupancies
+from effasr_kernels.transducer_loss.triton import backend, duration_lattice
+from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices
+from effasr_kernels.transducer_loss.triton.work import Work
 from tests.gpu.live_memory import Live
 
 WIDTH, CLASSES = 20, 7
@@ -214,13 +216,13 @@ def test_a_strip_hands_on_what_leaves_it(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in transcripts of more than 511 labels."""
-    before = _duration_lattice.DurationSweeps.__init__
+    before = duration_lattice.DurationSweeps.__init__
 
     def narrow(self: Any, work: Work) -> None:
         before(self, work)
         self._strip = self._strip | {"BLOCK": 8, "num_warps": 1}
 
-    monkeypatch.setattr(_duration_lattice.DurationSweeps, "__init__", narrow)
+    monkeypatch.setattr(duration_lattice.DurationSweeps, "__init__", narrow)
     transcripts = [_labels(n).tolist() for n in (7, 8, 19)]
     arguments = _arguments((5, 3, 9), transcripts, device, (0, 1, 2, 4))
     _assert_agrees(arguments, torch.tensor([1.0, -2.0, 0.5]))
@@ -261,14 +263,13 @@ def test_lattice_against_float64(device: torch.device) -> None:
         log_blank, log_label[:, :-1], lasting, durations
     )
     arguments = _arguments((frames,), ([1] * labels,), device, durations)
-    tensors = tuple(arguments[x] for x in ("encoded", "predicted", "targets", "weight", "bias"))
     layouts = arguments["layout_frames"], arguments["layout_targets"]
-    work = Work(tensors, *layouts, 2, "relu", 0.0, durations)
+    work = Work(TransducerArguments(**arguments))
     (group,) = Lattices(*layouts).groups(Cost(1), ROOMY, Cost(1), ROOMY)
     scores = work.scores(group)
     for plane, x in zip(scores[1:], (log_blank, log_label, lasting), strict=True):
         plane.copy_(x.reshape(plane.shape))
-    sweeps = _duration_lattice.DurationSweeps(work)
+    sweeps = duration_lattice.DurationSweeps(work)
     loss, trace = torch.empty(1, device=device), sweeps.room(scores)
     sweeps.losses(group, scores, trace, loss)
     torch.testing.assert_close(loss.cpu().double(), -total[None], rtol=1e-6, atol=0)
@@ -284,8 +285,8 @@ def test_lattice_against_float64(device: torch.device) -> None:
 def test_saves_what_it_says(device: torch.device) -> None:
     for longest in (None, 9):
         arguments = _arguments((3, 2), ([1], [1, 3]), device, (0, 1), longest=longest)
-        _, saved = _triton.forward(**arguments)
-        said = _triton.saved_like(**arguments)
+        _, saved = backend.forward(TransducerArguments(**arguments))
+        said = backend.saved_like(TransducerArguments(**arguments))
         assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in said]
         assert (saved[0].numel() > 0) == (longest is not None)
 
@@ -298,8 +299,10 @@ def test_memory_is_that_of_the_workspace(device: torch.device) -> None:
     sizes = {"classes": classes, "width": width}
     arguments = _arguments((frames,) * sequences, transcripts, device, (0, 1, 2), **sizes)
     with Live(*(x for x in arguments.values() if isinstance(x, Tensor))) as live:
-        results, saved = _triton.forward(**arguments)
-        _triton.backward((torch.ones_like(results[0]),), results, saved, **arguments)
+        results, saved = backend.forward(TransducerArguments(**arguments))
+        backend.backward(
+            TransducerArguments(**arguments), (torch.ones_like(results[0]),), results, saved
+        )
     given = arguments["encoded"].nbytes + arguments["predicted"].nbytes
     fixed = 3 * arguments["weight"].nbytes
     assert 4 * sequences * frames * (labels + 1) * classes > 2 * size
@@ -309,5 +312,8 @@ def test_memory_is_that_of_the_workspace(device: torch.device) -> None:
 
 def test_durations_beyond_its_registers_are_for_the_reference(device: torch.device) -> None:
     arguments = _arguments((3,), ([1],), device, (0, 1, 9))
-    assert "more than 8 frames" in str(_triton.why_not(**arguments))
-    assert _triton.why_not(**(arguments | {"durations": (0, 1, 8)})) is None
+    assert "more than 8 frames" in str(backend.unsupported_reason(TransducerArguments(**arguments)))
+    assert (
+        backend.unsupported_reason(TransducerArguments(**(arguments | {"durations": (0, 1, 8)})))
+        is None
+    )

@@ -11,9 +11,11 @@ from torch import Tensor
 from effasr_kernels import PackedLayout, transducer_loss
 from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
 from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS, assert_no_worse
-from effasr_kernels.transducer_loss import _lattice, _triton, set_workspace
-from effasr_kernels.transducer_loss._plan import Cost, Lattices, first_nodes
+from effasr_kernels.transducer_loss import set_workspace
+from effasr_kernels.transducer_loss.definition import TransducerArguments
 from effasr_kernels.transducer_loss.lattice import occupancies
+from effasr_kernels.transducer_loss.triton import backend, lattice
+from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices, first_nodes
 from tests.gpu.live_memory import Live
 
 WIDTH = 20
@@ -204,7 +206,7 @@ def test_a_strip_hands_on_what_leaves_it(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in transcripts of more than a thousand labels."""
-    monkeypatch.setattr(_lattice, "_WIDEST", 16)
+    monkeypatch.setattr(lattice, "_WIDEST", 16)
     transcripts = [_labels(n, 6, 2).tolist() for n in (15, 16, 40)]
     arguments = _arguments((9, 3, 20), transcripts, device)
     _assert_agrees(arguments, torch.tensor([1.0, -2.0, 0.5]))
@@ -228,10 +230,10 @@ def test_lattice_against_float64(device: torch.device) -> None:
     offsets = of_frames.cu_seqlens, of_labels.cu_seqlens, first_nodes(of_frames, of_labels)
     share, other = (x.to(device, copy=True).contiguous().flatten() for x in (log_blank, log_label))
     loss = torch.empty(1, device=device)
-    _lattice.losses(group, offsets, share, other, share, 0, loss, labels)
+    lattice.losses(group, offsets, share, other, share, 0, loss, labels)
     torch.testing.assert_close(loss.cpu().double(), -total[None], rtol=1e-6, atol=0)
     one = torch.ones(1, device=device)
-    _lattice.occupancies(group, offsets, share, 0, loss, one, share, other, labels, 0.0)
+    lattice.occupancies(group, offsets, share, 0, loss, one, share, other, labels, 0.0)
     shape = frames, labels + 1
     blank, label = (x.cpu().double().view(shape) for x in (share, other))
     torch.testing.assert_close(blank, took_blank, rtol=0, atol=2e-6)
@@ -276,9 +278,9 @@ def test_labels_out_of_range_give_nan_and_reach_no_other_sequence(device: torch.
     """The definition refuses them, on a CPU; a kernel cannot look without waiting."""
     for label in (-1, 6, 2**20):
         arguments = _arguments((3, 4), ([1], [1, 3]), device)
-        clean, _ = _triton.forward(**arguments)
+        clean, _ = backend.forward(TransducerArguments(**arguments))
         arguments["targets"][1] = label
-        (loss,), _ = _triton.forward(**arguments)
+        (loss,), _ = backend.forward(TransducerArguments(**arguments))
         assert bool(loss[1].isnan())
         assert bool(loss[0] == clean[0][0])
 
@@ -286,8 +288,8 @@ def test_labels_out_of_range_give_nan_and_reach_no_other_sequence(device: torch.
 def test_saves_what_it_says(device: torch.device) -> None:
     for longest in (None, 9):
         arguments = _arguments((3, 2), ([1], [1, 3]), device, longest=longest)
-        _, saved = _triton.forward(**arguments)
-        said = _triton.saved_like(**arguments)
+        _, saved = backend.forward(TransducerArguments(**arguments))
+        said = backend.saved_like(TransducerArguments(**arguments))
         assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in said]
         assert (saved[0].numel() > 0) == (longest is not None)
 
@@ -307,9 +309,9 @@ def test_memory_does_not_grow_with_the_batch(keeps_logits: bool, device: torch.d
         given = arguments["encoded"].nbytes + arguments["predicted"].nbytes
         fixed = 3 * arguments["weight"].nbytes
         with Live(*(x for x in arguments.values() if isinstance(x, Tensor))) as live:
-            results, saved = _triton.forward(**arguments)
-            gradients = _triton.backward(
-                (torch.ones_like(results[0]),), results, saved, **arguments
+            results, saved = backend.forward(TransducerArguments(**arguments))
+            gradients = backend.backward(
+                TransducerArguments(**arguments), (torch.ones_like(results[0]),), results, saved
             )
         assert gradients["encoded"] is not None
         # A tile of rows, which statistics round up to, is no small thing beside these sizes.

@@ -23,7 +23,7 @@ HOW_TO_BUILD = "EFFASR_BUILD_CPP=1 pip install --no-build-isolation . builds it"
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """Why the extension cannot compute with these tensors, or None; for ``why_not``.
+    """Why the extension cannot compute with these tensors, or None; for ``unsupported_reason``.
 
     Args:
         tensors: The floating arguments of an operation, of one dtype and device; None is passed
