@@ -9,8 +9,6 @@ from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 from effasr_kernels.shared import paged
 
-__all__ = ["OPERATION", "append_to_pages"]
-
 _NAME = OPERATION.name
 
 

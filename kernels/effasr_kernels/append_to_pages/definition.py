@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.runtime.example import HEADS, WIDTH, Example, ExampleInputs
+from effasr_kernels.runtime.example import HEADS, WIDTH, Example, ExampleInputs, Keywords
 from effasr_kernels.runtime.forward_only import ForwardOnlyOp
 
 
@@ -25,7 +23,7 @@ class AppendArguments:
     positions: Tensor
 
 
-def _example(inputs: ExampleInputs) -> Mapping[str, Any]:
+def _example(inputs: ExampleInputs) -> Keywords:
     return {
         "k": inputs.floating(3, HEADS, WIDTH),
         "v": inputs.floating(3, HEADS, WIDTH),

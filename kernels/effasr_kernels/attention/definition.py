@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ from effasr_kernels.attention.position import RelativeBias, Rotary
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.arguments import Kind
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.runtime.example import FRAMES, HEADS, WIDTH, Example, ExampleInputs
+from effasr_kernels.runtime.example import FRAMES, HEADS, WIDTH, Example, ExampleInputs, Keywords
 from effasr_kernels.runtime.flops import pairs
 from effasr_kernels.runtime.torch_op import DifferentiableOp
 
@@ -53,23 +52,19 @@ class AttentionArguments:
         return RelativeBias(self.content_bias, self.position_bias, self.position_table)
 
 
-def _outputs(a: AttentionArguments) -> Tensor:
-    return a.q.new_empty(a.q.shape)
-
-
 def _flops(a: AttentionArguments) -> int:
     # Scores and weighted sum; a relative position is one more product for each pair.
     products = 2 if a.content_bias is None else 3
     return 2 * products * pairs(a.layout_q, a.layout_k, a.causal) * a.q.shape[1] * a.q.shape[2]
 
 
-def _self_attention(inputs: ExampleInputs, **options: Any) -> Mapping[str, Any]:
+def _self_attention(inputs: ExampleInputs, **options: Any) -> Keywords:
     layout = inputs.frames()
     q, k, v = (inputs.floating(layout.rows, HEADS, WIDTH) for _ in range(3))
     return {"q": q, "k": k, "v": v, "layout_q": layout, **options}
 
 
-def _relative(inputs: ExampleInputs) -> Mapping[str, Any]:
+def _relative(inputs: ExampleInputs) -> Keywords:
     given = _self_attention(inputs)
     biases = inputs.floating(HEADS, WIDTH), inputs.floating(HEADS, WIDTH)
     table = inputs.floating(2 * max(FRAMES) - 1, HEADS, WIDTH)
@@ -82,13 +77,13 @@ OPERATION = DifferentiableOp(
     {
         Backend.TRITON: "effasr_kernels.attention.triton.backend",
         Backend.VARLEN: "effasr_kernels.attention.backends.varlen",
-        Backend.FLASH_ATTN_2: "effasr_kernels.attention.backends.flash_attn_2",
-        Backend.FLASH_ATTN_3: "effasr_kernels.attention.backends.flash_attn_3",
-        Backend.FLASH_ATTN_4: "effasr_kernels.attention.backends.flash_attn_4",
+        Backend.FLASH_ATTN_2: "effasr_kernels.attention.backends.flash_attn:VERSION_2",
+        Backend.FLASH_ATTN_3: "effasr_kernels.attention.backends.flash_attn:VERSION_3",
+        Backend.FLASH_ATTN_4: "effasr_kernels.attention.backends.flash_attn:VERSION_4",
         Backend.REFERENCE: "effasr_kernels.attention.reference",
     },
     order=order,
-    outputs=_outputs,
+    outputs=lambda a: a.q.new_empty(a.q.shape),
     flops=_flops,
     examples=[
         Example("attention, relative", _relative, 6 * HEADS * WIDTH * (24 * 24 + 16 * 16)),

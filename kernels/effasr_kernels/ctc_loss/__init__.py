@@ -9,8 +9,6 @@ from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 
-__all__ = ["OPERATION", "ctc_loss"]
-
 _NAME = OPERATION.name
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.runtime.example import CHANNELS, CLASSES, Example, ExampleInputs
+from effasr_kernels.runtime.example import CHANNELS, CLASSES, Example, ExampleInputs, Keywords
 from effasr_kernels.runtime.flops import known_lengths
 from effasr_kernels.runtime.torch_op import DifferentiableOp
 from effasr_kernels.shared.ragged import wide_dtype
@@ -33,11 +31,7 @@ def _outputs(a: CtcArguments) -> Tensor:
     return a.hidden.new_empty(a.layout_frames.num_sequences, dtype=wide_dtype(a.hidden))
 
 
-def _flops(a: CtcArguments) -> int:
-    return 2 * sum(known_lengths(a.layout_frames)) * a.weight.numel()
-
-
-def _example(inputs: ExampleInputs) -> Mapping[str, Any]:
+def _example(inputs: ExampleInputs) -> Keywords:
     frames = inputs.frames()
     return {
         "hidden": inputs.floating(frames.rows, CHANNELS),
@@ -59,6 +53,6 @@ OPERATION = DifferentiableOp(
         Backend.REFERENCE: "effasr_kernels.ctc_loss.reference",
     },
     outputs=_outputs,
-    flops=_flops,
+    flops=lambda a: 2 * sum(known_lengths(a.layout_frames)) * a.weight.numel(),
     examples=[Example("ctc_loss", _example, 2 * 40 * CLASSES * CHANNELS)],
 )

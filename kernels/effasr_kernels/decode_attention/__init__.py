@@ -10,8 +10,6 @@ from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 from effasr_kernels.shared import paged
 
-__all__ = ["OPERATION", "decode_attention"]
-
 _NAME = OPERATION.name
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.runtime.example import HEADS, WIDTH, Example, ExampleInputs
+from effasr_kernels.runtime.example import HEADS, WIDTH, Example, ExampleInputs, Keywords
 from effasr_kernels.runtime.forward_only import ForwardOnlyOp
 
 
@@ -29,10 +27,6 @@ class DecodeArguments:
     splits: int | None
 
 
-def _outputs(a: DecodeArguments) -> Tensor:
-    return a.q.new_empty(a.q.shape)
-
-
 def _flops(a: DecodeArguments) -> int:
     sequences, pages = a.page_table.shape
     if is_fake(a.lengths):
@@ -43,7 +37,7 @@ def _flops(a: DecodeArguments) -> int:
     return 4 * keys * a.q.numel() // max(1, sequences)
 
 
-def _example(inputs: ExampleInputs, hypotheses: int) -> dict[str, Any]:
+def _example(inputs: ExampleInputs, hypotheses: int) -> Keywords:
     return {
         "q": inputs.floating(3 * hypotheses, HEADS, WIDTH),
         "k_pages": inputs.floating(6, 16, HEADS, WIDTH),
@@ -54,10 +48,10 @@ def _example(inputs: ExampleInputs, hypotheses: int) -> dict[str, Any]:
     }
 
 
-def _self_attention(inputs: ExampleInputs) -> Mapping[str, Any]:
+def _self_attention(inputs: ExampleInputs) -> Keywords:
     given = _example(inputs, hypotheses=1)
     new = {name: inputs.floating(3, HEADS, WIDTH) for name in ("new_k", "new_v")}
-    return given | new
+    return {**given, **new}
 
 
 OPERATION = ForwardOnlyOp(
@@ -67,7 +61,7 @@ OPERATION = ForwardOnlyOp(
         Backend.TRITON: "effasr_kernels.decode_attention._triton",
         Backend.REFERENCE: "effasr_kernels.decode_attention.reference",
     },
-    outputs=_outputs,
+    outputs=lambda a: a.q.new_empty(a.q.shape),
     flops=_flops,
     written=("k_pages", "v_pages"),
     written_with="new_k",

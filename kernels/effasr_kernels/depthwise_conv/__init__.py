@@ -11,8 +11,6 @@ from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 
-__all__ = ["OPERATION", "depthwise_conv"]
-
 _NAME = OPERATION.name
 
 

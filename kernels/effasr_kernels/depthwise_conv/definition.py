@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.runtime.example import CHANNELS, Example, ExampleInputs
+from effasr_kernels.runtime.example import CHANNELS, Example, ExampleInputs, Keywords
 from effasr_kernels.runtime.flops import known_lengths
 from effasr_kernels.runtime.torch_op import DifferentiableOp
 from effasr_kernels.shared.ragged import wide_dtype
@@ -39,11 +37,7 @@ def _outputs(a: ConvArguments) -> tuple[Tensor, Tensor, Tensor]:
     return y, a.x.new_empty(size, dtype=dtype), a.x.new_empty(size, dtype=dtype)
 
 
-def _flops(a: ConvArguments) -> int:
-    return 2 * sum(known_lengths(a.layout)) * a.weight.numel()
-
-
-def _example(inputs: ExampleInputs) -> Mapping[str, Any]:
+def _example(inputs: ExampleInputs) -> Keywords:
     layout = inputs.frames()
     return {
         "x": inputs.floating(layout.rows, CHANNELS),
@@ -61,7 +55,7 @@ OPERATION = DifferentiableOp(
         Backend.REFERENCE: "effasr_kernels.depthwise_conv.reference",
     },
     outputs=_outputs,
-    flops=_flops,
+    flops=lambda a: 2 * sum(known_lengths(a.layout)) * a.weight.numel(),
     results=3,
     examples=[Example("depthwise_conv", _example, 2 * 40 * CHANNELS * _TAPS)],
 )

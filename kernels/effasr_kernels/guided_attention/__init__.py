@@ -10,8 +10,6 @@ from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 from effasr_kernels.shared.dropout import seed_for
 
-__all__ = ["OPERATION", "guided_attention"]
-
 _NAME = OPERATION.name
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.runtime.example import HEADS, WIDTH, Example, ExampleInputs
+from effasr_kernels.runtime.example import HEADS, WIDTH, Example, ExampleInputs, Keywords
 from effasr_kernels.runtime.flops import pairs
 from effasr_kernels.runtime.torch_op import DifferentiableOp
 from effasr_kernels.shared.ragged import wide_dtype
@@ -35,11 +33,7 @@ def _outputs(a: GuidedArguments) -> tuple[Tensor, Tensor]:
     return a.q.new_empty(a.q.shape), a.q.new_empty(a.q.shape[:2], dtype=wide_dtype(a.q))
 
 
-def _flops(a: GuidedArguments) -> int:
-    return 4 * pairs(a.layout_q, a.layout_k) * a.q.shape[1] * a.q.shape[2]
-
-
-def _example(inputs: ExampleInputs) -> Mapping[str, Any]:
+def _example(inputs: ExampleInputs) -> Keywords:
     layout_q, layout_k = inputs.tokens(), inputs.frames()
     rows = layout_q.rows, layout_k.rows, layout_k.rows
     q, k, v = (inputs.floating(count, HEADS, WIDTH) for count in rows)
@@ -54,7 +48,7 @@ OPERATION = DifferentiableOp(
         Backend.REFERENCE: "effasr_kernels.guided_attention.reference",
     },
     outputs=_outputs,
-    flops=_flops,
+    flops=lambda a: 4 * pairs(a.layout_q, a.layout_k) * a.q.shape[1] * a.q.shape[2],
     results=2,
     examples=[Example("guided_attention", _example, 4 * HEADS * WIDTH * (5 * 24 + 3 * 16))],
 )

@@ -8,8 +8,6 @@ from effasr_kernels.linear_cross_entropy.definition import OPERATION, CrossEntro
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 
-__all__ = ["OPERATION", "linear_cross_entropy"]
-
 _NAME = OPERATION.name
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.runtime.example import CHANNELS, CLASSES, Example, ExampleInputs
+from effasr_kernels.runtime.example import CHANNELS, CLASSES, Example, ExampleInputs, Keywords
 from effasr_kernels.runtime.torch_op import DifferentiableOp
 from effasr_kernels.shared.ragged import wide_dtype
 
@@ -31,17 +29,13 @@ class CrossEntropyArguments:
     z_loss: float
 
 
-def _outputs(a: CrossEntropyArguments) -> Tensor:
-    return a.hidden.new_empty(a.hidden.shape[0], dtype=wide_dtype(a.hidden))
-
-
 def _flops(a: CrossEntropyArguments) -> int:
     fake = is_fake(a.targets)
     rows = a.targets.shape[0] if fake else int((a.targets != a.ignore_index).sum())
     return 2 * rows * a.weight.numel()
 
 
-def _example(inputs: ExampleInputs) -> Mapping[str, Any]:
+def _example(inputs: ExampleInputs) -> Keywords:
     targets = inputs.targets()
     return {
         "hidden": inputs.floating(targets.shape[0], CHANNELS),
@@ -59,7 +53,7 @@ OPERATION = DifferentiableOp(
         Backend.TRITON: "effasr_kernels.linear_cross_entropy._triton",
         Backend.REFERENCE: "effasr_kernels.linear_cross_entropy.reference",
     },
-    outputs=_outputs,
+    outputs=lambda a: a.hidden.new_empty(a.hidden.shape[0], dtype=wide_dtype(a.hidden)),
     flops=_flops,
     examples=[Example("linear_cross_entropy", _example, 2 * 8 * CLASSES * CHANNELS)],
 )

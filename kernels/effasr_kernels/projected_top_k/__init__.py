@@ -8,8 +8,6 @@ from effasr_kernels.projected_top_k.definition import OPERATION, TopKArguments
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 
-__all__ = ["MOST", "OPERATION", "projected_top_k"]
-
 _NAME = OPERATION.name
 
 MOST = 16

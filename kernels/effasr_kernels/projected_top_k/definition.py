@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.runtime.example import CHANNELS, CLASSES, Example, ExampleInputs
+from effasr_kernels.runtime.example import CHANNELS, CLASSES, Example, ExampleInputs, Keywords
 from effasr_kernels.runtime.forward_only import ForwardOnlyOp
 from effasr_kernels.shared.ragged import wide_dtype
 
@@ -34,7 +32,7 @@ def _outputs(a: TopKArguments) -> tuple[Tensor, ...]:
     )
 
 
-def _example(inputs: ExampleInputs) -> Mapping[str, Any]:
+def _example(inputs: ExampleInputs) -> Keywords:
     return {
         "hidden": inputs.floating(4, CHANNELS),
         "weight": inputs.floating(CLASSES, CHANNELS),

@@ -17,6 +17,10 @@ FRAMES, TOKENS = (24, 0, 16), (5, 0, 3)
 """Lengths of the utterances and of their transcripts."""
 
 
+Keywords = Mapping[str, Any]
+"""Arguments of a public function by name."""
+
+
 class ExampleInputs:
     """Makes the tensors of an example. Floating tensors are random: their values do not matter."""
 
@@ -63,5 +67,5 @@ class Example:
     """
 
     label: str
-    arguments: Callable[[ExampleInputs], Mapping[str, Any]]
+    arguments: Callable[[ExampleInputs], Keywords]
     flops: int

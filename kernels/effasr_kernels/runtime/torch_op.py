@@ -56,7 +56,7 @@ class TorchOp(Dispatcher):
         Args:
             name: Of its folder and of its public function.
             arguments: The frozen dataclass of its arguments; see `ArgumentSchema`.
-            backends: The module of each implementation, in order of preference; see `Dispatcher`.
+            backends: Where each implementation is, in order of preference; see `Dispatcher`.
             outputs: Given fake arguments, whose layouts know no lengths: empty tensors like the
                 results, if there are any.
             flops: Given arguments: the floating-point operations of the forward, counted sequence
@@ -182,8 +182,8 @@ class DifferentiableOp(TorchOp):
                 f"{name}_backward_over",
                 f"{given}, {self._written(overwritable)}",
                 "Tensor[]",
-                run=self._run_backward_over,
-                fake=self._fake_backward_over,
+                run=self._run_backward,
+                fake=self._fake_backward,
                 count=self._count_backward,
             )
         torch.library.register_autograd(
@@ -282,7 +282,8 @@ class DifferentiableOp(TorchOp):
         with without_autocast(flat):
             arguments, implementation = self._restore(flat)
             if not hasattr(implementation, "backward"):
-                return self._from_autograd(grads, wanted, flat)
+                found = self._from_autograd(grads, wanted, flat)
+                return self._not_overwritten(found, wanted, flat)
             results, saved = tuple(outputs[: self._results]), tuple(outputs[self._results :])
             with torch.no_grad():
                 upstream = tuple(gradient.contiguous() for gradient in grads)
@@ -298,7 +299,7 @@ class DifferentiableOp(TorchOp):
             if gradient is None:
                 gradient = torch.zeros_like(value, memory_format=torch.contiguous_format)
             gradients.append(gradient.contiguous())
-        return gradients
+        return self._not_overwritten(gradients, wanted, flat)
 
     def _from_autograd(
         self, grads: list[Tensor], wanted: list[bool], flat: Sequence[Any]
@@ -321,27 +322,18 @@ class DifferentiableOp(TorchOp):
         self, grads: list[Tensor], outputs: list[Tensor], wanted: list[bool], *flat: Any
     ) -> list[Tensor]:
         pairs = zip(wanted, flat, strict=True)
-        return [value.new_empty(value.shape) for is_wanted, value in pairs if is_wanted]
-
-    def _run_backward_over(
-        self, grads: list[Tensor], outputs: list[Tensor], wanted: list[bool], *flat: Any
-    ) -> list[Tensor]:
-        found = self._run_backward(grads, outputs, wanted, *flat)
-        return self._not_overwritten(found, wanted, flat)
-
-    def _fake_backward_over(
-        self, grads: list[Tensor], outputs: list[Tensor], wanted: list[bool], *flat: Any
-    ) -> list[Tensor]:
-        found = self._fake_backward(grads, outputs, wanted, *flat)
+        found = [value.new_empty(value.shape) for is_wanted, value in pairs if is_wanted]
         return self._not_overwritten(found, wanted, flat)
 
     def _not_overwritten(
         self, found: list[Tensor], wanted: list[bool], flat: Sequence[Any]
     ) -> list[Tensor]:
         """The gradients that have memory of their own, of all that are wanted."""
+        overwritten = self._flat_overwritten(flat)
+        if not overwritten:
+            return found
         pairs = zip(self.schema.names, wanted[:-1], strict=True)
         names = [name for name, is_wanted in pairs if is_wanted]
-        overwritten = self._flat_overwritten(flat)
         return [x for name, x in zip(names, found, strict=True) if name not in overwritten]
 
     def _count_backward(

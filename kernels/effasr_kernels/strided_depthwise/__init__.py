@@ -9,8 +9,6 @@ from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 from effasr_kernels.strided_depthwise.definition import OPERATION, StridedArguments
 
-__all__ = ["OPERATION", "strided_depthwise"]
-
 _NAME = OPERATION.name
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.runtime.example import CHANNELS, Example, ExampleInputs
+from effasr_kernels.runtime.example import CHANNELS, Example, ExampleInputs, Keywords
 from effasr_kernels.runtime.flops import known_lengths
 from effasr_kernels.runtime.torch_op import DifferentiableOp
 
@@ -29,15 +27,11 @@ class StridedArguments:
     lengths: Tensor
 
 
-def _outputs(a: StridedArguments) -> Tensor:
-    return a.x.new_empty(a.layout.rows, a.x.shape[1] // 2, a.x.shape[2])
-
-
 def _flops(a: StridedArguments) -> int:
     return 2 * sum(known_lengths(a.layout)) * (a.x.shape[1] // 2) * a.weight.numel()
 
 
-def _example(inputs: ExampleInputs) -> Mapping[str, Any]:
+def _example(inputs: ExampleInputs) -> Keywords:
     layout = inputs.frames()
     return {
         "x": inputs.floating(2 * layout.rows, 4, CHANNELS),
@@ -55,7 +49,7 @@ OPERATION = DifferentiableOp(
         Backend.TRITON: "effasr_kernels.strided_depthwise._triton",
         Backend.REFERENCE: "effasr_kernels.strided_depthwise.reference",
     },
-    outputs=_outputs,
+    outputs=lambda a: a.x.new_empty(a.layout.rows, a.x.shape[1] // 2, a.x.shape[2]),
     flops=_flops,
     # Two of the four bands.
     examples=[Example("strided_depthwise", _example, 2 * 9 * CHANNELS * 40 * 2)],

@@ -9,8 +9,6 @@ from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 from effasr_kernels.subsampling_stem.definition import OPERATION, StemArguments
 
-__all__ = ["OPERATION", "subsampling_stem"]
-
 _NAME = OPERATION.name
 
 

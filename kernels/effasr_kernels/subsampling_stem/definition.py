@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.runtime.example import BANDS, CHANNELS, Example, ExampleInputs
+from effasr_kernels.runtime.example import BANDS, CHANNELS, Example, ExampleInputs, Keywords
 from effasr_kernels.runtime.flops import known_lengths
 from effasr_kernels.runtime.torch_op import DifferentiableOp
 
@@ -38,7 +36,7 @@ def _flops(a: StemArguments) -> int:
     return 2 * 9 * channels * places
 
 
-def _example(inputs: ExampleInputs) -> Mapping[str, Any]:
+def _example(inputs: ExampleInputs) -> Keywords:
     layout = inputs.frames()
     return {
         "x": inputs.floating(8 * layout.rows, BANDS, differentiable=False),

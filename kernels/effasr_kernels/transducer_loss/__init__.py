@@ -13,9 +13,7 @@ from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 from effasr_kernels.runtime.inplace_grad import check_overwritable
 from effasr_kernels.transducer_loss.definition import OPERATION, TransducerArguments
-from effasr_kernels.transducer_loss.workspace import set_workspace
-
-__all__ = ["OPERATION", "set_workspace", "transducer_loss"]
+from effasr_kernels.transducer_loss.workspace import set_workspace as set_workspace
 
 _NAME = OPERATION.name
 

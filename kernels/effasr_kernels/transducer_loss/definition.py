@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.runtime.example import CHANNELS, CLASSES, Example, ExampleInputs
+from effasr_kernels.runtime.example import CHANNELS, CLASSES, Example, ExampleInputs, Keywords
 from effasr_kernels.runtime.flops import pairs
 from effasr_kernels.runtime.torch_op import DifferentiableOp
 from effasr_kernels.shared.ragged import wide_dtype
@@ -46,7 +45,7 @@ def _flops(a: TransducerArguments) -> int:
     return 2 * pairs(a.layout_frames, a.layout_targets.lengthened(1)) * a.weight.numel()
 
 
-def _example(inputs: ExampleInputs, rows: int = CLASSES, **options: Any) -> Mapping[str, Any]:
+def _example(inputs: ExampleInputs, rows: int = CLASSES, **options: Any) -> Keywords:
     frames, tokens = inputs.frames(), inputs.tokens()
     return {
         "encoded": inputs.floating(frames.rows, CHANNELS),

@@ -69,14 +69,8 @@ def relative_scores(
     launch(
         forward.scores,
         (_tiles(layout_q, block_m), heads),
-        out,
-        q,
-        position_bias.contiguous(),
-        table,
-        *_sizes(layout_q, layout_k, table, out),
-        heads,
-        *q.stride()[:2],
-        *table.stride()[:2],
+        *(out, q, position_bias.contiguous(), table, *_sizes(layout_q, layout_k, table, out)),
+        *(heads, *q.stride()[:2], *table.stride()[:2]),
         **_options(width, block_m, block_w, warps, stages),
     )
     return out
@@ -116,16 +110,8 @@ def relative_backward(
     launch(
         backward.grad_queries,
         (tiles, heads),
-        grad_q,
-        grad_biases,
-        ds,
-        k,
-        table,
-        *_sizes(layout_q, layout_k, table, ds),
-        scale,
-        heads,
-        *k.stride()[:2],
-        *table.stride()[:2],
+        *(grad_q, grad_biases, ds, k, table, *_sizes(layout_q, layout_k, table, ds)),
+        *(scale, heads, *k.stride()[:2], *table.stride()[:2]),
         **_options(width, block_m, block_w, warps, 1),
         BLOCK_N=block_n,
     )
@@ -155,15 +141,8 @@ def _grad_table(
     launch(
         backward.grad_table,
         (splits * heads, blocks),
-        by_split,
-        ds,
-        q,
-        position_bias.contiguous(),
-        *_sizes(layout_q, layout_k, table, ds),
-        splits,
-        scale,
-        heads,
-        *q.stride()[:2],
+        *(by_split, ds, q, position_bias.contiguous(), *_sizes(layout_q, layout_k, table, ds)),
+        *(splits, scale, heads, *q.stride()[:2]),
         **_options(width, block_m, block_w, warps, stages),
     )
     return by_split.sum(0).to(table.dtype)

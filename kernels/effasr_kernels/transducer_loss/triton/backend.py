@@ -43,7 +43,7 @@ from effasr_kernels.transducer_loss.definition import TransducerArguments
 from effasr_kernels.transducer_loss.triton.duration_lattice import LONGEST, DurationSweeps
 from effasr_kernels.transducer_loss.triton.plan import Cost, most_nodes
 from effasr_kernels.transducer_loss.triton.sums import Sums
-from effasr_kernels.transducer_loss.triton.sweeps import LabelSweeps, Scores, Sweeps, Trace
+from effasr_kernels.transducer_loss.triton.sweeps import LabelSweeps, Scores, Trace
 from effasr_kernels.transducer_loss.triton.work import Work
 from effasr_kernels.transducer_loss.workspace import workspace
 
@@ -55,7 +55,7 @@ def unsupported_reason(a: TransducerArguments) -> str | None:
     return refusal(a.encoded)
 
 
-def _sweeps(a: TransducerArguments) -> type[Sweeps]:
+def _sweeps(a: TransducerArguments) -> type[LabelSweeps] | type[DurationSweeps]:
     return LabelSweeps if a.durations is None else DurationSweeps
 
 
@@ -94,7 +94,7 @@ def saved_like(a: TransducerArguments) -> tuple[Tensor, ...]:
 
 
 def _unpack(
-    sweeps: Sweeps, saved: Sequence[Tensor]
+    sweeps: LabelSweeps | DurationSweeps, saved: Sequence[Tensor]
 ) -> tuple[Tensor | None, Trace | None, Scores | None]:
     """Normalizers, trace and scores that are kept for the backward, as far as they are."""
     normalizer, trace, *rest = saved

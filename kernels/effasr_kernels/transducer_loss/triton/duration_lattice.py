@@ -48,7 +48,7 @@ class DurationSweeps:
     keeps_scores: ClassVar[bool] = True
 
     def __init__(self, work: Work):
-        """See `Sweeps`."""
+        """See `LabelSweeps`."""
         self._offsets, self._fastemit, self._durations = work.offsets, work.fastemit, work.durations
         # A state a thread; of the longest histories half as many.
         widest = 512 if work.durations[-1] <= LONGEST // 2 else 256
@@ -56,11 +56,11 @@ class DurationSweeps:
         self._strip = {"num_warps": block // 32, "num_stages": 1, "BLOCK": block, "STAGES": 2}
 
     def room(self, scores: Scores) -> Trace:
-        """See `Sweeps`."""
+        """See `LabelSweeps`."""
         return Trace(scores.base, torch.empty_like(scores.blank, dtype=torch.float64))
 
     def losses(self, group: Group, scores: Scores, trace: Trace, loss: Tensor) -> None:
-        """See `Sweeps`."""
+        """See `LabelSweeps`."""
         edge = scores.blank.new_empty(group.frames, dtype=torch.float64)
         launch(
             sweep_durations_forward,
@@ -81,7 +81,7 @@ class DurationSweeps:
         grad_loss: Tensor,
         out: Scores,
     ) -> None:
-        """See `Sweeps`."""
+        """See `LabelSweeps`."""
         edge = scores.blank.new_empty(group.frames, dtype=torch.float64)
         launch(
             sweep_durations_backward,

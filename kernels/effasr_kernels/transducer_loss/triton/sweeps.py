@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,24 +45,26 @@ class Trace(NamedTuple):
     values: Tensor
 
 
-class Sweeps(Protocol):
-    """The two ways through lattices.
+class LabelSweeps:
+    """Those of an RNN-T; see `lattice`. A share of each node is their trace.
+
+    `effasr_kernels.transducer_loss.triton.duration_lattice.DurationSweeps` has the same methods.
 
     Attributes:
-        trace_dtype: Of what the way there leaves in each node.
-        keeps_scores: Whether the way back needs the log-probabilities again.
+        trace_dtype: Of what the forward sweep leaves in each node.
+        keeps_scores: Whether the backward sweep needs the log-probabilities again.
     """
 
-    trace_dtype: ClassVar[torch.dtype]
-    keeps_scores: ClassVar[bool]
+    trace_dtype: ClassVar[torch.dtype] = torch.float32
+    keeps_scores: ClassVar[bool] = False
 
     def __init__(self, work: Work):
         """Prepare for a call."""
-        ...
+        self._offsets, self._bound, self._fastemit = work.offsets, work.bound, work.fastemit
 
     def room(self, scores: Scores) -> Trace:
         """Room for a trace that need not outlive ``scores``, and may replace some of them."""
-        ...
+        return Trace(scores.base, scores.blank)
 
     def losses(self, group: Group, scores: Scores, trace: Trace, loss: Tensor) -> None:
         """Find the loss of each sequence of a group.
@@ -73,7 +75,8 @@ class Sweeps(Protocol):
             trace: Written.
             loss: float32 (N,), written.
         """
-        ...
+        planes = scores.blank, scores.label, trace.values
+        lattice.losses(group, self._offsets, *planes, trace.base, loss, self._bound)
 
     def occupancies(
         self,
@@ -95,38 +98,6 @@ class Sweeps(Protocol):
             out: Written, of the group's nodes alone: 1 + lambda of FastEmit times what passes
                 labels. It may be ``scores``.
         """
-        ...
-
-
-class LabelSweeps:
-    """Those of an RNN-T, in Triton; see `lattice`. A share of each node is their trace."""
-
-    trace_dtype: ClassVar[torch.dtype] = torch.float32
-    keeps_scores: ClassVar[bool] = False
-
-    def __init__(self, work: Work):
-        """See `Sweeps`."""
-        self._offsets, self._bound, self._fastemit = work.offsets, work.bound, work.fastemit
-
-    def room(self, scores: Scores) -> Trace:
-        """See `Sweeps`."""
-        return Trace(scores.base, scores.blank)
-
-    def losses(self, group: Group, scores: Scores, trace: Trace, loss: Tensor) -> None:
-        """See `Sweeps`."""
-        planes = scores.blank, scores.label, trace.values
-        lattice.losses(group, self._offsets, *planes, trace.base, loss, self._bound)
-
-    def occupancies(
-        self,
-        group: Group,
-        scores: Scores,
-        trace: Trace,
-        loss: Tensor,
-        grad_loss: Tensor,
-        out: Scores,
-    ) -> None:
-        """See `Sweeps`."""
         lattice.occupancies(
             *(group, self._offsets, trace.values, trace.base, loss, grad_loss),
             *(out.blank, out.label, self._bound, self._fastemit),
