@@ -3,7 +3,9 @@
 The calls are the examples of each operation's definition.
 """
 
+import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import effasr_kernels
 from effasr_kernels import OPERATIONS, PackedLayout, RelativeBias, attention, depthwise_conv
+from effasr_kernels.runtime import launch as launching
 from effasr_kernels.runtime.dispatch import load
 from effasr_kernels.runtime.example import Example, ExampleInputs
 from effasr_kernels.runtime.torch_op import DifferentiableOp, TorchOp
@@ -152,6 +155,23 @@ def test_a_schema_flattens_and_rebuilds_its_arguments(
     joined = op.schema.join(op.schema.tensors(arguments), op.schema.others(arguments))
     for name in arguments.__dataclass_fields__:
         assert getattr(joined, name) is getattr(arguments, name)
+
+
+def test_a_call_reaches_its_launch_through_few_functions() -> None:
+    """As docs/architecture.md lists them: 7 on the stack, in 5 files."""
+    root = Path(effasr_kernels.__file__).parent
+    stacks: list[list[traceback.FrameSummary]] = []
+    with launching.diverted(lambda _: stacks.append(traceback.extract_stack())):
+        call, leaves = _call("attention, causal")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(OPERATIONS["attention"], "order", None)
+            call(*leaves)
+    (stack,) = stacks
+    own = [frame for frame in stack if root in Path(frame.filename).parents]
+    assert [frame.name for frame in own] == [
+        *("attention", "__call__", "eager", "_compute", "forward", "forward", "launch")
+    ]
+    assert len({frame.filename for frame in own}) == 5
 
 
 @torch._dynamo.config.patch(error_on_recompile=True)
