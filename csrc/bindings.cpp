@@ -1,17 +1,11 @@
 // The lattices as operations of torch: torch.ops.effasr_c, after `import effasr_kernels._C`.
 //
-// Only here are tensors: their checks, memory to work in, the device and its current stream.
+// Only here are tensors: their checks and the memory to work in.
 
 #include <Python.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 #include <torch/types.h>
-
-#ifdef EFFASR_WITH_CUDA
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
 
 #include "lattice.h"
 
@@ -41,32 +35,12 @@ int64_t count_sequences(const char* op, const char* name, const at::Tensor& offs
   return offsets.numel() - 1;
 }
 
-int32_t check_bound(const char* op, const char* name, int64_t bound) {
-  TORCH_CHECK_VALUE(bound >= 0 && bound < INT32_MAX, op, ": `", name,
-                    "` must be at least 0 and below 2**31 - 1, but is ", bound, ".");
-  return static_cast<int32_t>(bound);
-}
-
 float* pointer(const OptionalTensor& x) { return x ? x->data_ptr<float>() : nullptr; }
 
 at::Tensor results_of(const at::Tensor& like, int64_t sequences) {
   return at::empty({sequences}, like.options().dtype(at::kDouble));
 }
 
-#ifdef EFFASR_WITH_CUDA
-// Queues a lattice on the current stream; its workspace may be used again by later work there.
-template <class Lattice>
-void run_on_gpu(const at::Tensor& like, Lattice& lattice, int64_t (*size)(const Lattice*),
-                int (*run)(const Lattice*, void*)) {
-  const c10::cuda::CUDAGuard guard(like.device());
-  const at::Tensor workspace = at::empty({size(&lattice)}, like.options().dtype(at::kByte));
-  lattice.workspace = reinterpret_cast<double*>(workspace.data_ptr());
-  const int code = run(&lattice, c10::cuda::getCurrentCUDAStream().stream());
-  C10_CUDA_CHECK(static_cast<cudaError_t>(code));
-}
-#endif
-
-// Lengths can be read where they are on a CPU; a GPU would have to be waited for.
 void check_range(const char* op, const char* name, int64_t begin, int64_t length, int64_t rows) {
   TORCH_CHECK_VALUE(begin >= 0 && length >= 0 && begin + length <= rows, op, ": `", name,
                     "` must lie in the ", rows, " elements there are, but gives a sequence ", begin,
@@ -101,8 +75,7 @@ void run_on_cpu(const char* op, const Lattice& lattice, int (*run)(const Lattice
 at::Tensor transducer_lattice(const at::Tensor& log_blank, const at::Tensor& log_label,
                               const OptionalTensor& occ_blank, const OptionalTensor& occ_label,
                               const at::Tensor& cu_frames, const at::Tensor& cu_labels,
-                              const at::Tensor& first_nodes, int64_t max_frames,
-                              int64_t max_labels, bool skewed) {
+                              const at::Tensor& first_nodes) {
   const char* op = "transducer_lattice";
   const int64_t sequences = count_sequences(op, "cu_frames", cu_frames);
   check(op, "log_blank", log_blank, at::kFloat, log_blank);
@@ -134,15 +107,6 @@ at::Tensor transducer_lattice(const at::Tensor& log_blank, const at::Tensor& log
   lattice.cu_labels = cu_labels.const_data_ptr<int32_t>();
   lattice.first_nodes = first_nodes.const_data_ptr<int64_t>();
   lattice.sequences = static_cast<int32_t>(sequences);
-  lattice.max_frames = check_bound(op, "max_frames", max_frames);
-  lattice.max_labels = check_bound(op, "max_labels", max_labels);
-  lattice.skewed = skewed;
-#ifdef EFFASR_WITH_CUDA
-  if (log_blank.is_cuda()) {
-    run_on_gpu(log_blank, lattice, transducer_lattice_workspace, transducer_lattice_cuda);
-    return result;
-  }
-#endif
   check_ranges(op, lattice, log_blank.numel());
   run_on_cpu(op, lattice, transducer_lattice_cpu);
   return result;
@@ -150,13 +114,13 @@ at::Tensor transducer_lattice(const at::Tensor& log_blank, const at::Tensor& log
 
 at::Tensor ctc_lattice(const at::Tensor& scores, const OptionalTensor& log_normalizer,
                        const OptionalTensor& occupancies, const at::Tensor& targets,
-                       const at::Tensor& cu_frames, const at::Tensor& cu_targets,
-                       int64_t max_frames) {
+                       const at::Tensor& cu_frames, const at::Tensor& cu_targets) {
   const char* op = "ctc_lattice";
   const int64_t sequences = count_sequences(op, "cu_frames", cu_frames);
   check(op, "scores", scores, at::kFloat, scores);
-  TORCH_CHECK_VALUE(scores.dim() == 2 && scores.size(1) > 0, op,
-                    ": `scores` must have shape (T, K + 1), but has ", scores.sizes(), ".");
+  TORCH_CHECK_VALUE(scores.dim() == 2 && scores.size(1) > 0 && scores.size(1) < INT32_MAX, op,
+                    ": `scores` must have shape (T, K + 1), with K + 1 below 2**31 - 1, but has ",
+                    scores.sizes(), ".");
   if (log_normalizer) {
     check(op, "log_normalizer", *log_normalizer, at::kFloat, scores);
     check_shape(op, "log_normalizer", *log_normalizer, {scores.size(0)});
@@ -182,23 +146,11 @@ at::Tensor ctc_lattice(const at::Tensor& scores, const OptionalTensor& log_norma
   lattice.cu_frames = cu_frames.const_data_ptr<int32_t>();
   lattice.cu_targets = cu_targets.const_data_ptr<int32_t>();
   lattice.sequences = static_cast<int32_t>(sequences);
-  lattice.max_frames = check_bound(op, "max_frames", max_frames);
-  lattice.columns = check_bound(op, "scores", scores.size(1));
+  lattice.columns = static_cast<int32_t>(scores.size(1));
   lattice.wide_targets = kind == at::kLong;
-#ifdef EFFASR_WITH_CUDA
-  if (scores.is_cuda()) {
-    run_on_gpu(scores, lattice, ctc_lattice_workspace, ctc_lattice_cuda);
-    return result;
-  }
-#endif
   check_ranges(op, lattice, scores.size(0), targets.numel());
   run_on_cpu(op, lattice, ctc_lattice_cpu);
   return result;
-}
-
-void implement(torch::Library& library) {
-  library.impl("transducer_lattice", &transducer_lattice);
-  library.impl("ctc_lattice", &ctc_lattice);
 }
 
 }  // namespace
@@ -207,18 +159,16 @@ void implement(torch::Library& library) {
 TORCH_LIBRARY(effasr_c, library) {
   library.def(
       "transducer_lattice(Tensor log_blank, Tensor log_label, Tensor(a!)? occ_blank, "
-      "Tensor(b!)? occ_label, Tensor cu_frames, Tensor cu_labels, Tensor first_nodes, "
-      "int max_frames, int max_labels, bool skewed) -> Tensor");
+      "Tensor(b!)? occ_label, Tensor cu_frames, Tensor cu_labels, Tensor first_nodes) -> Tensor");
   library.def(
       "ctc_lattice(Tensor scores, Tensor? log_normalizer, Tensor(a!)? occupancies, "
-      "Tensor targets, Tensor cu_frames, Tensor cu_targets, int max_frames) -> Tensor");
+      "Tensor targets, Tensor cu_frames, Tensor cu_targets) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(effasr_c, CPU, library) { effasr::implement(library); }
-
-#ifdef EFFASR_WITH_CUDA
-TORCH_LIBRARY_IMPL(effasr_c, CUDA, library) { effasr::implement(library); }
-#endif
+TORCH_LIBRARY_IMPL(effasr_c, CPU, library) {
+  library.impl("transducer_lattice", &effasr::transducer_lattice);
+  library.impl("ctc_lattice", &effasr::ctc_lattice);
+}
 
 // To import the module is to load the library; it holds nothing else.
 PyMODINIT_FUNC PyInit__C() {

@@ -1,11 +1,69 @@
 // The lattice of connectionist temporal classification on a CPU: a pass over frames that keeps
 // fractions, and one back. Loops over places read and write arrays side by side, for vectors.
+//
+// Before each label, and after the last, lies an optional blank: place j has the blank before label
+// j, and label j.
 
-#include "ctc_transcript.h"
+#include "lattice.h"
+#include "lattice_step.h"
 #include "parallel.h"
 
 namespace effasr {
 namespace {
+
+struct Transcript {
+  int64_t first_frame, first_label;
+  int frames, labels;
+
+  Transcript(const CtcLattice& a, int n)
+      : first_frame(a.cu_frames[n]),
+        first_label(a.cu_targets[n]),
+        frames(a.cu_frames[n + 1] - a.cu_frames[n]),
+        labels(a.cu_targets[n + 1] - a.cu_targets[n]) {}
+};
+
+int64_t target(const CtcLattice& a, int64_t index) {
+  return a.wide_targets ? static_cast<const int64_t*>(a.targets)[index]
+                        : static_cast<const int32_t*>(a.targets)[index];
+}
+
+// Whether label j repeats the one before it, from which a blank must then part it.
+bool repeats(const CtcLattice& a, const Transcript& y, int place) {
+  if (place <= 0 || place >= y.labels) return false;
+  return target(a, y.first_label + place) == target(a, y.first_label + place - 1);
+}
+
+// What a frame's score adds to a mass.
+EFFASR_INLINE double emission(float score, float log_normalizer) {
+  return weight(static_cast<double>(score) - static_cast<double>(log_normalizer));
+}
+
+// The masses, or probabilities, of the alignments that are in a place.
+template <class Value>
+struct Place {
+  Value blank, label;
+};
+
+// The fractions in which a blank and the label before it, and a label and what came to it, merged.
+struct Merged {
+  float moved, stayed;
+};
+
+// From one frame to the next, but for the scores: masses, and how they came together.
+EFFASR_INLINE Merged merge(Place<double>& here, double label_before, bool repeats) {
+  const Sum advanced = add(label_before, here.blank);
+  const Sum label = add(here.label, repeats ? here.blank : advanced.mass);
+  here = {advanced.mass, label.mass};
+  return {advanced.fraction, label.fraction};
+}
+
+// The same frame backwards. Returns the probability that goes to the label before.
+EFFASR_INLINE float divide(Place<float>& here, const Merged& merged, bool repeats) {
+  const Parts label = split(here.label, merged.stayed);
+  const Parts blank = split(repeats ? here.blank : here.blank + label.second, merged.moved);
+  here = {repeats ? blank.second + label.second : blank.second, label.first};
+  return blank.first;
+}
 
 struct Scratch {
   std::vector<double> blank, label, label_before;
@@ -60,14 +118,14 @@ Sum sweep(const CtcLattice& a, const Transcript& y, Scratch& s) {
   s.label_before.assign(y.labels + 1, kNothing);
   for (auto* v : {&s.blank_part, &s.label_part, &s.moves}) v->resize(y.labels + 1);
   s.repeated.resize(y.labels + 1);
-  for (int j = 0; j <= y.labels; ++j) s.repeated[j] = repeats(a, y, false, j);
+  for (int j = 0; j <= y.labels; ++j) s.repeated[j] = repeats(a, y, j);
   s.blank[0] = 0.0;
   for (int t = 0; t < y.frames; ++t) {
-    const int64_t row = y.row(false, t) * a.columns;
+    const int64_t frame = y.first_frame + t, row = frame * a.columns;
     const float* scores = a.scores + row;
     std::copy(s.label.begin(), s.label.begin() + y.labels, s.label_before.begin() + 1);
     advance(s.blank.data(), s.label.data(), s.label_before.data(), s.repeated.data(), scores + 1,
-            scores[0], a.log_normalizer ? a.log_normalizer[y.row(false, t)] : 0.0f,
+            scores[0], a.log_normalizer ? a.log_normalizer[frame] : 0.0f,
             s.blank_part.data(), s.label_part.data(), y.labels);
     if (a.occupancies == nullptr) continue;
     std::copy(s.blank_part.begin(), s.blank_part.end(), a.shares + row);
@@ -84,7 +142,7 @@ void spread(const CtcLattice& a, const Transcript& y, float reached, float fract
   blank[y.labels] = ends.first;
   if (y.labels > 0) label[y.labels - 1] = ends.second;
   for (int t = y.frames - 1; t >= 0; --t) {
-    const int64_t row = y.row(false, t) * a.columns;
+    const int64_t row = (y.first_frame + t) * a.columns;
     float *moved = a.shares + row, *stayed = a.occupancies + row + 1;
     double blanks = 0.0;
     for (int j = 0; j <= y.labels; ++j) blanks += blank[j];

@@ -1,4 +1,4 @@
-// What the lattices compute, for a group of packed sequences: one interface for the CPU and CUDA.
+// The C interface of the lattices, for a group of packed sequences.
 //
 // Plain C, without a header of torch: bindings.cpp and the tests call the same functions. A length
 // is the difference of neighbours in `cu_...`, so a slice of a layout's offsets describes a group.
@@ -11,11 +11,9 @@
 extern "C" {
 #endif
 
-// A transducer's lattice. Node (t, u) of sequence n, with T_n frames and U_n labels, is element
-//     first_nodes[n] + t * (U_n + 1) + u                      of a plane, or, where `skewed`,
-//     first_nodes[n] + ((t + u) % T_n) * (U_n + 1) + u,
-// which holds the nodes of an anti-diagonal side by side: a GPU reads and writes it several times
-// faster. Both forms have T_n (U_n + 1) elements, and either output may be the plane of its input.
+// A transducer's lattice. Node (t, u) of sequence n, with U_n labels, is element
+//     first_nodes[n] + t * (U_n + 1) + u
+// of a plane. Either output may be the plane of its input.
 typedef struct {
   const float* log_blank;   // log-probability to go to the next frame
   const float* log_label;   // to emit the next label; not read at u = U_n
@@ -25,12 +23,7 @@ typedef struct {
   const int32_t* cu_frames;    // (sequences + 1,)
   const int32_t* cu_labels;    // (sequences + 1,)
   const int64_t* first_nodes;  // (sequences,)
-  double* workspace;           // CUDA alone: transducer_lattice_workspace(...) bytes
   int32_t sequences;
-  int32_t max_frames;    // CUDA alone: what no sequence exceeds; where one does, it gets NaN
-  int32_t max_labels;
-  int32_t skewed;
-  int32_t most_threads;  // CUDA alone: of a block; 0 for as many as there can be
 } TransducerLattice;
 
 // The lattice of connectionist temporal classification. Tables have `columns` elements for each
@@ -45,23 +38,14 @@ typedef struct {
   const void* targets;          // int32, or int64 where `wide_targets`
   const int32_t* cu_frames;     // (sequences + 1,), of `scores`
   const int32_t* cu_targets;    // (sequences + 1,), of `targets`
-  double* workspace;            // CUDA alone: ctc_lattice_workspace(...) bytes
   int32_t sequences;
-  int32_t max_frames;  // CUDA alone: what no sequence exceeds; where one does, it gets NaN
-  int32_t columns;     // more than any sequence has labels
+  int32_t columns;  // more than any sequence has labels
   int32_t wide_targets;
-  int32_t most_threads;  // CUDA alone: of a block; 0 for as many as there can be
 } CtcLattice;
 
 // Results do not depend on the number of threads. Returns 0, or 1 where memory is short.
 int transducer_lattice_cpu(const TransducerLattice* lattice, int threads);
 int ctc_lattice_cpu(const CtcLattice* lattice, int threads);
-
-// Pointers are of device memory. Returns a cudaError_t; the work is queued on the cudaStream_t.
-int64_t transducer_lattice_workspace(const TransducerLattice* lattice);
-int64_t ctc_lattice_workspace(const CtcLattice* lattice);
-int transducer_lattice_cuda(const TransducerLattice* lattice, void* stream);
-int ctc_lattice_cuda(const CtcLattice* lattice, void* stream);
 
 #ifdef __cplusplus
 }

@@ -1,4 +1,4 @@
-// The arithmetic of one step of a lattice, on a GPU and on a CPU.
+// The arithmetic of one step of a lattice.
 //
 // Masses are logarithms to base 2 in double; exponentials and logarithms are taken in float, of
 // differences alone. So the error of a step, some 1e-7, does not grow with the mass, which falls by
@@ -14,11 +14,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __CUDACC__
-#define EFFASR_BOTH __host__ __device__ __forceinline__
-#else
-#define EFFASR_BOTH inline __attribute__((always_inline))
-#endif
+#define EFFASR_INLINE inline __attribute__((always_inline))
 
 namespace effasr {
 
@@ -28,10 +24,7 @@ constexpr double kLn2 = 0.6931471805599453;
 constexpr double kNothing = -1e30;
 
 // 2^x for x <= 0.
-EFFASR_BOTH float exp2_of(float x) {
-#if defined(__CUDA_ARCH__) || defined(EFFASR_EMULATED)
-  return exp2f(x);
-#else
+EFFASR_INLINE float exp2_of(float x) {
   // Arithmetic that compilers vectorise, which calls of the library are not.
   const float bounded = x < -126.0f ? -126.0f : x;
   const float whole = (bounded + 12582912.0f) - 12582912.0f;  // rounds: 1.5 * 2^23
@@ -47,11 +40,10 @@ EFFASR_BOTH float exp2_of(float x) {
   float scale;
   std::memcpy(&scale, &bits, sizeof scale);
   return x < -126.0f ? 0.0f : p * scale;
-#endif
 }
 
 // log2(1 + x) for x in [0, 1], to 2e-7: a polynomial, as it needs no special cases.
-EFFASR_BOTH float log2_of_one_and(float x) {
+EFFASR_INLINE float log2_of_one_and(float x) {
   const float x2 = x * x, x4 = x2 * x2;
   const float low = (1.44268990f + -0.721165776f * x) + (0.478683680f + -0.347301066f * x) * x2;
   const float high =
@@ -60,7 +52,7 @@ EFFASR_BOTH float log2_of_one_and(float x) {
 }
 
 // A log-probability as a mass.
-EFFASR_BOTH double weight(double log_probability) {
+EFFASR_INLINE double weight(double log_probability) {
   const double mass = log_probability * kLog2E;
   return mass < kNothing ? kNothing : mass;  // NaN stays
 }
@@ -70,14 +62,10 @@ struct Sum {
   float fraction;  // of the lesser term; its sign is set where that is the first
 };
 
-EFFASR_BOTH Sum add(double first, double second) {
+EFFASR_INLINE Sum add(double first, double second) {
   const float lead = static_cast<float>(first - second);
   const float ratio = exp2_of(lead < 0.0f ? lead : -lead);
-#if defined(__CUDA_ARCH__) || defined(EFFASR_EMULATED)
-  const float fraction = __fdividef(ratio, 1.0f + ratio);
-#else
   const float fraction = ratio / (1.0f + ratio);
-#endif
   const double greater = first < second ? second : first;
   return {greater + static_cast<double>(log2_of_one_and(ratio)),
           lead < 0.0f ? -fraction : fraction};
@@ -88,24 +76,22 @@ struct Parts {
 };
 
 // Divide a probability as the terms of a sum were. What is lost of the one is in the other.
-EFFASR_BOTH Parts split(float probability, float fraction) {
-#if defined(__CUDA_ARCH__)
-  const int32_t bits = __float_as_int(fraction);
-#else
+EFFASR_INLINE Parts split(float probability, float fraction) {
   int32_t bits;
   std::memcpy(&bits, &fraction, sizeof bits);
-#endif
   const float lesser = probability * (bits < 0 ? -fraction : fraction);
   const float greater = probability - lesser;
   return bits < 0 ? Parts{lesser, greater} : Parts{greater, lesser};
 }
 
 // A total mass as a natural logarithm: -inf where no path exists. Those that do have more.
-EFFASR_BOTH double log_likelihood_of(double mass) {
+EFFASR_INLINE double log_likelihood_of(double mass) {
   return mass < 0.5 * kNothing ? -HUGE_VAL : mass * kLn2;
 }
 
 // The log-likelihood of a sequence without frames, which can emit nothing.
-EFFASR_BOTH double log_likelihood_of_no_frames(int labels) { return labels == 0 ? 0.0 : -HUGE_VAL; }
+EFFASR_INLINE double log_likelihood_of_no_frames(int labels) {
+  return labels == 0 ? 0.0 : -HUGE_VAL;
+}
 
 }  // namespace effasr

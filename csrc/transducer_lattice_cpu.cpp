@@ -1,15 +1,22 @@
 // The transducer's lattice on a CPU: a pass over anti-diagonals that keeps fractions, and one back.
 //
 // Loops over a diagonal read and write arrays side by side, so that compilers vectorise them; a
-// diagonal of the planes is gathered before, and scattered after. The fractions of a sequence lie,
-// as on a GPU, where its label's occupancies will be.
+// diagonal of the planes is gathered before, and scattered after. The fractions of a sequence lie
+// where its label's occupancies will be.
 
 #include "lattice.h"
+#include "lattice_step.h"
 #include "parallel.h"
-#include "transducer_walk.h"
 
 namespace effasr {
 namespace {
+
+struct Shape {
+  int frames, labels;
+
+  int states() const { return labels + 1; }
+  int diagonals() const { return frames + labels; }
+};
 
 struct Diagonal {
   std::vector<double> down, right;  // what arrives over a blank, and over a label
@@ -24,16 +31,15 @@ struct Scratch {
   std::vector<float> blank, label, fraction, from_blank, from_label;
 };
 
-// The nodes of a diagonal, from `low` to `high`, at a constant distance but for one wrap.
+// The nodes of an anti-diagonal, from column `low` to `high`: frame `diagonal - u` at column u.
 struct Nodes {
   int low, high;
   int64_t first, stride;
 
   Nodes(const Shape& shape, int diagonal)
       : low(std::max(0, diagonal - shape.frames + 1)), high(std::min(shape.labels, diagonal)) {
-    const int row = shape.skewed ? diagonal % shape.frames : diagonal;
-    first = static_cast<int64_t>(row) * shape.states();
-    stride = shape.skewed ? 1 : 1 - static_cast<int64_t>(shape.states());
+    first = static_cast<int64_t>(diagonal) * shape.states();
+    stride = 1 - static_cast<int64_t>(shape.states());
   }
 
   int64_t operator[](int u) const { return first + u * stride; }
@@ -116,8 +122,7 @@ void spread(const TransducerLattice& a, const Shape& shape, int64_t first, float
 }
 
 void run(const TransducerLattice& a, int n, Scratch& scratch) {
-  const Shape shape = {a.cu_frames[n + 1] - a.cu_frames[n], a.cu_labels[n + 1] - a.cu_labels[n],
-                       a.skewed != 0};
+  const Shape shape = {a.cu_frames[n + 1] - a.cu_frames[n], a.cu_labels[n + 1] - a.cu_labels[n]};
   if (shape.frames == 0) {
     a.log_likelihood[n] = log_likelihood_of_no_frames(shape.labels);
     return;

@@ -157,7 +157,7 @@ def _wants_large(options: argparse.Namespace) -> bool:
 
 def contenders(case: Case, options: argparse.Namespace) -> dict[str, Callable[[], Contender]]:
     """What is measured, the reference last: it is slow, and time may run out."""
-    backends = [backend.value for backend in OPERATIONS[case.op].modules]
+    backends = [backend.value for backend in OPERATIONS[case.op].backends]
     ours = {backend: lambda backend=backend: case.ours(backend) for backend in backends}
     found = {name: make for name, make in ours.items() if name != "reference"}
     if not options.no_peers:

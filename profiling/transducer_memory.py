@@ -30,7 +30,8 @@ from bench.transducer_batch import Batch, draw
 from bench.workload import LISTED, Workload, drawn_durations, read_durations
 from bench_ops import TOLERANCE
 
-from effasr_kernels.transducer_loss import op, set_workspace
+from effasr_kernels.transducer_loss import set_workspace
+from effasr_kernels.transducer_loss.definition import OPERATION, TransducerArguments
 
 COLUMNS = [
     *("op", "backend", "batch", "frames", "labels", "joint", "classes", "dtype", "nodes"),
@@ -66,12 +67,12 @@ def ours(batch: Batch, backend: str) -> Contender:
 
     def call() -> torch.Tensor:
         # Past the dispatcher, which would hide what is made.
-        return op(
+        arguments = TransducerArguments(
             *(encoded, predicted, batch.targets, batch.frames, batch.labels, weight, bias),
             blank_id=batch.blank_id,
-            backend=backend,
             **DEFAULTS,
         )
+        return OPERATION.eager(arguments, backend)
 
     return Contender(leaves, call, [batch.upstream])
 
@@ -80,7 +81,7 @@ def ways(batch: Batch) -> dict[str, Callable[[], Contender]]:
     """Ours, of which the first is the one that others are compared with; then padded ones."""
     gpu = batch.encoded.is_cuda
     on_host = "reference", "cpp"
-    backends = [x for x in op.modules if x not in on_host] if gpu else list(on_host)
+    backends = [x for x in OPERATION.backends if x not in on_host] if gpu else list(on_host)
     found = {str(x): lambda x=x: ours(batch, x) for x in backends}
     padded = [x for x in _PADDED if gpu or "float16" not in x]
     return found | {f"peer: {x}": lambda x=x: PEERS[x](batch) for x in padded}

@@ -32,5 +32,5 @@ def cpp_extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with FileLock(f"{folder}.lock"):
         if not (folder / "lib").exists():
             folder.mkdir(exist_ok=True)
-            build(folder, "EFFASR_BUILD_CPP")
+            build(folder)
     return folder / "lib"

@@ -14,10 +14,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from effasr.cli.doctor_probes import PROBES, Inputs, Probe
+import effasr_kernels
 from effasr.evaluation.tables import to_text
 from effasr.optim.adamw import why_not_apex
-from effasr_kernels import OPERATIONS, Backend, BackendUnavailable
+from effasr_kernels import OPERATIONS, Backend, BackendUnavailable, TorchOp
+from effasr_kernels.runtime.example import Example, ExampleInputs
 from effasr_kernels.shared import cpp, lattice
 
 _PACKAGES = {
@@ -37,7 +38,7 @@ _PACKAGES = {
 }
 _REQUIRED = frozenset({"lhotse", "sentencepiece", "jiwer", "tensorboard", "nvtx"})
 # The other backends are for some operations alone.
-_EXPECTED = (Backend.CUDA, Backend.TRITON, Backend.REFERENCE)
+_EXPECTED = (Backend.TRITON, Backend.REFERENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def report() -> Report:
         devices.append(torch.device("cuda", 0))
     rows = [*_system(), *_packages()]
     for device in devices:
-        rows += [_operation(probe, device) for probe in PROBES]
+        rows += [_operation(op, x, device) for op in OPERATIONS.values() for x in op.examples]
     return Report(tuple(rows))
 
 
@@ -100,8 +101,8 @@ def _system() -> list[Row]:
         Row("system", "cuda", torch.version.cuda or "none", "that torch was built with"),
         Row("system", "libsndfile", soundfile.__libsndfile_version__, "reads audio files"),
     ]
-    for tool, purpose in (("nvcc", "builds csrc/"), ("nsys", "profiling/nsys_train.sh")):
-        rows.append(Row("system", tool, shutil.which(tool) or "not on the path", purpose))
+    nsys = shutil.which("nsys") or "not on the path"
+    rows.append(Row("system", "nsys", nsys, "profiling/nsys_train.sh"))
     rows.append(_extension())
     if not torch.cuda.is_available():
         rows.append(Row("system", "gpu", "none", "torch sees no CUDA device"))
@@ -117,18 +118,12 @@ def _system() -> list[Row]:
 
 
 def _extension() -> Row:
-    """Whether the lattices of csrc/ are built, for what, and else how to build them."""
-    backends: tuple[lattice.Extension, ...] = "cpu-extension", "cuda-extension"
-    reasons = [lattice.why_not(backend) for backend in backends]
-    built = [
-        backend.removesuffix("-extension")
-        for backend, reason in zip(backends, reasons, strict=True)
-        if reason is None
-    ]
+    """Whether the lattices of csrc/ are built, and else how to build them."""
+    reason = lattice.unsupported_reason()
     note = "lattices of ctc_loss and transducer_loss, csrc/"
-    if not built:
-        note += f"; {reasons[0]} ({cpp.HOW_TO_BUILD})"
-    return Row("system", "extension", ", ".join(built) or "not built", note)
+    if reason is not None:
+        note += f"; {reason} ({cpp.HOW_TO_BUILD})"
+    return Row("system", "extension", "not built" if reason else "cpu", note)
 
 
 def _packages() -> list[Row]:
@@ -149,17 +144,17 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _operation(probe: Probe, device: torch.device) -> Row:
+def _operation(op: TorchOp, example: Example, device: torch.device) -> Row:
     """Which backend serves a call on the device, which others could, and why the rest cannot."""
-    op = OPERATIONS[probe.operation]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    label = f"{probe.label} on {device.type}"
-    notes = [f"{b.value}: not implemented" for b in _EXPECTED if b not in op.modules]
+    inputs = ExampleInputs(device, dtype)
+    label = f"{example.label} on {device.type}"
+    notes = [f"{b.value}: not implemented" for b in _EXPECTED if b not in op.backends]
     serving = ""
-    for backend in op.modules:
+    for backend in op.backends:
         if serving and backend is Backend.REFERENCE:
             continue
-        reason = _why_not(probe, Inputs(device, dtype, backend))
+        reason = _unsupported_reason(op, example, inputs, backend)
         if reason is None and backend is Backend.REFERENCE and device.type == "cuda":
             reason = "slow on a GPU, so only on request"
         if reason is not None:
@@ -172,12 +167,14 @@ def _operation(probe: Probe, device: torch.device) -> Row:
 
 
 @torch.no_grad()
-def _why_not(probe: Probe, inputs: Inputs) -> str | None:
+def _unsupported_reason(
+    op: TorchOp, example: Example, inputs: ExampleInputs, backend: Backend
+) -> str | None:
     """Why this backend cannot serve the call, or None if it did."""
     try:
-        probe.call(inputs)
+        getattr(effasr_kernels, op.name)(**example.arguments(inputs), backend=backend)
     except BackendUnavailable as error:
-        before, after = f"{probe.operation}: no backend can run this call ({inputs.backend}: ", ")."
+        before, after = f"{op.name}: no backend can run this call ({backend}: ", ")."
         return str(error).removeprefix(before).removesuffix(after)
     except Exception as error:
         # A backend which breaks on this machine is exactly what a report is asked for.

@@ -108,7 +108,7 @@ def collate(
     return Batch(
         audio=_pack_audio(examples, samples, audio_rows, count),
         frames=PackedLayout.from_lengths(
-            frames, rows=frame_rows, num_sequences=count, longest=longest_frames
+            frames, rows=frame_rows, num_sequences=count, static_max_seqlen=longest_frames
         ),
         tokens=_pack_ids(tokens, token_rows, count, pad_id, longest_tokens),
         targets=_pack_ids(targets, token_rows, count, IGNORED, longest_tokens).values,
@@ -142,7 +142,7 @@ def collate_text(
     read = [example.source for example in examples]
     _check_fits(shape, len(examples), sum(map(len, read)), sum(map(len, tokens)))
     source = _pack_ids(read, shape.frame_budget, count, pad_id, shape.longest_frames)
-    no_audio = PackedLayout.from_lengths([], num_sequences=count, longest=0)
+    no_audio = PackedLayout.from_lengths([], num_sequences=count, static_max_seqlen=0)
     return Batch(
         audio=PackedSequence(torch.zeros(0), no_audio),
         frames=source.layout,
@@ -189,7 +189,9 @@ def _pack_ids(
 ) -> PackedSequence:
     """Pack token ids into ``rows``, whose tail has the value ``fill``."""
     lengths = [len(sequence) for sequence in sequences]
-    layout = PackedLayout.from_lengths(lengths, rows=rows, num_sequences=count, longest=longest)
+    layout = PackedLayout.from_lengths(
+        lengths, rows=rows, num_sequences=count, static_max_seqlen=longest
+    )
     values = torch.full((layout.rows,), fill, dtype=torch.int64)
     values[: layout.total] = torch.tensor(
         [token for sequence in sequences for token in sequence], dtype=torch.int64

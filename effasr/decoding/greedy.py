@@ -247,7 +247,7 @@ def attention_greedy(
         return []
     slots = len(every) if slots is None else slots
     engine = Engine(
-        model, eos_id, classes, slots=slots, max_frames=encoded.layout.bound, graph=False
+        model, eos_id, classes, slots=slots, max_frames=encoded.layout.max_seqlen_bound, graph=False
     )
     engine.submit(encoded, every)
     found = dict(engine.results())

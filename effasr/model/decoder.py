@@ -84,10 +84,10 @@ class Decoder(nn.Module):
             ValueError: A transcript has more tokens than ``config.max_positions``.
         """
         layout, positions = tokens.layout, self.config.max_positions
-        if layout.bound > positions:
+        if layout.max_seqlen_bound > positions:
             raise ValueError(
                 f"`tokens` must have at most max_positions = {positions} tokens per sequence, but "
-                f"has {layout.bound}: raise `model.decoder.max_positions` or drop the "
+                f"has {layout.max_seqlen_bound}: raise `model.decoder.max_positions` or drop the "
                 "utterance."
             )
         x = self.embed(tokens.values, layout.positions())
@@ -137,9 +137,9 @@ class Decoder(nn.Module):
         rule = f"be of at most {layout.num_sequences} sequences, as `encoded` is"
         check(count <= layout.num_sequences, "read", rule, count)
         offsets, host = layout.cu_seqlens[: count + 1], layout.cu_seqlens_host[: count + 1]
-        layout = PackedLayout(offsets, host, layout.rows, layout.longest)
+        layout = PackedLayout(offsets, host, layout.rows, layout.static_max_seqlen)
         encoded = PackedSequence(encoded.values, layout)
-        state = self.new_state(count, max_tokens, layout.bound)
+        state = self.new_state(count, max_tokens, layout.max_seqlen_bound)
         longest = max(lengths, default=0)
         rule = f"have equally many tokens for each sequence, at most max_tokens = {max_tokens}"
         check(longest <= max_tokens and len(set(lengths)) <= 1, "read", rule, lengths)

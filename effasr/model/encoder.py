@@ -200,11 +200,12 @@ class FastConformerEncoder(nn.Module):
         reach = config.max_frames
         if reach is None:
             # Few different sizes, so that memory blocks are used again.
-            reach = -(-max(layout.bound, 1) // _REACH_STEP) * _REACH_STEP
-        elif reach < layout.bound:
+            reach = -(-max(layout.max_seqlen_bound, 1) // _REACH_STEP) * _REACH_STEP
+        elif reach < layout.max_seqlen_bound:
             raise ValueError(
-                f"`max_frames` must be at least the {layout.bound} frames of the longest "
-                f"utterance, but is {reach}: raise `model.encoder.max_frames` or cut the utterance."
+                f"`max_frames` must be at least the {layout.max_seqlen_bound} frames of the "
+                f"longest utterance, but is {reach}: raise `model.encoder.max_frames` or cut the "
+                "utterance."
             )
         return relative_sinusoids(reach, config.width, layout.device).to(dtype)
 

@@ -149,10 +149,10 @@ class WhisperEncoder(nn.Module):
             ValueError: An utterance is longer than ``config.max_frames``.
         """
         layout, config = mel.layout, self.config
-        if layout.bound > config.max_frames:
+        if layout.max_seqlen_bound > config.max_frames:
             raise ValueError(
-                f"`max_frames` must be at least the {layout.bound} frames of the longest "
-                f"utterance, but is {config.max_frames}: cut the utterance, or raise "
+                f"`max_frames` must be at least the {layout.max_seqlen_bound} frames of the "
+                f"longest utterance, but is {config.max_frames}: cut the utterance, or raise "
                 "`model.encoder.max_frames` for a model that has learnt longer ones."
             )
         with ranges.range("subsampling"):

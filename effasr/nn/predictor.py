@@ -106,7 +106,7 @@ class LSTMPredictor(nn.Module):
 
     def forward(self, labels: Tensor, layout: PackedLayout) -> Tensor:
         """Read whole transcripts; see `StatelessPredictor.forward`."""
-        lanes = PaddedView.of(layout.lengthened(1), layout.bound + 1)
+        lanes = PaddedView.of(layout.lengthened(1), layout.max_seqlen_bound + 1)
         ids = lanes.spread(after_start(labels, layout, self.start_id), self.start_id)
         x = self._drop(self.embedding(ids))
         hidden = self.lstm(x, lanes.free())

@@ -1,75 +1,27 @@
-"""Operations on packed sequences: one function each, with several implementations."""
+"""Operations on packed sequences: one function each, with several implementations.
 
-from effasr_kernels.append_to_pages import append_to_pages
-from effasr_kernels.append_to_pages import op as _append_to_pages
-from effasr_kernels.attention import RelativeBias, Rotary, attention
-from effasr_kernels.attention import op as _attention
-from effasr_kernels.ctc_loss import ctc_loss
-from effasr_kernels.ctc_loss import op as _ctc_loss
-from effasr_kernels.decode_attention import decode_attention
-from effasr_kernels.decode_attention import op as _decode_attention
-from effasr_kernels.depthwise_conv import depthwise_conv
-from effasr_kernels.depthwise_conv import op as _depthwise_conv
-from effasr_kernels.guided_attention import guided_attention
-from effasr_kernels.guided_attention import op as _guided_attention
-from effasr_kernels.linear_cross_entropy import linear_cross_entropy
-from effasr_kernels.linear_cross_entropy import op as _linear_cross_entropy
-from effasr_kernels.packed import PackedLayout, PackedSequence, pack
-from effasr_kernels.projected_top_k import op as _projected_top_k
-from effasr_kernels.projected_top_k import projected_top_k
-from effasr_kernels.runtime.dispatch import (
-    Backend,
-    BackendUnavailable,
-    Op,
-    ReferenceOnGPUWarning,
-    allow_reference_on_gpu,
-)
-from effasr_kernels.strided_depthwise import op as _strided_depthwise
-from effasr_kernels.strided_depthwise import strided_depthwise
-from effasr_kernels.subsampling_stem import op as _subsampling_stem
-from effasr_kernels.subsampling_stem import subsampling_stem
-from effasr_kernels.transducer_loss import op as _transducer_loss
-from effasr_kernels.transducer_loss import transducer_loss
+To add an operation, import its function here: its definition enters `OPERATIONS` by itself.
+"""
 
-OPERATIONS: dict[str, Op] = {
-    op.name: op
-    for op in (
-        _attention,
-        _guided_attention,
-        _linear_cross_entropy,
-        _ctc_loss,
-        _transducer_loss,
-        _depthwise_conv,
-        _subsampling_stem,
-        _strided_depthwise,
-        _decode_attention,
-        _append_to_pages,
-        _projected_top_k,
-    )
-}
-"""Every operation by name; `Op.modules` names the backends that are implemented."""
-
-__all__ = [
-    "OPERATIONS",
-    "Backend",
-    "BackendUnavailable",
-    "Op",
-    "PackedLayout",
-    "PackedSequence",
-    "ReferenceOnGPUWarning",
-    "RelativeBias",
-    "Rotary",
-    "allow_reference_on_gpu",
-    "append_to_pages",
-    "attention",
-    "ctc_loss",
-    "decode_attention",
-    "depthwise_conv",
-    "guided_attention",
-    "linear_cross_entropy",
-    "pack",
-    "projected_top_k",
-    "strided_depthwise",
-    "subsampling_stem",
-    "transducer_loss",
-]
+from effasr_kernels.append_to_pages import append_to_pages as append_to_pages
+from effasr_kernels.attention import RelativeBias as RelativeBias
+from effasr_kernels.attention import Rotary as Rotary
+from effasr_kernels.attention import attention as attention
+from effasr_kernels.ctc_loss import ctc_loss as ctc_loss
+from effasr_kernels.decode_attention import decode_attention as decode_attention
+from effasr_kernels.depthwise_conv import depthwise_conv as depthwise_conv
+from effasr_kernels.guided_attention import guided_attention as guided_attention
+from effasr_kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from effasr_kernels.packed import PackedLayout as PackedLayout
+from effasr_kernels.packed import PackedSequence as PackedSequence
+from effasr_kernels.packed import pack as pack
+from effasr_kernels.projected_top_k import projected_top_k as projected_top_k
+from effasr_kernels.runtime.dispatch import Backend as Backend
+from effasr_kernels.runtime.dispatch import BackendUnavailable as BackendUnavailable
+from effasr_kernels.runtime.dispatch import ReferenceOnGPUWarning as ReferenceOnGPUWarning
+from effasr_kernels.runtime.dispatch import allow_reference_on_gpu as allow_reference_on_gpu
+from effasr_kernels.runtime.torch_op import OPERATIONS as OPERATIONS
+from effasr_kernels.runtime.torch_op import TorchOp as TorchOp
+from effasr_kernels.strided_depthwise import strided_depthwise as strided_depthwise
+from effasr_kernels.subsampling_stem import subsampling_stem as subsampling_stem
+from effasr_kernels.transducer_loss import transducer_loss as transducer_loss

@@ -15,7 +15,7 @@ A batch of a static shape carries more rows than its sequences fill: the rows pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -35,14 +35,15 @@ class PackedLayout:
         cu_seqlens_host: The same numbers as Python ints, so that sizing an output
             never waits for the device.
         rows: Rows of every tensor with this layout, the tail included.
-        longest: A number that no length exceeds, the same for every batch of a static shape; None
-            where it is not known beforehand. See `bound`.
+        static_max_seqlen: A number that no length exceeds, the same for every batch of a static
+            shape; None where it is not known beforehand. See `max_seqlen_bound`.
     """
 
     cu_seqlens: Tensor
     cu_seqlens_host: Sequence[int]
     rows: int
-    longest: int | None = None
+    static_max_seqlen: int | None = None
+    _max_seqlen: int | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def from_lengths(
@@ -52,7 +53,7 @@ class PackedLayout:
         *,
         rows: int | None = None,
         num_sequences: int | None = None,
-        longest: int | None = None,
+        static_max_seqlen: int | None = None,
     ) -> PackedLayout:
         """Build the layout of sequences of these lengths; a length may be zero.
 
@@ -61,18 +62,19 @@ class PackedLayout:
             device: Where ``cu_seqlens`` lives.
             rows: Rows of the tensors, for a static shape; ``sum(lengths)`` by default.
             num_sequences: N, for a static shape: empty sequences fill up to it.
-            longest: What no length exceeds, for a static shape.
+            static_max_seqlen: What no length exceeds, for a static shape.
 
         Raises:
-            ValueError: A length is negative or above ``longest``, the total does not fit in int32,
-                or the sequences do not fit in ``rows`` or ``num_sequences``.
+            ValueError: A length is negative or above ``static_max_seqlen``, the total does not fit
+                in int32, or the sequences do not fit in ``rows`` or ``num_sequences``.
         """
         for n, length in enumerate(lengths):
             if length < 0:
                 raise ValueError(f"`lengths[{n}]` must be at least 0, but is {length}.")
-            if longest is not None and length > longest:
+            if static_max_seqlen is not None and length > static_max_seqlen:
                 raise ValueError(
-                    f"`lengths[{n}]` must be at most `longest` = {longest}, but is {length}."
+                    f"`lengths[{n}]` must be at most `static_max_seqlen` = {static_max_seqlen}, "
+                    f"but is {length}."
                 )
         host = tuple(accumulate(lengths, initial=0))
         rows = host[-1] if rows is None else rows
@@ -86,7 +88,9 @@ class PackedLayout:
                     f"but is {num_sequences}."
                 )
             host += (host[-1],) * (num_sequences - len(lengths))
-        return cls(torch.tensor(host, dtype=torch.int32, device=device), host, rows, longest)
+        return cls(
+            torch.tensor(host, dtype=torch.int32, device=device), host, rows, static_max_seqlen
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -113,17 +117,22 @@ class PackedLayout:
     @property
     def max_seqlen(self) -> int:
         """The longest length; 0 where there is no sequence."""
-        return max(self.lengths, default=0)
+        if torch.compiler.is_compiling() or not isinstance(self.cu_seqlens_host, tuple):
+            return max(self.lengths, default=0)
+        if self._max_seqlen is None:
+            # Every call of every operation on this layout needs it.
+            object.__setattr__(self, "_max_seqlen", max(self.lengths, default=0))
+        return self._max_seqlen  # type: ignore[return-value]
 
     @property
-    def bound(self) -> int:
-        """What no length exceeds: ``longest`` where that is given, so that sizes stay the same."""
-        return self.max_seqlen if self.longest is None else self.longest
+    def max_seqlen_bound(self) -> int:
+        """What no length exceeds: ``static_max_seqlen`` if given, so that sizes stay the same."""
+        return self.max_seqlen if self.static_max_seqlen is None else self.static_max_seqlen
 
     @property
     def has_tail(self) -> bool:
         """Whether rows may follow the last sequence: of a static shape always, to be one code."""
-        return self.longest is not None or self.rows > self.total
+        return self.static_max_seqlen is not None or self.rows > self.total
 
     @property
     def device(self) -> torch.device:
@@ -153,8 +162,8 @@ class PackedLayout:
         rows = _fitting(self.rows * factor)
         offsets = self.cu_seqlens * factor
         host = self._derived(offsets, lambda n, offset: offset * factor)
-        longest = None if self.longest is None else self.longest * factor
-        return PackedLayout(offsets, host, rows, longest)
+        most = None if self.static_max_seqlen is None else self.static_max_seqlen * factor
+        return PackedLayout(offsets, host, rows, most)
 
     def lengthened(self, count: int) -> PackedLayout:
         """The layout in which each sequence has ``count`` rows more.
@@ -166,8 +175,8 @@ class PackedLayout:
         index = torch.arange(self.cu_seqlens.shape[0], dtype=torch.int32, device=self.device)
         offsets = self.cu_seqlens + index * count
         host = self._derived(offsets, lambda n, offset: offset + n * count)
-        longest = None if self.longest is None else self.longest + count
-        return PackedLayout(offsets, host, rows, longest)
+        most = None if self.static_max_seqlen is None else self.static_max_seqlen + count
+        return PackedLayout(offsets, host, rows, most)
 
     def _derived(self, offsets: Tensor, change: Callable[[int, int], int]) -> Sequence[int]:
         """The host's offsets, each changed; none in compiled code, which would depend on each."""
@@ -180,17 +189,17 @@ class PackedLayout:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedLayout:
         """The same layout with ``cu_seqlens`` on another device."""
         moved = self.cu_seqlens.to(device, non_blocking=non_blocking)
-        return PackedLayout(moved, self.cu_seqlens_host, self.rows, self.longest)
+        return PackedLayout(moved, self.cu_seqlens_host, self.rows, self.static_max_seqlen)
 
     def rewritable(self) -> PackedLayout:
         """The same layout in memory of its own, which may be overwritten with other offsets."""
         own = self.cu_seqlens.clone()
-        return PackedLayout(own, OffsetsOnDemand(own), self.rows, self.longest)
+        return PackedLayout(own, OffsetsOnDemand(own), self.rows, self.static_max_seqlen)
 
     def pin_memory(self) -> PackedLayout:
         """The same layout with ``cu_seqlens`` in pinned memory."""
         pinned = self.cu_seqlens.pin_memory()
-        return PackedLayout(pinned, self.cu_seqlens_host, self.rows, self.longest)
+        return PackedLayout(pinned, self.cu_seqlens_host, self.rows, self.static_max_seqlen)
 
 
 class OffsetsOnDemand(Sequence[int]):

@@ -14,7 +14,7 @@ import effasr_kernels
 
 SOURCES = Path(effasr_kernels.__file__).parents[2]
 """The checkout that the kernels are of; under ``--base`` another than that of the script."""
-_CODE = {".py", ".cu", ".cuh", ".cpp", ".h"}
+_CODE = {".py", ".cpp", ".h"}
 
 
 def provenance(device: torch.device) -> dict[str, object]:

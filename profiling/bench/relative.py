@@ -24,7 +24,7 @@ def cases(workload: Workload) -> list[Case]:
     shape = workload.widths.heads, workload.head_width
     content, position = workload.draw(*shape), workload.draw(*shape).detach().flip(0)
     position.requires_grad_()
-    table = workload.draw(2 * layout.bound - 1, *shape)
+    table = workload.draw(2 * layout.max_seqlen_bound - 1, *shape)
     relative = kernels.RelativeBias(content, position, table)
     leaves = {"q": q, "k": k, "v": v}
     leaves |= {"content_bias": content, "position_bias": position, "table": table}
@@ -53,7 +53,7 @@ def _padded(
     attend: Callable[..., Tensor],
 ) -> Contender:
     layout = workload.frame_layout
-    longest, reach = layout.max_seqlen, layout.bound
+    longest, reach = layout.max_seqlen, layout.max_seqlen_bound
     biases = {name: leaf(leaves[name]) for name in ("content_bias", "position_bias")}
     # As many rows as the batch needs, from the largest distance to the smallest.
     window = slice(reach - longest, reach + longest - 1)

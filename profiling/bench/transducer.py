@@ -14,7 +14,7 @@ from bench import transducer_torch as torchs
 from bench.contender import Case, Contender
 from bench.transducer_batch import Batch, draw
 from bench.workload import Workload
-from effasr_kernels.transducer_loss.torch_op import call
+from effasr_kernels.transducer_loss.definition import OPERATION, TransducerArguments
 
 _JUDGED = [60, 41, 7], [12, 5, 3]
 """Frames and labels of the utterances on which results of large batches are compared."""
@@ -103,11 +103,12 @@ def _make(peer: Callable[[Batch], Contender], batch: Callable[[], Batch]) -> Con
 def count(batch: Batch) -> int:
     """The registered FLOPs of the forward; nothing is computed."""
     layouts = batch.frames, batch.labels
-    flat = call.flatten(
+    arguments = TransducerArguments(
         *(batch.encoded, batch.predicted, batch.targets, *layouts, batch.weight, batch.bias),
         blank_id=batch.blank_id,
         **(DEFAULTS | {"durations": batch.durations or None}),
     )
+    flat = OPERATION.flatten(arguments)
     return flop_registry[torch.ops.effasr.transducer_loss](*flat)
 
 

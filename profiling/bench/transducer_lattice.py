@@ -67,24 +67,21 @@ class _Losses(torch.autograd.Function):
 
 
 def _lattice(device: str) -> Callable[[Tensor, Tensor, Nodes], Planes]:
-    if lattice.why_not("cuda-extension" if device == "cuda" else "cpu-extension") is None:
-        return _extension
-    return _triton if device == "cuda" else _reference
+    if device == "cuda":
+        return _triton
+    return _extension if lattice.unsupported_reason() is None else _reference
 
 
 def _extension(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:
     total, occ_blank, occ_label = lattice.transducer_occupancies(
-        *(log_blank, log_label, nodes.frames.cu_seqlens, nodes.labels.cu_seqlens, nodes.first[:-1]),
-        max_frames=nodes.frames.max_seqlen,
-        max_labels=nodes.labels.max_seqlen,
-        backend="cuda-extension" if log_blank.is_cuda else "cpu-extension",
+        *(log_blank, log_label, nodes.frames.cu_seqlens, nodes.labels.cu_seqlens, nodes.first[:-1])
     )
     return -total, occ_blank, occ_label
 
 
 def _triton(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:
-    from effasr_kernels.transducer_loss import _lattice
-    from effasr_kernels.transducer_loss._plan import Cost, Lattices
+    from effasr_kernels.transducer_loss.triton.lattice import losses, occupancies
+    from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices
 
     plan, size = Lattices(nodes.frames, nodes.labels), max(1, nodes.count)
     (group,) = plan.groups(Cost(1), size, Cost(1), size)
@@ -92,9 +89,9 @@ def _triton(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:
     bound = nodes.labels.max_seqlen
     share, other = torch.empty_like(log_blank), torch.empty_like(log_label)
     loss = log_blank.new_empty(nodes.frames.num_sequences)
-    _lattice.losses(group, offsets, log_blank, log_label, share, 0, loss, bound)
+    losses(group, offsets, log_blank, log_label, share, 0, loss, bound)
     whole = torch.ones_like(loss)
-    _lattice.occupancies(group, offsets, share, 0, loss, whole, share, other, bound, 0.0)
+    occupancies(group, offsets, share, 0, loss, whole, share, other, bound, 0.0)
     return loss, share, other
 
 

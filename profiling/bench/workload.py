@@ -134,7 +134,7 @@ class Workload:
         sequences = max(len(lengths), self.sequences or -(-self.rows // 8))
         longest = round(_LONGEST_SECONDS * FRAMES_PER_SECOND)
         return PackedLayout.from_lengths(
-            lengths, self.device, rows=rows, num_sequences=sequences, longest=longest
+            lengths, self.device, rows=rows, num_sequences=sequences, static_max_seqlen=longest
         )
 
     def draw(self, *shape: int, scale: float = 1.0) -> Tensor:

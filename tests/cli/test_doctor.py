@@ -1,10 +1,10 @@
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from effasr.cli import doctor
-from effasr.cli.doctor_probes import PROBES, Probe
 from effasr_kernels import OPERATIONS, Backend
 from effasr_kernels.shared import cpp, lattice
 
@@ -19,13 +19,11 @@ def _row(report: doctor.Report, name: str) -> doctor.Row:
     return row
 
 
-def test_every_operation_is_probed() -> None:
-    assert {probe.operation for probe in PROBES} == set(OPERATIONS)
-
-
 def test_every_operation_can_run_on_the_cpu(found) -> None:
     rows = [row for row in found.rows if row.name.endswith(" on cpu")]
-    assert len(rows) == len(PROBES)
+    labels = {f"{x.label} on cpu" for op in OPERATIONS.values() for x in op.examples}
+    assert {row.name for row in rows} == labels
+    assert len(rows) == len(labels)
     assert {row.value for row in rows} <= {"reference", "triton", "cpp"}
 
 
@@ -36,14 +34,13 @@ def test_versions_and_what_is_missing(found) -> None:
 
 
 def test_the_extension_is_there_or_how_to_build_it(monkeypatch) -> None:
-    monkeypatch.setattr(lattice, "why_not", lambda backend: "no such module")
+    monkeypatch.setattr(lattice, "unsupported_reason", lambda: "no such module")
     row = _row(doctor.report(), "extension")
     assert row.value == "not built"
     assert row.note.endswith(f"no such module ({cpp.HOW_TO_BUILD})")
     note = _row(doctor.report(), "ctc_loss on cpu").note
     assert "cpp: no such module (EFFASR_BUILD_CPP=1 pip install" in note
-    reasons = {"cpu-extension": None, "cuda-extension": "built without CUDA"}
-    monkeypatch.setattr(lattice, "why_not", reasons.get)
+    monkeypatch.setattr(lattice, "unsupported_reason", lambda: None)
     assert _row(doctor.report(), "extension").value == "cpu"
 
 
@@ -67,7 +64,7 @@ def test_another_package_named_apex_is_recognised(monkeypatch, tmp_path) -> None
 @pytest.fixture
 def modules() -> Iterator[dict[Backend, str]]:
     """The implementations of an operation, to change."""
-    modules = OPERATIONS["ctc_loss"].modules
+    modules = OPERATIONS["ctc_loss"].backends
     before = dict(modules)
     yield modules
     modules.clear()
@@ -78,35 +75,35 @@ def test_a_backend_that_refuses_or_breaks_is_named_with_its_reason(
     modules, monkeypatch, tmp_path
 ) -> None:
     (tmp_path / "refusing.py").write_text(
-        "def why_not(*args, **kwargs):\n    return 'wants an even day'\n"
+        "def unsupported_reason(arguments):\n    return 'wants an even day'\n"
     )
     (tmp_path / "breaking.py").write_text(
-        "def why_not(*args, **kwargs):\n    return None\n"
-        "def run(*args, **kwargs):\n    raise RuntimeError('illegal\\naddress')\n"
+        "def unsupported_reason(arguments):\n    return None\n"
+        "def run(arguments):\n    raise RuntimeError('illegal\\naddress')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     reference = modules[Backend.REFERENCE]
     modules.clear()
-    modules |= {Backend.CUDA: "refusing", Backend.TRITON: "breaking"}
+    modules |= {Backend.TRITON: "refusing", Backend.CPP: "breaking"}
     modules[Backend.REFERENCE] = reference
     row = _row(doctor.report(), "ctc_loss on cpu")
     assert row.value == "reference"
-    assert row.note == "cuda: wants an even day; triton: fails with RuntimeError: illegal address"
+    assert row.note == "triton: wants an even day; cpp: fails with RuntimeError: illegal address"
 
 
 def test_what_could_serve_on_request_is_said_as_well(modules, monkeypatch, tmp_path) -> None:
     (tmp_path / "ready.py").write_text(
-        "def why_not(*args, **kwargs):\n    return None\n"
-        "def run(*args, **kwargs):\n    return None\n"
+        "def unsupported_reason(arguments):\n    return None\n"
+        "def run(arguments):\n    return None\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     reference = modules[Backend.REFERENCE]
     modules.clear()
-    modules |= {Backend.CUDA: "ready", Backend.TRITON: "ready", Backend.VARLEN: "no_such_module"}
+    modules |= {Backend.TRITON: "ready", Backend.CPP: "ready", Backend.VARLEN: "no_such_module"}
     modules[Backend.REFERENCE] = reference
     row = _row(doctor.report(), "ctc_loss on cpu")
-    assert row.value == "cuda"
-    assert row.note.startswith("triton: on request; varlen: cannot be imported")
+    assert row.value == "triton"
+    assert row.note.startswith("cpp: on request; varlen: cannot be imported")
 
 
 def test_attention_says_why_the_packages_do_not_serve(found) -> None:
@@ -125,8 +122,12 @@ def test_where_nothing_can_run_all_reasons_are_given(modules) -> None:
     assert "No module named 'no_such_module'" in row.note
 
 
-def test_on_a_gpu_the_reference_does_not_count_as_a_backend() -> None:
-    probe = Probe("depthwise_conv", "any", lambda inputs: None)
-    row = doctor._operation(probe, torch.device("cuda"))
+def test_on_a_gpu_the_reference_does_not_count_as_a_backend(monkeypatch) -> None:
+    op = OPERATIONS["depthwise_conv"]
+    example = dataclasses.replace(op.examples[0], label="any")
+    reason = lambda *given: None if given[-1] is Backend.REFERENCE else "no"
+    monkeypatch.setattr(doctor, "_unsupported_reason", reason)
+    row = doctor._operation(op, example, torch.device("cuda"))
     assert row.name == "any on cuda"
-    assert "reference: slow on a GPU, so only on request" in row.note or row.value == "triton"
+    assert row.value == "none"
+    assert "reference: slow on a GPU, so only on request" in row.note

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from effasr_kernels.append_to_pages import _triton
+from effasr_kernels.append_to_pages.definition import AppendArguments
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot
 
@@ -24,9 +25,10 @@ def _launches(
 ) -> list[Launch]:
     k, pages = (torch.empty(*n, heads, width, dtype=dtype) for n in ((rows,), (99, size)))
     table = torch.zeros(rows, columns, dtype=torch.int32)
+    arguments = AppendArguments(k, k, pages, pages, table, table[:, 0])
     with recording(divmod(architecture, 10)) as launches:
-        assert _triton.why_not(k, k, pages, pages, table, table[:, 0]) is None
-        _triton.run(k, k, pages, pages, table, table[:, 0])
+        assert _triton.unsupported_reason(arguments) is None
+        _triton.run(arguments)
     return launches
 
 

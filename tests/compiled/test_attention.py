@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from effasr_kernels import PackedLayout, RelativeBias, Rotary
-from effasr_kernels.attention import _triton
+from effasr_kernels.attention.triton import backend
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot
+from tests.support.attention_arguments import attention_arguments
 
 HEADS, REACH = 8, 200
 KERNELS = {"attention_forward", "attention_backward_kv", "attention_backward_q"}
@@ -45,29 +46,25 @@ def _launches(
 ) -> list[Launch]:
     """The launches of forward and backward, but for those that only relative positions need."""
     rows = sum(lengths) + spare
-    layout = PackedLayout.from_lengths(lengths, rows=rows, longest=longest)
+    layout = PackedLayout.from_lengths(lengths, rows=rows, static_max_seqlen=longest)
     q, k, v = torch.zeros(rows, 3, HEADS, width, dtype=dtype).unbind(1)
     positions = {"none": None, "rotary": Rotary()}
     if kind == "relative":
         bias = torch.zeros(HEADS, width, dtype=dtype)
         table = torch.zeros(2 * REACH - 1, HEADS, width, dtype=dtype)
         positions[kind] = RelativeBias(bias, bias, table)
-    arguments = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "layout_q": layout,
-        "layout_k": layout,
-        "causal": causal,
-        "scale": width**-0.5,
-        "position": positions[kind],
-        "dropout": dropout,
-        "seed": 1 if dropout else None,
-    }
+    arguments = attention_arguments(
+        *(q, k, v, layout, layout),
+        causal=causal,
+        scale=width**-0.5,
+        position=positions[kind],
+        dropout=dropout,
+        seed=1,
+    )
     with recording(capability) as launches:
-        results, saved = _triton.forward(**arguments)
-        _triton.backward(tuple(map(torch.ones_like, results)), results, saved, **arguments)
-    own = (*KERNELS, "attention_delta", "turn")
+        results, saved = backend.forward(arguments)
+        backend.backward(arguments, tuple(map(torch.ones_like, results)), results, saved)
+    own = (*KERNELS, "attention_delta", "rotate")
     return [launch for launch in launches if launch.kernel.fn.__name__ in own]
 
 

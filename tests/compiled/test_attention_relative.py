@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from effasr_kernels import RelativeBias
-from effasr_kernels.attention._relative import relative_backward, relative_scores
+from effasr_kernels.attention.triton.relative import relative_backward, relative_scores
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import launch
 from effasr_kernels.runtime.launch import Launch
@@ -30,7 +30,7 @@ def _launches(
 ) -> list[Launch]:
     """What a forward and a backward launch, for slices of the products that models make."""
     layout = PackedLayout.from_lengths((37, 100, 5), rows=160) if layout is None else layout
-    reach = layout.bound + 1 + spare
+    reach = layout.max_seqlen_bound + 1 + spare
     q, k, _ = torch.empty(layout.rows, 3, heads, width, dtype=dtype).unbind(1)
     bias, table = q.new_empty(heads, width), q.new_empty(2 * reach - 1, heads, width)
     with launch.recording(divmod(architecture, 10)) as launches:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from effasr_kernels.ctc_loss import _triton
+from effasr_kernels.ctc_loss.definition import CtcArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot
@@ -38,7 +39,7 @@ def _launches(
 ) -> list[Launch]:
     """The launches of this operation's own kernels, forward and backward."""
     of_frames = PackedLayout.from_lengths(frames, rows=rows and rows[0])
-    of_targets = PackedLayout.from_lengths(labels, rows=rows and rows[1], longest=bound)
+    of_targets = PackedLayout.from_lengths(labels, rows=rows and rows[1], static_max_seqlen=bound)
     arguments = {
         "hidden": torch.zeros(of_frames.rows, width, dtype=dtype),
         "weight": torch.zeros(classes, width, dtype=dtype),
@@ -49,8 +50,8 @@ def _launches(
         "blank_id": blank_id,
     }
     with recording(capability) as launches:
-        results, saved = _triton.forward(**arguments)
-        _triton.backward((torch.ones_like(results[0]),), results, saved, **arguments)
+        results, saved = _triton.forward(CtcArguments(**arguments))
+        _triton.backward(CtcArguments(**arguments), (torch.ones_like(results[0]),), results, saved)
     return [x for x in launches if x.kernel.fn.__name__ in OWN]
 
 

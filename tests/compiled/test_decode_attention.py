@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from effasr_kernels.decode_attention import _triton
+from effasr_kernels.decode_attention.definition import DecodeArguments
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot
 
@@ -41,8 +42,8 @@ def _launches(
         "splits": splits,
     }
     with recording(divmod(architecture, 10)) as launches:
-        assert _triton.why_not(**arguments) is None
-        assert _triton.run(**arguments).shape == q.shape
+        assert _triton.unsupported_reason(DecodeArguments(**arguments)) is None
+        assert _triton.run(DecodeArguments(**arguments)).shape == q.shape
     return launches
 
 

@@ -7,6 +7,7 @@ import torch
 
 from effasr_kernels import PackedLayout
 from effasr_kernels.depthwise_conv import _triton
+from effasr_kernels.depthwise_conv.definition import ConvArguments
 from effasr_kernels.runtime import launch
 from effasr_kernels.testing import aot
 
@@ -35,11 +36,11 @@ def _launches(
         "statistics": gated,
     }
     with launch.recording((architecture // 10, architecture % 10)) as launches:
-        assert _triton.why_not(**arguments) is None
-        results, saved = _triton.forward(**arguments)
-        like = _triton.saved_like(**arguments)
+        assert _triton.unsupported_reason(ConvArguments(**arguments)) is None
+        results, saved = _triton.forward(ConvArguments(**arguments))
+        like = _triton.saved_like(ConvArguments(**arguments))
         assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in like]
-        gradients = _triton.backward(results, results, saved, **arguments)
+        gradients = _triton.backward(ConvArguments(**arguments), results, results, saved)
     for name, gradient in gradients.items():
         given = arguments[name]
         if given is None:

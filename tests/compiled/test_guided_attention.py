@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from effasr_kernels.guided_attention import _triton
+from effasr_kernels.guided_attention.definition import GuidedArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot
@@ -46,8 +47,10 @@ def _launches(
         "seed": 1 if dropout else None,
     }
     with recording(capability) as launches:
-        results, saved = _triton.forward(**arguments)
-        _triton.backward(tuple(map(torch.ones_like, results)), results, saved, **arguments)
+        results, saved = _triton.forward(GuidedArguments(**arguments))
+        _triton.backward(
+            GuidedArguments(**arguments), tuple(map(torch.ones_like, results)), results, saved
+        )
     return launches
 
 

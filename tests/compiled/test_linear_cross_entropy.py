@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from effasr_kernels.linear_cross_entropy import _triton
+from effasr_kernels.linear_cross_entropy.definition import CrossEntropyArguments
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.shared import projection
 from effasr_kernels.testing import aot
@@ -36,10 +37,12 @@ def _launches(
         "z_loss": z_loss,
     }
     with recording(divmod(architecture, 10)) as launches:
-        results, saved = _triton.forward(**arguments)
-        like = _triton.saved_like(**arguments)
+        results, saved = _triton.forward(CrossEntropyArguments(**arguments))
+        like = _triton.saved_like(CrossEntropyArguments(**arguments))
         assert [(x.shape, x.dtype) for x in like] == [(x.shape, x.dtype) for x in saved]
-        _triton.backward((torch.ones_like(results[0]),), results, saved, **arguments)
+        _triton.backward(
+            CrossEntropyArguments(**arguments), (torch.ones_like(results[0]),), results, saved
+        )
     return launches
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from effasr_kernels.projected_top_k import _triton
+from effasr_kernels.projected_top_k.definition import TopKArguments
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot
 
@@ -34,8 +35,8 @@ def _launches(
         "classes": count,
     }
     with recording(divmod(architecture, 10)) as launches:
-        assert _triton.why_not(**arguments) is None
-        log_probs, indices = _triton.run(**arguments)
+        assert _triton.unsupported_reason(TopKArguments(**arguments)) is None
+        log_probs, indices = _triton.run(TopKArguments(**arguments))
     assert (log_probs.shape, log_probs.dtype) == ((rows, k), torch.float32)
     assert (indices.shape, indices.dtype) == ((rows, k), torch.int64)
     return launches

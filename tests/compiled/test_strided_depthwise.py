@@ -8,6 +8,7 @@ import torch
 from effasr_kernels import PackedLayout
 from effasr_kernels.runtime import launch
 from effasr_kernels.strided_depthwise import _triton
+from effasr_kernels.strided_depthwise.definition import StridedArguments
 from effasr_kernels.testing import aot
 
 Check = Callable[..., dict[str, aot.Resources]]
@@ -31,10 +32,10 @@ def _launches(
         "lengths": torch.zeros(layout.num_sequences, dtype=torch.int64),
     }
     with launch.recording((architecture // 10, architecture % 10)) as launches:
-        assert _triton.why_not(**arguments) is None
-        results, saved = _triton.forward(**arguments)
-        assert saved == _triton.saved_like(**arguments)
-        gradients = _triton.backward(results, results, saved, **arguments)
+        assert _triton.unsupported_reason(StridedArguments(**arguments)) is None
+        results, saved = _triton.forward(StridedArguments(**arguments))
+        assert saved == _triton.saved_like(StridedArguments(**arguments))
+        gradients = _triton.backward(StridedArguments(**arguments), results, results, saved)
     assert results[0].shape == (layout.rows, bins // 2, channels)
     for name, gradient in gradients.items():
         assert gradient is not None

@@ -8,6 +8,7 @@ import torch
 from effasr_kernels import PackedLayout
 from effasr_kernels.runtime import launch
 from effasr_kernels.subsampling_stem import _triton
+from effasr_kernels.subsampling_stem.definition import StemArguments
 from effasr_kernels.testing import aot
 
 Check = Callable[..., dict[str, aot.Resources]]
@@ -35,10 +36,10 @@ def _launches(
         "lengths": torch.zeros(layout.num_sequences, dtype=lengths_dtype),
     }
     with launch.recording((architecture // 10, architecture % 10)) as launches:
-        assert _triton.why_not(**arguments) is None
-        results, saved = _triton.forward(**arguments)
-        assert saved == _triton.saved_like(**arguments)
-        gradients = _triton.backward(results, results, saved, **arguments)
+        assert _triton.unsupported_reason(StemArguments(**arguments)) is None
+        results, saved = _triton.forward(StemArguments(**arguments))
+        assert saved == _triton.saved_like(StemArguments(**arguments))
+        gradients = _triton.backward(StemArguments(**arguments), results, results, saved)
     assert results[0].shape == (2 * layout.rows, bins // 4, channels)
     for name, gradient in gradients.items():
         assert gradient is not None
@@ -82,7 +83,8 @@ def test_partial_sums_stay_small() -> None:
             taps, bias = x.new_empty(256, 9), x.new_empty(256)
             lengths = torch.empty(1, dtype=torch.int64, device="meta")
             grad = x.new_empty(2 * slots, 20, 256)
-            _triton.backward((grad,), (grad,), (), x, taps, bias, taps, bias, layout, lengths)
+            arguments = StemArguments(x, taps, bias, taps, bias, layout, lengths)
+            _triton.backward(arguments, (grad,), (grad,), ())
         assert launches[-1].args["partials"].numel() == 198 * 256 * 20
 
 

@@ -9,7 +9,9 @@ import torch
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot
-from effasr_kernels.transducer_loss import _triton, set_workspace
+from effasr_kernels.transducer_loss import set_workspace
+from effasr_kernels.transducer_loss.definition import TransducerArguments
+from effasr_kernels.transducer_loss.triton import backend
 
 USUAL = (0, 1, 2, 3, 4)
 OWN = {"score", "sweep_durations_forward", "sweep_durations_backward"}
@@ -28,7 +30,7 @@ def _launches(
 ) -> list[Launch]:
     """All launches, forward and backward."""
     of_frames = PackedLayout.from_lengths(frames)
-    of_targets = PackedLayout.from_lengths(labels, longest=longest)
+    of_targets = PackedLayout.from_lengths(labels, static_max_seqlen=longest)
     rows = classes + len(durations)
     arguments: dict[str, Any] = {
         "encoded": torch.zeros(of_frames.rows, width, dtype=dtype),
@@ -45,8 +47,10 @@ def _launches(
         "sigma": 0.05,
     }
     with recording(capability) as launches:
-        results, saved = _triton.forward(**arguments)
-        _triton.backward((torch.ones_like(results[0]),), results, saved, **arguments)
+        results, saved = backend.forward(TransducerArguments(**arguments))
+        backend.backward(
+            TransducerArguments(**arguments), (torch.ones_like(results[0]),), results, saved
+        )
     return launches
 
 

@@ -10,7 +10,9 @@ import torch
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot
-from effasr_kernels.transducer_loss import _triton, set_workspace
+from effasr_kernels.transducer_loss import set_workspace
+from effasr_kernels.transducer_loss.definition import TransducerArguments
+from effasr_kernels.transducer_loss.triton import backend
 
 CLASSES, WIDTH = 1024, 640
 OWN = {
@@ -41,7 +43,7 @@ def _launches(
 ) -> list[Launch]:
     """All launches, forward and backward."""
     of_frames = PackedLayout.from_lengths(frames, rows=rows and rows[0])
-    of_targets = PackedLayout.from_lengths(labels, rows=rows and rows[1], longest=longest)
+    of_targets = PackedLayout.from_lengths(labels, rows=rows and rows[1], static_max_seqlen=longest)
     arguments: dict[str, Any] = {
         "encoded": torch.zeros(of_frames.rows, width, dtype=dtype),
         "predicted": torch.zeros(of_targets.rows + len(labels), width, dtype=dtype),
@@ -55,8 +57,10 @@ def _launches(
         "fastemit": 0.0,
     }
     with recording(capability) as launches:
-        results, saved = _triton.forward(**arguments)
-        _triton.backward((torch.ones_like(results[0]),), results, saved, **arguments)
+        results, saved = backend.forward(TransducerArguments(**arguments))
+        backend.backward(
+            TransducerArguments(**arguments), (torch.ones_like(results[0]),), results, saved
+        )
     return launches
 
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import launch
-from effasr_kernels.transducer_loss import _sums, _triton, set_workspace
+from effasr_kernels.transducer_loss import set_workspace
+from effasr_kernels.transducer_loss.definition import TransducerArguments
+from effasr_kernels.transducer_loss.triton import backend, sums
 from tests.gpu.live_memory import Live
 
 FRAMES, LABELS, WIDTH, CLASSES = 1000, 200, 640, 1024
@@ -28,7 +30,7 @@ class _Forgotten(list[launch.Launch]):
 @pytest.fixture(autouse=True)
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("multiply", "multiply_add"):
-        monkeypatch.setattr(_sums, name, lambda *_: None)
+        monkeypatch.setattr(sums, name, lambda *_: None)
     before = set_workspace(256 * 2**20)
     yield
     set_workspace(before)
@@ -64,8 +66,10 @@ def _peak(
     with launch.recording((9, 0)), Live(*given) as live:
         # A launch that is written down holds its tensors.
         launch._Recorder.take = _Forgotten().append
-        results, saved = _triton.forward(**arguments)
-        _triton.backward((torch.ones_like(results[0]),), results, saved, **arguments)
+        results, saved = backend.forward(TransducerArguments(**arguments))
+        backend.backward(
+            TransducerArguments(**arguments), (torch.ones_like(results[0]),), results, saved
+        )
     return arguments["encoded"].nbytes + arguments["predicted"].nbytes, live.peak
 
 

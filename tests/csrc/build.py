@@ -22,17 +22,12 @@ def run(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Compl
     )
 
 
-def build(folder: Path, switch: str) -> Path:
-    """Build in an empty folder; returns where packages lie.
-
-    Args:
-        folder: Where.
-        switch: ``"EFFASR_BUILD_CPP"`` or ``"EFFASR_BUILD_CUDA"``.
-    """
+def build(folder: Path) -> Path:
+    """Build in an empty folder; returns where packages lie."""
     # Without pyproject.toml any setuptools will do.
     shutil.copy(ROOT / "setup.py", folder)
     shutil.copytree(ROOT / "csrc", folder / "csrc")
     places = "--build-lib", "lib", "--build-temp", "temporary"
-    done = run("setup.py", "build_ext", *places, cwd=folder, **{switch: "1"})
+    done = run("setup.py", "build_ext", *places, cwd=folder, EFFASR_BUILD_CPP="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder / "lib"

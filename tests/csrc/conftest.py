@@ -1,4 +1,4 @@
-"""The sources of csrc/ compiled for this machine: for its CPU, and as emulated CUDA threads."""
+"""The sources of csrc/ compiled for this machine."""
 
 import ctypes
 import shutil
@@ -11,18 +11,8 @@ import torch
 
 from tests.csrc.native import Implementation
 
-HERE = Path(__file__).parent
-CSRC = HERE.parents[1] / "csrc"
-EMULATED = [
-    *("-x", "c++", "-include", "cuda_runtime.h"),
-    *("-I", str(HERE / "emulator"), "-I", str(CSRC), "-Wno-unknown-pragmas"),
-]
-WAYS = {
-    "cpu": {"kind": "cpu"},
-    "cpu_threads": {"kind": "cpu", "threads": 3},
-    "cuda": {"kind": "cuda"},
-    "cuda_strips": {"kind": "cuda", "most_threads": 32},
-}
+CSRC = Path(__file__).parents[2] / "csrc"
+WAYS = {"one_thread": 1, "threads": 3}
 
 
 @pytest.fixture(scope="session")
@@ -42,23 +32,16 @@ def compile_cpp(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def libraries(compile_cpp: Callable[..., Path]) -> dict[str, ctypes.CDLL]:
-    """The CPU's build, with the flags of setup.py, and the emulated one, by kind."""
-    cpu = [str(path) for path in CSRC.glob("*_cpu.cpp")]
-    cuda = [str(path) for path in CSRC.glob("*.cu")]
-    return {
-        "cpu": ctypes.CDLL(str(compile_cpp("cpu", "-O3", "-fno-trapping-math", *cpu))),
-        "cuda": ctypes.CDLL(str(compile_cpp("cuda", "-O2", *EMULATED, *cuda))),
-    }
+def library(compile_cpp: Callable[..., Path]) -> ctypes.CDLL:
+    """The lattices, with the flags of setup.py."""
+    sources = [str(path) for path in CSRC.glob("*_cpu.cpp")]
+    return ctypes.CDLL(str(compile_cpp("cpu", "-O3", "-fno-trapping-math", *sources)))
 
 
 @pytest.fixture(params=WAYS)
-def implementation(
-    request: pytest.FixtureRequest, libraries: dict[str, ctypes.CDLL]
-) -> Implementation:
-    """Every way to run the lattices that needs no GPU."""
-    way = WAYS[request.param]
-    return Implementation(libraries[way["kind"]], **way)
+def implementation(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Implementation:
+    """The lattices on one thread and on several."""
+    return Implementation(library, WAYS[request.param])
 
 
 @pytest.fixture(autouse=True)

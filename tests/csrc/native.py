@@ -21,17 +21,15 @@ def _fields(pointers: str, numbers: str) -> list[tuple[str, Any]]:
 
 class _Transducer(ctypes.Structure):
     _fields_ = _fields(
-        "log_blank log_label occ_blank occ_label log_likelihood "
-        "cu_frames cu_labels first_nodes workspace",
-        "sequences max_frames max_labels skewed most_threads",
+        "log_blank log_label occ_blank occ_label log_likelihood cu_frames cu_labels first_nodes",
+        "sequences",
     )
 
 
 class _Ctc(ctypes.Structure):
     _fields_ = _fields(
-        "scores log_normalizer occupancies shares log_likelihood "
-        "targets cu_frames cu_targets workspace",
-        "sequences max_frames columns wide_targets most_threads",
+        "scores log_normalizer occupancies shares log_likelihood targets cu_frames cu_targets",
+        "sequences columns wide_targets",
     )
 
 
@@ -42,34 +40,22 @@ def offsets(lengths: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
 
 @dataclass(frozen=True)
 class Implementation:
-    """A library, and how to run it: on threads, or as blocks of at most so many."""
+    """The compiled lattices, and how many threads run them."""
 
     library: ctypes.CDLL
-    kind: str
     threads: int = 1
-    most_threads: int = 0
 
     def run(self, lattice: Any, name: str) -> None:
-        """The C function; the workspace begins as NaN."""
-        lattice.most_threads = self.most_threads
-        run = getattr(self.library, f"{name}_{self.kind}")
-        if self.kind == "cpu":
-            assert run(ctypes.byref(lattice), self.threads) == 0
-            return
-        size = getattr(self.library, f"{name}_workspace")
-        size.restype = ctypes.c_int64
-        workspace = torch.full((size(ctypes.byref(lattice)) // 8,), torch.nan, dtype=torch.float64)
-        lattice.workspace = workspace.data_ptr()
-        assert run(ctypes.byref(lattice), None) == 0
+        """Call the C function."""
+        run = getattr(self.library, f"{name}_cpu")
+        assert run(ctypes.byref(lattice), self.threads) == 0
 
     def transducer(
         self,
         planes: Sequence[tuple[Tensor, Tensor]],
         *,
-        skewed: bool = False,
         in_place: bool = False,
         only_likelihoods: bool = False,
-        max_frames: int | None = None,
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Log-likelihood and occupancies of each pair of planes (T, U + 1)."""
         frames = [blank.shape[0] for blank, _ in planes]
@@ -79,15 +65,13 @@ class Implementation:
         inputs = torch.full((2, int(starts[-1])), torch.nan)
         for n, pair in enumerate(planes):
             for plane, x in zip(inputs, pair, strict=True):
-                plane[starts[n] :][: x.numel()] = (skew(x) if skewed else x).flatten()
+                plane[starts[n] :][: x.numel()] = x.flatten()
         outputs = inputs if in_place else torch.full_like(inputs, 7.0)
         untouched = outputs.clone()
         total = torch.zeros(len(planes), dtype=torch.float64)
         tensors = [*inputs, *outputs, total, offsets(frames), offsets(labels), starts]
         lattice = _Transducer(*(x.data_ptr() for x in tensors))
-        lattice.sequences, lattice.skewed = len(planes), skewed
-        lattice.max_frames = max(frames) if max_frames is None else max_frames
-        lattice.max_labels = max(labels)
+        lattice.sequences = len(planes)
         if only_likelihoods:
             lattice.occ_blank = lattice.occ_label = None
         self.run(lattice, "transducer_lattice")
@@ -96,7 +80,7 @@ class Implementation:
             between = slice(int(starts[n]) + blank.numel(), int(starts[n + 1]))
             assert torch.equal(outputs[:, between].isnan(), untouched[:, between].isnan())
             found = [x[starts[n] :][: blank.numel()].view_as(blank) for x in outputs]
-            results.append((total[n], *(unskew(x) if skewed else x for x in found)))
+            results.append((total[n], *found))
         return results
 
     def ctc(
@@ -107,7 +91,6 @@ class Implementation:
         in_place: bool = False,
         only_likelihoods: bool = False,
         normalized: bool = False,
-        max_frames: int | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
         """Log-likelihood and occupancies of scores (T, U + 1), their normalizers, and labels."""
         frames = [scores.shape[0] for scores, _, _ in sequences]
@@ -126,7 +109,6 @@ class Implementation:
         tensors = [table, normalizers, occupancies, shares, total, targets, cu_frames, cu_targets]
         lattice = _Ctc(*(x.data_ptr() for x in tensors))
         lattice.sequences, lattice.columns = len(sequences), table.shape[1]
-        lattice.max_frames = max(frames) if max_frames is None else max_frames
         lattice.wide_targets = wide_targets
         if normalized:
             lattice.log_normalizer = None
@@ -137,23 +119,6 @@ class Implementation:
             (total[n], occupancies[cu_frames[n] : cu_frames[n + 1], : labels[n] + 1])
             for n in range(len(sequences))
         ]
-
-
-def skew(x: Tensor) -> Tensor:
-    """The nodes (T, U + 1) with those of an anti-diagonal side by side."""
-    out = torch.empty_like(x)
-    out[_rows(x), torch.arange(x.shape[1])] = x
-    return out
-
-
-def unskew(x: Tensor) -> Tensor:
-    """The inverse of `skew`."""
-    return x[_rows(x), torch.arange(x.shape[1])]
-
-
-def _rows(x: Tensor) -> Tensor:
-    frames, states = x.shape
-    return (torch.arange(frames)[:, None] + torch.arange(states)) % max(1, frames)
 
 
 def random_planes(frames: int, labels: int, classes: int = 1024) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,7 @@ def test_every_batch_has_the_static_shape(manifest, bilingual) -> None:
     assert len({tuple(t.shape for t in batch.tensors()) for batch in batches}) == 1
     batch = batches[0]
     assert batch.frames.rows == corpus.shape.frame_budget
-    assert (batch.frames.bound, batch.tokens.layout.bound) == (
+    assert (batch.frames.max_seqlen_bound, batch.tokens.layout.max_seqlen_bound) == (
         corpus.lengths.frames.max(),
         corpus.lengths.tokens.max(),
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from effasr_kernels import RelativeBias
-from effasr_kernels.attention._relative import bias_width, relative_backward, relative_scores
+from effasr_kernels.attention.triton.relative import bias_width, relative_backward, relative_scores
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.testing.tolerance import assert_no_worse
 
@@ -98,12 +98,12 @@ def problem(
     lengths_k = lengths_q if lengths_k is None else lengths_k
     layout_q, layout_k = (
         PackedLayout.from_lengths(
-            x, device, rows=sum(x) + more, num_sequences=len(x) + 2, longest=max(x) + 1
+            x, device, rows=sum(x) + more, num_sequences=len(x) + 2, static_max_seqlen=max(x) + 1
         )
         for x, more in ((lengths_q, 3), (lengths_k, 2))
     )
     reach = max(*lengths_q, *lengths_k, 1) + spare
-    columns = bias_width(layout_k.bound)
+    columns = bias_width(layout_k.max_seqlen_bound)
     generator = torch.Generator().manual_seed(1)
     draw = lambda *shape: torch.randn(shape, generator=generator).to(device, dtype)
     q = draw(layout_q.rows, 3, heads, width)[:, 1]

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from effasr_kernels import BackendUnavailable, PackedLayout, ctc_loss
 from effasr_kernels.ctc_loss import _triton
+from effasr_kernels.ctc_loss.definition import CtcArguments
 from effasr_kernels.shared import projection
 from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
 from effasr_kernels.testing.tolerance import assert_no_worse
@@ -103,7 +104,7 @@ def _arguments(
         "targets": torch.tensor([*chain(*transcripts)], dtype=torch.int64).to(device),
         "layout_frames": PackedLayout.from_lengths(frames, device),
         "layout_targets": PackedLayout.from_lengths(
-            [len(x) for x in transcripts], device, longest=longest
+            [len(x) for x in transcripts], device, static_max_seqlen=longest
         ),
         "bias": None,
         "blank_id": 2,
@@ -177,7 +178,7 @@ def test_long_sequences_keep_their_digits(device: torch.device) -> None:
 
 def test_occupancies_are_those_of_the_definition(device: torch.device) -> None:
     arguments = _arguments((12, 3, 5), ([1, 1, 3, 1], [1, 1, 1], [0, 4]), device)
-    results, saved = _triton.forward(**arguments)
+    results, saved = _triton.forward(CtcArguments(**arguments))
     layouts = arguments["layout_frames"], arguments["layout_targets"]
     occupancies, classes, scale = _triton.occupancies_of(
         torch.ones(3, device=device), *results, saved[1:], arguments["targets"], *layouts, 2
@@ -273,7 +274,7 @@ def test_a_label_that_is_the_blank_is_not_written_twice(device: torch.device) ->
     """It is wrong, but must not make two threads race for one element."""
     arguments = _arguments((5,), ([1, 2, 1],), device)
     layouts = arguments["layout_frames"], arguments["layout_targets"]
-    (loss,), saved = _triton.forward(**arguments)
+    (loss,), saved = _triton.forward(CtcArguments(**arguments))
     _, classes, _ = _triton.occupancies_of(
         torch.ones_like(loss), loss, saved[1:], arguments["targets"], *layouts, 2
     )
@@ -295,15 +296,15 @@ def test_the_logits_are_never_whole(device: torch.device, monkeypatch: pytest.Mo
             return out
 
     with Watch():
-        results, saved = _triton.forward(**arguments)
-        _triton.backward((torch.ones_like(results[0]),), results, saved, **arguments)
+        results, saved = _triton.forward(CtcArguments(**arguments))
+        _triton.backward(CtcArguments(**arguments), (torch.ones_like(results[0]),), results, saved)
     assert classes * WIDTH <= max(sizes) < sum(frames) * classes
 
 
 def test_saves_what_it_says(device: torch.device) -> None:
     arguments = _arguments((3, 2), ([1], [1, 3]), device, longest=9)
-    _, saved = _triton.forward(**arguments)
-    said = _triton.saved_like(**arguments)
+    _, saved = _triton.forward(CtcArguments(**arguments))
+    said = _triton.saved_like(CtcArguments(**arguments))
     assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in said]
 
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from effasr_kernels import linear_cross_entropy
 from effasr_kernels.linear_cross_entropy import _triton
+from effasr_kernels.linear_cross_entropy.definition import CrossEntropyArguments
 from effasr_kernels.shared import projection
 from effasr_kernels.testing.conformance import Case, check_kernel
 
@@ -138,8 +139,10 @@ def test_no_tensor_holds_all_logits(
     arguments = {"hidden": hidden, "weight": weight, "targets": _targets(rows, classes).to(device)}
     arguments |= {"bias": None, "label_smoothing": 0.1, "ignore_index": -100, "z_loss": 0.0}
     with torch.no_grad(), _Largest() as mode:
-        results, saved = _triton.forward(**arguments)
-        _triton.backward((torch.ones_like(results[0]),), results, saved, **arguments)
+        results, saved = _triton.forward(CrossEntropyArguments(**arguments))
+        _triton.backward(
+            CrossEntropyArguments(**arguments), (torch.ones_like(results[0]),), results, saved
+        )
     assert mode.bytes == max(rows * 16 * hidden.element_size(), 16 * classes * 4)
     assert mode.bytes < rows * classes * 4 / 2
 

@@ -1,25 +1,29 @@
 """`transducer_loss` with durations in Triton against its definition."""
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from effasr_kernels import PackedLayout, transducer_loss
-from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
-from effasr_kernels.testing.tolerance import assert_no_worse
-from effasr_kernels.transducer_loss import _duration_lattice, _triton, set_workspace
-from effasr_kernels.transducer_loss._plan import Cost, Lattices
-from effasr_kernels.transducer_loss._work import Work
+from effasr_kernels.testing.conformance import check_kernel
+from effasr_kernels.transducer_loss import set_workspace
+from effasr_kernels.transducer_loss.definition import TransducerArguments
 from effasr_kernels.transducer_loss.duration_lattice import occupancies
+from effasr_kernels.transducer_loss.triton import backend, duration_lattice
+from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices
+from effasr_kernels.transducer_loss.triton.work import Work
 from tests.gpu.live_memory import Live
-
-WIDTH, CLASSES = 20, 7
-ROOMY = 2**29
-LEAVES = "encoded", "predicted", "weight", "bias"
+from tests.gpu.transducer_calls import (
+    LEAVES,
+    ROOMY,
+    arguments_for,
+    assert_agrees,
+    case_for,
+    gradients,
+    labels_for,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,115 +33,9 @@ def _workspace() -> Iterator[None]:
     set_workspace(before)
 
 
-def _labels(length: int, blank_id: int = 2, classes: int = CLASSES) -> Tensor:
-    labels = torch.randint(classes - 1, (length,))
-    return labels + (labels >= blank_id)
-
-
-def _case_for(
-    frames: Sequence[int],
-    transcripts: Sequence[int],
-    durations: tuple[int, ...],
-    *,
-    longest: int | None = None,
-    **options: Any,
-) -> Callable[[str], Case]:
-    settings: dict[str, Any] = {"blank_id": 2, "activation": "relu"} | options
-    labels = [_labels(n, settings["blank_id"]) for n in transcripts]
-    rows = CLASSES + len(durations)
-    packed = {
-        "encoded": [torch.randn(n, WIDTH, dtype=torch.float64) for n in frames],
-        "predicted": [torch.randn(len(y) + 1, WIDTH, dtype=torch.float64) for y in labels],
-        "targets": labels,
-    }
-    shared = {
-        "weight": torch.randn(rows, WIDTH, dtype=torch.float64) / 4,
-        "bias": torch.randn(rows, dtype=torch.float64),
-    }
-
-    def case_for(backend: str) -> Case:
-        def run(packed: Packed, shared: Shared) -> Tensor:
-            encoded, targets = packed["encoded"], packed["targets"]
-            layout = targets.layout
-            layout = PackedLayout(layout.cu_seqlens, layout.cu_seqlens_host, layout.rows, longest)
-            return transducer_loss(
-                *(encoded.values, packed["predicted"].values, targets.values),
-                *(encoded.layout, layout, shared["weight"], shared["bias"]),
-                durations=durations,
-                backend=backend,
-                **settings,
-            )
-
-        return Case(run, packed, shared, one_more=frozenset({"predicted"}))
-
-    return case_for
-
-
 def test_keeps_the_contract(device: torch.device) -> None:
-    case_for = _case_for((3, 0, 2), (2, 0, 1), (0, 1, 2), sigma=0.02, fastemit=0.1)
-    check_kernel(case_for, torch.float32, device)
-
-
-def _arguments(
-    frames: Sequence[int],
-    transcripts: Sequence[Sequence[int]],
-    device: torch.device,
-    durations: tuple[int, ...],
-    *,
-    dtype: torch.dtype = torch.float32,
-    classes: int = CLASSES,
-    width: int = WIDTH,
-    longest: int | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    states = sum(map(len, transcripts)) + len(transcripts)
-    rows = classes + len(durations)
-    return {
-        "encoded": torch.randn(sum(frames), width).to(device, dtype),
-        "predicted": torch.randn(states, width).to(device, dtype),
-        "targets": torch.tensor([*chain(*transcripts)], dtype=torch.int64).to(device),
-        "layout_frames": PackedLayout.from_lengths(frames, device),
-        "layout_targets": PackedLayout.from_lengths(
-            [len(x) for x in transcripts], device, longest=longest
-        ),
-        "weight": torch.randn(rows, width).div(4).to(device, dtype),
-        "bias": torch.randn(rows).to(device, dtype),
-        "blank_id": 2,
-        "activation": "relu",
-        "fastemit": 0.0,
-        "durations": durations,
-        "sigma": 0.05,
-    } | options
-
-
-def _gradients(
-    arguments: dict[str, Any], upstream: Tensor, backend: str, **options: Any
-) -> dict[str, Tensor]:
-    leaves = {name: arguments[name].detach().requires_grad_() for name in LEAVES}
-    made = {name: leaves[name] * 1 for name in LEAVES[:2]}
-    loss = transducer_loss(**(arguments | leaves | made), backend=backend, **options)
-    found = torch.autograd.grad(loss, list(leaves.values()), upstream.to(loss))
-    return {"loss": loss.detach()} | dict(zip(leaves, found, strict=True))
-
-
-def _assert_agrees(arguments: dict[str, Any], upstream: Tensor | None = None) -> dict[str, Tensor]:
-    sequences = arguments["layout_frames"].num_sequences
-    upstream = torch.ones(sequences) if upstream is None else upstream
-    host = {
-        name: x.cpu() if isinstance(x, Tensor) else x.to("cpu") if "layout" in name else x
-        for name, x in arguments.items()
-    }
-    wide = {
-        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in host.items()
-    }
-    actual = {name: x.cpu() for name, x in _gradients(arguments, upstream, "triton").items()}
-    gold = _gradients(wide, upstream, "reference")
-    for name, baseline in _gradients(host, upstream, "reference").items():
-        finite = gold[name].isfinite()
-        assert torch.equal(actual[name].isfinite(), finite), name
-        assert_no_worse(actual[name][finite], gold[name][finite], baseline[finite])
-    return actual
+    make = case_for((3, 0, 2), (2, 0, 1), (0, 1, 2), sigma=0.02, fastemit=0.1)
+    check_kernel(make, torch.float32, device)
 
 
 @pytest.mark.parametrize(
@@ -157,14 +55,14 @@ def test_agrees_with_the_definition(
     options: dict,
     device: torch.device,
 ) -> None:
-    transcripts = [_labels(n, options.get("blank_id", 2)).tolist() for n in labels]
-    arguments = _arguments(frames, transcripts, device, durations, **options)
-    _assert_agrees(arguments, torch.tensor([1.0, -2.0, 0.5])[: len(frames)])
+    transcripts = [labels_for(n, blank_id=options.get("blank_id", 2)).tolist() for n in labels]
+    arguments = arguments_for(frames, transcripts, device, durations, **options)
+    assert_agrees(arguments, torch.tensor([1.0, -2.0, 0.5])[: len(frames)])
 
 
 def test_agrees_in_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    arguments = _arguments((5, 2), ([1, 3], [6]), device, (0, 1, 2, 4), dtype=dtype)
-    _assert_agrees(arguments)
+    arguments = arguments_for((5, 2), ([1, 3], [6]), device, (0, 1, 2, 4), dtype=dtype)
+    assert_agrees(arguments)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +83,8 @@ def test_what_no_path_fits_costs_infinity(
     possible: list[bool],
     device: torch.device,
 ) -> None:
-    arguments = _arguments(frames, transcripts, device, durations)
-    actual = _assert_agrees(arguments)
+    arguments = arguments_for(frames, transcripts, device, durations)
+    actual = assert_agrees(arguments)
     assert actual["loss"].isfinite().tolist() == possible
     rows = iter(actual["encoded"].split(list(frames)))
     for gradient, is_possible in zip(rows, possible, strict=True):
@@ -197,12 +95,12 @@ def test_what_no_path_fits_costs_infinity(
 def test_divides_nodes_as_it_is_told(longest: int | None, device: torch.device) -> None:
     """A small workspace changes results by the order of sums alone; inputs may be overwritten."""
     transcripts = [1, 3, 5], [], [4, 1]
-    arguments = _arguments((8, 3, 5), transcripts, device, (0, 1, 2), longest=longest)
+    arguments = arguments_for((8, 3, 5), transcripts, device, (0, 1, 2), longest=longest)
     upstream = torch.tensor([1.0, -2.0, 0.5])
-    expected = _gradients(arguments, upstream, "triton")
+    expected = gradients(arguments, upstream, "triton")
     for size in (2**12, 2**16):
         set_workspace(size)
-        found = _gradients(arguments, upstream, "triton", overwrite_inputs=size == 2**12)
+        found = gradients(arguments, upstream, "triton", overwrite_inputs=size == 2**12)
         assert torch.equal(found["loss"], expected["loss"])
         for name in LEAVES:
             torch.testing.assert_close(
@@ -214,41 +112,26 @@ def test_a_strip_hands_on_what_leaves_it(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in transcripts of more than 511 labels."""
-    before = _duration_lattice.DurationSweeps.__init__
+    before = duration_lattice.DurationSweeps.__init__
 
     def narrow(self: Any, work: Work) -> None:
         before(self, work)
         self._strip = self._strip | {"BLOCK": 8, "num_warps": 1}
 
-    monkeypatch.setattr(_duration_lattice.DurationSweeps, "__init__", narrow)
-    transcripts = [_labels(n).tolist() for n in (7, 8, 19)]
-    arguments = _arguments((5, 3, 9), transcripts, device, (0, 1, 2, 4))
-    _assert_agrees(arguments, torch.tensor([1.0, -2.0, 0.5]))
+    monkeypatch.setattr(duration_lattice.DurationSweeps, "__init__", narrow)
+    transcripts = [labels_for(n).tolist() for n in (7, 8, 19)]
+    arguments = arguments_for((5, 3, 9), transcripts, device, (0, 1, 2, 4))
+    assert_agrees(arguments, torch.tensor([1.0, -2.0, 0.5]))
 
 
 def test_an_infinite_loss_has_no_gradient_whatever_comes_from_above(device: torch.device) -> None:
-    arguments = _arguments((3, 1, 3), ([1], [1, 3], [3]), device, (1, 2))
+    arguments = arguments_for((3, 1, 3), ([1], [1, 3], [3]), device, (1, 2))
     for upstream in (torch.inf, torch.nan, -2.0):
-        actual = _gradients(arguments, torch.tensor([1.0, upstream, 1.0]), "triton")
+        actual = gradients(arguments, torch.tensor([1.0, upstream, 1.0]), "triton")
         assert actual["loss"].isfinite().tolist() == [True, False, True]
         assert bool((actual["encoded"][3] == 0).all())
         assert bool((actual["predicted"][2:5] == 0).all())
         assert bool(actual["weight"].isfinite().all())
-
-
-@pytest.mark.parametrize("longest", [None, 9])
-def test_a_sequence_without_gradient_may_hold_nan(
-    longest: int | None, device: torch.device
-) -> None:
-    arguments = _arguments((3, 4), ([1], [1, 3]), device, (0, 1, 2), longest=longest)
-    upstream = torch.tensor([1.0, 0.0])
-    clean = _gradients(arguments, upstream, "triton")
-    arguments["encoded"][3:] = torch.nan
-    arguments["predicted"][2:] = torch.nan
-    actual = _gradients(arguments, upstream, "triton")
-    assert bool(actual["loss"][1].isnan())
-    for name in LEAVES:
-        assert torch.equal(actual[name], clean[name]), name
 
 
 def test_lattice_against_float64(device: torch.device) -> None:
@@ -260,15 +143,14 @@ def test_lattice_against_float64(device: torch.device) -> None:
     total, took_blank, took_label, took = occupancies(
         log_blank, log_label[:, :-1], lasting, durations
     )
-    arguments = _arguments((frames,), ([1] * labels,), device, durations)
-    tensors = tuple(arguments[x] for x in ("encoded", "predicted", "targets", "weight", "bias"))
+    arguments = arguments_for((frames,), ([1] * labels,), device, durations)
     layouts = arguments["layout_frames"], arguments["layout_targets"]
-    work = Work(tensors, *layouts, 2, "relu", 0.0, durations)
+    work = Work(TransducerArguments(**arguments))
     (group,) = Lattices(*layouts).groups(Cost(1), ROOMY, Cost(1), ROOMY)
     scores = work.scores(group)
     for plane, x in zip(scores[1:], (log_blank, log_label, lasting), strict=True):
         plane.copy_(x.reshape(plane.shape))
-    sweeps = _duration_lattice.DurationSweeps(work)
+    sweeps = duration_lattice.DurationSweeps(work)
     loss, trace = torch.empty(1, device=device), sweeps.room(scores)
     sweeps.losses(group, scores, trace, loss)
     torch.testing.assert_close(loss.cpu().double(), -total[None], rtol=1e-6, atol=0)
@@ -281,25 +163,18 @@ def test_lattice_against_float64(device: torch.device) -> None:
     torch.testing.assert_close(d_duration.view_as(took), expected, rtol=0, atol=2e-6)
 
 
-def test_saves_what_it_says(device: torch.device) -> None:
-    for longest in (None, 9):
-        arguments = _arguments((3, 2), ([1], [1, 3]), device, (0, 1), longest=longest)
-        _, saved = _triton.forward(**arguments)
-        said = _triton.saved_like(**arguments)
-        assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in said]
-        assert (saved[0].numel() > 0) == (longest is not None)
-
-
 def test_memory_is_that_of_the_workspace(device: torch.device) -> None:
     """But for inputs, and their gradients."""
     classes, width, sequences, frames, labels, size = 60, 8, 20, 10, 3, 2**16
     set_workspace(size)
-    transcripts = [_labels(labels, 2, classes).tolist() for _ in range(sequences)]
+    transcripts = [labels_for(labels, classes).tolist() for _ in range(sequences)]
     sizes = {"classes": classes, "width": width}
-    arguments = _arguments((frames,) * sequences, transcripts, device, (0, 1, 2), **sizes)
+    arguments = arguments_for((frames,) * sequences, transcripts, device, (0, 1, 2), **sizes)
     with Live(*(x for x in arguments.values() if isinstance(x, Tensor))) as live:
-        results, saved = _triton.forward(**arguments)
-        _triton.backward((torch.ones_like(results[0]),), results, saved, **arguments)
+        results, saved = backend.forward(TransducerArguments(**arguments))
+        backend.backward(
+            TransducerArguments(**arguments), (torch.ones_like(results[0]),), results, saved
+        )
     given = arguments["encoded"].nbytes + arguments["predicted"].nbytes
     fixed = 3 * arguments["weight"].nbytes
     assert 4 * sequences * frames * (labels + 1) * classes > 2 * size
@@ -308,6 +183,9 @@ def test_memory_is_that_of_the_workspace(device: torch.device) -> None:
 
 
 def test_durations_beyond_its_registers_are_for_the_reference(device: torch.device) -> None:
-    arguments = _arguments((3,), ([1],), device, (0, 1, 9))
-    assert "more than 8 frames" in str(_triton.why_not(**arguments))
-    assert _triton.why_not(**(arguments | {"durations": (0, 1, 8)})) is None
+    arguments = arguments_for((3,), ([1],), device, (0, 1, 9))
+    assert "more than 8 frames" in str(backend.unsupported_reason(TransducerArguments(**arguments)))
+    assert (
+        backend.unsupported_reason(TransducerArguments(**(arguments | {"durations": (0, 1, 8)})))
+        is None
+    )

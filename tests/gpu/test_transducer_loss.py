@@ -1,23 +1,29 @@
 """`transducer_loss` in Triton against its definition."""
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from effasr_kernels import PackedLayout, transducer_loss
-from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
-from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS, assert_no_worse
-from effasr_kernels.transducer_loss import _lattice, _triton, set_workspace
-from effasr_kernels.transducer_loss._plan import Cost, Lattices, first_nodes
+from effasr_kernels import PackedLayout
+from effasr_kernels.testing.conformance import check_kernel
+from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
+from effasr_kernels.transducer_loss import set_workspace
+from effasr_kernels.transducer_loss.definition import TransducerArguments
 from effasr_kernels.transducer_loss.lattice import occupancies
+from effasr_kernels.transducer_loss.triton import backend, lattice
+from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices, first_nodes
 from tests.gpu.live_memory import Live
-
-WIDTH = 20
-ROOMY = 2**29
+from tests.gpu.transducer_calls import (
+    LEAVES,
+    ROOMY,
+    arguments_for,
+    assert_agrees,
+    case_for,
+    gradients,
+    labels_for,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,74 +33,16 @@ def _workspace() -> Iterator[None]:
     set_workspace(before)
 
 
-def _labels(length: int, classes: int, blank_id: int) -> Tensor:
-    labels = torch.randint(classes - 1, (length,))
-    return labels + (labels >= blank_id)
-
-
-def _case_for(
-    frames: Sequence[int],
-    *,
-    transcripts: Sequence[int] | None = None,
-    blank_id: int = 2,
-    classes: int = 7,
-    activation: str = "relu",
-    fastemit: float = 0.0,
-    dtype: torch.dtype = torch.int64,
-    longest: int | None = None,
-) -> Callable[[str], Case]:
-    """A transcript of a third of each length, but for the last, which is longer than its frames."""
-    if transcripts is None:
-        transcripts = [(n + 2) // 3 for n in frames]
-        transcripts[-1] = frames[-1] + 1 if 0 < frames[-1] < 8 else transcripts[-1]
-    labels = [_labels(n, classes, blank_id) for n in transcripts]
-    packed = {
-        "encoded": [torch.randn(n, WIDTH, dtype=torch.float64) for n in frames],
-        "predicted": [torch.randn(len(y) + 1, WIDTH, dtype=torch.float64) for y in labels],
-        "targets": [x.to(dtype) for x in labels],
-    }
-    shared = {
-        "weight": torch.randn(classes, WIDTH, dtype=torch.float64) / 4,
-        "bias": torch.randn(classes, dtype=torch.float64),
-    }
-
-    def case_for(backend: str) -> Case:
-        def run(packed: Packed, shared: Shared) -> Tensor:
-            encoded, targets = packed["encoded"], packed["targets"]
-            layout = targets.layout
-            if longest is not None:
-                layout = PackedLayout(
-                    layout.cu_seqlens, layout.cu_seqlens_host, layout.rows, longest
-                )
-            return transducer_loss(
-                encoded.values,
-                packed["predicted"].values,
-                targets.values,
-                encoded.layout,
-                layout,
-                shared["weight"],
-                shared["bias"],
-                blank_id=blank_id,
-                activation=activation,  # type: ignore[arg-type]
-                fastemit=fastemit,
-                backend=backend,
-            )
-
-        return Case(run, packed, shared, one_more=frozenset({"predicted"}))
-
-    return case_for
-
-
 @pytest.mark.parametrize("name", AWKWARD_LENGTHS)
 def test_agrees_with_the_definition(name: str, device: torch.device) -> None:
     frames = AWKWARD_LENGTHS[name]
     # The longest have few labels: the interpreter takes its time for each diagonal.
     transcripts = [2, 3, 0, 2][: len(frames)] if max(frames) > 8 else None
-    check_kernel(_case_for(frames, transcripts=transcripts), torch.float32, device)
+    check_kernel(case_for(frames, transcripts=transcripts), torch.float32, device)
 
 
 def test_agrees_in_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    check_kernel(_case_for((5, 11), activation="tanh", longest=9), dtype, device)
+    check_kernel(case_for((5, 11), activation="tanh", longest=9), dtype, device)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +56,7 @@ def test_agrees_in_every_dtype(dtype: torch.dtype, device: torch.device) -> None
     ids=["first", "last", "repeats", "one_path"],
 )
 def test_agrees_with_options(options: dict, device: torch.device) -> None:
-    check_kernel(_case_for((5, 0, 4), **options), torch.float32, device)
+    check_kernel(case_for((5, 0, 4), **options), torch.float32, device)
 
 
 @pytest.mark.parametrize(
@@ -118,103 +66,46 @@ def test_agrees_however_nodes_are_divided(
     size: int, longest: int | None, device: torch.device
 ) -> None:
     set_workspace(size)
-    check_kernel(_case_for((5, 0, 8), longest=longest), torch.float32, device)
+    check_kernel(case_for((5, 0, 8), longest=longest), torch.float32, device)
 
 
 def test_divides_nodes_as_it_is_told(device: torch.device) -> None:
     """A small workspace changes results by the order of sums alone."""
-    arguments = _arguments((9, 4, 6), ([1, 3, 5], [], [4, 1]), device)
+    arguments = arguments_for((9, 4, 6), ([1, 3, 5], [], [4, 1]), device)
     upstream = torch.tensor([1.0, -2.0, 0.5])
-    expected = _gradients(arguments, upstream, "triton")
+    expected = gradients(arguments, upstream, "triton")
     set_workspace(2**12)
-    for name, x in _gradients(arguments, upstream, "triton").items():
+    for name, x in gradients(arguments, upstream, "triton").items():
         torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=1e-6, msg=name)
         if name == "loss":
             assert torch.equal(x, expected[name])
 
 
-def _arguments(
-    frames: Sequence[int],
-    transcripts: Sequence[Sequence[int]],
-    device: torch.device,
-    *,
-    dtype: torch.dtype = torch.float32,
-    classes: int = 6,
-    width: int = WIDTH,
-    longest: int | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    states = sum(map(len, transcripts)) + len(transcripts)
-    return {
-        "encoded": torch.randn(sum(frames), width).to(device, dtype),
-        "predicted": torch.randn(states, width).to(device, dtype),
-        "targets": torch.tensor([*chain(*transcripts)], dtype=torch.int64).to(device),
-        "layout_frames": PackedLayout.from_lengths(frames, device),
-        "layout_targets": PackedLayout.from_lengths(
-            [len(x) for x in transcripts], device, longest=longest
-        ),
-        "weight": torch.randn(classes, width).div(4).to(device, dtype),
-        "bias": torch.randn(classes).to(device, dtype),
-        "blank_id": 2,
-        "activation": "relu",
-        "fastemit": 0.0,
-    } | options
-
-
-def _gradients(arguments: dict[str, Any], upstream: Tensor, backend: str) -> dict[str, Tensor]:
-    """The loss, and the gradients by all that is floating point."""
-    leaves: dict[str, Any] = {
-        name: x.detach().requires_grad_()
-        for name, x in arguments.items()
-        if isinstance(x, Tensor) and x.is_floating_point()
-    }
-    loss = transducer_loss(**(arguments | leaves), backend=backend)
-    found = torch.autograd.grad(loss, list(leaves.values()), upstream.to(loss))
-    return {"loss": loss.detach()} | dict(zip(leaves, found, strict=True))
-
-
-def _assert_agrees(arguments: dict[str, Any], upstream: Tensor | None = None) -> dict[str, Tensor]:
-    sequences = arguments["layout_frames"].num_sequences
-    upstream = torch.ones(sequences) if upstream is None else upstream
-    host = {
-        name: x.cpu() if isinstance(x, Tensor) else x.to("cpu") if "layout" in name else x
-        for name, x in arguments.items()
-    }
-    wide = {
-        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in host.items()
-    }
-    actual = {name: x.cpu() for name, x in _gradients(arguments, upstream, "triton").items()}
-    gold = _gradients(wide, upstream, "reference")
-    for name, baseline in _gradients(host, upstream, "reference").items():
-        finite = gold[name].isfinite()
-        assert torch.equal(actual[name].isfinite(), finite), name
-        assert_no_worse(actual[name][finite], gold[name][finite], baseline[finite])
-    return actual
-
-
 def test_without_frames_only_the_empty_transcript_is_possible(device: torch.device) -> None:
-    arguments = _arguments((0, 0, 3, 2, 1), ([], [1, 0], [], [3], []), device)
-    actual = _assert_agrees(arguments)
+    arguments = arguments_for((0, 0, 3, 2, 1), ([], [1, 0], [], [3], []), device)
+    actual = assert_agrees(arguments)
     assert actual["loss"][:2].tolist() == [0, torch.inf]
-    assert _assert_agrees(_arguments((0, 0), ([], [1]), device))["loss"].tolist() == [0, torch.inf]
+    assert assert_agrees(arguments_for((0, 0), ([], [1]), device))["loss"].tolist() == [
+        0,
+        torch.inf,
+    ]
 
 
 def test_a_strip_hands_on_what_leaves_it(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in transcripts of more than a thousand labels."""
-    monkeypatch.setattr(_lattice, "_WIDEST", 16)
-    transcripts = [_labels(n, 6, 2).tolist() for n in (15, 16, 40)]
-    arguments = _arguments((9, 3, 20), transcripts, device)
-    _assert_agrees(arguments, torch.tensor([1.0, -2.0, 0.5]))
+    monkeypatch.setattr(lattice, "_WIDEST", 16)
+    transcripts = [labels_for(n, 6, 2).tolist() for n in (15, 16, 40)]
+    arguments = arguments_for((9, 3, 20), transcripts, device)
+    assert_agrees(arguments, torch.tensor([1.0, -2.0, 0.5]))
 
 
 def test_long_sequences_keep_their_digits(device: torch.device) -> None:
     """The definition sums in float64; sums in float32 would be hundreds of times further off."""
-    transcripts = [_labels(20, 10, 2).tolist(), [1]]
-    arguments = _arguments((80, 3), transcripts, device, classes=10)
-    _assert_agrees(arguments)
+    transcripts = [labels_for(20, 10, 2).tolist(), [1]]
+    arguments = arguments_for((80, 3), transcripts, device, classes=10)
+    assert_agrees(arguments)
 
 
 def test_lattice_against_float64(device: torch.device) -> None:
@@ -228,10 +119,10 @@ def test_lattice_against_float64(device: torch.device) -> None:
     offsets = of_frames.cu_seqlens, of_labels.cu_seqlens, first_nodes(of_frames, of_labels)
     share, other = (x.to(device, copy=True).contiguous().flatten() for x in (log_blank, log_label))
     loss = torch.empty(1, device=device)
-    _lattice.losses(group, offsets, share, other, share, 0, loss, labels)
+    lattice.losses(group, offsets, share, other, share, 0, loss, labels)
     torch.testing.assert_close(loss.cpu().double(), -total[None], rtol=1e-6, atol=0)
     one = torch.ones(1, device=device)
-    _lattice.occupancies(group, offsets, share, 0, loss, one, share, other, labels, 0.0)
+    lattice.occupancies(group, offsets, share, 0, loss, one, share, other, labels, 0.0)
     shape = frames, labels + 1
     blank, label = (x.cpu().double().view(shape) for x in (share, other))
     torch.testing.assert_close(blank, took_blank, rtol=0, atol=2e-6)
@@ -243,51 +134,53 @@ def test_lattice_against_float64(device: torch.device) -> None:
 
 
 def test_an_infinite_loss_has_no_gradient_whatever_comes_from_above(device: torch.device) -> None:
-    arguments = _arguments((3, 1, 3), ([1], [1, 3], [3]), device)
+    arguments = arguments_for((3, 1, 3), ([1], [1, 3], [3]), device)
     # The row of the second: neither of its labels has any probability.
     arguments["bias"][1] = -torch.inf
     arguments["targets"][0] = 4
     for upstream in (torch.inf, torch.nan, -2.0):
-        actual = _gradients(arguments, torch.tensor([1.0, upstream, 1.0]), "triton")
+        actual = gradients(arguments, torch.tensor([1.0, upstream, 1.0]), "triton")
         assert actual["loss"].isfinite().tolist() == [True, False, True]
         assert bool((actual["encoded"][3] == 0).all())
         assert bool((actual["predicted"][2:5] == 0).all())
         assert bool((actual["encoded"][:3] != 0).any())
         assert bool(actual["weight"].isfinite().all())
-    _assert_agrees(arguments)
+    assert_agrees(arguments)
 
 
+@pytest.mark.parametrize("durations", [None, (0, 1, 2)])
 @pytest.mark.parametrize("longest", [None, 9])
 def test_a_sequence_without_gradient_may_hold_nan(
-    longest: int | None, device: torch.device
+    longest: int | None, durations: tuple[int, ...] | None, device: torch.device
 ) -> None:
-    arguments = _arguments((3, 4), ([1], [1, 3]), device, longest=longest)
+    arguments = arguments_for((3, 4), ([1], [1, 3]), device, durations, longest=longest)
     upstream = torch.tensor([1.0, 0.0])
-    clean = _gradients(arguments, upstream, "triton")
+    clean = gradients(arguments, upstream, "triton")
     arguments["encoded"][3:] = torch.nan
     arguments["predicted"][2:] = torch.nan
-    actual = _gradients(arguments, upstream, "triton")
+    actual = gradients(arguments, upstream, "triton")
     assert bool(actual["loss"][1].isnan())
-    for name in ("encoded", "predicted", "weight", "bias"):
+    for name in LEAVES:
         assert torch.equal(actual[name], clean[name]), name
 
 
 def test_labels_out_of_range_give_nan_and_reach_no_other_sequence(device: torch.device) -> None:
     """The definition refuses them, on a CPU; a kernel cannot look without waiting."""
     for label in (-1, 6, 2**20):
-        arguments = _arguments((3, 4), ([1], [1, 3]), device)
-        clean, _ = _triton.forward(**arguments)
+        arguments = arguments_for((3, 4), ([1], [1, 3]), device)
+        clean, _ = backend.forward(TransducerArguments(**arguments))
         arguments["targets"][1] = label
-        (loss,), _ = _triton.forward(**arguments)
+        (loss,), _ = backend.forward(TransducerArguments(**arguments))
         assert bool(loss[1].isnan())
         assert bool(loss[0] == clean[0][0])
 
 
-def test_saves_what_it_says(device: torch.device) -> None:
+@pytest.mark.parametrize("durations", [None, (0, 1)])
+def test_saves_what_it_says(durations: tuple[int, ...] | None, device: torch.device) -> None:
     for longest in (None, 9):
-        arguments = _arguments((3, 2), ([1], [1, 3]), device, longest=longest)
-        _, saved = _triton.forward(**arguments)
-        said = _triton.saved_like(**arguments)
+        arguments = arguments_for((3, 2), ([1], [1, 3]), device, durations, longest=longest)
+        _, saved = backend.forward(TransducerArguments(**arguments))
+        said = backend.saved_like(TransducerArguments(**arguments))
         assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in said]
         assert (saved[0].numel() > 0) == (longest is not None)
 
@@ -300,18 +193,18 @@ def test_memory_does_not_grow_with_the_batch(keeps_logits: bool, device: torch.d
     peaks = []
     for sequences in (16, 24):
         set_workspace(size)
-        transcripts = [_labels(labels, classes, 2).tolist() for _ in range(sequences)]
-        arguments = _arguments(
+        transcripts = [labels_for(labels, classes, 2).tolist() for _ in range(sequences)]
+        arguments = arguments_for(
             (frames,) * sequences, transcripts, device, classes=classes, width=width
         )
         given = arguments["encoded"].nbytes + arguments["predicted"].nbytes
         fixed = 3 * arguments["weight"].nbytes
         with Live(*(x for x in arguments.values() if isinstance(x, Tensor))) as live:
-            results, saved = _triton.forward(**arguments)
-            gradients = _triton.backward(
-                (torch.ones_like(results[0]),), results, saved, **arguments
+            results, saved = backend.forward(TransducerArguments(**arguments))
+            found = backend.backward(
+                TransducerArguments(**arguments), (torch.ones_like(results[0]),), results, saved
             )
-        assert gradients["encoded"] is not None
+        assert found["encoded"] is not None
         # A tile of rows, which statistics round up to, is no small thing beside these sizes.
         assert live.peak <= given + fixed + 1.1 * size + 2**13, (live.peak, given)
         assert live.largest < size

@@ -34,7 +34,9 @@ def _arguments(
     rows = sum(frames) + spare, sum(labels) + len(labels) + spare
     targets = torch.randint(2, CLASSES, (sum(labels) + spare,))
     layouts = (
-        PackedLayout.from_lengths(lengths, device, rows=sum(lengths) + spare, longest=longest)
+        PackedLayout.from_lengths(
+            lengths, device, rows=sum(lengths) + spare, static_max_seqlen=longest
+        )
         for lengths in (frames, labels)
     )
     layout_frames, layout_targets = layouts

@@ -13,10 +13,12 @@ from effasr_kernels import PackedLayout
 LABELS, WIDTH = 7, 6
 LAYOUTS = {
     "exact": PackedLayout.from_lengths((3, 0, 5, 1)),
-    "static": PackedLayout.from_lengths((3, 0, 5, 1, 4), rows=20, num_sequences=9, longest=6),
+    "static": PackedLayout.from_lengths(
+        (3, 0, 5, 1, 4), rows=20, num_sequences=9, static_max_seqlen=6
+    ),
     "one": PackedLayout.from_lengths((4,)),
     "none empty": PackedLayout.from_lengths((0,)),
-    "nothing said": PackedLayout.from_lengths((0, 0), rows=5, num_sequences=3, longest=2),
+    "nothing said": PackedLayout.from_lengths((0, 0), rows=5, num_sequences=3, static_max_seqlen=2),
     "no sequence": PackedLayout.from_lengths(()),
     "long": PackedLayout.from_lengths((9, 1, 1, 1, 1, 1, 1, 9, 9)),
 }
@@ -150,7 +152,7 @@ def test_half_precision(kind: str) -> None:
 def test_lanes_have_one_size_whatever_the_lengths() -> None:
     sizes = set()
     for lengths in ((6, 6, 6), (1,) * 9, (0, 6, 0, 6), ()):
-        layout = PackedLayout.from_lengths(lengths, rows=20, num_sequences=9, longest=6)
+        layout = PackedLayout.from_lengths(lengths, rows=20, num_sequences=9, static_max_seqlen=6)
         lanes = PaddedView.of(layout, 6)
         sizes.add((lanes.count, lanes.steps))
         slots = lanes.slots[: layout.total]

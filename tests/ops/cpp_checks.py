@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 import effasr_kernels
-from effasr_kernels import BackendUnavailable, Op, PackedLayout, ctc_loss, transducer_loss
+from effasr_kernels import BackendUnavailable, PackedLayout, TorchOp, ctc_loss, transducer_loss
+from effasr_kernels.ctc_loss import OPERATION as ctc_op
 from effasr_kernels.ctc_loss import _cpp as ctc_cpp
-from effasr_kernels.ctc_loss import op as ctc_op
+from effasr_kernels.ctc_loss.definition import CtcArguments
 from effasr_kernels.testing.conformance import check_kernel
 from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
+from effasr_kernels.transducer_loss import OPERATION as transducer_op
 from effasr_kernels.transducer_loss import _cpp, _cpp_nodes, set_workspace
-from effasr_kernels.transducer_loss import op as transducer_op
+from effasr_kernels.transducer_loss.definition import TransducerArguments
 from tests.gpu.live_memory import Live
 from tests.ops.cpp_calls import (
     WIDTH,
@@ -251,9 +253,8 @@ def test_memory_does_not_grow_with_the_batch() -> None:
             given = sum(x.nbytes for x in leaves)
             with Live(*(x for x in arguments.values() if isinstance(x, Tensor))) as live:
                 # Past the dispatcher, which would hide what is made.
-                loss = transducer_op(
-                    **arguments, activation="relu", fastemit=0.0, overwritten=(), backend="cpp"
-                )
+                given_arguments = TransducerArguments(**arguments, activation="relu", fastemit=0.0)
+                loss = transducer_op.eager(given_arguments, "cpp")
                 torch.autograd.grad(loss.sum(), leaves)
             assert 4 * sequences * frames * (labels + 1) * classes > size
             # A chunk is a sequence here, and makes its logits and joint a few times over.
@@ -265,9 +266,12 @@ def test_memory_does_not_grow_with_the_batch() -> None:
     assert abs(peaks[1] - peaks[0]) < 2**10, peaks
 
 
-def _serving(op: Op, arguments: Arguments) -> str:
-    defaults = {"activation": "relu", "fastemit": 0.0} if op is transducer_op else {}
-    return op.select(**(defaults | arguments)).__module__.rsplit(".", 1)[1]
+def _serving(op: TorchOp, given: Arguments) -> str:
+    if op is transducer_op:
+        arguments = TransducerArguments(**({"activation": "relu", "fastemit": 0.0} | given))
+    else:
+        arguments = CtcArguments(**given)
+    return op.select(arguments).__name__.rsplit(".", 1)[1]
 
 
 @BOTH

@@ -23,11 +23,13 @@ from effasr_kernels import (
     Rotary,
     attention,
 )
-from effasr_kernels.attention import _varlen, order, packages
-from effasr_kernels.attention.torch_op import op
+from effasr_kernels.attention import order
+from effasr_kernels.attention.backends import packages, varlen
+from effasr_kernels.attention.definition import OPERATION as op
 from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
 from effasr_kernels.testing.tolerance import poison
 from tests.ops.attention_doubles import Library, torchs, version_2, version_3, version_4
+from tests.support.attention_arguments import attention_arguments
 
 HEADS, WIDTH = 2, 8
 PACKAGES = {
@@ -46,9 +48,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     library = Library()
     packages.find.cache_clear()
     monkeypatch.setattr(packages, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(_varlen, "_built_in", lambda: True)
-    varlen, backward = torchs(library)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    monkeypatch.setattr(varlen, "_built_in", lambda: True)
+    forward, backward = torchs(library)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
     makers = [version_2, version_3, version_4]
     for name, make in zip(PACKAGES.values(), makers, strict=True):
@@ -68,7 +70,9 @@ def _inputs(
 ) -> tuple[list[Tensor], PackedLayout, PackedLayout]:
     """Half precision, with a tail of NaN; the upper bound of the lengths is not reached."""
     layouts = [
-        PackedLayout.from_lengths(x, rows=sum(x) + tail, num_sequences=len(x) + 2, longest=9)
+        PackedLayout.from_lengths(
+            x, rows=sum(x) + tail, num_sequences=len(x) + 2, static_max_seqlen=9
+        )
         for x in (lengths_q, lengths_k)
     ]
     shapes = [(layout.rows, HEADS, WIDTH) for layout in (layouts[0], layouts[1], layouts[1])]
@@ -163,13 +167,13 @@ def test_strided_inputs_and_the_dispatcher(backend: Backend) -> None:
         assert torch.equal(x, y)
 
 
-def _why_not(backend: Backend, **changed: Any) -> str:
+def _unsupported_reason(backend: Backend, **changed: Any) -> str:
     q = changed.pop("q", torch.zeros(4, HEADS, WIDTH, dtype=torch.float16))
     layout = PackedLayout.from_lengths([1, 3])
-    given = {"layout_k": layout, "causal": False, "scale": 1.0, "position": None}
-    given |= {"dropout": 0.0, "seed": None} | changed
+    layout_k = changed.pop("layout_k", layout)
+    arguments = attention_arguments(q, q, q, layout, layout_k, **changed)
     with pytest.raises(BackendUnavailable) as caught:
-        op.select(q, q, q, layout, backend=backend, **given)
+        op.select(arguments, backend)
     return str(caught.value)
 
 
@@ -190,7 +194,7 @@ def _why_not(backend: Backend, **changed: Any) -> str:
     ],
 )
 def test_says_what_it_cannot_do(backend: Backend, changed: dict[str, Any], reason: str) -> None:
-    assert reason in _why_not(backend, **changed)
+    assert reason in _unsupported_reason(backend, **changed)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +215,7 @@ def test_needs_the_right_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(packages, "capability", lambda device: found)
-    assert reason in _why_not(backend)
+    assert reason in _unsupported_reason(backend)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +226,7 @@ def test_a_gpu_may_not_serve_every_width(
     backend: Backend, found: tuple[int, int], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packages, "capability", lambda device: found)
-    reason = _why_not(backend, q=torch.zeros(4, 1, width).half())
+    reason = _unsupported_reason(backend, q=torch.zeros(4, 1, width).half())
     assert f"on this GPU, not {width}" in reason
 
 
@@ -251,7 +255,7 @@ def test_what_is_not_installed(
     (tmp_path / "flash_attn" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert f"(pip install {package})" in _why_not(backend)
+    assert f"(pip install {package})" in _unsupported_reason(backend)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
 
 
@@ -269,7 +273,7 @@ def test_what_is_installed_and_broken(
     monkeypatch.delitem(sys.modules, "flash_attn_interface")
     (tmp_path / "flash_attn_interface.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    assert reason in _why_not(Backend.FLASH_ATTN_3)
+    assert reason in _unsupported_reason(Backend.FLASH_ATTN_3)
 
 
 def test_a_signature_that_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,23 +283,25 @@ def test_a_signature_that_changed_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     ): ...
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    assert "varlen_attn of this version has no `scale`, `window_size`" in _why_not(Backend.VARLEN)
+    assert "varlen_attn of this version has no `scale`, `window_size`" in _unsupported_reason(
+        Backend.VARLEN
+    )
 
     def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k): ...
 
     _install(monkeypatch, "flash_attn", flash_attn_varlen_func=flash_attn_varlen_func)
-    reason = _why_not(Backend.FLASH_ATTN_2)
+    reason = _unsupported_reason(Backend.FLASH_ATTN_2)
     assert "of this version has no `softmax_scale`, `causal`, `deterministic`" in reason
 
 
 def test_torch_may_run_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.current_flash_attention_impl", lambda: "FA3")
-    assert "activate_flash_attention_impl has put another" in _why_not(Backend.VARLEN)
+    assert "activate_flash_attention_impl has put another" in _unsupported_reason(Backend.VARLEN)
     monkeypatch.undo()
     packages.find.cache_clear()
     monkeypatch.setattr(packages, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(_varlen, "_built_in", lambda: False)
-    assert "torch was built without FlashAttention" in _why_not(Backend.VARLEN)
+    monkeypatch.setattr(varlen, "_built_in", lambda: False)
+    assert "torch was built without FlashAttention" in _unsupported_reason(Backend.VARLEN)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -305,13 +311,13 @@ def test_torch_takes_the_calls(causal: bool, monkeypatch: pytest.MonkeyPatch) ->
     rows = torch.empty(12, 3, HEADS, 64, device="meta", dtype=torch.bfloat16)
     q, k, v = rows.unbind(1)
     offsets = torch.empty(5, dtype=torch.int32, device="meta")
-    layout = PackedLayout(offsets, range(5), 12, longest=7)
-    given = {"causal": causal, "scale": 0.1, "position": None, "dropout": 0.0, "seed": None}
-    results, saved = _varlen.forward(q, k, v, layout, layout, **given)
-    (like,) = _varlen.saved_like(q=q, k=k, v=v, layout_q=layout, layout_k=layout, **given)
+    layout = PackedLayout(offsets, range(5), 12, static_max_seqlen=7)
+    arguments = attention_arguments(q, k, v, layout, layout, causal=causal, scale=0.1)
+    results, saved = varlen.forward(arguments)
+    (like,) = varlen.saved_like(arguments)
     assert saved[0].shape == like.shape
     assert saved[0].dtype == like.dtype
-    grads = _varlen.backward(results, results, saved, q, k, v, layout, layout, **given)
+    grads = varlen.backward(arguments, results, results, saved)
     assert results[0].shape == q.shape
     assert {name: x.shape for name, x in grads.items() if x is not None} == dict.fromkeys(
         "qkv", q.shape
@@ -328,8 +334,9 @@ def test_the_measured_order_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def first(width: int, longest: int = 500, dtype: torch.dtype = torch.float16) -> Backend:
         q = SimpleNamespace(shape=(1, 1, width), dtype=dtype, device=None)
-        layout = PackedLayout.from_lengths([1], longest=longest)
-        found = order.order(q, q, q, layout, layout)  # type: ignore[arg-type]
+        layout = PackedLayout.from_lengths([1], static_max_seqlen=longest)
+        arguments = SimpleNamespace(q=q, layout_q=layout, layout_k=layout)
+        found = order.order(arguments)  # type: ignore[arg-type]
         assert sorted(found) == sorted(order.UNMEASURED)
         return found[0]
 
@@ -342,9 +349,9 @@ def test_the_measured_order_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ours_comes_first_and_the_reference_last() -> None:
-    others = [backend for backend in order.UNMEASURED if backend in op.modules]
+    others = [backend for backend in order.UNMEASURED if backend in op.backends]
     places = [others.index(backend) for backend in TRAINED]
     assert places == sorted(places)
     assert others[-1] is Backend.REFERENCE
-    if Backend.TRITON in op.modules:
+    if Backend.TRITON in op.backends:
         assert others[0] is Backend.TRITON

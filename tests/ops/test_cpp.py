@@ -17,7 +17,7 @@ def test_where_it_is_not_built_the_reference_serves_and_says_how_to_build(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "effasr_kernels._C", None)
-    lattice.why_not.cache_clear()
+    lattice.unsupported_reason.cache_clear()
     layout = PackedLayout.from_lengths([2])
     x, weight, y = torch.randn(2, 3), torch.randn(4, 3), torch.tensor([1, 2])
     given = x, weight, y, layout, layout
@@ -25,7 +25,7 @@ def test_where_it_is_not_built_the_reference_serves_and_says_how_to_build(
     how = r"cpp: effasr_kernels\._C cannot be imported: .* \(EFFASR_BUILD_CPP=1 pip install"
     with pytest.raises(BackendUnavailable, match=how):
         ctc_loss(*given, blank_id=0, backend="cpp")
-    lattice.why_not.cache_clear()
+    lattice.unsupported_reason.cache_clear()
 
 
 def test_other_devices_and_float64_are_refused() -> None:

@@ -1,7 +1,6 @@
 """The operations without a backward as compilers, fake tensors and counters of FLOPs see them."""
 
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +10,30 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr_kernels import OPERATIONS, append_to_pages, decode_attention, projected_top_k
-from effasr_kernels.runtime.forward_only import ForwardOnly
+import effasr_kernels
+from effasr_kernels import OPERATIONS
+from effasr_kernels.runtime.example import ExampleInputs
+from effasr_kernels.runtime.forward_only import ForwardOnlyOp
 
-HEADS, WIDTH, CLASSES = 2, 4, 6
-KEYS = (3, 0, 6)
+EXAMPLES = {
+    example.label: (op, example)
+    for op in OPERATIONS.values()
+    if isinstance(op, ForwardOnlyOp)
+    for example in op.examples
+}
+
+
+class _Inputs(ExampleInputs):
+    """Makes floating tensors, or hands out those that are given instead."""
+
+    def __init__(self, given: Iterable[Tensor] | None = None) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+        self._given = None if given is None else iter(given)
+
+    def floating(self, *shape: int, differentiable: bool = True) -> Tensor:
+        self.tensors.append(super().floating(*shape))
+        return self.tensors[-1] if self._given is None else next(self._given)
 
 
 @dataclass(frozen=True)
@@ -24,64 +42,36 @@ class Call:
 
     Attributes:
         call: Makes it, from floating tensors.
-        tensors: These.
+        tensors: These, by the names of the arguments.
         flops: Of its real rows.
-        written: Which of the tensors it writes to.
         operation: As the dispatcher calls it.
+        written: Which of the tensors it writes to.
     """
 
     call: Callable[..., Any]
-    tensors: list[Tensor]
+    named: dict[str, Tensor]
     flops: int
     operation: str
-    written: tuple[int, ...] = ()
+    written: tuple[str, ...]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return list(self.named.values())
 
 
-def _pages() -> list[Tensor]:
-    return [torch.randn(7, 2, HEADS, WIDTH) for _ in range(2)]
+def _case(name: str) -> Call:
+    op, example = EXAMPLES[name]
+    inputs = _Inputs()
+    given = example.arguments(inputs)
+    named = {next(key for key, value in given.items() if value is x): x for x in inputs.tensors}
+    run = getattr(effasr_kernels, op.name)
+    call = lambda *tensors: run(**example.arguments(_Inputs(tensors)))
+    in_place = op.name == "decode_attention" and "new_k" in given
+    written = op.written if op.name != "decode_attention" or in_place else ()
+    return Call(call, named, example.flops, op.name + "_in_place" * in_place, written)
 
 
-def _table() -> Tensor:
-    return torch.tensor([[5, 1, 0], [0, 0, 0], [2, 6, 3]], dtype=torch.int32)
-
-
-def _cross() -> Call:
-    call = lambda q, k, v: decode_attention(q, k, v, _table(), torch.tensor(KEYS).int())
-    tensors = [torch.randn(6, HEADS, WIDTH), *_pages()]
-    return Call(call, tensors, 4 * HEADS * WIDTH * 2 * sum(KEYS), "decode_attention")
-
-
-def _self() -> Call:
-    call = lambda q, k, v, new_k, new_v: decode_attention(
-        q, k, v, _table(), torch.tensor(KEYS).int(), new_k=new_k, new_v=new_v, splits=2
-    )
-    q, new_k, new_v = torch.randn(3, 3, HEADS, WIDTH)
-    flops = 4 * HEADS * WIDTH * sum(KEYS)
-    return Call(
-        call, [q, *_pages(), new_k, new_v], flops, "decode_attention_in_place", written=(1, 2)
-    )
-
-
-def _append() -> Call:
-    call = lambda k, v, k_pages, v_pages: append_to_pages(
-        k, v, k_pages, v_pages, _table(), torch.tensor(KEYS).int() - 1
-    )
-    tensors = [*torch.randn(2, 3, HEADS, WIDTH), *_pages()]
-    return Call(call, tensors, 0, "append_to_pages", written=(2, 3))
-
-
-def _top_k() -> Call:
-    call = lambda h, w, b: projected_top_k(h, w, bias=b, k=2, classes=CLASSES - 1)
-    tensors = [torch.randn(4, WIDTH), torch.randn(CLASSES, WIDTH), torch.randn(CLASSES)]
-    return Call(call, tensors, 2 * 4 * (CLASSES - 1) * WIDTH, "projected_top_k")
-
-
-CALLS = {"cross": _cross, "self": _self, "append": _append, "top_k": _top_k}
-each_call = pytest.mark.parametrize("name", CALLS)
-
-
-def _registered(name: str) -> Any:
-    return importlib.import_module(f"effasr_kernels.{name}.torch_op").call
+each_call = pytest.mark.parametrize("name", EXAMPLES)
 
 
 def _results(outcome: Any) -> list[Tensor]:
@@ -94,14 +84,9 @@ def _run(call: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
     return [*_results(call(*copies)), *copies]
 
 
-def test_every_operation_is_here() -> None:
-    forward_only = {n for n in OPERATIONS if isinstance(_registered(n), ForwardOnly)}
-    assert {make().operation.removesuffix("_in_place") for make in CALLS.values()} == forward_only
-
-
 @each_call
 def test_counts_the_work_of_real_rows_alone(name: str) -> None:
-    case = CALLS[name]()
+    case = _case(name)
     expected = _run(case.call, case.tensors)
     with FlopCounterMode(display=False) as counter:
         found = _run(case.call, case.tensors)
@@ -112,7 +97,7 @@ def test_counts_the_work_of_real_rows_alone(name: str) -> None:
 
 @each_call
 def test_fake_results_are_like_real_ones(name: str) -> None:
-    case = CALLS[name]()
+    case = _case(name)
     real = _results(case.call(*case.tensors))
     counter = FlopCounterMode(display=False)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, counter:
@@ -125,13 +110,13 @@ def test_fake_results_are_like_real_ones(name: str) -> None:
 
 @each_call
 def test_passes_the_checks_of_torch_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CALLS[name]()
+    case = _case(name)
     seen: list[list[Any]] = []
 
-    def note(self: ForwardOnly, *args: Any, **kwargs: Any) -> Any:
-        seen.append(self.flatten(*args, **kwargs))
+    def note(self: ForwardOnlyOp, arguments: Any, backend: Any = None) -> Any:
+        seen.append(self.flatten(arguments, backend))
 
-    monkeypatch.setattr(ForwardOnly, "__call__", note)
+    monkeypatch.setattr(ForwardOnlyOp, "__call__", note)
     case.call(*case.tensors)
     torch.library.opcheck(getattr(torch.ops.effasr, case.operation).default, seen[0])
 
@@ -139,18 +124,18 @@ def test_passes_the_checks_of_torch_library(name: str, monkeypatch: pytest.Monke
 @each_call
 def test_the_compiler_traces_it_and_what_it_writes(name: str) -> None:
     torch._dynamo.reset()
-    case = CALLS[name]()
+    case = _case(name)
     compiled = torch.compile(case.call, fullgraph=True, backend="aot_eager")
     expected = _run(case.call, case.tensors)
     assert all(map(torch.equal, _run(compiled, case.tensors), expected))
     after = expected[-len(case.tensors) :]
     changed = [not torch.equal(x, y) for x, y in zip(case.tensors, after, strict=True)]
-    assert changed == [i in case.written for i in range(len(changed))]
+    assert changed == [name in case.written for name in case.named]
 
 
 @each_call
 def test_refuses_gradients(name: str) -> None:
-    case = CALLS[name]()
+    case = _case(name)
     leaves = [x.clone().requires_grad_(i == 0) for i, x in enumerate(case.tensors)]
     with pytest.raises(RuntimeError, match="requires a gradient, which this operation does not"):
         case.call(*leaves)
@@ -169,7 +154,7 @@ def autocast() -> Iterator[None]:
 
 @pytest.mark.usefixtures("autocast")
 def test_under_autocast_a_query_takes_the_dtype_of_its_pages() -> None:
-    case = _self()
+    case = _case("decode_attention, self")
     q, k, v, new_k, new_v = case.tensors
     expected = case.call(q.bfloat16().float(), k, v, new_k, new_v)
     assert torch.equal(case.call(q.bfloat16(), k, v, new_k, new_v), expected)
@@ -177,7 +162,7 @@ def test_under_autocast_a_query_takes_the_dtype_of_its_pages() -> None:
 
 @pytest.mark.usefixtures("autocast")
 def test_under_autocast_a_projection_is_narrow_and_its_sums_are_not() -> None:
-    case = _top_k()
+    case = _case("projected_top_k")
     found = case.call(*case.tensors)
     with torch.autocast("cpu", enabled=False):
         expected = case.call(*(x.bfloat16() for x in case.tensors))

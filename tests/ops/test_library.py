@@ -1,8 +1,11 @@
-"""The operations as torch.compile, FakeTensorMode and FlopCounterMode see them."""
+"""The operations as torch.compile, FakeTensorMode and FlopCounterMode see them.
 
-import importlib
-import inspect
-from collections.abc import Callable
+The calls are the examples of each operation's definition.
+"""
+
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,164 +14,72 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr_kernels import (
-    OPERATIONS,
-    PackedLayout,
-    RelativeBias,
-    Rotary,
-    attention,
-    ctc_loss,
-    depthwise_conv,
-    guided_attention,
-    linear_cross_entropy,
-    strided_depthwise,
-    subsampling_stem,
-    transducer_loss,
-)
-from effasr_kernels.runtime.torch_op import Registered
+import effasr_kernels
+from effasr_kernels import OPERATIONS, PackedLayout, RelativeBias, attention, depthwise_conv
+from effasr_kernels.runtime import launch as launching
+from effasr_kernels.runtime.dispatch import load
+from effasr_kernels.runtime.example import Example, ExampleInputs
+from effasr_kernels.runtime.torch_op import DifferentiableOp, TorchOp
 
-HEADS, WIDTH, CLASSES = 2, 4, 6
-FRAMES, TOKENS = (5, 0, 3), (2, 0, 1)
-PAIRS = 5 * 2 + 3 * 1
-
-
-def _registered(name: str) -> Registered:
-    return importlib.import_module(f"effasr_kernels.{name}.torch_op").call
-
-
-def _layouts() -> tuple[PackedLayout, PackedLayout]:
-    return PackedLayout.from_lengths(FRAMES, rows=10), PackedLayout.from_lengths(TOKENS, rows=4)
-
-
-def _targets(second: int) -> Tensor:
-    return torch.tensor([1, second, 3, -100])
-
-
-def _leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
-
-
-Call = tuple[Callable[..., Any], list[Tensor]]
-
-
-def _attention(position: str, *, causal: bool = False) -> Call:
-    leaves = [_leaf(10, HEADS, WIDTH) for _ in range(3)]
-    if position == "relative":
-        leaves += [_leaf(HEADS, WIDTH), _leaf(HEADS, WIDTH), _leaf(9, HEADS, WIDTH)]
-
-    def call(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor) -> Tensor:
-        enters = RelativeBias(*biases) if biases else Rotary() if position == "rotary" else None
-        return attention(q, k, v, _layouts()[0], position=enters, causal=causal)
-
-    return call, leaves
-
-
-def _guided() -> Call:
-    call = lambda q, k, v: guided_attention(q, k, v, *reversed(_layouts()), sigma=0.3)
-    return call, [_leaf(4, HEADS, WIDTH), _leaf(10, HEADS, WIDTH), _leaf(10, HEADS, WIDTH)]
-
-
-def _cross_entropy() -> Call:
-    return (
-        lambda h, w, b: linear_cross_entropy(h, w, _targets(-100), bias=b, label_smoothing=0.1),
-        [_leaf(4, WIDTH), _leaf(CLASSES, WIDTH), _leaf(CLASSES)],
-    )
-
-
-def _ctc() -> Call:
-    return (
-        lambda h, w, b: ctc_loss(h, w, _targets(2), *_layouts(), bias=b, blank_id=0),
-        [_leaf(10, WIDTH), _leaf(CLASSES, WIDTH), _leaf(CLASSES)],
-    )
-
-
-def _transducer() -> Call:
-    return (
-        lambda f, g, w, b: transducer_loss(f, g, _targets(2), *_layouts(), w, b, blank_id=0),
-        [_leaf(10, WIDTH), _leaf(7, WIDTH), _leaf(CLASSES, WIDTH), _leaf(CLASSES)],
-    )
-
-
-def _durations() -> Call:
-    call = lambda f, g, w, b: transducer_loss(
-        *(f, g, _targets(2), *_layouts(), w, b), blank_id=0, durations=(0, 1), sigma=0.05
-    )
-    rows = CLASSES + 2
-    return call, [_leaf(10, WIDTH), _leaf(7, WIDTH), _leaf(rows, WIDTH), _leaf(rows)]
-
-
-def _conv() -> Call:
-    return (
-        lambda x, w, b: depthwise_conv(x, w, _layouts()[0], bias=b),
-        [_leaf(10, WIDTH), _leaf(WIDTH, 3), _leaf(WIDTH)],
-    )
-
-
-def _stem() -> Call:
-    def call(x: Tensor, *parameters: Tensor) -> Tensor:
-        return subsampling_stem(x, *parameters, _layouts()[0], torch.tensor([40, 0, 21]))
-
-    return call, [_leaf(80, 4), _leaf(WIDTH, 9), _leaf(WIDTH), _leaf(WIDTH, 9), _leaf(WIDTH)]
-
-
-def _strided() -> Call:
-    return (
-        lambda x, w, b: strided_depthwise(x, w, b, _layouts()[0], torch.tensor([10, 0, 5])),
-        [_leaf(20, 4, WIDTH), _leaf(WIDTH, 9), _leaf(WIDTH)],
-    )
-
-
-CALLS: dict[str, tuple[Callable[[], Call], int]] = {
-    "attention": (lambda: _attention("none"), 4 * HEADS * WIDTH * (5 * 5 + 3 * 3)),
-    "attention, causal": (
-        lambda: _attention("rotary", causal=True),
-        4 * HEADS * WIDTH * (15 + 6),
-    ),
-    "attention, relative": (
-        lambda: _attention("relative"),
-        6 * HEADS * WIDTH * (5 * 5 + 3 * 3),
-    ),
-    "guided_attention": (_guided, 4 * HEADS * WIDTH * PAIRS),
-    "linear_cross_entropy": (_cross_entropy, 2 * 2 * CLASSES * WIDTH),
-    "ctc_loss": (_ctc, 2 * 8 * CLASSES * WIDTH),
-    "transducer_loss": (_transducer, 2 * (5 * 3 + 3 * 2) * CLASSES * WIDTH),
-    "transducer_loss, durations": (
-        _durations,
-        2 * (5 * 3 + 3 * 2) * (CLASSES + 2) * WIDTH,
-    ),
-    # Each of 8 frames is 4 rows of 2 columns after the first convolution, 2 of 1 after the second.
-    "subsampling_stem": (_stem, 2 * 9 * WIDTH * (4 * 8 * 2 + 2 * 8)),
-    "strided_depthwise": (_strided, 2 * 9 * WIDTH * 8 * 2),
-    "depthwise_conv": (_conv, 2 * 8 * WIDTH * 3),
+HEADS, WIDTH = 2, 4
+DIFFERENTIABLE = {
+    example.label: (op, example)
+    for op in OPERATIONS.values()
+    if isinstance(op, DifferentiableOp)
+    for example in op.examples
 }
-"""A call of each operation, and the floating-point operations of its real rows."""
 
-each_call = pytest.mark.parametrize("name", CALLS)
+
+class _Leaves(ExampleInputs):
+    """Makes leaves that require gradients, or hands out those that are given instead."""
+
+    def __init__(self, given: Iterable[Tensor] | None = None) -> None:
+        super().__init__()
+        self.leaves: list[Tensor] = []
+        self._given = None if given is None else iter(given)
+
+    def floating(self, *shape: int, differentiable: bool = True) -> Tensor:
+        if self._given is not None:
+            return next(self._given)
+        self.leaves.append(super().floating(*shape).requires_grad_())
+        return self.leaves[-1]
+
+
+def _call(name: str) -> tuple[Callable[..., Any], list[Tensor]]:
+    """An example as a function of its leaves, and these."""
+    op, example = DIFFERENTIABLE[name]
+    inputs = _Leaves()
+    example.arguments(inputs)
+    run = getattr(effasr_kernels, op.name)
+    return lambda *leaves: run(**example.arguments(_Leaves(leaves))), inputs.leaves
+
+
+each_call = pytest.mark.parametrize("name", DIFFERENTIABLE)
 
 
 def _results(outcome: Any) -> list[Tensor]:
+    """The results that an example asks for: statistics that are not wanted are not returned."""
     return [outcome] if isinstance(outcome, Tensor) else list(outcome)
 
 
-def test_every_operation_is_here() -> None:
-    """Or among those without a backward, in `test_forward_only`."""
-    differentiable = {n for n in OPERATIONS if isinstance(_registered(n), Registered)}
-    assert {name.split(",")[0] for name in CALLS} == differentiable
+def test_every_operation_has_examples_that_name_it() -> None:
+    for name, op in OPERATIONS.items():
+        assert op.examples
+        assert all(example.label.split(",")[0] == name for example in op.examples)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_schema_names_the_arguments_of_every_implementation(name: str) -> None:
-    registered = _registered(name)
-    assert registered.op is OPERATIONS[name]
-    for module in registered.op.modules.values():
-        run = importlib.import_module(module).run
-        assert list(inspect.signature(run).parameters) == list(registered.arguments)
+def test_every_backend_takes_the_arguments_object(name: str) -> None:
+    for module in map(load, OPERATIONS[name].backends.values()):
+        computes = {"run"} if not hasattr(module, "backward") else {"forward", "saved_like"}
+        assert all(hasattr(module, x) for x in computes)
+        assert not (hasattr(module, "run") and hasattr(module, "backward"))
 
 
 @each_call
 def test_counts_the_work_of_real_rows_alone(name: str) -> None:
-    make, flops = CALLS[name]
-    call, leaves = make()
+    call, leaves = _call(name)
+    flops = DIFFERENTIABLE[name][1].flops
     with FlopCounterMode(display=False) as counter:
         results = _results(call(*leaves))
         assert counter.get_total_flops() == flops
@@ -179,8 +90,8 @@ def test_counts_the_work_of_real_rows_alone(name: str) -> None:
 @each_call
 def test_counts_fake_sequences_as_equal_shares(name: str) -> None:
     """Their lengths are not known; the count must be of the order of a full batch."""
-    make, flops = CALLS[name]
-    call, leaves = make()
+    call, leaves = _call(name)
+    flops = DIFFERENTIABLE[name][1].flops
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = [mode.from_tensor(leaf) for leaf in leaves]
         with FlopCounterMode(display=False) as counter:
@@ -190,7 +101,7 @@ def test_counts_fake_sequences_as_equal_shares(name: str) -> None:
 
 @each_call
 def test_fake_results_are_like_real_ones(name: str) -> None:
-    call, leaves = CALLS[name][0]()
+    call, leaves = _call(name)
     real = _results(call(*leaves))
     gradients = torch.autograd.grad(real, leaves, [torch.ones_like(result) for result in real])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -204,17 +115,63 @@ def test_fake_results_are_like_real_ones(name: str) -> None:
 
 @each_call
 def test_passes_the_checks_of_torch_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, leaves = CALLS[name][0]()
+    call, leaves = _call(name)
     seen: list[list[Any]] = []
 
-    def note(self: Registered, *args: Any, **kwargs: Any) -> Any:
-        seen.append(self.flatten(*args, **kwargs))
-        return self.op(*args, **kwargs)
+    def note(self: TorchOp, arguments: Any, backend: Any = None) -> Any:
+        seen.append(self.flatten(arguments, backend))
+        return self.eager(arguments, backend)
 
-    monkeypatch.setattr(Registered, "__call__", note)
+    monkeypatch.setattr(TorchOp, "__call__", note)
     call(*leaves)
     operation = getattr(torch.ops.effasr, name.split(",")[0])
     torch.library.opcheck(operation.default, seen[0])
+
+
+@pytest.mark.parametrize(
+    ("op", "example"),
+    [(op, example) for op in OPERATIONS.values() for example in op.examples],
+    ids=lambda x: x.label if isinstance(x, Example) else "",
+)
+def test_a_schema_flattens_and_rebuilds_its_arguments(
+    op: TorchOp, example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(type(op), "__call__", lambda self, arguments, _: seen.append(arguments))
+    with pytest.raises(TypeError) if op.name == "depthwise_conv" else torch.no_grad():
+        getattr(effasr_kernels, op.name)(**example.arguments(ExampleInputs()))
+    (arguments,) = seen
+    flat = op.schema.flatten(arguments)
+    assert len(flat) == len(op.schema.names)
+    again = op.schema.restore(flat)
+    for x, y in zip(op.schema.tensors(arguments), op.schema.tensors(again), strict=True):
+        assert x is y
+    for x, y in zip(op.schema.others(arguments), op.schema.others(again), strict=True):
+        if isinstance(x, PackedLayout):
+            assert (x.cu_seqlens is y.cu_seqlens, x.rows) == (True, y.rows)
+            assert x.lengths == y.lengths
+        else:
+            assert x == y
+    joined = op.schema.join(op.schema.tensors(arguments), op.schema.others(arguments))
+    for name in arguments.__dataclass_fields__:
+        assert getattr(joined, name) is getattr(arguments, name)
+
+
+def test_a_call_reaches_its_launch_through_few_functions() -> None:
+    """As docs/architecture.md lists them: 7 on the stack, in 5 files."""
+    root = Path(effasr_kernels.__file__).parent
+    stacks: list[list[traceback.FrameSummary]] = []
+    with launching.diverted(lambda _: stacks.append(traceback.extract_stack())):
+        call, leaves = _call("attention, causal")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(OPERATIONS["attention"], "order", None)
+            call(*leaves)
+    (stack,) = stacks
+    own = [frame for frame in stack if root in Path(frame.filename).parents]
+    assert [frame.name for frame in own] == [
+        *("attention", "__call__", "eager", "_compute", "forward", "forward", "launch")
+    ]
+    assert len({frame.filename for frame in own}) == 5
 
 
 @torch._dynamo.config.patch(error_on_recompile=True)
@@ -228,11 +185,16 @@ def test_other_lengths_need_no_other_graph() -> None:
         y = attention(q, q, q, layout, position=position, dropout=0.1)
         return depthwise_conv(y.flatten(1), weight, layout)
 
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, requires_grad=True)
+
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for lengths in ([5, 3], [1, 2], [7, 0, 3]):
         layout = PackedLayout.from_lengths(lengths, rows=10, num_sequences=4)
-        x = _leaf(10, HEADS * WIDTH)
-        y = compiled(x, _leaf(13, HEADS, WIDTH), _leaf(HEADS * WIDTH, 3), layout)
+        # As an eager call leaves it.
+        assert layout.max_seqlen == max(lengths)
+        x = leaf(10, HEADS * WIDTH)
+        y = compiled(x, leaf(13, HEADS, WIDTH), leaf(HEADS * WIDTH, 3), layout)
         y.sum().backward()
         assert x.grad is not None
         assert bool((x.grad[: sum(lengths)] != 0).any())
@@ -241,7 +203,7 @@ def test_other_lengths_need_no_other_graph() -> None:
 def test_dropout_drops_the_same_in_a_compiled_backward() -> None:
     """The compiled backward computes the forward again; the same weights have to fall."""
     layout = PackedLayout.from_lengths([4, 3])
-    q = _leaf(7, HEADS, WIDTH)
+    q = torch.randn(7, HEADS, WIDTH, requires_grad=True)
     call = lambda q: attention(q, q, q, layout, dropout=0.5, seed=3)
     expected = torch.autograd.grad(call(q).sum(), q)
     with FlopCounterMode(display=False):
@@ -251,7 +213,7 @@ def test_dropout_drops_the_same_in_a_compiled_backward() -> None:
 
 @each_call
 def test_under_autocast_arguments_are_narrow_and_sums_are_not(name: str) -> None:
-    call, leaves = CALLS[name][0]()
+    call, leaves = _call(name)
     narrow = [leaf.bfloat16() for leaf in leaves]
     expected = _results(call(*narrow))
     with torch.autocast("cpu", torch.bfloat16):

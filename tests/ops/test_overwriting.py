@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from effasr_kernels import PackedLayout, transducer_loss
-from effasr_kernels.transducer_loss.torch_op import call as registered
+from effasr_kernels.transducer_loss.definition import OPERATION, TransducerArguments
 
 FRAMES, LABELS, WIDTH, CLASSES = (4, 0, 3, 5), (2, 1, 0, 3), 3, 9
 SPARE = 2
@@ -169,7 +169,8 @@ def test_the_schema_says_what_is_written() -> None:
     given = leaves[0], leaves[1], torch.tensor([1, 2, 3, 5, 1, 1, 0, 0]), *layouts, *leaves[2:]
     options = {"activation": "tanh", "fastemit": 0.0, "durations": None, "sigma": 0.0}
     for overwritten in ((), ("predicted",), ("encoded", "predicted")):
-        flat = registered.flatten(*given, blank_id=4, overwritten=overwritten, **options)
+        arguments = TransducerArguments(*given, blank_id=4, overwritten=overwritten, **options)
+        flat = OPERATION.flatten(arguments)
         wanted = [isinstance(x, Tensor) and x.is_floating_point() for x in flat]
         over = torch.ops.effasr.transducer_loss_backward_over
         copies = [x.clone() if isinstance(x, Tensor) else x for x in flat]

@@ -6,68 +6,34 @@ import torch
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, pack, transducer_loss
-from effasr_kernels.testing.conformance import Case, Packed, Shared, check_compiler
+from effasr_kernels.testing.conformance import Case, Shared, check_compiler
 from effasr_kernels.transducer_loss.lattice import log_likelihood, occupancies
-
-JOINT, CLASSES = 3, 5
-
-
-def _labels(length: int, blank_id: int) -> Tensor:
-    labels = torch.randint(CLASSES - 1, (length,))
-    return labels + (labels >= blank_id)
+from tests.ops.transducer_cases import CLASSES, JOINT, case_for
 
 
-def _case(
-    frames: tuple[int, ...],
-    *,
-    activation: str = "tanh",
-    blank_id: int = 2,
-    fastemit: float = 0.0,
-) -> Case:
-    """A transcript of a third of each length."""
-    labels = [_labels((n + 2) // 3, blank_id) for n in frames]
-
-    def run(packed: Packed, shared: Shared) -> Tensor:
-        encoded, targets = packed["encoded"], packed["targets"]
-        return transducer_loss(
-            encoded.values,
-            packed["predicted"].values,
-            targets.values,
-            encoded.layout,
-            targets.layout,
-            shared["weight"],
-            shared["bias"],
-            blank_id=blank_id,
-            activation=activation,  # type: ignore[arg-type]
-            fastemit=fastemit,
-        )
-
-    return Case(
-        run,
-        {
-            "encoded": [torch.randn(n, JOINT, dtype=torch.float64) for n in frames],
-            "predicted": [torch.randn(len(y) + 1, JOINT, dtype=torch.float64) for y in labels],
-            "targets": labels,
-        },
-        {
-            "weight": torch.randn(CLASSES, JOINT, dtype=torch.float64),
-            "bias": torch.randn(CLASSES, dtype=torch.float64),
-        },
-        one_more=frozenset({"predicted"}),
-        has_true_gradient=fastemit == 0,
-        rounds_inside=True,
-    )
-
-
-@pytest.mark.parametrize(("activation", "fastemit"), [("tanh", 0.0), ("relu", 0.0), ("relu", 0.1)])
+@pytest.mark.parametrize(
+    ("durations", "settings"),
+    [
+        (None, {"activation": "tanh"}),
+        (None, {"activation": "relu"}),
+        (None, {"activation": "relu", "fastemit": 0.1}),
+        ((0, 1, 2, 3, 4), {"activation": "relu", "sigma": 0.05}),
+        ((1, 3), {"fastemit": 0.1}),
+    ],
+    ids=str,
+)
 def test_keeps_the_contract(
-    check: Callable[[Case], None], lengths: tuple[int, ...], activation: str, fastemit: float
+    check: Callable[[Case], None],
+    lengths: tuple[int, ...],
+    durations: tuple[int, ...] | None,
+    settings: dict,
 ) -> None:
-    check(_case(lengths, activation=activation, fastemit=fastemit))
+    check(case_for(lengths, durations, **settings))
 
 
 def test_compiles() -> None:
-    check_compiler(_case((5, 0, 2)))
+    check_compiler(case_for((5, 0, 2)))
+    check_compiler(case_for((5, 0, 2), (0, 1, 2), sigma=0.05))
 
 
 def _sum_over_paths(
@@ -114,7 +80,7 @@ def _sum_over_paths(
 )
 def test_matches_the_sum_over_all_paths(settings: dict) -> None:
     """The value and every gradient, each loss with a weight of its own."""
-    case = _case((1, 4, 3, 5), **settings)
+    case = case_for((1, 4, 3, 5), **settings)
     # The third has no labels: one path, all blanks.
     case.packed["targets"][2] = case.packed["targets"][2][:0]  # type: ignore[index]
     case.packed["predicted"][2] = case.packed["predicted"][2][:1]  # type: ignore[index]
@@ -137,7 +103,7 @@ def test_matches_the_sum_over_all_paths(settings: dict) -> None:
 
 
 def test_fastemit_leaves_the_value() -> None:
-    case, fast = _case((4, 2)), _case((4, 2), fastemit=0.5)
+    case, fast = case_for((4, 2)), case_for((4, 2), fastemit=0.5)
     packed = {name: pack(list(pieces)) for name, pieces in case.packed.items()}
     assert torch.equal(
         torch.as_tensor(case.run(packed, case.shared)),
@@ -231,6 +197,27 @@ def test_losses_of_narrow_inputs_are_float32() -> None:
         ({"activation": "gelu"}, '`activation` must be "relu" or "tanh", but is \'gelu\''),
         ({"fastemit": -0.1}, "`fastemit` must be at least 0, but is -0.1"),
         ({"blank_id": -1}, r"`blank_id` must be in \[0, 6\), but is -1"),
+        (
+            {"durations": (0, 1), "weight": torch.zeros(6, 2)},
+            r"`weight` must have shape \(V \+ D, J\) = \(any, 3\)",
+        ),
+        (
+            {"durations": (0, 1), "bias": torch.zeros(5)},
+            r"`bias` must have shape \(V \+ D,\) = \(6,\), but is \(5,\)",
+        ),
+        (
+            {"durations": (0, 1), "targets": torch.tensor([1, 2, 4])},
+            r"`targets` must hold classes in \[0, 4\)",
+        ),
+        ({"durations": (0, 1), "blank_id": 4}, r"`blank_id` must be in \[0, 4\), but is 4"),
+        ({"durations": (0, 1, 2, 3, 4, 5)}, "`weight` must have more rows than .* durations"),
+        ({"durations": ()}, r"`durations` must increase, .*, but is \(\)"),
+        ({"durations": (0,)}, r"`durations` must increase, from 0 or more to 1 or more"),
+        ({"durations": (1, 0)}, r"`durations` must increase, .*, but is \(1, 0\)"),
+        ({"durations": (1, 1)}, r"`durations` must increase"),
+        ({"durations": (-1, 1)}, r"`durations` must increase"),
+        ({"durations": (0, 1), "sigma": -0.1}, "`sigma` must be at least 0, but is -0.1"),
+        ({"durations": None, "sigma": 0.1}, "`sigma` must be 0 without `durations`, but is 0.1"),
     ],
 )
 def test_says_what_is_wrong(arguments: dict, message: str) -> None:

@@ -8,84 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, pack, transducer_loss
-from effasr_kernels.testing.conformance import Case, Packed, Shared, check_compiler
+from effasr_kernels.testing.conformance import Case, Shared
 from effasr_kernels.transducer_loss.duration_lattice import log_likelihood, occupancies
-
-JOINT, CLASSES = 3, 5
-
-
-def _labels(length: int, blank_id: int) -> Tensor:
-    labels = torch.randint(CLASSES - 1, (length,))
-    return labels + (labels >= blank_id)
-
-
-def _case(
-    frames: tuple[int, ...],
-    durations: tuple[int, ...] = (0, 1, 2, 3, 4),
-    *,
-    activation: str = "tanh",
-    blank_id: int = 2,
-    fastemit: float = 0.0,
-    sigma: float = 0.0,
-) -> Case:
-    """A transcript of a third of each length."""
-    labels = [_labels((n + 2) // 3, blank_id) for n in frames]
-
-    def run(packed: Packed, shared: Shared) -> Tensor:
-        encoded, targets = packed["encoded"], packed["targets"]
-        return transducer_loss(
-            encoded.values,
-            packed["predicted"].values,
-            targets.values,
-            encoded.layout,
-            targets.layout,
-            shared["weight"],
-            shared["bias"],
-            blank_id=blank_id,
-            activation=activation,  # type: ignore[arg-type]
-            fastemit=fastemit,
-            durations=durations,
-            sigma=sigma,
-        )
-
-    rows = CLASSES + len(durations)
-    return Case(
-        run,
-        {
-            "encoded": [torch.randn(n, JOINT, dtype=torch.float64) for n in frames],
-            "predicted": [torch.randn(len(y) + 1, JOINT, dtype=torch.float64) for y in labels],
-            "targets": labels,
-        },
-        {
-            "weight": torch.randn(rows, JOINT, dtype=torch.float64),
-            "bias": torch.randn(rows, dtype=torch.float64),
-        },
-        one_more=frozenset({"predicted"}),
-        has_true_gradient=fastemit == 0,
-        rounds_inside=True,
-    )
-
-
-@pytest.mark.parametrize(
-    ("durations", "settings"),
-    [
-        ((0, 1, 2, 3, 4), {"activation": "relu", "sigma": 0.05}),
-        ((1, 3), {"fastemit": 0.1}),
-    ],
-    ids=str,
-)
-def test_keeps_the_contract(
-    check: Callable[[Case], None],
-    lengths: tuple[int, ...],
-    durations: tuple[int, ...],
-    settings: dict,
-) -> None:
-    check(_case(lengths, durations, **settings))
-
-
-def test_compiles() -> None:
-    check_compiler(_case((5, 0, 2), (0, 1, 2), sigma=0.05))
-
+from tests.ops.transducer_cases import CLASSES, JOINT, case_for
 
 Scores = tuple[Tensor, Tensor, Tensor]
 """Log-probabilities of blank (T, U + 1), next label (T, U) and durations (T, U + 1, D)."""
@@ -195,7 +120,7 @@ def _assert_agrees(
 )
 def test_matches_the_sum_over_all_paths(durations: tuple[int, ...], settings: dict) -> None:
     """Some durations fit no path to some lengths."""
-    case = _case((1, 4, 3, 5), durations, **settings)
+    case = case_for((1, 4, 3, 5), durations, **settings)
     # The third has no labels: blanks alone.
     case.packed["targets"][2] = case.packed["targets"][2][:0]  # type: ignore[index]
     case.packed["predicted"][2] = case.packed["predicted"][2][:1]  # type: ignore[index]
@@ -209,7 +134,7 @@ def test_matches_the_published_recursion(fastemit: float) -> None:
     """At lengths whose paths nobody could list."""
     durations = 0, 1, 2, 3, 4
     settings: dict = {"sigma": 0.05, "fastemit": fastemit}
-    case = _case((21, 40), durations, **settings)
+    case = case_for((21, 40), durations, **settings)
     expect = lambda scores: _by_nodes(scores, durations)
     _assert_agrees(case, expect, settings, torch.tensor([1.0, -0.5]).double())
 
@@ -219,7 +144,7 @@ def test_agrees_with_transformers(sigma: float) -> None:
     """Of its own gradients, in float32, those of the logits pass through the same joint."""
     peer = pytest.importorskip("transformers.loss.loss_tdt")
     durations, frames = (0, 1, 2, 3, 4), (12, 5, 30)
-    case = _case(frames, durations, blank_id=CLASSES - 1, sigma=sigma)
+    case = case_for(frames, durations, blank_id=CLASSES - 1, sigma=sigma)
     packed = {name: pack(list(pieces)) for name, pieces in case.packed.items()}
     leaves = [packed["encoded"].values, packed["predicted"].values, *case.shared.values()]
     for leaf in leaves:
@@ -298,36 +223,3 @@ def test_what_no_path_fits_costs_infinity(
 def test_without_frames_the_empty_transcript_is_certain() -> None:
     loss, _ = _one(0, 0, (0, 1))
     assert loss.tolist() == [0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"weight": torch.zeros(6, 2)}, r"`weight` must have shape \(V \+ D, J\) = \(any, 3\)"),
-        ({"bias": torch.zeros(5)}, r"`bias` must have shape \(V \+ D,\) = \(6,\), but is \(5,\)"),
-        ({"targets": torch.tensor([1, 2, 4])}, r"`targets` must hold classes in \[0, 4\)"),
-        ({"blank_id": 4}, r"`blank_id` must be in \[0, 4\), but is 4"),
-        ({"durations": (0, 1, 2, 3, 4, 5)}, "`weight` must have more rows than .* durations"),
-        ({"durations": ()}, r"`durations` must increase, .*, but is \(\)"),
-        ({"durations": (0,)}, r"`durations` must increase, from 0 or more to 1 or more"),
-        ({"durations": (1, 0)}, r"`durations` must increase, .*, but is \(1, 0\)"),
-        ({"durations": (1, 1)}, r"`durations` must increase"),
-        ({"durations": (-1, 1)}, r"`durations` must increase"),
-        ({"sigma": -0.1}, "`sigma` must be at least 0, but is -0.1"),
-        ({"durations": None, "sigma": 0.1}, "`sigma` must be 0 without `durations`, but is 0.1"),
-    ],
-)
-def test_says_what_is_wrong(arguments: dict, message: str) -> None:
-    given = {
-        "encoded": torch.zeros(4, 3),
-        "predicted": torch.zeros(5, 3),
-        "targets": torch.ones(3).long(),
-        "layout_frames": PackedLayout.from_lengths([1, 3]),
-        "layout_targets": PackedLayout.from_lengths([1, 2]),
-        "weight": torch.zeros(6, 3),
-        "bias": torch.zeros(6),
-        "blank_id": 0,
-        "durations": (0, 1),
-    }
-    with pytest.raises(ValueError, match="^transducer_loss: .*" + message):
-        transducer_loss(**(given | arguments))

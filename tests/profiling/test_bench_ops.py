@@ -321,7 +321,7 @@ def test_a_batch_fills_its_static_shape(sequences: int | None, places: int | Non
     assert frames.rows == frames.total == 24_000
     assert 0.5 * big.tokens < tokens.total <= tokens.rows == big.tokens
     assert frames.num_sequences == tokens.num_sequences == (places or len(big.lengths[0]))
-    assert frames.max_seqlen <= frames.bound == 500
+    assert frames.max_seqlen <= frames.max_seqlen_bound == 500
     # All can be aligned, or CTC would compare infinities.
     assert all(2 * u <= t or u == 1 for t, u in zip(*big.lengths, strict=True))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels.append_to_pages.torch_op import call, op
+from effasr_kernels.append_to_pages.definition import OPERATION, AppendArguments
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 from effasr_kernels.shared import paged
 
-__all__ = ["append_to_pages", "op"]
+_NAME = OPERATION.name
 
 
 def append_to_pages(
@@ -45,13 +45,14 @@ def append_to_pages(
             checked on a CPU only, as a check would wait for a GPU: there, a row without a place is
             not written.
         RuntimeError: A tensor requires a gradient, and autograd is on.
-        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
     """
-    checks.check_shape(op.name, "k", k, "(N, H, D)", None, None, None)
-    checks.check_shape(op.name, "v", v, "(N, H, D)", *k.shape)
-    paged.check_pages(op.name, k_pages, v_pages, *k.shape[1:])
-    checks.check_floating(op.name, k=k, v=v, k_pages=k_pages, v_pages=v_pages)
+    checks.check_shape(_NAME, "k", k, "(N, H, D)", None, None, None)
+    checks.check_shape(_NAME, "v", v, "(N, H, D)", *k.shape)
+    paged.check_pages(_NAME, k_pages, v_pages, *k.shape[1:])
+    checks.check_floating(_NAME, k=k, v=v, k_pages=k_pages, v_pages=v_pages)
     rows = k.shape[0]
-    paged.check_int32(op.name, "page_table", page_table, k_pages, "(N, M)", rows, None)
-    paged.check_int32(op.name, "positions", positions, k_pages, "(N,)", rows)
-    call(k, v, k_pages, v_pages, page_table, positions, backend=backend)
+    paged.check_int32(_NAME, "page_table", page_table, k_pages, "(N, M)", rows, None)
+    paged.check_int32(_NAME, "positions", positions, k_pages, "(N,)", rows)
+    arguments = AppendArguments(k, v, k_pages, v_pages, page_table, positions)
+    OPERATION(arguments, backend)

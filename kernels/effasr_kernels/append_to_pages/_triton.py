@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from effasr_kernels.append_to_pages.definition import AppendArguments
 from effasr_kernels.runtime.launch import launch, refusal
 from effasr_kernels.shared.paged import refuse_pages
 
 _BLOCK = 1024
 
 
-def why_not(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, positions: Tensor
-) -> str | None:
+def unsupported_reason(a: AppendArguments) -> str | None:
     """The reason for which these arguments cannot be served, or None."""
-    return refusal(k, v, k_pages, v_pages) or refuse_pages(k_pages, v_pages)
+    return refusal(a.k) or refuse_pages(a.k_pages, a.v_pages)
 
 
-def run(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, positions: Tensor
-) -> None:
+def run(a: AppendArguments) -> None:
     """See `effasr_kernels.append_to_pages.append_to_pages`."""
-    count, heads, width = k.shape
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    k_pages, v_pages, page_table = a.k_pages, a.v_pages, a.page_table
+    count, heads, width = a.k.shape
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (a.k, a.v))
     launch(
         append_rows,
         (count, -(-heads * width // _BLOCK)),
-        *(k, v, k_pages, v_pages, page_table, positions.contiguous()),
+        *(k, v, k_pages, v_pages, page_table, a.positions.contiguous()),
         *(page_table.shape[1], *k_pages.shape[:2], heads),
         *(*page_table.stride(), *k.stride()[:2], *v.stride()[:2]),
         *(*k_pages.stride()[:3], *v_pages.stride()[:3]),

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
+from effasr_kernels.append_to_pages.definition import AppendArguments
 from effasr_kernels.runtime.checks import wrong
 from effasr_kernels.shared.paged import check_page_numbers
 
 
-def why_not(*args: object, **kwargs: object) -> None:
-    """The reference serves every call."""
-
-
-def run(
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    positions: Tensor,
-) -> None:
+def run(a: AppendArguments) -> None:
     """See `effasr_kernels.append_to_pages.append_to_pages`."""
+    k_pages, page_table, positions = a.k_pages, a.page_table, a.positions
     rows = (positions >= 0).nonzero().squeeze(1)
     if not rows.numel():
         return
@@ -31,5 +20,5 @@ def run(
         raise wrong("append_to_pages", "positions", rule, int(places.max()))
     pages = page_table[rows, places // size].long()
     check_page_numbers("append_to_pages", pages.tolist(), k_pages.shape[0])
-    k_pages[pages, places % size] = k[rows]
-    v_pages[pages, places % size] = v[rows]
+    k_pages[pages, places % size] = a.k[rows]
+    a.v_pages[pages, places % size] = a.v[rows]

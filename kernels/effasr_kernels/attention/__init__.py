@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from effasr_kernels.attention.definition import OPERATION, AttentionArguments
 from effasr_kernels.attention.position import RelativeBias, Rotary
-from effasr_kernels.attention.torch_op import call, op
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.shared.dropout import draw_seed
+from effasr_kernels.shared.dropout import seed_for
 
-__all__ = ["RelativeBias", "Rotary", "attention", "op"]
+_NAME = OPERATION.name
 
 
 def attention(
@@ -58,53 +58,56 @@ def attention(
 
     Raises:
         ValueError: An argument is not as above.
-        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 
     References:
         Vaswani et al., 2017, https://arxiv.org/abs/1706.03762.
     """
     layout_k = layout_q if layout_k is None else layout_k
+    content_bias = position_bias = table = None
     if isinstance(position, RelativeBias):
-        q, k, v, *biases = checks.under_autocast(
-            q, k, v, position.content_bias, position.position_bias, position.table
+        content_bias, position_bias, table = (
+            position.content_bias,
+            position.position_bias,
+            position.table,
         )
-        position = RelativeBias(*biases)
-    else:
-        q, k, v = checks.under_autocast(q, k, v)
-    checks.check_attention(op.name, q, k, v, layout_q, layout_k, dropout)
-    checks.check_floating(op.name, q=q, k=k, v=v)
-    if isinstance(position, RelativeBias):
-        _check_relative(q, position, layout_q, layout_k)
-    return call(
-        q,
-        k,
-        v,
-        layout_q,
-        layout_k,
-        causal=causal,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        position=position,
-        dropout=dropout,
-        seed=draw_seed(q.device) if dropout and seed is None else seed,
-        backend=backend,
+    q, k, v, content_bias, position_bias, table = checks.under_autocast(
+        q, k, v, content_bias, position_bias, table
     )
+    checks.check_attention(_NAME, q, k, v, layout_q, layout_k, dropout)
+    arguments = AttentionArguments(
+        *(q, k, v, layout_q, layout_k, causal),
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        position if isinstance(position, Rotary) else None,
+        *(content_bias, position_bias, table),
+        dropout,
+        seed_for(dropout, seed, q.device),
+    )
+    if table is None:
+        checks.check_floating(_NAME, q=q, k=k, v=v)
+    else:
+        _check_relative(arguments)
+    return OPERATION(arguments, backend)
 
 
-def _check_relative(q: Tensor, position: RelativeBias, *layouts: PackedLayout) -> None:
-    heads, width = q.shape[1:]
+def _check_relative(a: AttentionArguments) -> None:
+    position, (_, heads, width) = a.relative, a.q.shape
+    assert position is not None
     biases = {
         "position.content_bias": position.content_bias,
         "position.position_bias": position.position_bias,
     }
     for name, bias in biases.items():
-        checks.check_shape(op.name, name, bias, "(H, D)", heads, width)
+        checks.check_shape(_NAME, name, bias, "(H, D)", heads, width)
     table = position.table
-    checks.check_shape(op.name, "position.table", table, "(2L-1, H, D)", None, heads, width)
+    checks.check_shape(_NAME, "position.table", table, "(2L-1, H, D)", None, heads, width)
     if table.shape[0] % 2 == 0:
         rule = "have an odd number of rows"
-        raise checks.wrong(op.name, "position.table", rule, tuple(table.shape))
-    checks.check_floating(op.name, q=q, **biases, **{"position.table": table})
+        raise checks.wrong(_NAME, "position.table", rule, tuple(table.shape))
+    tensors = {"q": a.q, "k": a.k, "v": a.v, **biases, "position.table": table}
+    checks.check_floating(_NAME, **tensors)
     # Where the host does not know the lengths, the kernels take zeros for rows that are missing.
-    known = [layout for layout in layouts if layout.known_on_host]
-    if known:
-        position.reach(*known)
+    if a.layout_q.known_on_host:
+        position.reach(a.layout_q)
+    if a.layout_k is not a.layout_q and a.layout_k.known_on_host:
+        position.reach(a.layout_k)

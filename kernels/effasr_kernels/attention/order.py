@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from effasr_kernels.attention.packages import capability
-from effasr_kernels.packed import PackedLayout
+from effasr_kernels.attention.backends.packages import capability
 from effasr_kernels.runtime.dispatch import Backend
 
+if TYPE_CHECKING:
+    from effasr_kernels.attention.definition import AttentionArguments
+
 UNMEASURED = (
-    Backend.CUDA,
     Backend.TRITON,
     Backend.VARLEN,
     Backend.FLASH_ATTN_2,
@@ -51,16 +52,14 @@ MEASURED: tuple[Row, ...] = ()
 """The first row that covers a call decides. Nothing has been measured yet."""
 
 
-def order(
-    q: Tensor, k: Tensor, v: Tensor, layout_q: PackedLayout, layout_k: PackedLayout, **_: object
-) -> tuple[Backend, ...]:
+def order(a: AttentionArguments) -> tuple[Backend, ...]:
     """The backends for a call of `attention`, in the order in which to try them."""
-    found = capability(q.device) if MEASURED else None
+    found = capability(a.q.device) if MEASURED else None
     if found is None:
         return UNMEASURED
-    longest = max(layout_q.bound, layout_k.bound)
+    longest = max(a.layout_q.max_seqlen_bound, a.layout_k.max_seqlen_bound)
     for row in MEASURED:
-        fits = q.shape[-1] <= row.head_width and longest <= row.longest
-        if row.capability == found and row.dtype == q.dtype and fits:
+        fits = a.q.shape[-1] <= row.head_width and longest <= row.longest
+        if row.capability == found and row.dtype == a.q.dtype and fits:
             return (*row.backends, *(b for b in UNMEASURED if b not in row.backends))
     return UNMEASURED

@@ -1,4 +1,4 @@
-"""How positions enter the scores of attention: values, no code paths."""
+"""How positions enter the scores of attention."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from effasr_kernels.runtime.checks import wrong
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    r"""Rotate queries and keys by their place in their own sequence (RoPE).
+    r"""Rotate queries and keys by their position in their own sequence (RoPE).
 
-    Of the D channels of a head the first R = ``fraction`` D turn, in pairs (c, c + R/2), by the
+    Of the D channels of a head the first R = ``fraction`` D rotate, in pairs (c, c + R/2), by the
     angle position times ``base ** (-2c / R)``: the "halves" convention, as GPT-NeoX's.
 
     Attributes:
         base: Of the wavelengths; the longest is about 2 pi ``base`` positions.
-        fraction: The share of the channels that turn, in (0, 1].
+        fraction: The share of the channels that rotate, in (0, 1].
 
     References:
         Su et al., 2021, https://arxiv.org/abs/2104.09864.
@@ -35,7 +35,7 @@ class Rotary:
             raise ValueError(f"Rotary: `fraction` must be in (0, 1], but is {self.fraction}.")
 
     def rotated(self, head_width: int) -> int:
-        """How many of ``head_width`` channels turn: even."""
+        """How many of ``head_width`` channels rotate: even."""
         return 2 * int(head_width * self.fraction / 2)
 
 
@@ -70,7 +70,7 @@ class RelativeBias:
             ValueError: The table is too short for it.
         """
         reach = (self.table.shape[0] + 1) // 2
-        longest = max(layout.bound for layout in layouts)
+        longest = max(layout.max_seqlen_bound for layout in layouts)
         if reach < longest:
             rule = f"have at least 2 * {longest} - 1 rows, for the longest sequence"
             raise wrong("attention", "position.table", rule, tuple(self.table.shape))

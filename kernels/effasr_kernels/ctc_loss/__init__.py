@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels.ctc_loss.torch_op import call, op
+from effasr_kernels.ctc_loss.definition import OPERATION, CtcArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 
-__all__ = ["ctc_loss", "op"]
+_NAME = OPERATION.name
 
 
 def ctc_loss(
@@ -50,28 +50,20 @@ def ctc_loss(
     Raises:
         ValueError: An argument is not as above. The values of ``targets`` are checked on a CPU
             only, as a check would wait for a GPU.
-        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 
     References:
         Graves et al., 2006, https://www.cs.toronto.edu/~graves/icml_2006.pdf.
     """
     hidden, weight, bias = checks.under_autocast(hidden, weight, bias)
-    checks.check_shape(op.name, "hidden", hidden, "(T, C)", None, None)
-    checks.check_rows(op.name, "hidden", hidden, "layout_frames", layout_frames)
-    checks.check_shape(op.name, "weight", weight, "(V, C)", None, hidden.shape[1])
+    checks.check_shape(_NAME, "hidden", hidden, "(T, C)", None, None)
+    checks.check_rows(_NAME, "hidden", hidden, "layout_frames", layout_frames)
+    checks.check_shape(_NAME, "weight", weight, "(V, C)", None, hidden.shape[1])
     if bias is not None:
-        checks.check_shape(op.name, "bias", bias, "(V,)", weight.shape[0])
-    checks.check_floating(op.name, hidden=hidden, weight=weight, bias=bias)
+        checks.check_shape(_NAME, "bias", bias, "(V,)", weight.shape[0])
+    checks.check_floating(_NAME, hidden=hidden, weight=weight, bias=bias)
     checks.check_transcripts(
-        op.name, targets, layout_targets, layout_frames, weight.shape[0], blank_id
+        _NAME, targets, layout_targets, layout_frames, weight.shape[0], blank_id
     )
-    return call(
-        hidden,
-        weight,
-        targets,
-        layout_frames,
-        layout_targets,
-        bias=bias,
-        blank_id=blank_id,
-        backend=backend,
-    )
+    arguments = CtcArguments(hidden, weight, targets, layout_frames, layout_targets, bias, blank_id)
+    return OPERATION(arguments, backend)

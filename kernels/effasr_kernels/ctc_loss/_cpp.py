@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from effasr_kernels.ctc_loss.definition import CtcArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.checks import check_labels
 from effasr_kernels.shared import lattice
@@ -24,38 +25,20 @@ from effasr_kernels.shared.ragged import widen
 _GROUP_BYTES = 64 * 2**20
 
 
-def why_not(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    layout_frames: PackedLayout,
-    layout_targets: PackedLayout,
-    *,
-    bias: Tensor | None,
-    blank_id: int,
-) -> str | None:
+def unsupported_reason(a: CtcArguments) -> str | None:
     """The reason for which these arguments cannot be served, or None."""
-    return refusal(hidden, weight, bias)
+    return refusal(a.hidden)
 
 
-def run(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    layout_frames: PackedLayout,
-    layout_targets: PackedLayout,
-    *,
-    bias: Tensor | None,
-    blank_id: int,
-) -> Tensor:
+def run(a: CtcArguments) -> Tensor:
     """See `effasr_kernels.ctc_loss.ctc_loss`."""
-    labels = targets[: layout_targets.total]
-    exception = f" other than the blank {blank_id}"
-    check_labels("ctc_loss", labels, weight.shape[0], exception, blank_id)
-    losses = _Losses(layout_frames, layout_targets, labels.long(), blank_id)
-    inputs = {"hidden": widen(hidden), "weight": widen(weight)}
-    if bias is not None:
-        inputs["bias"] = widen(bias)
+    labels = a.targets[: a.layout_targets.total]
+    exception = f" other than the blank {a.blank_id}"
+    check_labels("ctc_loss", labels, a.weight.shape[0], exception, a.blank_id)
+    losses = _Losses(a.layout_frames, a.layout_targets, labels.long(), a.blank_id)
+    inputs = {"hidden": widen(a.hidden), "weight": widen(a.weight)}
+    if a.bias is not None:
+        inputs["bias"] = widen(a.bias)
     return differentiable("ctc_loss", losses, inputs)
 
 
@@ -115,12 +98,9 @@ class _Losses:
         # What is no label is neither read nor written, so it stays zero.
         scores = log_probs.gather(1, classes.clamp(min=0)).masked_fill_(classes < 0, 0)
         given = scores, None, self.targets, cu_frames, cu_labels
-        most = {"max_frames": self.frames.max_seqlen}
         if not gradients:
-            return 0 - lattice.ctc_log_likelihood(*given, **most, backend="cpu-extension")
-        total, occupancies = lattice.ctc_occupancies(
-            *given, **most, in_place=True, backend="cpu-extension"
-        )
+            return 0 - lattice.ctc_log_likelihood(*given)
+        total, occupancies = lattice.ctc_occupancies(*given, in_place=True)
         losses = (0 - total).to(hidden.dtype)
         scale = torch.ones_like(losses) if scale is None else scale
         of_rows = repeat(scale.masked_fill(losses.isinf(), 0))[:, None]

@@ -5,12 +5,12 @@ of each frame's own labels; a program per sequence that sums over alignments, an
 came from. Backward: a program per sequence that follows the notes back to occupancies; then the
 projection's gradient, some frames at a time, from softmax minus occupancy.
 
-With K labels in the longest transcript (`PackedLayout.bound`), 8 T (K + 1) bytes are kept for the
-backward, which takes 4 T (K + 1) more, and a chunk of logits of a fixed size: for 24,000 frames and
-K = 200, 39 MB, 19 MB and `effasr_kernels.shared.projection`'s. The sweeps hold one row of the
-lattice in registers, as many as a power of two above K, from 64 to 2,048: the only way in which
-code depends on a length. It depends on the bound, not on the lengths, so a run of static shape
-compiles once.
+With K labels in the longest transcript (`PackedLayout.max_seqlen_bound`), 8 T (K + 1) bytes are
+kept for the backward, which takes 4 T (K + 1) more, and a chunk of logits of a fixed size: for
+24,000 frames and K = 200, 39 MB, 19 MB and `effasr_kernels.shared.projection`'s. The sweeps hold
+one row of the lattice in registers, as many as a power of two above K, from 64 to 2,048: the only
+way in which code depends on a length. It depends on the bound, not on the lengths, so a run of
+static shape compiles once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from effasr_kernels.ctc_loss._labels import (
     softmax_gradient,
 )
 from effasr_kernels.ctc_loss._lattice import sweep_backward, sweep_forward
-from effasr_kernels.ctc_loss.torch_op import call
+from effasr_kernels.ctc_loss.definition import CtcArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles
@@ -37,42 +37,23 @@ _NARROWEST, _WIDEST = 64, 2048
 _MERGED_FRAMES = 32
 
 
-def why_not(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    layout_frames: PackedLayout,
-    layout_targets: PackedLayout,
-    *,
-    bias: Tensor | None,
-    blank_id: int,
-) -> str | None:
+def unsupported_reason(a: CtcArguments) -> str | None:
     """The reason for which these arguments cannot be served, or None."""
-    if layout_targets.bound >= _WIDEST:
-        return f"serves up to {_WIDEST - 1} labels in a sequence, not {layout_targets.bound}"
-    return refusal(hidden, weight, bias)
+    longest = a.layout_targets.max_seqlen_bound
+    if longest >= _WIDEST:
+        return f"serves up to {_WIDEST - 1} labels in a sequence, not {longest}"
+    return refusal(a.hidden)
 
 
 def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    layout_frames: PackedLayout,
-    layout_targets: PackedLayout,
-    *,
-    bias: Tensor | None,
-    blank_id: int,
+    a: CtcArguments,
 ) -> tuple[tuple[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """See `effasr_kernels.ctc_loss.ctc_loss`; saves what `saved_like` lists."""
-    hidden, weight, targets, bias = _dense(hidden, weight, targets, bias)
-    total = layout_frames.cu_seqlens[-1:]
-    log_normalizer = row_statistics(hidden, weight, bias, total=total).log_normalizer
-    _, moved, scores, ended = saved_like(
-        hidden, weight, targets, layout_frames, layout_targets, bias=bias, blank_id=blank_id
-    )
-    rows, columns = scores.shape
-    offsets = layout_frames.cu_seqlens, layout_targets.cu_seqlens
-    sequences = layout_frames.num_sequences
+    hidden, weight, targets, bias = _dense(a)
+    offsets = a.layout_frames.cu_seqlens, a.layout_targets.cu_seqlens
+    log_normalizer = row_statistics(hidden, weight, bias, total=offsets[0][-1:]).log_normalizer
+    _, moved, scores, ended = saved_like(a)
+    (rows, columns), sequences = scores.shape, a.layout_frames.num_sequences
     config = _product(hidden.dtype, hidden.shape[1])
     launch(
         score_labels,
@@ -82,7 +63,7 @@ def forward(
         ),
         *(hidden, weight, bias, targets, *offsets, scores),
         *(sequences, rows, columns, *weight.shape),
-        *(hidden.stride(0), weight.stride(0), blank_id),
+        *(hidden.stride(0), weight.stride(0), a.blank_id),
         **config,
     )
     loss = hidden.new_empty(sequences, dtype=torch.float32)
@@ -95,50 +76,34 @@ def forward(
     return (loss,), (log_normalizer, moved, scores, ended)
 
 
-def saved_like(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    layout_frames: PackedLayout,
-    layout_targets: PackedLayout,
-    *,
-    bias: Tensor | None,
-    blank_id: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def saved_like(a: CtcArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Empty tensors like what `forward` saves, all float32.
 
     They are the normalizers (T,), and where alignments came from: the shares that moved on, or
     stayed, at each frame, (T, K + 1) both, and that ended in the last label, (N,).
     """
-    table = hidden.shape[0], layout_targets.bound + 1
-    shapes = hidden.shape[:1], table, table, (layout_frames.num_sequences,)
+    table = a.hidden.shape[0], a.layout_targets.max_seqlen_bound + 1
+    shapes = a.hidden.shape[:1], table, table, (a.layout_frames.num_sequences,)
     log_normalizer, moved, stayed, ended = (
-        hidden.new_empty(shape, dtype=torch.float32) for shape in shapes
+        a.hidden.new_empty(shape, dtype=torch.float32) for shape in shapes
     )
     return log_normalizer, moved, stayed, ended
 
 
 def backward(
+    a: CtcArguments,
     grads: Sequence[Tensor],
     results: Sequence[Tensor],
     saved: Sequence[Tensor],
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    layout_frames: PackedLayout,
-    layout_targets: PackedLayout,
-    *,
-    bias: Tensor | None,
-    blank_id: int,
 ) -> dict[str, Tensor | None]:
     """The gradients of ``hidden``, ``weight`` and ``bias``."""
-    hidden, weight, targets, bias = _dense(hidden, weight, targets, bias)
+    hidden, weight, targets, bias = _dense(a)
     log_normalizer = saved[0]
     occupancies, classes, scale = occupancies_of(
-        grads[0], results[0], saved[1:], targets, layout_frames, layout_targets, blank_id
+        grads[0], results[0], saved[1:], targets, a.layout_frames, a.layout_targets, a.blank_id
     )
     columns, count = occupancies.shape[1], weight.shape[0]
-    sequence_ids = layout_frames.sequence_ids()
+    sequence_ids = a.layout_frames.sequence_ids()
 
     def fill(first: int, logits: Tensor, d_logits: Tensor) -> None:
         rows, pitch = logits.shape[0], logits.stride(0)
@@ -157,8 +122,8 @@ def backward(
         launch(
             label_gradient,
             (_pieces(rows, 16), _pieces(columns, 64)),
-            *(*common, occupancies, classes, sequence_ids, layout_targets.cu_seqlens),
-            *(first, rows, columns, count, pitch, blank_id),
+            *(*common, occupancies, classes, sequence_ids, a.layout_targets.cu_seqlens),
+            *(first, rows, columns, count, pitch, a.blank_id),
             num_warps=4,
             num_stages=1,
             IN_PLACE=in_place,
@@ -169,9 +134,6 @@ def backward(
     # A sequence without gradient is left out of the products: it may hold NaN.
     gradients = project_backward(hidden, weight, bias, scale != 0, fill, padded=True)
     return dict(zip(("hidden", "weight", "bias"), gradients, strict=True))
-
-
-run = call.kernel(__name__, forward, backward)
 
 
 def occupancies_of(
@@ -240,9 +202,7 @@ def _pieces(length: int, block: int) -> int:
     return -(-length // block)
 
 
-def _dense(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The same values, those of a row side by side."""
-    hidden, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (hidden, weight))
-    return hidden, weight, targets.contiguous(), None if bias is None else bias.contiguous()
+def _dense(a: CtcArguments) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The tensors, with contiguous rows."""
+    hidden, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.hidden, a.weight))
+    return hidden, weight, a.targets.contiguous(), None if a.bias is None else a.bias.contiguous()

@@ -6,33 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effasr_kernels.packed import PackedLayout
+from effasr_kernels.ctc_loss.definition import CtcArguments
 from effasr_kernels.runtime.checks import check_labels
 from effasr_kernels.shared.ragged import split_rows, widen, zeroed
 
 
-def why_not(*args: object, **kwargs: object) -> None:
-    """The reference serves every call."""
-
-
-def run(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    layout_frames: PackedLayout,
-    layout_targets: PackedLayout,
-    *,
-    bias: Tensor | None,
-    blank_id: int,
-) -> Tensor:
+def run(a: CtcArguments) -> Tensor:
     """See `effasr_kernels.ctc_loss.ctc_loss`."""
-    labels = targets[: layout_targets.total]
-    exception = f" other than the blank {blank_id}"
-    check_labels("ctc_loss", labels, weight.shape[0], exception, blank_id)
-    weight, bias = widen(weight), None if bias is None else widen(bias)
-    frames = split_rows(widen(hidden), layout_frames)
-    labels = split_rows(targets.long(), layout_targets)
-    losses = [_loss(h, y, weight, bias, blank_id) for h, y in zip(frames, labels, strict=True)]
+    labels = a.targets[: a.layout_targets.total]
+    exception = f" other than the blank {a.blank_id}"
+    check_labels("ctc_loss", labels, a.weight.shape[0], exception, a.blank_id)
+    weight, bias = widen(a.weight), None if a.bias is None else widen(a.bias)
+    frames = split_rows(widen(a.hidden), a.layout_frames)
+    labels = split_rows(a.targets.long(), a.layout_targets)
+    losses = [_loss(h, y, weight, bias, a.blank_id) for h, y in zip(frames, labels, strict=True)]
     return torch.stack(losses) if losses else weight.new_zeros(0)
 
 

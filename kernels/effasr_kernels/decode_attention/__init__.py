@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effasr_kernels.decode_attention.torch_op import call, op
+from effasr_kernels.decode_attention.definition import OPERATION, DecodeArguments
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 from effasr_kernels.shared import paged
 
-__all__ = ["decode_attention", "op"]
+_NAME = OPERATION.name
 
 
 def decode_attention(
@@ -66,7 +66,7 @@ def decode_attention(
             checked on a CPU only, as a check would wait for a GPU: there, a needed page that does
             not exist makes its row NaN, and a longer length counts as ``M * B``.
         RuntimeError: A tensor requires a gradient, and autograd is on.
-        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 
     References:
         Kwon et al., 2023, https://arxiv.org/abs/2309.06180 (pages); Dao et al., 2023,
@@ -76,32 +76,26 @@ def decode_attention(
         # The pages were written in the dtype that autocast computes in, or in a wider one.
         q = q.to(k_pages.dtype)
         new_k, new_v = (None if x is None else x.to(k_pages.dtype) for x in (new_k, new_v))
-    checks.check_shape(op.name, "q", q, "(N, H, D)", None, None, None)
-    paged.check_pages(op.name, k_pages, v_pages, *q.shape[1:])
-    paged.check_int32(op.name, "page_table", page_table, k_pages, "(S, M)", None, None)
+    checks.check_shape(_NAME, "q", q, "(N, H, D)", None, None, None)
+    paged.check_pages(_NAME, k_pages, v_pages, *q.shape[1:])
+    paged.check_int32(_NAME, "page_table", page_table, k_pages, "(S, M)", None, None)
     sequences = page_table.shape[0]
-    paged.check_int32(op.name, "lengths", lengths, k_pages, "(S,)", sequences)
+    paged.check_int32(_NAME, "lengths", lengths, k_pages, "(S,)", sequences)
     if q.shape[0] % sequences if sequences else q.shape[0]:
         rule = f"have a multiple of S = {sequences} rows, as many as `page_table`"
-        raise checks.wrong(op.name, "q", rule, tuple(q.shape))
+        raise checks.wrong(_NAME, "q", rule, tuple(q.shape))
     if (new_k is None) != (new_v is None):
-        raise ValueError(f"{op.name}: `new_k` and `new_v` come together, or not at all.")
+        raise ValueError(f"{_NAME}: `new_k` and `new_v` come together, or not at all.")
     for name, new in (("new_k", new_k), ("new_v", new_v)):
         if new is not None:
-            checks.check_shape(op.name, name, new, "(N, H, D), N = S,", sequences, *q.shape[1:])
-            checks.check_shape(op.name, "q", q, "(N, H, D), as `new_k`,", *new.shape)
-    checks.check_floating(op.name, q=q, k_pages=k_pages, v_pages=v_pages, new_k=new_k, new_v=new_v)
+            checks.check_shape(_NAME, name, new, "(N, H, D), N = S,", sequences, *q.shape[1:])
+            checks.check_shape(_NAME, "q", q, "(N, H, D), as `new_k`,", *new.shape)
+    checks.check_floating(_NAME, q=q, k_pages=k_pages, v_pages=v_pages, new_k=new_k, new_v=new_v)
     if splits is not None and not splits >= 1:
-        raise checks.wrong(op.name, "splits", "be at least 1", splits)
-    return call(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        lengths,
-        new_k=new_k,
-        new_v=new_v,
-        scale=q.shape[2] ** -0.5 if scale is None else float(scale),
-        splits=splits,
-        backend=backend,
+        raise checks.wrong(_NAME, "splits", "be at least 1", splits)
+    arguments = DecodeArguments(
+        *(q, k_pages, v_pages, page_table, lengths, new_k, new_v),
+        q.shape[2] ** -0.5 if scale is None else float(scale),
+        splits,
     )
+    return OPERATION(arguments, backend)

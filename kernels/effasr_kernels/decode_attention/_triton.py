@@ -16,6 +16,7 @@ from torch import Tensor
 
 from effasr_kernels.decode_attention._kernels import attend_one, attend_several
 from effasr_kernels.decode_attention._parts import merge_parts
+from effasr_kernels.decode_attention.definition import DecodeArguments
 from effasr_kernels.runtime.launch import launch, multiprocessors, refusal
 from effasr_kernels.shared.paged import refuse_pages
 
@@ -60,54 +61,29 @@ def default_splits(columns: int, size: int, heads: int, processors: int) -> int:
     return max(1, min(useful, 2 * processors // max(1, heads), _MOST_SPLITS))
 
 
-def why_not(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    *,
-    new_k: Tensor | None,
-    new_v: Tensor | None,
-    scale: float,
-    splits: int | None,
-) -> str | None:
+def unsupported_reason(a: DecodeArguments) -> str | None:
     """The reason for which these arguments cannot be served, or None."""
-    if q.shape[2] > _WIDEST:
+    if a.q.shape[2] > _WIDEST:
         return f"has heads of at most {_WIDEST} channels"
-    return refusal(q, k_pages, v_pages, new_k, new_v) or refuse_pages(k_pages, v_pages)
+    return refusal(a.q) or refuse_pages(a.k_pages, a.v_pages)
 
 
-def run(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    *,
-    new_k: Tensor | None,
-    new_v: Tensor | None,
-    scale: float,
-    splits: int | None,
-) -> Tensor:
+def run(a: DecodeArguments) -> Tensor:
     """See `effasr_kernels.decode_attention.decode_attention`."""
+    q, splits = a.q, a.splits
     out = q.new_empty(q.shape)
     if not q.numel():
         return out
     count, heads, width = q.shape
     if splits is None:
-        columns, size = page_table.shape[1], k_pages.shape[1]
+        columns, size = a.page_table.shape[1], a.k_pages.shape[1]
         splits = default_splits(columns, size, heads, multiprocessors(q.device))
-    # Channels are contiguous in kernels.
-    q = q if q.stride(2) == 1 else q.contiguous()
-    new_k, new_v = (x if x is None or x.stride(2) == 1 else x.contiguous() for x in (new_k, new_v))
-    arguments = q, k_pages, v_pages, page_table, lengths.contiguous(), new_k, new_v
     if splits == 1:
-        _attend(*arguments, out, None, None, scale, splits)
+        _attend(a, out, None, None, splits)
         return out
     partial = q.new_empty(splits, count, heads, width, dtype=torch.float32)
     statistics = q.new_empty(2, splits, count, heads, dtype=torch.float32)
-    _attend(*arguments, None, partial, statistics, scale, splits)
+    _attend(a, None, partial, statistics, splits)
     launch(
         merge_parts,
         (count * heads,),
@@ -122,26 +98,25 @@ def run(
 
 
 def _attend(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    new_k: Tensor | None,
-    new_v: Tensor | None,
+    a: DecodeArguments,
     out: Tensor | None,
     partial: Tensor | None,
     statistics: Tensor | None,
-    scale: float,
     splits: int,
 ) -> None:
     """Launch the kernel that writes ``out``, or else ``partial`` and ``statistics``."""
+    # Channels are contiguous in kernels.
+    q = a.q if a.q.stride(2) == 1 else a.q.contiguous()
+    new_k, new_v = (
+        x if x is None or x.stride(2) == 1 else x.contiguous() for x in (a.new_k, a.new_v)
+    )
+    k_pages, v_pages, page_table = a.k_pages, a.v_pages, a.page_table
     (count, heads, width), (sequences, columns) = q.shape, page_table.shape
     (pages, size), group, block_d = k_pages.shape[:2], count // sequences, _padded(width)
     # In float32 there are no matrix instructions, and many channels are too much for a thread.
     shared = group > 1 and not (q.dtype == torch.float32 and block_d > 128)
     choice = config(q.dtype, block_d, shared=shared)
-    tensors = q, k_pages, v_pages, page_table, lengths
+    tensors = q, k_pages, v_pages, page_table, a.lengths.contiguous()
     written = out, partial, statistics
     sizes = splits, pages, size, columns, *page_table.stride(), count, heads
     strides = *q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3]
@@ -150,7 +125,7 @@ def _attend(
     launch(
         attend_several if shared else attend_one,
         (sequences * heads, splits, -(-group // _BLOCK_G)) if shared else (count * heads, splits),
-        *(*tensors, *new, *written, *sizes, *strides, *new_strides, scale * math.log2(math.e)),
+        *(*tensors, *new, *written, *sizes, *strides, *new_strides, a.scale * math.log2(math.e)),
         num_warps=choice.warps,
         num_stages=choice.stages,
         **({"BLOCK_G": _BLOCK_G} if shared else {"STAGES": choice.stages}),

@@ -12,38 +12,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from effasr_kernels.decode_attention.definition import DecodeArguments
 from effasr_kernels.runtime.checks import wrong
 from effasr_kernels.shared.paged import check_page_numbers
 from effasr_kernels.shared.ragged import wide_dtype, widen
 
 
-def why_not(*args: object, **kwargs: object) -> None:
-    """The reference serves every call."""
-
-
-def run(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    *,
-    new_k: Tensor | None,
-    new_v: Tensor | None,
-    scale: float,
-    splits: int | None,
-) -> Tensor:
+def run(a: DecodeArguments) -> Tensor:
     """See `effasr_kernels.decode_attention.decode_attention`."""
-    (count, heads, width), sequences = q.shape, page_table.shape[0]
+    q, k_pages, v_pages = a.q, a.k_pages, a.v_pages
+    (count, heads, width), sequences = q.shape, a.page_table.shape[0]
     if not count:
         return q.new_empty(q.shape)
-    known = lengths.tolist()
-    tables = _needed(page_table, known, k_pages)
-    if new_k is not None and new_v is not None:
-        _write(new_k, k_pages, tables, known)
-        _write(new_v, v_pages, tables, known)
+    known = a.lengths.tolist()
+    tables = _needed(a.page_table, known, k_pages)
+    if a.new_k is not None and a.new_v is not None:
+        _write(a.new_k, k_pages, tables, known)
+        _write(a.new_v, v_pages, tables, known)
     found = q.new_zeros(sequences, heads, count // sequences, width, dtype=wide_dtype(q))
-    grouped = (widen(q) * scale).view(sequences, -1, heads, width).transpose(1, 2)
+    grouped = (widen(q) * a.scale).view(sequences, -1, heads, width).transpose(1, 2)
     keys, values = _Rows(k_pages), _Rows(v_pages)
     # What costs time for small sequences is the number of calls, so all is cut up at once.
     parts = zip(tables, known, grouped.unbind(), found.unbind(), strict=True)

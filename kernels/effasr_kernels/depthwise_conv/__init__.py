@@ -6,12 +6,12 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from effasr_kernels.depthwise_conv.torch_op import call, op
+from effasr_kernels.depthwise_conv.definition import OPERATION, ConvArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 
-__all__ = ["depthwise_conv", "op"]
+_NAME = OPERATION.name
 
 
 @overload
@@ -84,33 +84,25 @@ def depthwise_conv(
 
     Raises:
         ValueError: An argument is not as above.
-        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
     """
     x, weight, bias = checks.under_autocast(x, weight, bias)
-    checks.check_shape(op.name, "x", x, "(T, 2C)" if gated else "(T, C)", None, None)
-    checks.check_rows(op.name, "x", x, "layout", layout)
+    checks.check_shape(_NAME, "x", x, "(T, 2C)" if gated else "(T, C)", None, None)
+    checks.check_rows(_NAME, "x", x, "layout", layout)
     channels = x.shape[1]
     if gated:
         if channels % 2:
-            raise checks.wrong(op.name, "x", "have an even width, as it is gated", channels)
+            raise checks.wrong(_NAME, "x", "have an even width, as it is gated", channels)
         channels //= 2
-    checks.check_shape(op.name, "weight", weight, "(C, K)", channels, None)
+    checks.check_shape(_NAME, "weight", weight, "(C, K)", channels, None)
     taps = weight.shape[1]
     if taps == 0:
-        raise checks.wrong(op.name, "weight", "have at least one tap", taps)
+        raise checks.wrong(_NAME, "weight", "have at least one tap", taps)
     if taps % 2 == 0 and not causal:
-        raise checks.wrong(op.name, "weight", "have an odd number of taps unless causal", taps)
+        raise checks.wrong(_NAME, "weight", "have an odd number of taps unless causal", taps)
     if bias is not None:
-        checks.check_shape(op.name, "bias", bias, "(C,)", channels)
-    checks.check_floating(op.name, x=x, weight=weight, bias=bias)
-    y, mean, variance = call(
-        x,
-        weight,
-        layout,
-        bias=bias,
-        causal=causal,
-        gated=gated,
-        statistics=statistics,
-        backend=backend,
-    )
+        checks.check_shape(_NAME, "bias", bias, "(C,)", channels)
+    checks.check_floating(_NAME, x=x, weight=weight, bias=bias)
+    arguments = ConvArguments(x, weight, layout, bias, causal, gated, statistics)
+    y, mean, variance = OPERATION(arguments, backend)
     return (y, mean.detach(), variance.detach()) if statistics else y

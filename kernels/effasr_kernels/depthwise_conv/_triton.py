@@ -9,15 +9,12 @@ memory would.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from effasr_kernels.depthwise_conv._backward import convolve_backward
 from effasr_kernels.depthwise_conv._forward import convolve, merge
-from effasr_kernels.depthwise_conv.torch_op import call
-from effasr_kernels.packed import PackedLayout
+from effasr_kernels.depthwise_conv.definition import ConvArguments
 from effasr_kernels.runtime.launch import launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles
 
@@ -28,74 +25,44 @@ _BLOCK, _BLOCK_BACKWARD = 128, 256
 _MERGED, _MERGED_C = 128, 32
 
 
-def why_not(
-    x: Tensor,
-    weight: Tensor,
-    layout: PackedLayout,
-    *,
-    bias: Tensor | None,
-    causal: bool,
-    gated: bool,
-    statistics: bool,
-) -> str | None:
+def unsupported_reason(a: ConvArguments) -> str | None:
     """Why these kernels cannot serve the call."""
-    if weight.shape[1] > _MOST_TAPS:
+    if a.weight.shape[1] > _MOST_TAPS:
         return f"more than {_MOST_TAPS} taps do not fit in registers"
-    return refusal(x, weight, bias)
+    return refusal(a.x)
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    layout: PackedLayout,
-    *,
-    bias: Tensor | None,
-    causal: bool,
-    gated: bool,
-    statistics: bool,
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor]]:
+def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor]]:
     """See `effasr_kernels.depthwise_conv.depthwise_conv`; saves the taps, float32 (K, C)."""
-    x = _with_unit_stride(x)
-    channels, width = weight.shape
-    (taps,) = saved_like(weight)
-    taps.copy_(weight.T)
+    x, layout = _with_unit_stride(a.x), a.layout
+    channels, width = a.weight.shape
+    (taps,) = saved_like(a)
+    taps.copy_(a.weight.T)
     tiles = count_tiles(layout.rows, layout.num_sequences, _BLOCK)
     y = x.new_empty(layout.rows, channels)
     partials: tuple[Tensor | None, ...] = (None, None, None)
-    mean, variance = (_wide(x, channels if statistics else 0) for _ in range(2))
-    if statistics:
+    mean, variance = (_wide(x, channels if a.statistics else 0) for _ in range(2))
+    if a.statistics:
         partials = _wide(x, tiles), _wide(x, tiles, channels), _wide(x, tiles, channels)
     config, options = _configuration(width, channels)
     launch(
         convolve,
         (tiles, _cover(channels, config["BLOCK_C"])),
-        x,
-        taps,
-        None if bias is None else bias.contiguous(),
-        y,
-        *partials,
-        layout.cu_seqlens,
-        layout.num_sequences,
-        layout.rows,
-        x.stride(0),
-        channels,
+        *(x, taps, None if a.bias is None else a.bias.contiguous(), y, *partials),
+        *(layout.cu_seqlens, layout.num_sequences, layout.rows, x.stride(0), channels),
         **options,
         **config,
         TAPS=width,
-        LEFT=_left(width, causal),
-        GATED=gated,
-        STATISTICS=statistics,
+        LEFT=_left(width, a.causal),
+        GATED=a.gated,
+        STATISTICS=a.statistics,
         BLOCK=_BLOCK,
     )
-    if statistics:
+    if a.statistics:
         launch(
             merge,
             (_cover(channels, _MERGED_C),),
-            *partials,
-            mean,
-            variance,
-            tiles,
-            channels,
+            *(*partials, mean, variance, tiles, channels),
             num_warps=8,
             BLOCK=_MERGED,
             BLOCK_C=_MERGED_C,
@@ -103,27 +70,20 @@ def forward(
     return (y, mean, variance), (taps,)
 
 
-def saved_like(weight: Tensor, **_: Any) -> tuple[Tensor]:
+def saved_like(a: ConvArguments) -> tuple[Tensor]:
     """Empty tensors like those that `forward` saves."""
-    return (_wide(weight, weight.shape[1], weight.shape[0]),)
+    return (_wide(a.weight, a.weight.shape[1], a.weight.shape[0]),)
 
 
 def backward(
+    a: ConvArguments,
     grads: tuple[Tensor, ...],
     results: tuple[Tensor, ...],
     saved: tuple[Tensor, ...],
-    x: Tensor,
-    weight: Tensor,
-    layout: PackedLayout,
-    *,
-    bias: Tensor | None,
-    causal: bool,
-    gated: bool,
-    statistics: bool,
 ) -> dict[str, Tensor | None]:
     """Gradients; those that arrive at the statistics are not used, as the operation promises."""
-    x = _with_unit_stride(x)
-    channels, width = weight.shape
+    x, layout = _with_unit_stride(a.x), a.layout
+    channels, width = a.weight.shape
     tiles = count_tiles(layout.rows, layout.num_sequences, _BLOCK_BACKWARD)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     partials = _wide(x, tiles, width + 1, channels)
@@ -131,28 +91,20 @@ def backward(
     launch(
         convolve_backward,
         (tiles, _cover(channels, config["BLOCK_C"])),
-        grads[0],
-        x,
-        saved[0],
-        dx,
-        partials,
-        layout.cu_seqlens,
-        layout.num_sequences,
-        layout.rows,
-        x.stride(0),
-        channels,
+        *(grads[0], x, saved[0], dx, partials),
+        *(layout.cu_seqlens, layout.num_sequences, layout.rows, x.stride(0), channels),
         **options,
         **config,
         TAPS=width,
-        LEFT=_left(width, causal),
-        GATED=gated,
+        LEFT=_left(width, a.causal),
+        GATED=a.gated,
         BLOCK=_BLOCK_BACKWARD,
     )
     total = partials.sum(0)
     return {
         "x": dx,
-        "weight": total[:-1].T.to(weight.dtype, memory_format=torch.contiguous_format),
-        "bias": None if bias is None else total[-1].to(bias.dtype),
+        "weight": total[:-1].T.to(a.weight.dtype, memory_format=torch.contiguous_format),
+        "bias": None if a.bias is None else total[-1].to(a.bias.dtype),
     }
 
 
@@ -180,6 +132,3 @@ def _wide(like: Tensor, *shape: int) -> Tensor:
 
 def _with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
-
-
-run = call.kernel(__name__, forward, backward)

@@ -10,37 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from effasr_kernels.packed import PackedLayout
+from effasr_kernels.depthwise_conv.definition import ConvArguments
 from effasr_kernels.shared.ragged import widen
 
 
-def why_not(*args: object, **kwargs: object) -> None:
-    """The reference serves every call."""
-
-
-def run(
-    x: Tensor,
-    weight: Tensor,
-    layout: PackedLayout,
-    *,
-    bias: Tensor | None,
-    causal: bool,
-    gated: bool,
-    statistics: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def run(a: ConvArguments) -> tuple[Tensor, Tensor, Tensor]:
     """See `effasr_kernels.depthwise_conv.depthwise_conv`; statistics not asked for are empty."""
-    left = weight.shape[1] - 1 if causal else weight.shape[1] // 2
+    taps, layout = a.weight.shape[1], a.layout
     total = layout.total
     # The gradient of a slice is a copy.
-    u = widen(x if total == layout.rows else x[:total])
-    if gated:
+    u = widen(a.x if total == layout.rows else a.x[:total])
+    if a.gated:
         u = F.glu(u)
     lengths = [length for length in layout.lengths if length]
-    y = _Convolve.apply(u, widen(weight).T, lengths, left)
-    if bias is not None:
-        y = y + widen(bias)
-    y = y.to(x.dtype)
-    mean, variance = _statistics(widen(y)) if statistics else (u.new_empty(0), u.new_empty(0))
+    y = _Convolve.apply(u, widen(a.weight).T, lengths, taps - 1 if a.causal else taps // 2)
+    if a.bias is not None:
+        y = y + widen(a.bias)
+    y = y.to(a.x.dtype)
+    mean, variance = _statistics(widen(y)) if a.statistics else (u.new_empty(0), u.new_empty(0))
     if total < layout.rows:
         y = F.pad(y, (0, 0, 0, layout.rows - total))
     return y, mean, variance

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels.guided_attention.torch_op import call, op
+from effasr_kernels.guided_attention.definition import OPERATION, GuidedArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.shared.dropout import draw_seed
+from effasr_kernels.shared.dropout import seed_for
 
-__all__ = ["guided_attention", "op"]
+_NAME = OPERATION.name
 
 
 def guided_attention(
@@ -57,25 +57,20 @@ def guided_attention(
 
     Raises:
         ValueError: An argument is not as above.
-        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 
     References:
         Tachibana, Uenoyama and Aihara, 2017, https://arxiv.org/abs/1710.08969.
     """
     q, k, v = checks.under_autocast(q, k, v)
-    checks.check_attention(op.name, q, k, v, layout_q, layout_k, dropout)
-    checks.check_floating(op.name, q=q, k=k, v=v)
+    checks.check_attention(_NAME, q, k, v, layout_q, layout_k, dropout)
+    checks.check_floating(_NAME, q=q, k=k, v=v)
     if not sigma > 0:
-        raise checks.wrong(op.name, "sigma", "be positive", sigma)
-    return call(
-        q,
-        k,
-        v,
-        layout_q,
-        layout_k,
-        sigma=sigma,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        dropout=dropout,
-        seed=draw_seed(q.device) if dropout and seed is None else seed,
-        backend=backend,
+        raise checks.wrong(_NAME, "sigma", "be positive", sigma)
+    arguments = GuidedArguments(
+        *(q, k, v, layout_q, layout_k, sigma),
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        dropout,
+        seed_for(dropout, seed, q.device),
     )
+    return OPERATION(arguments, backend)

@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from effasr_kernels.guided_attention._backward import guided_backward_kv, guided_backward_q
 from effasr_kernels.guided_attention._forward import guided_forward
-from effasr_kernels.guided_attention.torch_op import call
-from effasr_kernels.packed import PackedLayout
+from effasr_kernels.guided_attention.definition import GuidedArguments
 from effasr_kernels.runtime.launch import capability, launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles
 from effasr_kernels.shared.dropout import seed_tensor
@@ -59,79 +58,49 @@ def configs(dtype: torch.dtype, block_d: int, major: int) -> tuple[Config, Confi
     return Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(16, 32, 8, 2)
 
 
-def why_not(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout_q: PackedLayout,
-    layout_k: PackedLayout,
-    *,
-    sigma: float,
-    scale: float,
-    dropout: float,
-    seed: int | Tensor | None,
-) -> str | None:
+def unsupported_reason(a: GuidedArguments) -> str | None:
     """The reason for which these arguments cannot be served, or None."""
-    if q.shape[-1] > _WIDEST:
-        return f"serves head widths up to {_WIDEST}, not {q.shape[-1]}"
-    return refusal(q, k, v)
+    if a.q.shape[-1] > _WIDEST:
+        return f"serves head widths up to {_WIDEST}, not {a.q.shape[-1]}"
+    return refusal(a.q)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout_q: PackedLayout,
-    layout_k: PackedLayout,
-    *,
-    sigma: float,
-    scale: float,
-    dropout: float,
-    seed: int | Tensor | None,
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
+def forward(a: GuidedArguments) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
     """See `effasr_kernels.guided_attention.guided_attention`; saves the rows' logarithmic sums."""
-    this = _Call(q, k, v, layout_q, layout_k, sigma, scale, dropout, seed)
-    rows, heads, width = q.shape
+    this = _Call(a)
+    (rows, heads, width), sequences = a.q.shape, a.layout_q.num_sequences
     cut = this.configs[0]
-    out = q.new_empty(this.q.shape)
-    penalty = q.new_empty(rows, heads, dtype=torch.float32)
-    (lse,) = saved_like(q)
+    out = a.q.new_empty(this.q.shape)
+    penalty = a.q.new_empty(rows, heads, dtype=torch.float32)
+    (lse,) = saved_like(a)
     launch(
         guided_forward,
-        (count_tiles(rows, layout_q.num_sequences, cut.block_m), heads),
+        (count_tiles(rows, sequences, cut.block_m), heads),
         *this.inputs,
         *(out, penalty, lse),
-        *(layout_q.num_sequences, rows, heads, *this.strides),
+        *(sequences, rows, heads, *this.strides),
         *this.numbers[1:],
         **this.constants(cut),
     )
     return (_narrowed(out, width), penalty), (lse,)
 
 
-def saved_like(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
+def saved_like(a: GuidedArguments) -> tuple[Tensor]:
     """An empty tensor like what `forward` saves: float32 (H, U)."""
-    return (q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32),)
+    return (a.q.new_empty(a.q.shape[1], a.q.shape[0], dtype=torch.float32),)
 
 
 def backward(
+    a: GuidedArguments,
     grads: Sequence[Tensor],
     results: Sequence[Tensor],
     saved: Sequence[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout_q: PackedLayout,
-    layout_k: PackedLayout,
-    *,
-    sigma: float,
-    scale: float,
-    dropout: float,
-    seed: int | Tensor | None,
 ) -> dict[str, Tensor | None]:
     """The gradients of ``q``, ``k`` and ``v``."""
-    this = _Call(q, k, v, layout_q, layout_k, sigma, scale, dropout, seed)
+    this = _Call(a)
     _, cut_q, cut_kv = this.configs
-    (rows_q, heads, width), rows_k, sequences = q.shape, k.shape[0], layout_q.num_sequences
+    (rows_q, heads, width), rows_k = a.q.shape, a.k.shape[0]
+    sequences = a.layout_q.num_sequences
     (out, penalty), (lse,), (grad_out, grad_penalty) = results, saved, grads
     out, grad_out = _aligned(out), _aligned(grad_out)
     found = [x.new_empty(x.shape) for x in (this.q, this.k, this.v)]
@@ -158,9 +127,6 @@ def backward(
     return {name: _narrowed(x, width) for name, x in zip("qkv", found, strict=True)}
 
 
-run = call.kernel(__name__, forward, backward)
-
-
 class _Call:
     """The arguments that all three kernels take.
 
@@ -174,28 +140,17 @@ class _Call:
         numbers: The floating arguments.
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout_q: PackedLayout,
-        layout_k: PackedLayout,
-        sigma: float,
-        scale: float,
-        dropout: float,
-        seed: int | Tensor | None,
-    ):
-        self.q, self.k, self.v = _aligned(q), _aligned(k), _aligned(v)
+    def __init__(self, a: GuidedArguments):
+        self.q, self.k, self.v = _aligned(a.q), _aligned(a.k), _aligned(a.v)
         self._width = self.q.shape[-1]
         self._block_d = max(16, 1 << (self._width - 1).bit_length())
-        self._dropped = dropout > 0
-        self.configs = configs(q.dtype, self._block_d, capability(q.device)[0])
-        drawn = seed_tensor(seed, q.device) if dropout else None
-        offsets = layout_q.cu_seqlens, layout_k.cu_seqlens
+        self._dropped = a.dropout > 0
+        self.configs = configs(a.q.dtype, self._block_d, capability(a.q.device)[0])
+        drawn = seed_tensor(a.seed, a.q.device) if a.dropout else None
+        offsets = a.layout_q.cu_seqlens, a.layout_k.cu_seqlens
         self.inputs = (self.q, self.k, self.v, *offsets, drawn)
         self.strides = tuple(x.stride(axis) // 8 for x in self.inputs[:3] for axis in (0, 1))
-        self.numbers = (scale, scale * math.log2(math.e), 0.5 / sigma**2, dropout)
+        self.numbers = (a.scale, a.scale * math.log2(math.e), 0.5 / a.sigma**2, a.dropout)
 
     def constants(self, cut: Config) -> dict[str, Any]:
         """What the compiler knows, for one of the kernels."""

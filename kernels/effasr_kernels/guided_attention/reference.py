@@ -5,41 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effasr_kernels.packed import PackedLayout
+from effasr_kernels.guided_attention.definition import GuidedArguments
 from effasr_kernels.shared.dropout import Dropout
 from effasr_kernels.shared.ragged import join_rows, split_attention, widen, zeroed
 
 
-def why_not(*args: object, **kwargs: object) -> None:
-    """The reference serves every call."""
-
-
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout_q: PackedLayout,
-    layout_k: PackedLayout,
-    *,
-    sigma: float,
-    scale: float,
-    dropout: float,
-    seed: int | Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def run(a: GuidedArguments) -> tuple[Tensor, Tensor]:
     """See `effasr_kernels.guided_attention.guided_attention`."""
-    drop = Dropout(dropout, seed, q.device)
-    q_wide = widen(q) * scale
+    drop = Dropout(a.dropout, a.seed, a.q.device)
+    q = widen(a.q) * a.scale
     outputs, penalties = [], []
-    for q_n, k_n, v_n in split_attention(q_wide, widen(k), widen(v), layout_q, layout_k):
+    for q_n, k_n, v_n in split_attention(q, widen(a.k), widen(a.v), a.layout_q, a.layout_k):
         if q_n.shape[1] == 0 or k_n.shape[1] == 0:
             outputs.append(zeroed(q_n).transpose(0, 1))
             penalties.append(zeroed(q_n[..., 0]).T)
             continue
         weights = (q_n @ k_n.mT).softmax(-1)
         outputs.append((drop(weights) @ v_n).transpose(0, 1))
-        distance = _distance(q_n.shape[1], k_n.shape[1], sigma, q_wide)
+        distance = _distance(q_n.shape[1], k_n.shape[1], a.sigma, q)
         penalties.append((weights * distance).sum(-1).T)
-    return join_rows(outputs, layout_q, q), join_rows(penalties, layout_q, q_wide[..., 0])
+    return join_rows(outputs, a.layout_q, a.q), join_rows(penalties, a.layout_q, q[..., 0])
 
 
 def _distance(tokens: int, frames: int, sigma: float, like: Tensor) -> Tensor:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels.linear_cross_entropy.torch_op import call, op
+from effasr_kernels.linear_cross_entropy.definition import OPERATION, CrossEntropyArguments
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 
-__all__ = ["linear_cross_entropy", "op"]
+_NAME = OPERATION.name
 
 
 def linear_cross_entropy(
@@ -48,31 +48,25 @@ def linear_cross_entropy(
     Raises:
         ValueError: An argument is not as above. The values of ``targets`` are checked on a CPU
             only, as a check would wait for a GPU: there, one out of range makes its loss NaN.
-        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 
     References:
         Szegedy et al., 2015, https://arxiv.org/abs/1512.00567 (smoothing); Chowdhery et al., 2022,
         https://arxiv.org/abs/2204.02311, section 5 (z-loss).
     """
     hidden, weight, bias = checks.under_autocast(hidden, weight, bias)
-    checks.check_shape(op.name, "hidden", hidden, "(U, C)", None, None)
-    checks.check_shape(op.name, "weight", weight, "(V, C)", None, hidden.shape[1])
-    checks.check_shape(op.name, "targets", targets, "(U,)", hidden.shape[0])
+    checks.check_shape(_NAME, "hidden", hidden, "(U, C)", None, None)
+    checks.check_shape(_NAME, "weight", weight, "(V, C)", None, hidden.shape[1])
+    checks.check_shape(_NAME, "targets", targets, "(U,)", hidden.shape[0])
     if bias is not None:
-        checks.check_shape(op.name, "bias", bias, "(V,)", weight.shape[0])
-    checks.check_floating(op.name, hidden=hidden, weight=weight, bias=bias)
-    checks.check_integers(op.name, "targets", targets, "hidden", hidden)
+        checks.check_shape(_NAME, "bias", bias, "(V,)", weight.shape[0])
+    checks.check_floating(_NAME, hidden=hidden, weight=weight, bias=bias)
+    checks.check_integers(_NAME, "targets", targets, "hidden", hidden)
     if not 0 <= label_smoothing <= 1:
-        raise checks.wrong(op.name, "label_smoothing", "be in [0, 1]", label_smoothing)
+        raise checks.wrong(_NAME, "label_smoothing", "be in [0, 1]", label_smoothing)
     if not z_loss >= 0:
-        raise checks.wrong(op.name, "z_loss", "be at least 0", z_loss)
-    return call(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        label_smoothing=label_smoothing,
-        ignore_index=ignore_index,
-        z_loss=z_loss,
-        backend=backend,
+        raise checks.wrong(_NAME, "z_loss", "be at least 0", z_loss)
+    arguments = CrossEntropyArguments(
+        hidden, weight, targets, bias, label_smoothing, ignore_index, z_loss
     )
+    return OPERATION(arguments, backend)

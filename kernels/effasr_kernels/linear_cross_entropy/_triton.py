@@ -7,36 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effasr_kernels.linear_cross_entropy.torch_op import call
+from effasr_kernels.linear_cross_entropy.definition import CrossEntropyArguments
 from effasr_kernels.runtime.launch import launch, refusal
 from effasr_kernels.shared import projection
 
 _BLOCK_V = 1024
 
 
-def why_not(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None,
-    label_smoothing: float,
-    ignore_index: int,
-    z_loss: float,
-) -> str | None:
+def unsupported_reason(a: CrossEntropyArguments) -> str | None:
     """Any shape is served."""
-    return refusal(hidden, weight, bias)
+    return refusal(a.hidden)
 
 
 def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None,
-    label_smoothing: float,
-    ignore_index: int,
-    z_loss: float,
+    a: CrossEntropyArguments,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The loss of each row, and the log-normalizers to save.
 
@@ -44,39 +28,29 @@ def forward(
     its row NaN, and with it the gradients of that row, of weight and of bias.
     """
     normalizer, own, mean = projection.row_statistics(
-        hidden,
-        weight,
-        bias,
-        targets,
-        ignore_index=ignore_index,
-        with_mean=label_smoothing != 0,
+        *(a.hidden, a.weight, a.bias, a.targets),
+        ignore_index=a.ignore_index,
+        with_mean=a.label_smoothing != 0,
     )
     assert own is not None
     # Where a row does not count, every term is zero.
-    expected = own if mean is None else (1 - label_smoothing) * own + label_smoothing * mean
+    expected = own if mean is None else (1 - a.label_smoothing) * own + a.label_smoothing * mean
     loss = normalizer - expected
-    if z_loss != 0:
-        loss = loss.addcmul_(normalizer, normalizer, value=z_loss)
+    if a.z_loss != 0:
+        loss = loss.addcmul_(normalizer, normalizer, value=a.z_loss)
     return (loss,), (normalizer,)
 
 
-def saved_like(hidden: Tensor, **_: object) -> tuple[Tensor, ...]:
+def saved_like(a: CrossEntropyArguments) -> tuple[Tensor, ...]:
     """An empty tensor like the log-normalizers: (U,), float32."""
-    return (hidden.new_empty(hidden.shape[0], dtype=torch.float32),)
+    return (a.hidden.new_empty(a.hidden.shape[0], dtype=torch.float32),)
 
 
 def backward(
+    a: CrossEntropyArguments,
     grads: tuple[Tensor, ...],
     results: tuple[Tensor, ...],
     saved: tuple[Tensor, ...],
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None,
-    label_smoothing: float,
-    ignore_index: int,
-    z_loss: float,
 ) -> dict[str, Tensor | None]:
     r"""The gradients of hidden, weight and bias.
 
@@ -90,29 +64,26 @@ def backward(
     element of ``hidden``, and V not under C. For float32 the last two are ``4 V C`` and ``4 n V``.
     """
     (upstream,), (normalizer,) = grads, saved
-    targets, offsets = targets.contiguous(), None if bias is None else bias.contiguous()
-    count = weight.shape[0]
-    peak, uniform = 1.0 - label_smoothing, label_smoothing / max(1, count)
+    targets, bias = a.targets.contiguous(), None if a.bias is None else a.bias.contiguous()
+    count = a.weight.shape[0]
+    peak, uniform = 1.0 - a.label_smoothing, a.label_smoothing / max(1, count)
 
     def fill(first: int, logits: Tensor, d_logits: Tensor) -> None:
         rows = slice(first, first + logits.shape[0])
         launch(
             _differentiate,
             (logits.shape[0], -(-count // _BLOCK_V)),
-            *(logits, d_logits, offsets, targets[rows], normalizer[rows], upstream[rows]),
-            *(count, logits.stride(0), ignore_index, peak, uniform, float(z_loss)),
+            *(logits, d_logits, bias, targets[rows], normalizer[rows], upstream[rows]),
+            *(count, logits.stride(0), a.ignore_index, peak, uniform, float(a.z_loss)),
             num_warps=4,
             num_stages=1,
             BLOCK_V=_BLOCK_V,
         )
 
     d_hidden, d_weight, d_bias = projection.project_backward(
-        hidden, weight, bias, targets != ignore_index, fill, padded=True
+        a.hidden, a.weight, a.bias, targets != a.ignore_index, fill, padded=True
     )
     return {"hidden": d_hidden, "weight": d_weight, "bias": d_bias}
-
-
-run = call.kernel(__name__, forward, backward)
 
 
 @triton.jit(do_not_specialize=["ignore_index", "peak", "uniform", "z_loss"])

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from effasr_kernels.linear_cross_entropy.definition import CrossEntropyArguments
 from effasr_kernels.runtime.checks import check_labels
 from effasr_kernels.shared.ragged import widen
 
@@ -14,29 +15,16 @@ _LARGEST = 2**24
 """Logits that may exist at a time: 64 MiB in float32."""
 
 
-def why_not(*args: object, **kwargs: object) -> None:
-    """The reference serves every call."""
-
-
-def run(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None,
-    label_smoothing: float,
-    ignore_index: int,
-    z_loss: float,
-) -> Tensor:
+def run(a: CrossEntropyArguments) -> Tensor:
     """See `effasr_kernels.linear_cross_entropy.linear_cross_entropy`."""
     # Rows that do not count are left out, not multiplied by zero: they may hold NaN.
-    counted = (targets != ignore_index).nonzero().squeeze(1)
-    rows = widen(hidden).index_select(0, counted)
-    labels = targets.index_select(0, counted).long()
-    check_labels("linear_cross_entropy", labels, weight.shape[0], f" or be {ignore_index}")
-    weight, bias = widen(weight), None if bias is None else widen(bias)
+    counted = (a.targets != a.ignore_index).nonzero().squeeze(1)
+    rows = widen(a.hidden).index_select(0, counted)
+    labels = a.targets.index_select(0, counted).long()
+    check_labels("linear_cross_entropy", labels, a.weight.shape[0], f" or be {a.ignore_index}")
+    weight, bias = widen(a.weight), None if a.bias is None else widen(a.bias)
     step = max(1, _LARGEST // max(1, weight.shape[0]))
-    settings = weight, bias, label_smoothing, z_loss
+    settings = weight, bias, a.label_smoothing, a.z_loss
     if rows.shape[0] <= step:
         losses = _losses(rows, labels, *settings)
     else:
@@ -45,7 +33,7 @@ def run(
         losses = torch.cat(
             [checkpoint(_losses, *pair, *settings, use_reentrant=False) for pair in pairs]
         )
-    return losses.new_zeros(hidden.shape[0]).index_copy(0, counted, losses)
+    return losses.new_zeros(a.hidden.shape[0]).index_copy(0, counted, losses)
 
 
 def _losses(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels.projected_top_k.torch_op import call, op
+from effasr_kernels.projected_top_k.definition import OPERATION, TopKArguments
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 
-__all__ = ["MOST", "op", "projected_top_k"]
+_NAME = OPERATION.name
 
 MOST = 16
 """The largest ``k``: a kernel keeps as many classes of each row in registers."""
@@ -48,19 +48,19 @@ def projected_top_k(
     Raises:
         ValueError: An argument is not as above.
         RuntimeError: A tensor requires a gradient, and autograd is on.
-        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
     """
     hidden, weight, bias = checks.under_autocast(hidden, weight, bias)
-    checks.check_shape(op.name, "hidden", hidden, "(N, C)", None, None)
-    checks.check_shape(op.name, "weight", weight, "(V, C)", None, hidden.shape[1])
+    checks.check_shape(_NAME, "hidden", hidden, "(N, C)", None, None)
+    checks.check_shape(_NAME, "weight", weight, "(V, C)", None, hidden.shape[1])
     if bias is not None:
-        checks.check_shape(op.name, "bias", bias, "(V,)", weight.shape[0])
-    checks.check_floating(op.name, hidden=hidden, weight=weight, bias=bias)
+        checks.check_shape(_NAME, "bias", bias, "(V,)", weight.shape[0])
+    checks.check_floating(_NAME, hidden=hidden, weight=weight, bias=bias)
     classes = weight.shape[0] if classes is None else classes
     if not 1 <= classes <= weight.shape[0]:
         rule = f"be in [1, V = {weight.shape[0]}]"
-        raise checks.wrong(op.name, "classes", rule, classes)
+        raise checks.wrong(_NAME, "classes", rule, classes)
     if not 1 <= k <= min(MOST, classes):
         rule = f"be in [1, {min(MOST, classes)}], at most {MOST} and the number of classes"
-        raise checks.wrong(op.name, "k", rule, k)
-    return call(hidden, weight, bias=bias, k=k, classes=classes, backend=backend)
+        raise checks.wrong(_NAME, "k", rule, k)
+    return OPERATION(TopKArguments(hidden, weight, bias, k, classes), backend)

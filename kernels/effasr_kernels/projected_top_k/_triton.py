@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from effasr_kernels.projected_top_k._kernels import merge_parts, rank_parts
+from effasr_kernels.projected_top_k.definition import TopKArguments
 from effasr_kernels.runtime.launch import launch, multiprocessors, refusal
 
 _BLOCK = 1024
@@ -59,24 +60,20 @@ def divide(rows: int, classes: int, choice: Config, processors: int) -> tuple[in
     return per_split, -(-tiles // per_split)
 
 
-def why_not(
-    hidden: Tensor, weight: Tensor, *, bias: Tensor | None, k: int, classes: int
-) -> str | None:
+def unsupported_reason(a: TopKArguments) -> str | None:
     """Any shape is served."""
-    return refusal(hidden, weight, bias)
+    return refusal(a.hidden)
 
 
-def run(
-    hidden: Tensor, weight: Tensor, *, bias: Tensor | None, k: int, classes: int
-) -> tuple[Tensor, Tensor]:
+def run(a: TopKArguments) -> tuple[Tensor, Tensor]:
     """See `effasr_kernels.projected_top_k.projected_top_k`."""
-    rows, width = hidden.shape
+    hidden, k, classes, (rows, width) = a.hidden, a.k, a.classes, a.hidden.shape
     log_probs = hidden.new_empty(rows, k, dtype=torch.float32)
     indices = hidden.new_empty(rows, k, dtype=torch.int64)
     choice = config(hidden.dtype, rows)
     per_split, splits = divide(rows, classes, choice, multiprocessors(hidden.device))
-    hidden, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (hidden, weight))
-    bias = None if bias is None else bias.contiguous()
+    hidden, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (hidden, a.weight))
+    bias = None if a.bias is None else a.bias.contiguous()
     partial = hidden.new_empty(splits, rows, k, dtype=torch.int64)
     statistics = hidden.new_empty(2, splits, rows, dtype=torch.float32)
     block_k = 1 << (k - 1).bit_length()

@@ -5,26 +5,21 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from effasr_kernels.projected_top_k.definition import TopKArguments
 from effasr_kernels.shared.ragged import widen
 
 _TILE = 16
 """Rows that are padded to. MKL takes other routines for fewer than 4, or 8 with several threads."""
 
 
-def why_not(*args: object, **kwargs: object) -> None:
-    """The reference serves every call."""
-
-
-def run(
-    hidden: Tensor, weight: Tensor, *, bias: Tensor | None, k: int, classes: int
-) -> tuple[Tensor, Tensor]:
+def run(a: TopKArguments) -> tuple[Tensor, Tensor]:
     """See `effasr_kernels.projected_top_k.projected_top_k`."""
-    count = hidden.shape[0]
-    rows = F.pad(widen(hidden), (0, 0, 0, -count % _TILE))
-    bias = None if bias is None else widen(bias[:classes])
-    logits = F.linear(rows, widen(weight[:classes]), bias)[:count]
+    count = a.hidden.shape[0]
+    rows = F.pad(widen(a.hidden), (0, 0, 0, -count % _TILE))
+    bias = None if a.bias is None else widen(a.bias[: a.classes])
+    logits = F.linear(rows, widen(a.weight[: a.classes]), bias)[:count]
     # Chosen by logits: differences among them may be lost in the logarithms.
-    indices = _best(logits, k)
+    indices = _best(logits, a.k)
     return logits.log_softmax(-1).gather(-1, indices), indices
 
 

@@ -35,10 +35,12 @@ def check_shape(op: str, name: str, tensor: Tensor, letters: str, *sizes: int | 
         ValueError: The shape is another one.
     """
     shape = tensor.shape
-    if len(shape) == len(sizes) and all(
-        size is None or size == found for size, found in zip(sizes, shape, strict=True)
-    ):
-        return
+    if len(shape) == len(sizes):
+        for i, size in enumerate(sizes):
+            if size is not None and size != shape[i]:
+                break
+        else:
+            return
     expected = ", ".join("any" if size is None else str(size) for size in sizes)
     expected += "," if len(sizes) == 1 else ""
     raise wrong(op, name, f"have shape {letters} = ({expected})", tuple(shape))
@@ -53,7 +55,7 @@ def check_rows(op: str, name: str, tensor: Tensor, layout_name: str, layout: Pac
     if tensor.shape[0] != layout.rows:
         rule = f"have {layout.rows} rows, as `{layout_name}` does"
         raise wrong(op, name, rule, tuple(tensor.shape))
-    if tensor.device != layout.device:
+    if tensor.device != layout.cu_seqlens.device:
         raise wrong(op, layout_name, f"be on {tensor.device}, as `{name}` is", layout.device)
 
 
@@ -65,6 +67,8 @@ def check_same_sequences(
     Raises:
         ValueError: They do not.
     """
+    if layout is like:
+        return
     found, wanted = layout.cu_seqlens.shape[0] - 1, like.cu_seqlens.shape[0] - 1
     if found != wanted:
         raise wrong(op, name, f"have {wanted} sequences, as `{like_name}` does", found)
@@ -182,9 +186,10 @@ def under_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     activations in bfloat16). As torch does for its own matrix products, float64 is left alone.
 
     Args:
-        tensors: The floating arguments; the first tells the kind of device. None stays None.
+        tensors: The floating arguments; the first is given, and tells the kind of device. None
+            stays None.
     """
-    kind = next(tensor for tensor in tensors if tensor is not None).device.type
+    kind = tensors[0].device.type  # type: ignore[union-attr]
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,23 +24,28 @@ _WITHOUT_GPU = (9, 0)
 _MULTIPROCESSORS = 132
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launch:
     """One launch that was recorded.
 
     Attributes:
         kernel: A function under `triton.jit`.
         grid: Programs along each axis.
-        args: The arguments that are not constants, by name, in order.
+        values: The arguments that are not constants, in order.
         constants: The compile-time arguments by name.
         options: Of the compiler, such as ``num_warps``.
     """
 
     kernel: Any
     grid: tuple[int, ...]
-    args: dict[str, Any]
+    values: tuple[Any, ...]
     constants: dict[str, Any]
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any]
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """The arguments that are not constants, by name, in order."""
+        return dict(zip(self.kernel.arg_names, self.values, strict=False))
 
 
 class _Recorder:
@@ -107,8 +112,7 @@ def launch(
     if maxnreg is not None:
         options["maxnreg"] = maxnreg
     if _Recorder.take is not None:
-        named = dict(zip(kernel.arg_names, args, strict=False))
-        _Recorder.take(Launch(kernel, tuple(grid), named, constants, options))
+        _Recorder.take(Launch(kernel, tuple(grid), args, constants, options))
         return
     if 0 in grid:
         return
@@ -143,7 +147,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """Why Triton cannot compute with these tensors, or None; for ``why_not``.
+    """Why Triton cannot compute with these tensors, or None; for ``unsupported_reason``.
 
     Args:
         tensors: The floating arguments of an operation, of one dtype and device; None is passed

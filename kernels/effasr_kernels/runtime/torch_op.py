@@ -1,231 +1,238 @@
-"""The operations as torch's dispatcher sees them: schemas, shapes, gradients and FLOP counts.
+"""Operations: their definition, the choice of an implementation, and their form in torch.library.
 
-Registered with `torch.library`, an operation is one node of a torch.compile graph, works on fake
-tensors, and counts its true work under `FlopCounterMode`. A kernel brings its own backward
-(`effasr_kernels.runtime.autograd`), and what that needs travels through the graph as further
-results. Of a reference the registered backward runs the forward again, with autograd, and
-differentiates that. A plain eager call goes past all this, straight to the implementation.
+An eager call goes straight to the implementation. Registered with `torch.library`, an operation is
+also one node of a torch.compile graph, works on fake tensors, and counts its true work under
+`FlopCounterMode`. An implementation that brings its own backward has what that needs travel through
+the graph as further results; of one that autograd records, such as a reference, the registered
+backward runs the forward again, with autograd, and differentiates that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
-from effasr_kernels.packed import OffsetsOnDemand, PackedLayout
 from effasr_kernels.runtime import inplace_grad
-from effasr_kernels.runtime.autograd import Kernel
-from effasr_kernels.runtime.dispatch import Backend, Op
+from effasr_kernels.runtime.arguments import ArgumentSchema
+from effasr_kernels.runtime.autograd import OwnBackward
+from effasr_kernels.runtime.dispatch import Backend, Dispatcher
+from effasr_kernels.runtime.example import Example
 
 NAMESPACE = "effasr"
 """Of the operations in `torch.ops`."""
 
+OPERATIONS: dict[str, TorchOp] = {}
+"""Every operation by name; a definition enters its own when it is imported."""
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How one argument travels through a schema, which knows neither layouts nor dataclasses.
+
+class TorchOp(Dispatcher):
+    """The definition of an operation; a base of those with and without a backward.
 
     Attributes:
-        schema: The type and name of each part, with ``{}`` for the name of the argument.
-        flatten: Turns the argument into as many values.
-        restore: Turns the values into the argument.
+        schema: How the arguments are flattened.
+        examples: Small calls, for tests, ``effasr doctor`` and measurements.
     """
-
-    schema: tuple[str, ...]
-    flatten: Callable[[Any], tuple[Any, ...]]
-    restore: Callable[..., Any]
-
-
-def plain(type_name: str) -> Kind:
-    """An argument of a type which schemas know, such as ``Tensor?`` or ``float``."""
-    return Kind((type_name + " {}",), lambda value: (value,), lambda value: value)
-
-
-def _flatten_layout(layout: PackedLayout) -> tuple[Tensor, int, int | None]:
-    longest = layout.longest
-    if longest is None and not layout.cu_seqlens.is_cpu:
-        # Kernels size buffers by it. On a CPU it would only have the compiler trace every length.
-        longest = layout.bound
-    return layout.cu_seqlens, layout.rows, longest
-
-
-def _restore_layout(cu_seqlens: Tensor, rows: int, longest: int | None) -> PackedLayout:
-    # Fake tensors hold no lengths, and shapes do not depend on them.
-    host = () if is_fake(cu_seqlens) else OffsetsOnDemand(cu_seqlens)
-    return PackedLayout(cu_seqlens, host, rows, longest)
-
-
-def _flatten_seed(seed: int | Tensor | None) -> tuple[Tensor | None]:
-    return (torch.tensor(seed) if isinstance(seed, int) else seed,)
-
-
-TENSOR = plain("Tensor")
-OPTIONAL_TENSOR = plain("Tensor?")
-INT = plain("int")
-FLOAT = plain("float")
-BOOL = plain("bool")
-STRING = plain("str")
-OPTIONAL_INTS = Kind(
-    ("int[]? {}",),
-    lambda values: (None if values is None else list(values),),
-    lambda values: None if values is None else tuple(values),
-)
-NAMES = Kind(
-    ("str {}",), lambda names: (",".join(names),), lambda text: tuple(text.split(",")) * bool(text)
-)
-"""A tuple of names. Not a list, as torch takes an empty one for a list of tensors."""
-LAYOUT = Kind(
-    ("Tensor {}", "SymInt {}_rows", "SymInt? {}_longest"),
-    _flatten_layout,
-    _restore_layout,
-)
-SEED = Kind(("Tensor? {}",), _flatten_seed, lambda seed: seed)
-"""An int, or an int64 tensor (); see `effasr_kernels.shared.dropout`."""
-
-
-class Registered:
-    """An operation whose calls the dispatcher sees wherever somebody is watching."""
 
     def __init__(
         self,
-        op: Op,
-        arguments: Mapping[str, Kind],
+        name: str,
+        arguments: type,
+        backends: Mapping[Backend, str],
         *,
-        outputs: Callable[..., Tensor | tuple[Tensor, ...]],
-        flops: Callable[..., int],
-        returns: str = "Tensor",
-        overwritable: Sequence[str] = (),
+        outputs: Callable[[Any], Tensor | tuple[Tensor, ...] | None],
+        flops: Callable[[Any], int],
+        examples: Sequence[Example],
+        results: int = 1,
+        order: Callable[[Any], Sequence[Backend]] | None = None,
     ):
-        """Register ``effasr::NAME`` and ``effasr::NAME_backward``.
+        """Define an operation.
 
         Args:
-            op: The operation.
-            arguments: The kind of each argument of its ``run``, in order.
-            outputs: Called like ``run``, with fake tensors, and layouts that know no lengths: makes
-                empty tensors like the results.
-            flops: Called like ``run``: the floating-point operations of the forward, counted
-                sequence by sequence. The backward is counted as twice that, as for matrix
-                products; what is merely computed again is not counted.
-            returns: ``"Tensor"``, or ``"(Tensor, Tensor)"`` and so on for several results.
-            overwritable: Tensors that the argument ``overwritten`` may name, of which kind it is
-                `NAMES`. The backward is then ``effasr::NAME_backward_over``, which writes their
-                gradients over them (`effasr_kernels.runtime.inplace_grad`), and returns the others.
+            name: Of its folder and of its public function.
+            arguments: The frozen dataclass of its arguments; see `ArgumentSchema`.
+            backends: Where each implementation is, in order of preference; see `Dispatcher`.
+            outputs: Given fake arguments, whose layouts know no lengths: empty tensors like the
+                results, if there are any.
+            flops: Given arguments: the floating-point operations of the forward, counted sequence
+                by sequence. A backward counts as twice that, as for matrix products; what is merely
+                computed again is not counted.
+            examples: Small calls.
+            results: How many tensors a call returns; 0 is None.
+            order: See `Dispatcher`.
         """
-        self.op = op
-        self.arguments = dict(arguments)
-        self.parts = [part.format(n) for n, kind in arguments.items() for part in kind.schema]
-        self.names = [part.split()[-1] for part in self.parts]
-        self._outputs = outputs
-        self._flops = flops
-        self._single = returns == "Tensor"
-        self._results = returns.count("Tensor")
+        super().__init__(name, dict(backends), order)
+        self.schema = ArgumentSchema(arguments)
+        self.examples = tuple(examples)
+        self._outputs, self._flops, self._results = outputs, flops, results
         self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
-        schema = ", ".join([*self.parts, "str backend"])
-        backward = f"{op.name}_backward"
+        OPERATIONS[name] = self
+
+    def __call__(self, arguments: Any, backend: Backend | str | None = None) -> Any:
+        """Compute, through the dispatcher if torch compiles, fakes or counts.
+
+        The public functions have cast their arguments as autocast would. What an implementation
+        computes in a wider dtype, autocast would narrow again, so it is off here.
+
+        Returns:
+            One tensor, a tuple of several, or None, as the operation has results.
+        """
+        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+            return self._through_library(arguments, backend)
+        return self.eager(arguments, backend)
+
+    def eager(self, arguments: Any, backend: Backend | str | None = None) -> Any:
+        """Compute past the dispatcher, also under a dispatch mode."""
+        implementation = self.select(arguments, backend)
+        kind = getattr(arguments, self.schema.tensor_names[0]).device.type
+        if not torch.is_autocast_enabled(kind):
+            return self._compute(implementation, arguments)
+        with torch.autocast(kind, enabled=False):
+            return self._compute(implementation, arguments)
+
+    def flatten(self, arguments: Any, backend: Backend | str | None = None) -> list[Any]:
+        """The arguments of ``torch.ops.effasr.NAME`` for a call."""
+        return [*self.schema.flatten(arguments), "" if backend is None else str(backend)]
+
+    def overwritten(self, arguments: Any) -> tuple[str, ...]:
+        """The tensors over which the backward of a call writes their gradients."""
+        return ()
+
+    def _compute(self, implementation: Any, arguments: Any) -> Any:
+        """Run an implementation, outside the dispatcher."""
+        raise NotImplementedError
+
+    def _through_library(self, arguments: Any, backend: Backend | str | None) -> Any:
+        raise NotImplementedError
+
+    def _define(
+        self,
+        name: str,
+        parts: str,
+        returns: str,
+        *,
+        run: Callable[..., Any],
+        fake: Callable[..., Any],
+        count: Callable[..., int],
+    ) -> Any:
+        """Register ``effasr::NAME``, and return it."""
+        self._library.define(f"{name}({parts}, str backend) -> {returns}")
+        self._library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=self._library)
+        operation = getattr(getattr(torch.ops, NAMESPACE), name)
+        register_flop_formula(operation, get_raw=True)(count)
+        return operation
+
+    def _written(self, names: Sequence[str]) -> str:
+        """The parts of the schema where some tensors are written to."""
+        letters = dict(zip(names, "abcdefgh", strict=False))
+        parts = zip(self.schema.parts, self.schema.names, strict=True)
+        return ", ".join(
+            part.replace("Tensor", f"Tensor({letters[own]}!)") if own in letters else part
+            for part, own in parts
+        )
+
+    def _count(self, *flat: Any, out_val: Any = None) -> int:
+        return self._flops(self.schema.restore(flat[:-1]))
+
+
+class DifferentiableOp(TorchOp):
+    """An operation with a backward: ``effasr::NAME`` and ``effasr::NAME_backward``."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: type,
+        backends: Mapping[Backend, str],
+        *,
+        overwritable: Sequence[str] = (),
+        **definition: Any,
+    ):
+        """Define and register it.
+
+        Args:
+            name: See `TorchOp`.
+            arguments: See `TorchOp`.
+            backends: See `TorchOp`.
+            overwritable: Tensors that the field ``overwritten``, a tuple of names, may name. The
+                backward is then ``effasr::NAME_backward_over``, which writes their gradients over
+                them (`effasr_kernels.runtime.inplace_grad`), and returns the others.
+            definition: The rest of `TorchOp`'s.
+        """
+        super().__init__(name, arguments, backends, **definition)
+        self._may_overwrite = bool(overwritable)
+        parts = ", ".join(self.schema.parts)
         given = "Tensor[] grads, Tensor[] outputs, bool[] wanted"
-        self._library.define(f"{op.name}({schema}) -> Tensor[]")
-        self._library.define(f"{backward}({given}, {schema}) -> Tensor[]")
-        self._register(op.name, self._run, self._fake)
-        self._register(backward, self._run_backward, self._fake_backward)
-        self._forward = getattr(getattr(torch.ops, NAMESPACE), op.name)
-        self._backward = getattr(getattr(torch.ops, NAMESPACE), backward)
+        self._forward = self._define(
+            *(name, parts, "Tensor[]"), run=self._run, fake=self._fake, count=self._count
+        )
+        self._backward = self._define(
+            *(f"{name}_backward", f"{given}, {parts}", "Tensor[]"),
+            run=self._run_backward,
+            fake=self._fake_backward,
+            count=self._count_backward,
+        )
+        if overwritable:
+            self._backward_over = self._define(
+                f"{name}_backward_over",
+                f"{given}, {self._written(overwritable)}",
+                "Tensor[]",
+                run=self._run_backward,
+                fake=self._fake_backward,
+                count=self._count_backward,
+            )
         torch.library.register_autograd(
-            f"{NAMESPACE}::{op.name}",
+            f"{NAMESPACE}::{name}",
             self._differentiate,
             setup_context=self._save,
             lib=self._library,
         )
-        register_flop_formula(self._forward, get_raw=True)(self._count)
-        register_flop_formula(self._backward, get_raw=True)(self._count_backward)
-        if overwritable:
-            self._register_over(overwritable)
 
-    def __call__(self, *args: Any, backend: Backend | str | None = None, **kwargs: Any) -> Any:
-        """Run the operation, through the dispatcher if torch compiles, fakes or counts."""
-        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-            outputs = self._forward(*self.flatten(*args, backend=backend, **kwargs))
-            return outputs[0] if self._single else tuple(outputs[: self._results])
-        return self.op(*args, backend=backend, **kwargs)
+    def overwritten(self, arguments: Any) -> tuple[str, ...]:
+        """The tensors over which the backward of a call writes their gradients."""
+        return arguments.overwritten if self._may_overwrite else ()
 
-    def kernel(self, module: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-        """The ``run`` of a kernel's module; see `effasr_kernels.runtime.autograd.Kernel`."""
-        return Kernel(self, module, forward, backward)
+    def _compute(self, implementation: Any, arguments: Any) -> Any:
+        if not hasattr(implementation, "backward"):
+            return implementation.run(arguments)
+        results: Any = None
+        if torch.is_grad_enabled():
+            tensors = self.schema.tensors(arguments)
+            if any([x is not None and x.requires_grad for x in tensors]):
+                results = OwnBackward.apply(self, implementation, arguments, *tensors)
+        if results is None:
+            results = implementation.forward(arguments)[0]
+        return results[0] if self._results == 1 else results
 
-    def flatten(self, *args: Any, backend: Backend | str | None = None, **kwargs: Any) -> list[Any]:
-        """The arguments of ``torch.ops.effasr.NAME`` for this call."""
-        given = dict(zip(self.arguments, args, strict=False)) | kwargs
-        return [*self.flat(given), "" if backend is None else str(backend)]
-
-    def flat(self, given: Mapping[str, Any]) -> list[Any]:
-        """The values of the schema's parts, in the order of `names`."""
-        return [x for name, kind in self.arguments.items() for x in kind.flatten(given[name])]
-
-    def restore(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """The arguments by name, the inverse of `flat`."""
-        values = iter(flat)
-        return {
-            name: kind.restore(*(next(values) for _ in kind.schema))
-            for name, kind in self.arguments.items()
-        }
-
-    def pack(self, results: tuple[Tensor, ...]) -> Any:
-        """What a call returns."""
-        return results[0] if self._single else results
-
-    def _register(self, name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-        self._library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=self._library)
-
-    def _register_over(self, overwritable: Sequence[str]) -> None:
-        """Define the backward that writes over some of its arguments."""
-        name = f"{self.op.name}_backward_over"
-        letters = dict(zip(overwritable, "abcdefgh", strict=False))
-        parts = [
-            f"Tensor({letters[own]}!) {own}" if own in letters else part
-            for own, part in zip(self.names, self.parts, strict=True)
-        ]
-        given = "Tensor[] grads, Tensor[] outputs, bool[] wanted"
-        self._library.define(f"{name}({given}, {', '.join(parts)}, str backend) -> Tensor[]")
-        self._register(name, self._run_backward_over, self._fake_backward_over)
-        self._backward_over = getattr(getattr(torch.ops, NAMESPACE), name)
-        register_flop_formula(self._backward_over, get_raw=True)(self._count_backward)
-
-    def _overwritten(self, flat: Sequence[Any]) -> Sequence[str]:
-        """Which arguments of a call are written over by its backward."""
-        if "overwritten" not in self.arguments:
-            return ()
-        return self.arguments["overwritten"].restore(flat[self.names.index("overwritten")])
-
-    def _select(self, arguments: dict[str, Any], backend: str) -> Callable[..., Any]:
-        return self.op.select(**arguments, backend=backend or None)
+    def _through_library(self, arguments: Any, backend: Backend | str | None) -> Any:
+        outputs = self._forward(*self.flatten(arguments, backend))
+        return outputs[0] if self._results == 1 else tuple(outputs[: self._results])
 
     def _run(self, *flat: Any) -> list[Tensor]:
-        arguments = self.restore(flat[:-1])
+        arguments, implementation = self._restore(flat)
         with torch.no_grad(), without_autocast(flat):
-            run = self._select(arguments, flat[-1])
-            if isinstance(run, Kernel):
-                results, saved = run.forward(**arguments)
+            if hasattr(implementation, "backward"):
+                results, saved = implementation.forward(arguments)
             else:
-                results, saved = run(**arguments), ()
-        results = (results,) if isinstance(results, Tensor) else results
+                results, saved = implementation.run(arguments), ()
         # Strides as `_fake` promises them; the compiler relies on it.
-        return [part.contiguous() for part in (*results, *saved)]
+        return [part.contiguous() for part in (*_as_tuple(results), *saved)]
 
     def _fake(self, *flat: Any) -> list[Tensor]:
-        arguments = self.restore(flat[:-1])
-        results = self._outputs(**arguments)
-        results = (results,) if isinstance(results, Tensor) else results
-        run = self._select(arguments, flat[-1])
-        saved = run.saved_like(**arguments) if isinstance(run, Kernel) else ()
-        return [*results, *saved]
+        arguments, implementation = self._restore(flat)
+        has_backward = hasattr(implementation, "backward")
+        saved = implementation.saved_like(arguments) if has_backward else ()
+        return [*_as_tuple(self._outputs(arguments)), *saved]
+
+    def _restore(self, flat: Sequence[Any]) -> tuple[Any, Any]:
+        """The arguments of a call through the library, and what serves it."""
+        arguments = self.schema.restore(flat[:-1])
+        return arguments, self.select(arguments, flat[-1] or None)
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
@@ -239,9 +246,9 @@ class Registered:
         ctx.save_for_backward(*given, *kept)
 
     def _differentiate(self, ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
-        overwritten = self._overwritten(ctx.rest)
-        inplace_grad.begin(ctx, self.op.name, overwritten)
-        # Asked for once: activation checkpointing computes them at that moment.
+        overwritten = self._flat_overwritten(ctx.rest)
+        inplace_grad.begin(ctx, self.name, overwritten)
+        # Read once: activation checkpointing computes them at that moment.
         saved_tensors = ctx.saved_tensors
         given, kept = saved_tensors[: ctx.given], saved_tensors[ctx.given :]
         tensors = iter(given)
@@ -249,70 +256,50 @@ class Registered:
             next(tensors) if is_tensor else value
             for is_tensor, value in zip(ctx.is_tensor, ctx.rest, strict=True)
         ]
+        backward = self._backward_over if overwritten else self._backward
         wanted = list(ctx.needs_input_grad)
-        upstream = list(grads[: self._results])
-        if not overwritten:
-            found = iter(self._backward(upstream, list(kept), wanted, *flat))
-            return tuple(next(found) if is_wanted else None for is_wanted in wanted)
-        found = iter(self._backward_over(upstream, list(kept), wanted, *flat))
+        found = iter(backward(list(grads[: self._results]), list(kept), wanted, *flat))
         return tuple(
             inplace_grad.finish(value)
             if name in overwritten
             else next(found)
             if is_wanted
             else None
-            for name, value, is_wanted in zip([*self.names, "backend"], flat, wanted, strict=True)
+            for name, value, is_wanted in zip(
+                [*self.schema.names, "backend"], flat, wanted, strict=True
+            )
         )
+
+    def _flat_overwritten(self, flat: Sequence[Any]) -> tuple[str, ...]:
+        if not self._may_overwrite:
+            return ()
+        names = flat[self.schema.names.index("overwritten")]
+        return tuple(names.split(",")) if names else ()
 
     def _run_backward(
         self, grads: list[Tensor], outputs: list[Tensor], wanted: list[bool], *flat: Any
     ) -> list[Tensor]:
-        arguments = self.restore(flat[:-1])
         with without_autocast(flat):
-            run = self._select(arguments, flat[-1])
-            if isinstance(run, Kernel):
-                return self._from_kernel(run, grads, outputs, wanted, flat, arguments)
-            return self._from_autograd(grads, wanted, flat)
-
-    def _run_backward_over(
-        self, grads: list[Tensor], outputs: list[Tensor], wanted: list[bool], *flat: Any
-    ) -> list[Tensor]:
-        found = self._run_backward(grads, outputs, wanted, *flat)
-        return self._not_overwritten(found, wanted, flat)
-
-    def _not_overwritten(
-        self, found: list[Tensor], wanted: list[bool], flat: Sequence[Any]
-    ) -> list[Tensor]:
-        """The gradients that have memory of their own, of all that are wanted."""
-        names = [name for name, is_wanted in zip(self.names, wanted[:-1], strict=True) if is_wanted]
-        overwritten = self._overwritten(flat)
-        return [x for name, x in zip(names, found, strict=True) if name not in overwritten]
-
-    def _from_kernel(
-        self,
-        kernel: Kernel,
-        grads: list[Tensor],
-        outputs: list[Tensor],
-        wanted: list[bool],
-        flat: Sequence[Any],
-        arguments: dict[str, Any],
-    ) -> list[Tensor]:
-        results, saved = tuple(outputs[: self._results]), tuple(outputs[self._results :])
-        with torch.no_grad():
-            upstream = tuple(gradient.contiguous() for gradient in grads)
-            found = kernel.backward(upstream, results, saved, **arguments)
-        names = [*self.names, "backend"]
+            arguments, implementation = self._restore(flat)
+            if not hasattr(implementation, "backward"):
+                found = self._from_autograd(grads, wanted, flat)
+                return self._not_overwritten(found, wanted, flat)
+            results, saved = tuple(outputs[: self._results]), tuple(outputs[self._results :])
+            with torch.no_grad():
+                upstream = tuple(gradient.contiguous() for gradient in grads)
+                found = implementation.backward(arguments, upstream, results, saved)
         gradients = []
+        names = [*self.schema.names, "backend"]
         for name, value, is_wanted in zip(names, flat, wanted, strict=True):
             if not is_wanted:
                 continue
             if name not in found:
-                raise RuntimeError(f"{self.op.name}: this backend has no gradient of `{name}`.")
+                raise RuntimeError(f"{self.name}: this backend has no gradient of `{name}`.")
             gradient = found[name]
             if gradient is None:
                 gradient = torch.zeros_like(value, memory_format=torch.contiguous_format)
             gradients.append(gradient.contiguous())
-        return gradients
+        return self._not_overwritten(gradients, wanted, flat)
 
     def _from_autograd(
         self, grads: list[Tensor], wanted: list[bool], flat: Sequence[Any]
@@ -322,8 +309,8 @@ class Registered:
                 value.detach().requires_grad_() if is_wanted else value
                 for is_wanted, value in zip(wanted, flat, strict=True)
             ]
-            results = self.op(**self.restore(again[:-1]), backend=again[-1] or None)
-            results = [results] if isinstance(results, Tensor) else list(results)
+            arguments, implementation = self._restore(again)
+            results = _as_tuple(implementation.run(arguments))
             leaves = [value for is_wanted, value in zip(wanted, again, strict=True) if is_wanted]
             pairs = [(x, dx) for x, dx in zip(results, grads, strict=True) if x.requires_grad]
             found = torch.autograd.grad(
@@ -335,21 +322,28 @@ class Registered:
         self, grads: list[Tensor], outputs: list[Tensor], wanted: list[bool], *flat: Any
     ) -> list[Tensor]:
         pairs = zip(wanted, flat, strict=True)
-        return [value.new_empty(value.shape) for is_wanted, value in pairs if is_wanted]
-
-    def _fake_backward_over(
-        self, grads: list[Tensor], outputs: list[Tensor], wanted: list[bool], *flat: Any
-    ) -> list[Tensor]:
-        found = self._fake_backward(grads, outputs, wanted, *flat)
+        found = [value.new_empty(value.shape) for is_wanted, value in pairs if is_wanted]
         return self._not_overwritten(found, wanted, flat)
 
-    def _count(self, *flat: Any, out_val: Any = None) -> int:
-        return self._flops(**self.restore(flat[:-1]))
+    def _not_overwritten(
+        self, found: list[Tensor], wanted: list[bool], flat: Sequence[Any]
+    ) -> list[Tensor]:
+        """The gradients that have memory of their own, of all that are wanted."""
+        overwritten = self._flat_overwritten(flat)
+        if not overwritten:
+            return found
+        pairs = zip(self.schema.names, wanted[:-1], strict=True)
+        names = [name for name, is_wanted in pairs if is_wanted]
+        return [x for name, x in zip(names, found, strict=True) if name not in overwritten]
 
     def _count_backward(
         self, grads: Any, outputs: Any, wanted: Any, *flat: Any, out_val: Any = None
     ) -> int:
         return 2 * self._count(*flat)
+
+
+def _as_tuple(results: Any) -> tuple[Tensor, ...]:
+    return (results,) if isinstance(results, Tensor) else results
 
 
 def without_autocast(flat: Sequence[Any]) -> Any:

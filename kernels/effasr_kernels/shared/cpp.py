@@ -23,7 +23,7 @@ HOW_TO_BUILD = "EFFASR_BUILD_CPP=1 pip install --no-build-isolation . builds it"
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """Why the extension cannot compute with these tensors, or None; for ``why_not``.
+    """Why the extension cannot compute with these tensors, or None; for ``unsupported_reason``.
 
     Args:
         tensors: The floating arguments of an operation, of one dtype and device; None is passed
@@ -34,7 +34,7 @@ def refusal(*tensors: Tensor | None) -> str | None:
         return "serves CPUs"
     if x.dtype == torch.float64:
         return "float64 is for the reference"
-    reason = lattice.why_not("cpu-extension")
+    reason = lattice.unsupported_reason()
     return None if reason is None else f"{reason} ({HOW_TO_BUILD})"
 
 

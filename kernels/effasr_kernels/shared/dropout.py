@@ -16,9 +16,21 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(_SEEDS, (), device=device)
 
 
-def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
+def seed_for(dropout: float, seed: int | Tensor | None, device: torch.device) -> Tensor | None:
+    """The seed of a call, int64 (): drawn if none is given, and None without dropout.
+
+    A given one stays on the host: to copy it to a GPU would wait.
+    """
+    if not dropout:
+        return None
+    if seed is None:
+        return draw_seed(device)
+    return seed if isinstance(seed, Tensor) else torch.tensor(seed)
+
+
+def seed_tensor(seed: Tensor | None, device: torch.device) -> Tensor:
     """The seed where kernels read it: int64 (1,), on the device; 0 where there is none."""
-    if isinstance(seed, Tensor) and seed.device == device:
+    if seed is not None and seed.device == device:
         return seed.reshape(1)
     return torch.full((1,), 0 if seed is None else int(seed), dtype=torch.int64, device=device)
 
@@ -30,7 +42,7 @@ class Dropout:
     those before it, not on those after it, nor on a tail; in another order, others fall.
     """
 
-    def __init__(self, probability: float, seed: int | Tensor | None, device: torch.device):
+    def __init__(self, probability: float, seed: Tensor | None, device: torch.device):
         """Start the generator; one object serves one call of an operation.
 
         Args:

@@ -1,38 +1,27 @@
 """The compiled lattices of ``csrc/``: sums over all paths, and the share of each step in them.
 
-They are helpers of operations, not operations: scaling by a gradient is the caller's. Which one
-runs is always said, ``backend="cuda-extension"`` or ``"cpu-extension"``, and never replaced. Both
-come with `effasr_kernels._C`, which is built on request (``csrc/README.md``); `why_not` tells
-whether it is there.
+They are helpers of operations, not operations: scaling by a gradient is the caller's. They run on
+CPUs, and come with `effasr_kernels._C`, which is built on request (``csrc/README.md``).
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from effasr_kernels.runtime.dispatch import BackendUnavailable
 
-Extension = Literal["cuda-extension", "cpu-extension"]
-_DEVICES = {"cuda-extension": "cuda", "cpu-extension": "cpu"}
-
 
 @functools.cache
-def why_not(backend: Extension) -> str | None:
-    """The reason for which this backend cannot run on this installation, or None."""
-    if backend not in _DEVICES:
-        return f"there is none of that name, only {', '.join(_DEVICES)}"
+def unsupported_reason() -> str | None:
+    """The reason for which the extension cannot run on this installation, or None."""
     try:
         importlib.import_module("effasr_kernels._C")
     except ImportError as error:
         return f"effasr_kernels._C cannot be imported: {error}"
-    key = _DEVICES[backend].upper()
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("effasr_c::transducer_lattice", key):
-        return "effasr_kernels._C was built without CUDA"
     return None
 
 
@@ -54,17 +43,11 @@ def transducer_occupancies(
     cu_labels: Tensor,
     first_nodes: Tensor,
     *,
-    max_frames: int,
-    max_labels: int,
-    skewed: bool = False,
     in_place: bool = False,
-    backend: Extension,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `effasr_kernels.transducer_loss.lattice.occupancies` gives, of packed sequences.
 
-    Node (t, u) of sequence n is element ``first_nodes[n] + t (U_n + 1) + u`` of each plane; where
-    ``skewed``, it is ``first_nodes[n] + ((t + u) mod T_n) (U_n + 1) + u``, so that the nodes of an
-    anti-diagonal lie side by side, which GPUs read and write faster.
+    Node (t, u) of sequence n is element ``first_nodes[n] + t (U_n + 1) + u`` of each plane.
 
     Args:
         log_blank: Log-probability to go to the next frame, float32 (nodes,).
@@ -72,11 +55,7 @@ def transducer_occupancies(
         cu_frames: int32 (N + 1,), of which neighbours differ by T_n: a layout's, or a slice.
         cu_labels: int32 (N + 1,), by U_n.
         first_nodes: int64 (N,), such as `node_offsets` gives.
-        max_frames: At least every T_n. On a GPU the log-likelihood of a longer sequence is NaN.
-        max_labels: At least every U_n, likewise.
-        skewed: How nodes are laid out.
         in_place: Whether the results replace ``log_blank`` and ``log_label``.
-        backend: Which to run.
 
     Returns:
         The log-likelihoods, float64 (N,), and the probabilities (nodes,) that a path takes the
@@ -85,15 +64,15 @@ def transducer_occupancies(
 
     Raises:
         ValueError: An argument is not as above.
-        BackendUnavailable: See `why_not`.
+        BackendUnavailable: The extension is not built; see `unsupported_reason`.
     """
-    _check(backend, "log_blank", log_blank)
+    _check("log_blank", log_blank)
     occ_blank, occ_label = log_blank, log_label
     if not in_place:
         occ_blank, occ_label = torch.empty_like(log_blank), torch.empty_like(log_label)
-    lengths = cu_frames, cu_labels, first_nodes, max_frames, max_labels
+    lengths = cu_frames, cu_labels, first_nodes
     total = torch.ops.effasr_c.transducer_lattice(
-        log_blank, log_label, occ_blank, occ_label, *lengths, skewed
+        log_blank, log_label, occ_blank, occ_label, *lengths
     )
     return total, occ_blank, occ_label
 
@@ -104,16 +83,11 @@ def transducer_log_likelihood(
     cu_frames: Tensor,
     cu_labels: Tensor,
     first_nodes: Tensor,
-    *,
-    max_frames: int,
-    max_labels: int,
-    skewed: bool = False,
-    backend: Extension,
 ) -> Tensor:
     """The first result of `transducer_occupancies`, for half the work."""
-    _check(backend, "log_blank", log_blank)
-    lengths = cu_frames, cu_labels, first_nodes, max_frames, max_labels
-    return torch.ops.effasr_c.transducer_lattice(log_blank, log_label, None, None, *lengths, skewed)
+    _check("log_blank", log_blank)
+    lengths = cu_frames, cu_labels, first_nodes
+    return torch.ops.effasr_c.transducer_lattice(log_blank, log_label, None, None, *lengths)
 
 
 def ctc_occupancies(
@@ -123,9 +97,7 @@ def ctc_occupancies(
     cu_frames: Tensor,
     cu_targets: Tensor,
     *,
-    max_frames: int,
     in_place: bool = False,
-    backend: Extension,
 ) -> tuple[Tensor, Tensor]:
     """The log-likelihoods of transcripts over all their alignments, and the share of each class.
 
@@ -138,9 +110,7 @@ def ctc_occupancies(
         targets: int32 or int64 (U,).
         cu_frames: int32 (N + 1,).
         cu_targets: int32 (N + 1,).
-        max_frames: At least every T_n. On a GPU the log-likelihood of a longer sequence is NaN.
         in_place: Whether occupancies replace ``scores``.
-        backend: Which to run.
 
     Returns:
         The log-likelihoods, float64 (N,), and the occupancies (T, K + 1), those of a label that a
@@ -148,12 +118,12 @@ def ctc_occupancies(
 
     Raises:
         ValueError: An argument is not as above.
-        BackendUnavailable: See `why_not`.
+        BackendUnavailable: The extension is not built; see `unsupported_reason`.
     """
-    _check(backend, "scores", scores)
+    _check("scores", scores)
     occupancies = scores if in_place else torch.empty_like(scores)
     total = torch.ops.effasr_c.ctc_lattice(
-        scores, log_normalizer, occupancies, targets, cu_frames, cu_targets, max_frames
+        scores, log_normalizer, occupancies, targets, cu_frames, cu_targets
     )
     return total, occupancies
 
@@ -164,23 +134,17 @@ def ctc_log_likelihood(
     targets: Tensor,
     cu_frames: Tensor,
     cu_targets: Tensor,
-    *,
-    max_frames: int,
-    backend: Extension,
 ) -> Tensor:
     """The first result of `ctc_occupancies`, for half the work."""
-    _check(backend, "scores", scores)
+    _check("scores", scores)
     return torch.ops.effasr_c.ctc_lattice(
-        scores, log_normalizer, None, targets, cu_frames, cu_targets, max_frames
+        scores, log_normalizer, None, targets, cu_frames, cu_targets
     )
 
 
-def _check(backend: Any, name: str, tensor: Tensor) -> None:
-    reason = why_not(backend)
+def _check(name: str, tensor: Tensor) -> None:
+    reason = unsupported_reason()
     if reason is not None:
-        raise BackendUnavailable(f"lattice: {backend} cannot run ({reason}).")
-    if tensor.device.type != _DEVICES[backend]:
-        raise ValueError(
-            f"lattice: `{name}` must be on a {_DEVICES[backend]} device for {backend}, "
-            f"but is on {tensor.device}."
-        )
+        raise BackendUnavailable(f"lattice: the extension cannot run ({reason}).")
+    if not tensor.is_cpu:
+        raise ValueError(f"lattice: `{name}` must be on a CPU, but is on {tensor.device}.")

@@ -7,9 +7,9 @@ from torch import Tensor
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.strided_depthwise.torch_op import call, op
+from effasr_kernels.strided_depthwise.definition import OPERATION, StridedArguments
 
-__all__ = ["op", "strided_depthwise"]
+_NAME = OPERATION.name
 
 
 def strided_depthwise(
@@ -46,18 +46,18 @@ def strided_depthwise(
 
     Raises:
         ValueError: An argument is not as above.
-        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
     """
     x, weight, bias = checks.under_autocast(x, weight, bias)
-    checks.check_shape(op.name, "x", x, "(2 T, G, C)", 2 * layout.rows, None, None)
+    checks.check_shape(_NAME, "x", x, "(2 T, G, C)", 2 * layout.rows, None, None)
     if x.shape[1] % 2:
-        raise checks.wrong(op.name, "x", "have an even number of bands", tuple(x.shape))
+        raise checks.wrong(_NAME, "x", "have an even number of bands", tuple(x.shape))
     channels = x.shape[2]
-    checks.check_shape(op.name, "weight", weight, "(C, 9)", channels, 9)
-    checks.check_shape(op.name, "bias", bias, "(C,)", channels)
-    checks.check_floating(op.name, x=x, weight=weight, bias=bias)
+    checks.check_shape(_NAME, "weight", weight, "(C, 9)", channels, 9)
+    checks.check_shape(_NAME, "bias", bias, "(C,)", channels)
+    checks.check_floating(_NAME, x=x, weight=weight, bias=bias)
     if x.device != layout.device:
-        raise checks.wrong(op.name, "layout", f"be on {x.device}, as `x` is", layout.device)
-    checks.check_shape(op.name, "lengths", lengths, "(N,)", layout.num_sequences)
-    checks.check_integers(op.name, "lengths", lengths, "x", x)
-    return call(x, weight, bias, layout, lengths, backend=backend)
+        raise checks.wrong(_NAME, "layout", f"be on {x.device}, as `x` is", layout.device)
+    checks.check_shape(_NAME, "lengths", lengths, "(N,)", layout.num_sequences)
+    checks.check_integers(_NAME, "lengths", lengths, "x", x)
+    return OPERATION(StridedArguments(x, weight, bias, layout, lengths), backend)

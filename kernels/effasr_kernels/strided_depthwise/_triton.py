@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles
 from effasr_kernels.strided_depthwise._kernels import strided_backward, strided_forward
-from effasr_kernels.strided_depthwise.torch_op import call
+from effasr_kernels.strided_depthwise.definition import StridedArguments
 
 _PROGRAMS = 528
 """Rows of the backward's partial sums: four programs for each of an H200's 132 processors."""
@@ -39,28 +38,24 @@ def configs(channels: int) -> tuple[Config, Config]:
     return Config(1024 // block_c, block_c, 128), Config(512 // block_c, block_c, 128)
 
 
-def why_not(
-    x: Tensor, weight: Tensor, bias: Tensor, layout: PackedLayout, lengths: Tensor
-) -> str | None:
+def unsupported_reason(a: StridedArguments) -> str | None:
     """The reason for which these arguments cannot be served, or None."""
-    if layout.rows * (x.shape[1] // 2) > _INT32_MAX:
+    if a.layout.rows * (a.x.shape[1] // 2) > _INT32_MAX:
         return "counts places of the result in int32"
-    return refusal(x, weight, bias)
+    return refusal(a.x)
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, layout: PackedLayout, lengths: Tensor
-) -> tuple[tuple[Tensor], tuple[()]]:
+def forward(a: StridedArguments) -> tuple[tuple[Tensor], tuple[()]]:
     """See `effasr_kernels.strided_depthwise.strided_depthwise`; saves nothing."""
-    _, bins, channels = x.shape
+    layout, (_, bins, channels) = a.layout, a.x.shape
     sequences, width = layout.num_sequences, bins // 2
     cut, _ = configs(channels)
-    y = x.new_empty(layout.rows, width, channels)
+    y = a.x.new_empty(layout.rows, width, channels)
     launch(
         strided_forward,
         (count_tiles(layout.rows * width, sequences, cut.span), -(-channels // cut.block_c)),
-        *(t.contiguous() for t in (x, weight, bias)),
-        *(layout.cu_seqlens * width, lengths.contiguous(), y, sequences, layout.rows * width),
+        *(t.contiguous() for t in (a.x, a.weight, a.bias)),
+        *(layout.cu_seqlens * width, a.lengths.contiguous(), y, sequences, layout.rows * width),
         BINS=bins,
         CHANNELS=channels,
         BLOCK_P=cut.block_p,
@@ -70,23 +65,19 @@ def forward(
     return (y,), ()
 
 
-def saved_like(*_: object, **__: object) -> tuple[()]:
+def saved_like(a: StridedArguments) -> tuple[()]:
     """Nothing is saved."""
     return ()
 
 
 def backward(
+    a: StridedArguments,
     grads: Sequence[Tensor],
     results: Sequence[Tensor],
     saved: Sequence[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    layout: PackedLayout,
-    lengths: Tensor,
 ) -> dict[str, Tensor | None]:
     """The gradients of the input, the weight and the bias."""
-    _, bins, channels = x.shape
+    x, layout, (_, bins, channels) = a.x, a.layout, a.x.shape
     sequences, width = layout.num_sequences, bins // 2
     _, cut = configs(channels)
     spans = count_tiles(layout.rows * width, sequences, cut.span)
@@ -95,8 +86,8 @@ def backward(
     launch(
         strided_backward,
         (partials.shape[0], -(-channels // cut.block_c)),
-        *(t.contiguous() for t in (x, weight)),
-        *(layout.cu_seqlens * width, lengths.contiguous(), grads[0], grad_x, partials),
+        *(t.contiguous() for t in (x, a.weight)),
+        *(layout.cu_seqlens * width, a.lengths.contiguous(), grads[0], grad_x, partials),
         *(sequences, layout.rows * width, spans),
         BINS=bins,
         CHANNELS=channels,
@@ -106,6 +97,3 @@ def backward(
     )
     sums = partials.sum(0).to(x.dtype)
     return {"x": grad_x, "weight": sums[:9].T.contiguous(), "bias": sums[9].contiguous()}
-
-
-run = call.kernel(__name__, forward, backward)

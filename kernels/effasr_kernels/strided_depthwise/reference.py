@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels.packed import PackedLayout
 from effasr_kernels.shared.ragged import widen
 from effasr_kernels.shared.strided import (
     StridedTaps,
@@ -13,19 +12,17 @@ from effasr_kernels.shared.strided import (
     slot_table,
     unreal_rows,
 )
+from effasr_kernels.strided_depthwise.definition import StridedArguments
 
 _SLOTS = 4_096
 """Slots that are widened at a time."""
 
 
-def why_not(*args: object, **kwargs: object) -> None:
-    """The reference serves every call."""
-
-
-def run(x: Tensor, weight: Tensor, bias: Tensor, layout: PackedLayout, lengths: Tensor) -> Tensor:
+def run(a: StridedArguments) -> Tensor:
     """See `effasr_kernels.strided_depthwise.strided_depthwise`."""
-    taps, offset = widen(weight.T).reshape(3, 3, -1), widen(bias)
-    first, left = slot_table(layout, lengths, 2)
+    x = a.x
+    taps, offset = widen(a.weight.T).reshape(3, 3, -1), widen(a.bias)
+    first, left = slot_table(a.layout, a.lengths, 2)
 
     def compute(part: slice) -> Tensor:
         begins, rest = first[part], left[part]
@@ -36,4 +33,4 @@ def run(x: Tensor, weight: Tensor, bias: Tensor, layout: PackedLayout, lengths: 
         rows = first_rows(begins, 1), unreal_rows(rest, 1, 2)
         return StridedTaps.apply(quarters, taps, offset, *rows).to(x.dtype)
 
-    return by_pieces(layout.rows, _SLOTS, compute)
+    return by_pieces(a.layout.rows, _SLOTS, compute)

@@ -7,9 +7,9 @@ from torch import Tensor
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.subsampling_stem.torch_op import call, op
+from effasr_kernels.subsampling_stem.definition import OPERATION, StemArguments
 
-__all__ = ["op", "subsampling_stem"]
+_NAME = OPERATION.name
 
 
 def subsampling_stem(
@@ -56,21 +56,21 @@ def subsampling_stem(
 
     Raises:
         ValueError: An argument is not as above.
-        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
     """
     x, weight, bias, depthwise_weight, depthwise_bias = checks.under_autocast(
         x, weight, bias, depthwise_weight, depthwise_bias
     )
-    checks.check_shape(op.name, "x", x, "(8 T, F)", 8 * layout.rows, None)
+    checks.check_shape(_NAME, "x", x, "(8 T, F)", 8 * layout.rows, None)
     if x.shape[1] % 4:
-        raise checks.wrong(op.name, "x", "have a multiple of 4 bands", tuple(x.shape))
-    checks.check_shape(op.name, "weight", weight, "(C, 9)", None, 9)
+        raise checks.wrong(_NAME, "x", "have a multiple of 4 bands", tuple(x.shape))
+    checks.check_shape(_NAME, "weight", weight, "(C, 9)", None, 9)
     channels = weight.shape[0]
-    checks.check_shape(op.name, "bias", bias, "(C,)", channels)
-    checks.check_shape(op.name, "depthwise_weight", depthwise_weight, "(C, 9)", channels, 9)
-    checks.check_shape(op.name, "depthwise_bias", depthwise_bias, "(C,)", channels)
+    checks.check_shape(_NAME, "bias", bias, "(C,)", channels)
+    checks.check_shape(_NAME, "depthwise_weight", depthwise_weight, "(C, 9)", channels, 9)
+    checks.check_shape(_NAME, "depthwise_bias", depthwise_bias, "(C,)", channels)
     checks.check_floating(
-        op.name,
+        _NAME,
         x=x,
         weight=weight,
         bias=bias,
@@ -78,7 +78,8 @@ def subsampling_stem(
         depthwise_bias=depthwise_bias,
     )
     if x.device != layout.device:
-        raise checks.wrong(op.name, "layout", f"be on {x.device}, as `x` is", layout.device)
-    checks.check_shape(op.name, "lengths", lengths, "(N,)", layout.num_sequences)
-    checks.check_integers(op.name, "lengths", lengths, "x", x)
-    return call(x, weight, bias, depthwise_weight, depthwise_bias, layout, lengths, backend=backend)
+        raise checks.wrong(_NAME, "layout", f"be on {x.device}, as `x` is", layout.device)
+    checks.check_shape(_NAME, "lengths", lengths, "(N,)", layout.num_sequences)
+    checks.check_integers(_NAME, "lengths", lengths, "x", x)
+    arguments = StemArguments(x, weight, bias, depthwise_weight, depthwise_bias, layout, lengths)
+    return OPERATION(arguments, backend)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import capability, launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles
 from effasr_kernels.subsampling_stem._kernels import stem_backward, stem_forward, stem_patches
-from effasr_kernels.subsampling_stem.torch_op import call
+from effasr_kernels.subsampling_stem.definition import StemArguments
 
 _PROGRAMS = 198
 """Rows of the backward's partial sums. With 256 channels, of which a program has 64, an H200 runs
@@ -49,44 +48,29 @@ def configs(dtype: torch.dtype, channels: int, major: int) -> tuple[Config, Conf
     return Config(32, wide, 256, 8 if wide == 128 else 4), Config(32, min(padded, 64), 256, 4)
 
 
-def why_not(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    depthwise_weight: Tensor,
-    depthwise_bias: Tensor,
-    layout: PackedLayout,
-    lengths: Tensor,
-) -> str | None:
+def unsupported_reason(a: StemArguments) -> str | None:
     """The reason for which these arguments cannot be served, or None."""
     # Whatever the mode: torch.library calls this without recording, and wants gradients later.
-    if x.requires_grad:
+    if a.x.requires_grad:
         return "gives no gradient to x, which are features"
-    if layout.rows * (x.shape[1] // 2) > _INT32_MAX:
+    if a.layout.rows * (a.x.shape[1] // 2) > _INT32_MAX:
         return "counts places of the result in int32"
-    return refusal(x, weight, bias, depthwise_weight, depthwise_bias)
+    return refusal(a.x)
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    depthwise_weight: Tensor,
-    depthwise_bias: Tensor,
-    layout: PackedLayout,
-    lengths: Tensor,
-) -> tuple[tuple[Tensor], tuple[()]]:
+def forward(a: StemArguments) -> tuple[tuple[Tensor], tuple[()]]:
     """See `effasr_kernels.subsampling_stem.subsampling_stem`; saves nothing."""
-    bins, channels, sequences = x.shape[1], weight.shape[0], layout.num_sequences
+    x, layout = a.x, a.layout
+    bins, channels, sequences = x.shape[1], a.weight.shape[0], layout.num_sequences
     cut, _ = configs(x.dtype, channels, capability(x.device)[0])
     y = x.new_empty(2 * layout.rows, bins // 4, channels)
     places = layout.rows * (bins // 2)
-    cu_places, lengths = layout.cu_seqlens * (bins // 2), lengths.contiguous()
+    cu_places, lengths = layout.cu_seqlens * (bins // 2), a.lengths.contiguous()
     launch(
         stem_forward,
         (count_tiles(places, sequences, cut.span), -(-channels // cut.block_c)),
         _patches(x, cu_places, lengths),
-        *(t.contiguous() for t in (weight, bias, depthwise_weight, depthwise_bias)),
+        *(t.contiguous() for t in (a.weight, a.bias, a.depthwise_weight, a.depthwise_bias)),
         *(cu_places, lengths, y, sequences, places),
         num_warps=cut.warps,
         BINS=bins,
@@ -98,35 +82,30 @@ def forward(
     return (y,), ()
 
 
-def saved_like(*_: object, **__: object) -> tuple[()]:
+def saved_like(a: StemArguments) -> tuple[()]:
     """Nothing is saved: the backward computes the first convolution again."""
     return ()
 
 
 def backward(
+    a: StemArguments,
     grads: Sequence[Tensor],
     results: Sequence[Tensor],
     saved: Sequence[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    depthwise_weight: Tensor,
-    depthwise_bias: Tensor,
-    layout: PackedLayout,
-    lengths: Tensor,
 ) -> dict[str, Tensor | None]:
     """The gradients of both weights and both biases."""
-    bins, channels, sequences = x.shape[1], weight.shape[0], layout.num_sequences
+    x, layout = a.x, a.layout
+    bins, channels, sequences = x.shape[1], a.weight.shape[0], layout.num_sequences
     _, cut = configs(x.dtype, channels, capability(x.device)[0])
     places = layout.rows * (bins // 2)
     spans = count_tiles(places, sequences, cut.span)
     partials = x.new_empty(min(spans, _PROGRAMS), channels, 20, dtype=torch.float32)
-    cu_places, lengths = layout.cu_seqlens * (bins // 2), lengths.contiguous()
+    cu_places, lengths = layout.cu_seqlens * (bins // 2), a.lengths.contiguous()
     launch(
         stem_backward,
         (partials.shape[0], -(-channels // cut.block_c)),
         _patches(x, cu_places, lengths),
-        *(t.contiguous() for t in (weight, bias, depthwise_weight)),
+        *(t.contiguous() for t in (a.weight, a.bias, a.depthwise_weight)),
         *(cu_places, lengths, grads[0], partials, sequences, places, spans),
         num_warps=cut.warps,
         BINS=bins,
@@ -158,6 +137,3 @@ def _patches(x: Tensor, cu_places: Tensor, lengths: Tensor) -> Tensor:
         SPAN=_PATCH_SPAN,
     )
     return patches
-
-
-run = call.kernel(__name__, forward, backward)

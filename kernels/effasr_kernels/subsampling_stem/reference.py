@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effasr_kernels.packed import PackedLayout
 from effasr_kernels.shared.ragged import widen
 from effasr_kernels.shared.strided import (
     StridedTaps,
@@ -15,30 +14,20 @@ from effasr_kernels.shared.strided import (
     slot_table,
     unreal_rows,
 )
+from effasr_kernels.subsampling_stem.definition import StemArguments
 
 _SLOTS = 1_024
 """Slots whose first convolution exists at a time."""
 
 
-def why_not(*args: object, **kwargs: object) -> None:
-    """The reference serves every call."""
-
-
-def run(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    depthwise_weight: Tensor,
-    depthwise_bias: Tensor,
-    layout: PackedLayout,
-    lengths: Tensor,
-) -> Tensor:
+def run(a: StemArguments) -> Tensor:
     """See `effasr_kernels.subsampling_stem.subsampling_stem`."""
+    x, weight, bias, layout = a.x, a.weight, a.bias, a.layout
     slots = widen(x).view(layout.rows, 8, x.shape[1])
     # Contiguous: the gradient of a transposed view would be a product in a slow order.
     filters = widen(torch.cat([weight.T, bias[None]])).contiguous()
-    taps, offset = widen(depthwise_weight.T).reshape(3, 3, -1), widen(depthwise_bias)
-    first, left = slot_table(layout, lengths, 8)
+    taps, offset = widen(a.depthwise_weight.T).reshape(3, 3, -1), widen(a.depthwise_bias)
+    first, left = slot_table(layout, a.lengths, 8)
 
     def compute(part: slice) -> Tensor:
         begins, rest = first[part], left[part]

@@ -12,10 +12,10 @@ from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 from effasr_kernels.runtime.inplace_grad import check_overwritable
-from effasr_kernels.transducer_loss.torch_op import call, op
-from effasr_kernels.transducer_loss.workspace import set_workspace
+from effasr_kernels.transducer_loss.definition import OPERATION, TransducerArguments
+from effasr_kernels.transducer_loss.workspace import set_workspace as set_workspace
 
-__all__ = ["op", "set_workspace", "transducer_loss"]
+_NAME = OPERATION.name
 
 
 def transducer_loss(
@@ -99,7 +99,7 @@ def transducer_loss(
     Raises:
         ValueError: An argument is not as above. The values of ``targets`` are checked on a CPU
             only, as a check would wait for a GPU.
-        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Op.select`.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 
     References:
         Graves, 2012, https://arxiv.org/abs/1211.3711; Li et al., 2019,
@@ -109,69 +109,58 @@ def transducer_loss(
         https://arxiv.org/abs/2304.06795 (TDT).
     """
     encoded, predicted, weight, bias = checks.under_autocast(encoded, predicted, weight, bias)
-    checks.check_shape(op.name, "encoded", encoded, "(T, J)", None, None)
-    checks.check_rows(op.name, "encoded", encoded, "layout_frames", layout_frames)
+    checks.check_shape(_NAME, "encoded", encoded, "(T, J)", None, None)
+    checks.check_rows(_NAME, "encoded", encoded, "layout_frames", layout_frames)
     joint = encoded.shape[1]
     rows = layout_targets.rows + layout_targets.cu_seqlens.shape[0] - 1
-    checks.check_shape(op.name, "predicted", predicted, "(U + N, J)", rows, joint)
+    checks.check_shape(_NAME, "predicted", predicted, "(U + N, J)", rows, joint)
     classes = "V" if durations is None else "V + D"
-    checks.check_shape(op.name, "weight", weight, f"({classes}, J)", None, joint)
-    checks.check_shape(op.name, "bias", bias, f"({classes},)", weight.shape[0])
-    checks.check_floating(op.name, encoded=encoded, predicted=predicted, weight=weight, bias=bias)
+    checks.check_shape(_NAME, "weight", weight, f"({classes}, J)", None, joint)
+    checks.check_shape(_NAME, "bias", bias, f"({classes},)", weight.shape[0])
+    checks.check_floating(_NAME, encoded=encoded, predicted=predicted, weight=weight, bias=bias)
     count = weight.shape[0] - _count_durations(durations, sigma)
     if count < 1:
         rule = f"have more rows than {len(durations or ())} durations"
-        raise checks.wrong(op.name, "weight", rule, tuple(weight.shape))
-    checks.check_transcripts(op.name, targets, layout_targets, layout_frames, count, blank_id)
+        raise checks.wrong(_NAME, "weight", rule, tuple(weight.shape))
+    checks.check_transcripts(_NAME, targets, layout_targets, layout_frames, count, blank_id)
     if activation not in ("relu", "tanh"):
-        raise checks.wrong(op.name, "activation", 'be "relu" or "tanh"', repr(activation))
+        raise checks.wrong(_NAME, "activation", 'be "relu" or "tanh"', repr(activation))
     if not fastemit >= 0:
-        raise checks.wrong(op.name, "fastemit", "be at least 0", fastemit)
+        raise checks.wrong(_NAME, "fastemit", "be at least 0", fastemit)
     overwritten: tuple[str, ...] = ()
     if overwrite_inputs:
         overwritten = _overwritten(
             encoded=encoded, predicted=predicted, weight=weight, bias=bias, targets=targets
         )
-    return call(
-        encoded,
-        predicted,
-        targets,
-        layout_frames,
-        layout_targets,
-        weight,
-        bias,
-        blank_id=blank_id,
-        activation=activation,
-        fastemit=fastemit,
-        durations=durations,
-        sigma=sigma,
-        overwritten=overwritten,
-        backend=backend,
+    arguments = TransducerArguments(
+        *(encoded, predicted, targets, layout_frames, layout_targets, weight, bias),
+        *(blank_id, activation, fastemit, durations, sigma, overwritten),
     )
+    return OPERATION(arguments, backend)
 
 
 def _overwritten(**tensors: Tensor) -> tuple[str, ...]:
     """Over which tensors gradients are written, if that is asked for."""
     if torch.compiler.is_compiling():
         remedy = "in compiled code, which decides on memory itself"
-        raise checks.wrong(op.name, "overwrite_inputs", f"be False {remedy}", True)
+        raise checks.wrong(_NAME, "overwrite_inputs", f"be False {remedy}", True)
     if not torch.is_grad_enabled():
         return ()
     names = tuple(name for name in ("encoded", "predicted") if tensors[name].requires_grad)
-    check_overwritable(op.name, "overwrite_inputs", names, **tensors)
+    check_overwritable(_NAME, "overwrite_inputs", names, **tensors)
     return names
 
 
 def _count_durations(durations: tuple[int, ...] | None, sigma: float) -> int:
     """How many rows of the weight score durations; checks what they say."""
     if not sigma >= 0:
-        raise checks.wrong(op.name, "sigma", "be at least 0", sigma)
+        raise checks.wrong(_NAME, "sigma", "be at least 0", sigma)
     if durations is None:
         if sigma:
-            raise checks.wrong(op.name, "sigma", "be 0 without `durations`", sigma)
+            raise checks.wrong(_NAME, "sigma", "be 0 without `durations`", sigma)
         return 0
     increasing = all(a < b for a, b in itertools.pairwise(durations))
     if not durations or not increasing or durations[0] < 0 or durations[-1] < 1:
         rule = "increase, from 0 or more to 1 or more, as (0, 1, 2, 3, 4) do"
-        raise checks.wrong(op.name, "durations", rule, durations)
+        raise checks.wrong(_NAME, "durations", rule, durations)
     return len(durations)

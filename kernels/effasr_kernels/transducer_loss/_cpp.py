@@ -25,6 +25,7 @@ from effasr_kernels.shared import lattice
 from effasr_kernels.shared.cpp import differentiable, groups, refusal
 from effasr_kernels.shared.ragged import widen
 from effasr_kernels.transducer_loss._cpp_nodes import Joint, Sequence
+from effasr_kernels.transducer_loss.definition import TransducerArguments
 from effasr_kernels.transducer_loss.workspace import workspace
 
 _GROUP_BYTES = 32 * 2**20
@@ -32,57 +33,27 @@ _GROUP_BYTES = 32 * 2**20
 _PLANE_BYTES = 12
 
 
-def why_not(
-    encoded: Tensor,
-    predicted: Tensor,
-    targets: Tensor,
-    layout_frames: PackedLayout,
-    layout_targets: PackedLayout,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    blank_id: int,
-    activation: str,
-    fastemit: float,
-    durations: tuple[int, ...] | None = None,
-    sigma: float = 0.0,
-    overwritten: tuple[str, ...] = (),
-) -> str | None:
+def unsupported_reason(a: TransducerArguments) -> str | None:
     """The reason for which these arguments cannot be served, or None."""
-    if durations is not None:
+    if a.durations is not None:
         return "has no lattice of durations"
-    return refusal(encoded, predicted, weight, bias)
+    return refusal(a.encoded)
 
 
-def run(
-    encoded: Tensor,
-    predicted: Tensor,
-    targets: Tensor,
-    layout_frames: PackedLayout,
-    layout_targets: PackedLayout,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    blank_id: int,
-    activation: str,
-    fastemit: float,
-    durations: tuple[int, ...] | None = None,
-    sigma: float = 0.0,
-    overwritten: tuple[str, ...] = (),
-) -> Tensor:
+def run(a: TransducerArguments) -> Tensor:
     """See `effasr_kernels.transducer_loss.transducer_loss`."""
-    labels = targets[: layout_targets.total]
-    exception = f" other than the blank {blank_id}"
-    check_labels("transducer_loss", labels, weight.shape[0], exception, blank_id)
+    labels = a.targets[: a.layout_targets.total]
+    exception = f" other than the blank {a.blank_id}"
+    check_labels("transducer_loss", labels, a.weight.shape[0], exception, a.blank_id)
     losses = _Losses(
-        *(layout_frames, layout_targets, labels.long()),
-        *(blank_id, activation, fastemit, encoded.dtype),
+        *(a.layout_frames, a.layout_targets, labels.long()),
+        *(a.blank_id, a.activation, a.fastemit, a.encoded.dtype),
     )
-    packed = {"encoded": encoded, "predicted": predicted}
+    packed = {"encoded": a.encoded, "predicted": a.predicted}
     # What is written over has to be the argument itself, and is widened by chunks.
-    inputs = {name: x if name in overwritten else widen(x) for name, x in packed.items()}
-    inputs |= {"weight": widen(weight), "bias": widen(bias)}
-    return differentiable("transducer_loss", losses, inputs, overwritten)
+    inputs = {name: x if name in a.overwritten else widen(x) for name, x in packed.items()}
+    inputs |= {"weight": widen(a.weight), "bias": widen(a.bias)}
+    return differentiable("transducer_loss", losses, inputs, a.overwritten)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +136,9 @@ class _Losses:
         cu_frames, cu_labels = (x.cu_seqlens[ends].contiguous() for x in (self.frames, self.labels))
         first_nodes = lattice.node_offsets(cu_frames, cu_labels)[:-1]
         given = planes[0], planes[1], cu_frames, cu_labels, first_nodes
-        frames, labels = self.frames.max_seqlen, self.labels.max_seqlen
         if not with_gradient:
-            return lattice.transducer_log_likelihood(
-                *given, max_frames=frames, max_labels=labels, backend="cpu-extension"
-            )
-        total, _, _ = lattice.transducer_occupancies(
-            *given, max_frames=frames, max_labels=labels, in_place=True, backend="cpu-extension"
-        )
+            return lattice.transducer_log_likelihood(*given)
+        total, _, _ = lattice.transducer_occupancies(*given, in_place=True)
         return total
 
     def _differentiate(

@@ -14,10 +14,7 @@ from effasr_kernels.runtime import inplace_grad
 from effasr_kernels.runtime.checks import check_labels
 from effasr_kernels.shared.ragged import widen
 from effasr_kernels.transducer_loss import duration_lattice, lattice
-
-
-def why_not(*args: object, **kwargs: object) -> None:
-    """The reference serves every call."""
+from effasr_kernels.transducer_loss.definition import TransducerArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,38 +31,23 @@ class _Settings:
     overwritten: tuple[str, ...]
 
 
-def run(
-    encoded: Tensor,
-    predicted: Tensor,
-    targets: Tensor,
-    layout_frames: PackedLayout,
-    layout_targets: PackedLayout,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    blank_id: int,
-    activation: str,
-    fastemit: float,
-    durations: tuple[int, ...] | None = None,
-    sigma: float = 0.0,
-    overwritten: tuple[str, ...] = (),
-) -> Tensor:
+def run(a: TransducerArguments) -> Tensor:
     """See `effasr_kernels.transducer_loss.transducer_loss`."""
-    durations = durations or ()
-    labels = targets[: layout_targets.total]
-    exception = f" other than the blank {blank_id}"
-    classes = weight.shape[0] - len(durations)
-    check_labels("transducer_loss", labels, classes, exception, blank_id)
-    packed = {"encoded": encoded, "predicted": predicted}
+    durations = a.durations or ()
+    labels = a.targets[: a.layout_targets.total]
+    exception = f" other than the blank {a.blank_id}"
+    classes = a.weight.shape[0] - len(durations)
+    check_labels("transducer_loss", labels, classes, exception, a.blank_id)
+    packed = {"encoded": a.encoded, "predicted": a.predicted}
     # What is written over has to be the argument itself, and is widened by sequences.
-    rows = (x if name in overwritten else widen(x) for name, x in packed.items())
-    inputs = (*rows, widen(weight), widen(bias))
+    rows = (x if name in a.overwritten else widen(x) for name, x in packed.items())
+    inputs = (*rows, widen(a.weight), widen(a.bias))
     with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     settings = _Settings(
-        *(layout_frames, layout_targets, blank_id, activation, fastemit),
-        *(durations, sigma, with_gradient and not overwritten, encoded.dtype, overwritten),
+        *(a.layout_frames, a.layout_targets, a.blank_id, a.activation, a.fastemit, durations),
+        *(a.sigma, with_gradient and not a.overwritten, a.encoded.dtype, a.overwritten),
     )
-    return _TransducerLoss.apply(*inputs, targets.long(), settings)
+    return _TransducerLoss.apply(*inputs, a.targets.long(), settings)
 
 
 class _TransducerLoss(torch.autograd.Function):

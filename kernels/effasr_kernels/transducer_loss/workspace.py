@@ -17,7 +17,7 @@ def set_workspace(size: int) -> int:
     A quarter is for numbers of lattice nodes, three quarters for rows of the joint's output and of
     the logits' gradient. More makes products larger and launches fewer; results change by rounding
     alone. One frame of one sequence, and the lattice of one sequence, are the least that is held at
-    a time, however small the workspace. See `effasr_kernels.transducer_loss._triton` for the whole.
+    a time, however small the workspace; `effasr_kernels.transducer_loss.triton.backend` has more.
 
     The setting holds for the process (autograd runs backward passes in threads of its own), so it
     belongs to programs, not to libraries. Compiled code keeps what held when it was compiled.

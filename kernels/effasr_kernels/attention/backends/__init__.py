@@ -1,0 +1,1 @@
+"""`attention` by torch's and other packages' implementations."""

@@ -1,0 +1,142 @@
+"""torch's own attention on packed sequences, `torch.nn.attention.varlen.varlen_attn`.
+
+It is FlashAttention 2, as torch was built with. Its backward is deterministic only where torch is
+told to be so everywhere; therefore the backward here is the one beneath it, told for that call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.attention.backends import packages
+from effasr_kernels.attention.definition import AttentionArguments
+
+_FUNCTION = (
+    "torch.nn.attention.varlen",
+    "varlen_attn",
+    "'torch>=2.11'",
+    # Until 2.10 there was `is_causal`, and no scale.
+    ("query", "key", "value", "cu_seq_q", "max_q", "return_aux", "scale", "window_size"),
+)
+_CAUSAL, _FULL = (-1, 0), (-1, -1)
+_WIDEST_ON_SMALL_GPUS = 192
+
+
+def unsupported_reason(a: AttentionArguments) -> str | None:
+    """Why it cannot serve the call, or None."""
+    function = packages.find(*_FUNCTION)
+    if isinstance(function, str):
+        return function
+    reason = packages.refusal(a)
+    if reason is not None:
+        return reason
+    if not _built_in():
+        return "torch was built without FlashAttention"
+    if _replaced():
+        return "torch.nn.attention.activate_flash_attention_impl has put another one in its place"
+    width = a.q.shape[-1]
+    if width > _WIDEST_ON_SMALL_GPUS and packages.capability(a.q.device) in ((8, 6), (8, 9)):
+        return f"serves head widths up to {_WIDEST_ON_SMALL_GPUS} on this GPU, not {width}"
+    return None
+
+
+def forward(a: AttentionArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The output, and the log-sum-exp of each query's scores, (H, T_q)."""
+    q, layout_q, layout_k = a.q, a.layout_q, a.layout_k
+    if not (layout_q.max_seqlen_bound and layout_k.max_seqlen_bound):
+        return (q.new_zeros(q.shape),), (q.new_zeros(q.shape[1::-1], dtype=torch.float32),)
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    y, log_sums = varlen_attn(
+        _rows(q),
+        _rows(a.k),
+        _rows(a.v),
+        layout_q.cu_seqlens,
+        layout_k.cu_seqlens,
+        layout_q.max_seqlen_bound,
+        layout_k.max_seqlen_bound,
+        return_aux=AuxRequest(lse=True),
+        scale=a.scale,
+        window_size=_CAUSAL if a.causal else _FULL,
+    )
+    return (y.masked_fill_(packages.outside(layout_q, layout_k), 0),), (log_sums,)
+
+
+def saved_like(a: AttentionArguments) -> tuple[Tensor, ...]:
+    """As `forward` saves."""
+    return (a.q.new_empty(a.q.shape[1::-1], dtype=torch.float32),)
+
+
+def backward(
+    a: AttentionArguments,
+    grads: tuple[Tensor, ...],
+    results: tuple[Tensor, ...],
+    saved: tuple[Tensor, ...],
+) -> dict[str, Tensor | None]:
+    """The gradients of queries, keys and values, zero outside the sequences."""
+    q, k, v, layout_q, layout_k = a.q, a.k, a.v, a.layout_q, a.layout_k
+    if not (layout_q.max_seqlen_bound and layout_k.max_seqlen_bound):
+        return {"q": torch.zeros_like(q), "k": torch.zeros_like(k), "v": torch.zeros_like(v)}
+    window = _CAUSAL if a.causal else _FULL
+    with _deterministic():
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grads[0],
+            _rows(q),
+            _rows(a.k),
+            _rows(a.v),
+            results[0],
+            saved[0],
+            layout_q.cu_seqlens,
+            layout_k.cu_seqlens,
+            layout_q.max_seqlen_bound,
+            layout_k.max_seqlen_bound,
+            0.0,
+            a.causal,
+            # The state and the offset of a dropout that there is not.
+            torch.zeros(2, dtype=torch.uint64, device=q.device),
+            torch.empty(0, device=q.device),
+            scale=a.scale,
+            window_size_left=window[0],
+            window_size_right=window[1],
+        )
+    outside_k = packages.outside(layout_k, layout_q)
+    return {
+        "q": dq.masked_fill_(packages.outside(layout_q, layout_k), 0),
+        "k": dk.masked_fill_(outside_k, 0),
+        "v": dv.masked_fill_(outside_k, 0),
+    }
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _built_in() -> bool:
+    return torch.backends.cuda.is_flash_attention_available()
+
+
+def _replaced() -> bool:
+    """Whether `varlen_attn` is another version's now, with other promises."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return current is not None and current() not in (None, "FA2")
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    # To find reads of uninitialised memory this would write every new tensor once more.
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

@@ -1,0 +1,217 @@
+"""`attention` in Triton: packed flash attention, with any of the positions and with dropout.
+
+One pass forward; backward one kernel for keys and values and one for queries, each of which
+computes the scores again: nothing of T_q x T_k is stored. With `RelativeBias` their bias is, a new
+buffer each time; keys and values write the gradient of the scores over it, which the rest needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.attention.definition import AttentionArguments
+from effasr_kernels.attention.triton.backward import attention_backward_kv, attention_backward_q
+from effasr_kernels.attention.triton.config import Config, Configs, configs, padded_width
+from effasr_kernels.attention.triton.delta import row_delta
+from effasr_kernels.attention.triton.forward import attention_forward
+from effasr_kernels.attention.triton.relative import (
+    relative_backward,
+    relative_scores,
+)
+from effasr_kernels.attention.triton.rotary import angle_table, rotated
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime.launch import capability, launch, refusal
+from effasr_kernels.runtime.tiles import count_tiles
+from effasr_kernels.shared.dropout import seed_tensor
+
+_WIDEST = 256
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call, as its kernels see it.
+
+    Attributes:
+        arguments: What was called.
+        q: (T_q, H, D); rotated, or with the content bias, in the backward; in the forward rotated
+            where ``rotates_in_kernel`` does not hold.
+        k: (T_k, H, D); rotated where positions are rotary.
+        v: (T_k, H, D).
+        angles: Cosines and sines of rotary positions, or None.
+        rotates_in_kernel: Whether the kernels of attention rotate what is not rotated yet.
+        pointers: What follows queries, keys, values and bias in all kernels: cosines, sines,
+            offsets and seed.
+        sizes: The integers that all kernels end with: heads and strides.
+        bias: The relative part of the scores, (T_q, H, W), a new buffer; or None.
+        bias_eighths: W / 8.
+        configs: How kernels are cut.
+    """
+
+    arguments: AttentionArguments
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    angles: tuple[Tensor, Tensor] | None
+    rotates_in_kernel: bool
+    pointers: tuple[Tensor | None, ...]
+    sizes: tuple[int, ...]
+    bias: Tensor | None
+    bias_eighths: int
+    configs: Configs
+
+    def options(self, config: Config) -> dict[str, Any]:
+        """Constants and compiler options of a launch, but whether there is a bias."""
+        width = self.q.shape[2]
+        return {
+            "num_warps": config.warps,
+            "num_stages": config.stages,
+            "WIDTH": width,
+            "BLOCK_D": padded_width(width),
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "CAUSAL": self.arguments.causal,
+            "ROTARY": self.rotates_in_kernel,
+            "DROPOUT": self.arguments.dropout > 0,
+        }
+
+
+def unsupported_reason(a: AttentionArguments) -> str | None:
+    """The reason for which this backend cannot serve a call, or None."""
+    if a.q.shape[2] > _WIDEST:
+        return f"heads of more than {_WIDEST} channels do not fit a tile"
+    return refusal(a.q)
+
+
+def forward(a: AttentionArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Attend; the backward needs each row's logarithmic sum."""
+    this = _prepare(a, backward=False)
+    rows, heads = a.layout_q.rows, a.q.shape[1]
+    out = a.q.new_empty(a.q.shape)
+    (lse,) = saved_like(a)
+    config = this.configs.forward
+    sequences = a.layout_q.num_sequences
+    launch(
+        attention_forward,
+        (count_tiles(rows, sequences, config.block_m), heads),
+        None if a.content_bias is None else a.content_bias.contiguous(),
+        *(this.q, this.k, this.v, this.bias, *this.pointers, out, lse),
+        *(sequences, rows, this.bias_eighths, *this.sizes, a.scale * _LOG2_E, a.dropout),
+        **this.options(config),
+        BIAS=a.content_bias is not None,
+    )
+    return (out,), (lse,)
+
+
+def saved_like(a: AttentionArguments) -> tuple[Tensor, ...]:
+    """Each row's logarithmic sum, float32 (H, T_q)."""
+    return (a.q.new_empty(a.q.shape[1], a.q.shape[0], dtype=torch.float32),)
+
+
+def backward(
+    a: AttentionArguments,
+    grads: Sequence[Tensor],
+    results: Sequence[Tensor],
+    saved: Sequence[Tensor],
+) -> dict[str, Tensor | None]:
+    """Gradients of queries, keys and values, and of the tensors of a relative position."""
+    this = _prepare(a, backward=True)
+    (grad_out,), (lse,) = grads, saved
+    delta = row_delta(grad_out, results[0])
+    # Over the bias this writes the gradient of the scores.
+    grad_k, grad_v = _backward_kv(this, lse, delta, grad_out)
+    found: dict[str, Tensor | None] = {"v": grad_v, "k": _rotated_back(this, grad_k, a.layout_k)}
+    if this.bias is None or a.relative is None:
+        grad_q = _backward_q(this, lse, delta, grad_out)
+        return found | {"q": _rotated_back(this, grad_q, a.layout_q)}
+    names = "q", "content_bias", "position_bias", "position_table"
+    shared = relative_backward(this.bias, a.q, this.k, a.relative, a.layout_q, a.layout_k, a.scale)
+    return found | dict(zip(names, shared, strict=True))
+
+
+def _prepare(a: AttentionArguments, *, backward: bool) -> _Call:
+    q, k, v = a.q, a.k, a.v
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    k = k if k.stride(-1) == 1 else k.contiguous()
+    v = v if v.stride(-1) == 1 else v.contiguous()
+    heads, width = q.shape[1:]
+    angles, in_kernel = None, False
+    if a.rotary is not None and (channels := a.rotary.rotated(width)):
+        rows = max(a.layout_q.rows, a.layout_k.rows)
+        angles = angle_table(a.rotary, width, rows, q.device)
+        in_kernel = channels == padded_width(width)
+        k = rotated(k, a.layout_k, angles, k.dtype)
+        # In the backward each is read once for every tile of keys.
+        if backward or not in_kernel:
+            q = rotated(q, a.layout_q, angles, q.dtype)
+    if backward and a.content_bias is not None:
+        # Once, not in the loop over queries: what comes from registers is not fetched ahead.
+        q = q + a.content_bias
+    bias = None
+    if a.position_bias is not None and a.position_table is not None:
+        bias = relative_scores(a.q, a.position_bias, a.position_table, a.layout_q, a.layout_k)
+    cos, sin = angles if angles is not None and in_kernel else (None, None)
+    return _Call(
+        *(a, q, k, v, angles, in_kernel),
+        (
+            *(cos, sin, a.layout_q.cu_seqlens, a.layout_k.cu_seqlens),
+            seed_tensor(a.seed, q.device) if a.dropout else None,
+        ),
+        (heads, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
+        bias,
+        0 if bias is None else bias.shape[2] // 8,
+        configs(
+            *(q.dtype, width, capability(q.device)[0]),
+            plain=a.rotary is None and a.content_bias is None and not a.dropout,
+        ),
+    )
+
+
+def _gradient_like(this: _Call, x: Tensor) -> Tensor:
+    """Where a kernel writes what may still have to be rotated back, and rounded after that."""
+    late = this.angles is not None and not this.rotates_in_kernel
+    return torch.empty(x.shape, dtype=torch.float32 if late else x.dtype, device=x.device)
+
+
+def _rotated_back(this: _Call, x: Tensor, layout: PackedLayout) -> Tensor:
+    if this.angles is None or this.rotates_in_kernel:
+        return x
+    return rotated(x, layout, this.angles, this.q.dtype, back=True)
+
+
+def _backward_kv(
+    this: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor
+) -> tuple[Tensor, Tensor]:
+    a, config = this.arguments, this.configs.backward_kv
+    rows, sequences = a.layout_k.rows, a.layout_k.num_sequences
+    grad_k, grad_v = _gradient_like(this, this.k), this.v.new_empty(this.v.shape)
+    launch(
+        attention_backward_kv,
+        (count_tiles(rows, sequences, config.block_n), this.q.shape[1]),
+        *(this.q, this.k, this.v, this.bias, *this.pointers),
+        *(lse, delta, grad_out, grad_k, grad_v),
+        *(sequences, a.layout_q.rows, rows, this.bias_eighths, *this.sizes, a.scale, a.dropout),
+        **this.options(config),
+        BIAS=this.bias is not None,
+    )
+    return grad_k, grad_v
+
+
+def _backward_q(this: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor) -> Tensor:
+    a, config = this.arguments, this.configs.backward_q
+    rows, sequences = a.layout_q.rows, a.layout_q.num_sequences
+    grad_q = _gradient_like(this, this.q)
+    launch(
+        attention_backward_q,
+        (count_tiles(rows, sequences, config.block_m), this.q.shape[1]),
+        *(this.q, this.k, this.v, *this.pointers, lse, delta, grad_out, grad_q),
+        *(sequences, rows, *this.sizes, a.scale, a.dropout),
+        **this.options(config),
+    )
+    return grad_q

@@ -1,0 +1,344 @@
+"""Gradients of attention: one kernel for keys and values, one for queries, no float atomics."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from effasr_kernels.attention.triton.forward import as_scores
+from effasr_kernels.attention.triton.rotary import store_rotated_back
+from effasr_kernels.runtime.tiles import find_sequence, find_tile
+from effasr_kernels.shared.philox import keep_mask
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["sequences", "rows_q", "rows_k", "bias_eighths"])
+def attention_backward_kv(
+    q,
+    k,
+    v,
+    bias,
+    cos,
+    sin,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seed,
+    lse,
+    delta,
+    grad_out,
+    grad_k,
+    grad_v,
+    sequences,
+    rows_q,
+    rows_k,
+    bias_eighths,
+    heads,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    scale,
+    probability,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """Gradients of one tile of keys and values of one head: program (tile, head).
+
+    All tiles are transposed, keys by queries, so that weights are the left factor of the products
+    that sum over queries, as they lie in registers. A key past the end of its sequence has no
+    mask: what is computed for it stays in its own row, which is not stored.
+
+    With ``BIAS`` it also writes the gradient of the scores, over the bias itself: each tile is read
+    before it is written, by this program alone. The gradient of queries is a product with that.
+
+    Args:
+        q: (T_q, H, D), a pointer, as are all up to ``grad_v``; rotated where positions are rotary.
+        k: (T_k, H, D), likewise.
+        v: (T_k, H, D).
+        bias: See `effasr_kernels.attention.triton.forward.attention_forward`. The columns of a
+            row's T_k keys are overwritten, those that it does not see and those up to a whole
+            vector of 8 with zeros.
+        cos: See there.
+        sin: See there.
+        cu_seqlens_q: int32 (N + 1,).
+        cu_seqlens_k: int32 (N + 1,).
+        seed: int64 (1,); None without ``DROPOUT``.
+        lse: float32 (H, T_q), contiguous, from the forward.
+        delta: float32 (H, T_q), contiguous, from `effasr_kernels.attention.triton.delta.row_delta`.
+        grad_out: (T_q, H, D), contiguous.
+        grad_k: (T_k, H, D), contiguous, written; zeros where a key has no query.
+        grad_v: (T_k, H, D), likewise.
+        sequences: N.
+        rows_q: T_q.
+        rows_k: T_k.
+        bias_eighths: W / 8.
+        heads: H.
+        q_row: Elements from one row of ``q`` to the next.
+        q_head: Elements from one head to the next.
+        k_row: Of ``k``.
+        k_head: Of ``k``.
+        v_row: Of ``v``.
+        v_head: Of ``v``.
+        scale: Factor of the scores.
+        probability: To drop a weight.
+        WIDTH: D.
+        BLOCK_D: The power of two, at least 16, that D is padded to.
+        BLOCK_M: Queries of a step.
+        BLOCK_N: Keys of a tile.
+        CAUSAL: Whether query i sees only the keys 0 to i.
+        BIAS: Whether scores have a bias; that of the queries is in ``q``.
+        ROTARY: Whether to rotate the gradient of keys back, all of its D = BLOCK_D channels.
+        DROPOUT: Whether weights are dropped.
+    """
+    sequence, first_k, length_k, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_seqlens_k, sequences, rows_k, tl.program_id(0), BLOCK_N
+    )
+    if start >= length_k:
+        return
+    head = tl.program_id(1)
+    wide_head = head.to(tl.int64)
+    first_q, length_q = find_sequence(cu_seqlens_q, sequences, sequence)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    in_width = d < WIDTH
+    in_columns = start + n < length_k
+    k_mask = in_columns[:, None] & in_width[None, :]
+    first_key = first_k + start
+
+    k += first_key * k_row + wide_head * k_head
+    v += first_key * v_row + wide_head * v_head
+    k_tile = tl.load(k + n[:, None] * k_row + d[None, :], mask=k_mask, other=0.0)
+    v_tile = tl.load(v + n[:, None] * v_row + d[None, :], mask=k_mask, other=0.0)
+    if DROPOUT:
+        seed_value = tl.load(seed)
+        scale_kept = 1 / (1 - probability)
+
+    # The first query that sees a key of this tile is in the same place. Even so the loop starts at
+    # zero: the compiler fetches nothing ahead in one that does not. A bias has a gradient at every
+    # key, also where it is zero.
+    begin = start if CAUSAL and not BIAS else 0
+    first_row = first_q + begin
+    q += first_row * q_row + wide_head * q_head
+    grad_out += (first_row * heads + head) * WIDTH
+    lse += wide_head * rows_q + first_row
+    delta += wide_head * rows_q + first_row
+    q_offset = m[:, None] * q_row + d[None, :]
+    out_row = heads * WIDTH
+    out_offset = m[:, None] * out_row + d[None, :]
+    if BIAS:
+        bias_row = heads * bias_eighths * 8
+        bias += first_row * bias_row + wide_head * (bias_eighths * 8) + start
+        bias_offset = m[None, :] * bias_row + n[:, None]
+        # A mask that changes within a vector would break it; W has room for a whole one.
+        b_columns = (start + n // 8 * 8 < length_k)[:, None]
+    acc_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    acc_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    length_q -= begin
+    for step in range(0, length_q, BLOCK_M):
+        in_rows = step + m < length_q
+        q_mask = in_rows[:, None] & in_width[None, :]
+        q_tile = tl.load(q + q_offset, mask=q_mask, other=0.0)
+        grad_tile = tl.load(grad_out + out_offset, mask=q_mask, other=0.0)
+        # Past the end all weights are zero, whatever a bias makes of the scores.
+        row_lse = tl.load(lse + m, mask=in_rows, other=float("inf"))
+        row_delta = tl.load(delta + m, mask=in_rows, other=0.0)
+        if BIAS:
+            b_mask = in_rows[None, :] & b_columns
+            b_tile = tl.load(bias + bias_offset, mask=b_mask, other=0.0)
+            scores = tl.dot(k_tile, tl.trans(q_tile), as_scores(b_tile), input_precision="ieee")
+        else:
+            scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+        scores *= scale * _LOG2_E
+        if BIAS:
+            seen = in_columns[:, None]
+            if CAUSAL:
+                seen = seen & (step + m[None, :] >= start + n[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        elif CAUSAL:
+            scores = tl.where(step + m[None, :] >= n[:, None], scores, float("-inf"))
+        weights = tl.exp2(scores - row_lse[None, :])
+        grad_weights = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")
+        if DROPOUT:
+            keep = tl.trans(
+                keep_mask(
+                    seed_value, sequence, head, begin + step, start, probability, BLOCK_M, BLOCK_N
+                )
+            )
+            grad_weights = tl.where(keep, grad_weights * scale_kept, 0.0)
+            kept = tl.where(keep, weights, 0.0).to(grad_tile.dtype)
+        else:
+            kept = weights.to(grad_tile.dtype)
+        acc_v += tl.dot(kept, grad_tile, input_precision="ieee")
+        grad_scores = (weights * (grad_weights - row_delta[None, :])).to(q_tile.dtype)
+        acc_k += tl.dot(grad_scores, q_tile, input_precision="ieee")
+        if BIAS:
+            # The only key has weight 1 whatever its score; rounding must not say otherwise.
+            of_bias = tl.where(length_k == 1, 0.0, grad_scores)
+            if b_tile.dtype.is_fp32():
+                # Small tiles lie in several warps at once; each must have read the old values.
+                tl.debug_barrier()
+            tl.store(bias + bias_offset, of_bias.to(grad_scores.dtype), mask=b_mask)
+            bias += BLOCK_M * bias_row.to(tl.int64)
+        q += BLOCK_M * q_row
+        grad_out += BLOCK_M * out_row
+        lse += BLOCK_M
+        delta += BLOCK_M
+
+    if DROPOUT:
+        acc_v *= scale_kept
+    # As for the bias.
+    acc_k *= tl.where(length_k == 1, 0.0, scale)
+    out_begin = (first_key * heads + head) * WIDTH
+    k_offset = n[:, None] * out_row + d[None, :]
+    tl.store(grad_v + out_begin + k_offset, acc_v.to(grad_v.dtype.element_ty), mask=k_mask)
+    grad_k += out_begin
+    if ROTARY:
+        store_rotated_back(grad_k, acc_k, cos, sin, start, out_row, in_columns, BLOCK_D, BLOCK_N)
+    else:
+        tl.store(grad_k + k_offset, acc_k.to(grad_k.dtype.element_ty), mask=k_mask)
+
+
+@triton.jit(do_not_specialize=["sequences", "rows_q"])
+def attention_backward_q(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seed,
+    lse,
+    delta,
+    grad_out,
+    grad_q,
+    sequences,
+    rows_q,
+    heads,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    scale,
+    probability,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ROTARY: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """Gradient of one tile of queries of one head: program (tile, head).
+
+    Not with relative positions, where it is a product with what `attention_backward_kv` writes.
+
+    Args:
+        q: (T_q, H, D), a pointer, as are all up to ``grad_q``; rotated where positions are rotary.
+        k: (T_k, H, D), likewise.
+        v: (T_k, H, D).
+        cos: See `effasr_kernels.attention.triton.forward.attention_forward`.
+        sin: See there.
+        cu_seqlens_q: int32 (N + 1,).
+        cu_seqlens_k: int32 (N + 1,).
+        seed: int64 (1,); None without ``DROPOUT``.
+        lse: float32 (H, T_q), contiguous, from the forward.
+        delta: float32 (H, T_q), contiguous, from `effasr_kernels.attention.triton.delta.row_delta`.
+        grad_out: (T_q, H, D), contiguous.
+        grad_q: (T_q, H, D), contiguous, written; zeros where a row has no key.
+        sequences: N.
+        rows_q: T_q.
+        heads: H.
+        q_row: Elements from one row of ``q`` to the next.
+        q_head: Elements from one head to the next.
+        k_row: Of ``k``.
+        k_head: Of ``k``.
+        v_row: Of ``v``.
+        v_head: Of ``v``.
+        scale: Factor of the scores.
+        probability: To drop a weight.
+        WIDTH: D.
+        BLOCK_D: The power of two, at least 16, that D is padded to.
+        BLOCK_M: Queries of a tile.
+        BLOCK_N: Keys of a step.
+        CAUSAL: Whether query i sees only the keys 0 to i.
+        ROTARY: Whether to rotate the gradient back, all of its D = BLOCK_D channels.
+        DROPOUT: Whether weights are dropped.
+    """
+    sequence, first_q, length_q, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
+    )
+    if start >= length_q:
+        return
+    head = tl.program_id(1)
+    wide_head = head.to(tl.int64)
+    first_k, length_k = find_sequence(cu_seqlens_k, sequences, sequence)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    in_width = d < WIDTH
+    in_rows = start + m < length_q
+    q_mask = in_rows[:, None] & in_width[None, :]
+    first_row = first_q + start
+
+    q += first_row * q_row + wide_head * q_head
+    q_tile = tl.load(q + m[:, None] * q_row + d[None, :], mask=q_mask, other=0.0)
+    out_row = heads * WIDTH
+    out_begin = (first_row * heads + head) * WIDTH
+    out_offset = m[:, None] * out_row + d[None, :]
+    grad_tile = tl.load(grad_out + out_begin + out_offset, mask=q_mask, other=0.0)
+    # Past the end all weights are zero.
+    row = wide_head * rows_q + first_row + m
+    row_lse = tl.load(lse + row, mask=in_rows, other=float("inf"))
+    row_delta = tl.load(delta + row, mask=in_rows, other=0.0)
+    if DROPOUT:
+        seed_value = tl.load(seed)
+        scale_kept = 1 / (1 - probability)
+
+    k += first_k * k_row + wide_head * k_head
+    v += first_k * v_row + wide_head * v_head
+    k_offset = n[:, None] * k_row + d[None, :]
+    v_offset = n[:, None] * v_row + d[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    end = tl.minimum(length_k, start + BLOCK_M) if CAUSAL else length_k
+    for column in range(0, end, BLOCK_N):
+        in_columns = column + n < length_k
+        k_mask = in_columns[:, None] & in_width[None, :]
+        k_tile = tl.load(k + k_offset, mask=k_mask, other=0.0)
+        v_tile = tl.load(v + v_offset, mask=k_mask, other=0.0)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * (scale * _LOG2_E)
+        seen = in_columns[None, :]
+        if CAUSAL:
+            seen = seen & (start + m[:, None] >= column + n[None, :])
+        scores = tl.where(seen, scores, float("-inf"))
+        weights = tl.exp2(scores - row_lse[:, None])
+        grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
+        if DROPOUT:
+            keep = keep_mask(
+                seed_value, sequence, head, start, column, probability, BLOCK_M, BLOCK_N
+            )
+            grad_weights = tl.where(keep, grad_weights * scale_kept, 0.0)
+        grad_scores = (weights * (grad_weights - row_delta[:, None])).to(k_tile.dtype)
+        acc += tl.dot(grad_scores, k_tile, input_precision="ieee")
+        k += BLOCK_N * k_row
+        v += BLOCK_N * v_row
+
+    # The only key has weight 1 whatever its score; rounding must not say otherwise.
+    acc *= tl.where(length_k == 1, 0.0, scale)
+    grad_q += out_begin
+    if ROTARY:
+        store_rotated_back(grad_q, acc, cos, sin, start, out_row, in_rows, BLOCK_D, BLOCK_M)
+    else:
+        tl.store(grad_q + out_offset, acc.to(grad_q.dtype.element_ty), mask=q_mask)

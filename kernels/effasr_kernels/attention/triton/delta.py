@@ -1,0 +1,79 @@
+"""What the softmax takes off every gradient of a row's scores."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from effasr_kernels.attention.triton.config import padded_width
+from effasr_kernels.runtime.launch import launch
+
+_ELEMENTS = 4096
+"""Of a block of rows."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def attention_delta(
+    grad_out,
+    out,
+    delta,
+    rows,
+    heads,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """What the softmax takes off every gradient of a row's scores: program (block of rows, head).
+
+    Args:
+        grad_out: (T_q, H, D), contiguous, a pointer, as are the next two.
+        out: (T_q, H, D), contiguous.
+        delta: float32 (H, T_q), written: the sum over channels of their product.
+        rows: T_q.
+        heads: H.
+        WIDTH: D.
+        BLOCK_D: The power of two that D is padded to.
+        BLOCK_M: Rows of a block.
+    """
+    head = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_M
+    in_rows = first_row + m < rows
+    mask = in_rows[:, None] & (d < WIDTH)[None, :]
+    begin = (first_row * heads + head) * WIDTH
+    offset = m[:, None] * (heads * WIDTH) + d[None, :]
+    out_tile = tl.load(out + begin + offset, mask=mask, other=0.0).to(tl.float32)
+    grad_tile = tl.load(grad_out + begin + offset, mask=mask, other=0.0).to(tl.float32)
+    sums = tl.sum(out_tile * grad_tile, 1)
+    tl.store(delta + head.to(tl.int64) * rows + first_row + m, sums, mask=in_rows)
+
+
+def row_delta(grad_out: Tensor, out: Tensor) -> Tensor:
+    """The sum over channels of output times gradient: once, not for every tile of keys.
+
+    Args:
+        grad_out: (T, H, D), contiguous.
+        out: (T, H, D), contiguous.
+
+    Returns:
+        float32 (H, T), undefined in the tail.
+    """
+    rows, heads, width = out.shape
+    delta = out.new_empty(heads, rows, dtype=torch.float32)
+    block = _ELEMENTS // padded_width(width)
+    launch(
+        attention_delta,
+        (-(-rows // block), heads),
+        grad_out,
+        out,
+        delta,
+        rows,
+        heads,
+        WIDTH=width,
+        BLOCK_D=padded_width(width),
+        BLOCK_M=block,
+    )
+    return delta

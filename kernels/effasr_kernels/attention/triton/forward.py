@@ -1,0 +1,191 @@
+"""Output of attention, one tile of queries at a time."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from effasr_kernels.attention.triton.rotary import load_rotated
+from effasr_kernels.runtime.tiles import find_sequence, find_tile
+from effasr_kernels.shared.philox import keep_mask
+
+
+@triton.jit
+def add_content_bias(x, content_bias, d, in_width):
+    """Queries plus the bias of their head, (M, D) and (D,), summed in float32."""
+    bias = tl.load(content_bias + d, mask=in_width, other=0.0)
+    return (x.to(tl.float32) + bias.to(tl.float32)[None, :]).to(x.dtype)
+
+
+@triton.jit
+def as_scores(b_tile):
+    """A tile of the bias as what the product of the scores is added to, float32.
+
+    Tensor cores take 16-bit tiles as they lie in shared memory, and a product with ones is exact;
+    threads that read them there in the order of the scores would meet four to a bank. A number that
+    is not finite spreads to its row of the tile, so none may lie outside the sequence.
+    """
+    if b_tile.dtype.is_fp32():
+        scores = b_tile
+    else:
+        n = tl.arange(0, b_tile.shape[1])
+        scores = tl.dot(b_tile, (n[:, None] == n[None, :]).to(b_tile.dtype))
+    return scores
+
+
+@triton.jit(do_not_specialize=["sequences", "rows_q", "bias_eighths"])
+def attention_forward(
+    content_bias,
+    q,
+    k,
+    v,
+    bias,
+    cos,
+    sin,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seed,
+    out,
+    lse,
+    sequences,
+    rows_q,
+    bias_eighths,
+    heads,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    scale_log2,
+    probability,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """One tile of queries of one head: program (tile, head).
+
+    The softmax is taken online, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691), in
+    powers of two. Every query sees the first key, so the largest score is finite after one step.
+
+    Args:
+        content_bias: (H, D), contiguous, added to ``q``; None without ``BIAS``. A pointer, as are
+            all up to ``lse``.
+        q: (T_q, H, D).
+        k: (T_k, H, D), rotated where positions are rotary.
+        v: (T_k, H, D).
+        bias: (T_q, H, W), contiguous, added to the products of queries and keys; finite up to a
+            whole vector of 8 columns. None without ``BIAS``.
+        cos: float32 (positions, D / 2), contiguous; None without ``ROTARY``.
+        sin: Likewise.
+        cu_seqlens_q: int32 (N + 1,).
+        cu_seqlens_k: int32 (N + 1,).
+        seed: int64 (1,); None without ``DROPOUT``.
+        out: (T_q, H, D), contiguous, written; zeros where a row has no key.
+        lse: float32 (H, T_q), contiguous, written: the logarithm to base 2 of each row's sum of
+            powers of two; -inf where a row has no key.
+        sequences: N.
+        rows_q: T_q.
+        bias_eighths: W / 8.
+        heads: H.
+        q_row: Elements from one row of ``q`` to the next.
+        q_head: Elements from one head to the next.
+        k_row: Of ``k``.
+        k_head: Of ``k``.
+        v_row: Of ``v``.
+        v_head: Of ``v``.
+        scale_log2: Factor of the scores, for powers of two.
+        probability: To drop a weight.
+        WIDTH: D.
+        BLOCK_D: The power of two, at least 16, that D is padded to.
+        BLOCK_M: Queries of a tile.
+        BLOCK_N: Keys of a tile.
+        CAUSAL: Whether query i sees only the keys 0 to i.
+        BIAS: Whether scores and queries have a bias.
+        ROTARY: Whether to rotate all D = BLOCK_D channels of ``q`` by its position in the sequence.
+        DROPOUT: Whether weights are dropped.
+    """
+    sequence, first_q, length_q, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
+    )
+    if start >= length_q:
+        return
+    head = tl.program_id(1)
+    wide_head = head.to(tl.int64)
+    first_k, length_k = find_sequence(cu_seqlens_k, sequences, sequence)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    in_width = d < WIDTH
+    in_rows = start + m < length_q
+    q_mask = in_rows[:, None] & in_width[None, :]
+    first_row = first_q + start
+
+    q += first_row * q_row + wide_head * q_head
+    if ROTARY:
+        q_tile = load_rotated(q, cos, sin, start, q_row, in_rows, BLOCK_D, BLOCK_M)
+    else:
+        q_tile = tl.load(q + m[:, None] * q_row + d[None, :], mask=q_mask, other=0.0)
+    if BIAS:
+        q_tile = add_content_bias(q_tile, content_bias + wide_head * WIDTH, d, in_width)
+        bias_row = heads * bias_eighths * 8
+        bias += first_row * bias_row + wide_head * (bias_eighths * 8)
+        bias_offset = m[:, None] * bias_row + n[None, :]
+        # A mask that changes within a vector would break it; W has room for a whole one.
+        by_eight = n // 8 * 8
+    if DROPOUT:
+        seed_value = tl.load(seed)
+
+    k += first_k * k_row + wide_head * k_head
+    v += first_k * v_row + wide_head * v_head
+    k_offset = n[:, None] * k_row + d[None, :]
+    v_offset = n[:, None] * v_row + d[None, :]
+    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    end = tl.minimum(length_k, start + BLOCK_M) if CAUSAL else length_k
+    for column in range(0, end, BLOCK_N):
+        in_columns = column + n < length_k
+        k_mask = in_columns[:, None] & in_width[None, :]
+        k_tile = tl.load(k + k_offset, mask=k_mask, other=0.0)
+        if BIAS:
+            b_mask = in_rows[:, None] & (column + by_eight < length_k)[None, :]
+            b_tile = tl.load(bias + column + bias_offset, mask=b_mask, other=0.0)
+            scores = tl.dot(q_tile, tl.trans(k_tile), as_scores(b_tile), input_precision="ieee")
+        else:
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        seen = in_columns[None, :]
+        if CAUSAL:
+            seen = seen & (start + m[:, None] >= column + n[None, :])
+        scores = tl.where(seen, scores * scale_log2, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        shrink = tl.exp2(largest - larger)
+        weights = tl.exp2(scores - larger[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        if DROPOUT:
+            keep = keep_mask(
+                seed_value, sequence, head, start, column, probability, BLOCK_M, BLOCK_N
+            )
+            weights = tl.where(keep, weights, 0.0)
+        v_tile = tl.load(v + v_offset, mask=k_mask, other=0.0)
+        acc = acc * shrink[:, None]
+        acc += tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
+        largest = larger
+        k += BLOCK_N * k_row
+        v += BLOCK_N * v_row
+
+    # A row without keys has the sum 0, and keeps its zeros.
+    total = tl.where(total == 0, 1.0, total)
+    inverse = 1 / total
+    if DROPOUT:
+        inverse *= 1 / (1 - probability)
+    acc *= inverse[:, None]
+    out += (first_row * heads + head) * WIDTH
+    out_offset = m[:, None] * (heads * WIDTH) + d[None, :]
+    tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=q_mask)
+    tl.store(lse + wide_head * rows_q + first_row + m, largest + tl.log2(total), mask=in_rows)

@@ -1,0 +1,287 @@
+"""The kernels of `effasr_kernels.attention.triton.relative.relative_backward`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from effasr_kernels.attention.triton.relative_scores import STEP, is_below, is_spare
+from effasr_kernels.runtime.tiles import find_sequence, find_tile
+
+
+@triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths"])
+def grad_queries(
+    grad_q,
+    grad_biases,
+    grad_scores,
+    k,
+    table,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    sequences,
+    rows,
+    reach,
+    eighths,
+    scale,
+    heads,
+    k_row,
+    k_head,
+    stride_distance,
+    stride_table_head,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Write the gradient of a tile of queries, one head, and its parts' sums over the tile.
+
+    By content it is the gradient of the scores times the keys; by distance, times the table. That
+    walk is `effasr_kernels.attention.triton.relative_scores.scores`'s; here the skew is in the
+    addresses of the loads.
+
+    Args:
+        grad_q: (T_q, H, D), a pointer; the tail is set to zero.
+        grad_biases: float32 (2, tiles, H, D), a pointer: the sums by content, and by distance.
+        grad_scores: (T_q, H, 8 eighths), a pointer; zeros from the last key to a whole vector of 8.
+        k: (T_k, H, D), a pointer.
+        table: (2 reach - 1, H, D), a pointer.
+        cu_seqlens_q: int32 (N + 1,), a pointer.
+        cu_seqlens_k: int32 (N + 1,), a pointer.
+        sequences: N.
+        rows: T_q.
+        reach: L.
+        eighths: An eighth of the width of ``grad_scores``.
+        scale: Factor of the scores.
+        heads: H.
+        k_row: Elements from one row of ``k`` to the next.
+        k_head: From one head to the next.
+        stride_distance: Of ``table``, likewise.
+        stride_table_head: Of ``table``.
+        WIDTH: D.
+        BLOCK_D: The power of two at or above D.
+        BLOCK_M: Queries of a tile.
+        BLOCK_N: Keys of a step; not ``BLOCK_W``, or the compiler loads both kinds of tiles as one.
+        BLOCK_W: Distances of a step.
+    """
+    tile, head = tl.program_id(0), tl.program_id(1)
+    channel = tl.arange(0, BLOCK_D)
+    in_width = channel < WIDTH
+    grad_biases += (tile.to(tl.int64) * heads + head) * WIDTH + channel
+    to_distance = tl.num_programs(0).to(tl.int64) * heads * WIDTH
+    nothing = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    if is_spare(cu_seqlens_q, sequences, tile // STEP, BLOCK_M * STEP):
+        tl.store(grad_biases, nothing, mask=in_width)
+        tl.store(grad_biases + to_distance, nothing, mask=in_width)
+        return
+    sequence, begin, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_seqlens_q, sequences, rows, tile // STEP, BLOCK_M * STEP
+    )
+    start += tile % STEP
+    if start >= length:
+        tl.store(grad_biases, nothing, mask=in_width)
+        tl.store(grad_biases + to_distance, nothing, mask=in_width)
+        return
+    first_k, keys = find_sequence(cu_seqlens_k, sequences, sequence)
+
+    row = tl.arange(0, BLOCK_M)
+    # The last query of the tile that there is.
+    last = tl.minimum((length - 1 - start) // STEP, BLOCK_M - 1)
+    in_range = row <= last
+    grad_scores += ((begin + start) * heads + head) * (eighths * 8)
+    score_row = STEP * (heads * eighths * 8)
+
+    n = tl.arange(0, BLOCK_N)
+    # A mask that changes within a vector would break it.
+    by_eight = n // 8 * 8
+    offset = (row * score_row)[:, None] + n[None, :]
+    k += first_k * k_row + head * k_head
+    key_offset = n[:, None] * k_row + channel[None, :]
+    by_content = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    for first in range(0, keys, BLOCK_N):
+        ds = tl.load(
+            grad_scores + first + offset,
+            mask=(first + by_eight < keys)[None, :] & in_range[:, None],
+            other=0.0,
+        )
+        key = tl.load(
+            k + key_offset,
+            mask=(first + n < keys)[:, None] & in_width[None, :],
+            other=0.0,
+        )
+        by_content = tl.dot(ds, key, by_content, input_precision="ieee")
+        k += BLOCK_N * k_row
+
+    diagonal = tl.arange(0, BLOCK_W)
+    keys = tl.cdiv(keys, STEP) * STEP
+    grad_scores -= last * STEP
+    # A step of one row is a step of one key, too.
+    offset = (row * (score_row + STEP))[:, None] + diagonal[None, :]
+    first_key = diagonal[None, :] + ((row - last) * STEP)[:, None]
+    largest = reach - 1 + start + last * STEP
+    table += head * stride_table_head
+    by_distance = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    # No step where there is no key, as in the tail.
+    for first in range(0, tl.where(keys > 0, keys + last * STEP, 0), BLOCK_W):
+        ds = tl.load(
+            grad_scores + first + offset,
+            mask=is_below(first + first_key, keys) & in_range[:, None],
+            other=0.0,
+        )
+        entry = largest - first - diagonal
+        window = tl.load(
+            table + entry.to(tl.int64)[:, None] * stride_distance + channel[None, :],
+            mask=is_below(entry, 2 * reach - 1)[:, None] & in_width[None, :],
+            other=0.0,
+        )
+        by_distance = tl.dot(ds, window, by_distance, input_precision="ieee")
+
+    tl.store(grad_biases, tl.sum(by_content, axis=0) * scale, mask=in_width)
+    grad_biases += to_distance
+    tl.store(grad_biases, tl.sum(by_distance, axis=0) * scale, mask=in_width)
+    grad_q += ((begin + start) * heads + head) * WIDTH
+    tl.store(
+        grad_q + (row * (heads * STEP * WIDTH))[:, None] + channel[None, :],
+        ((by_content + by_distance) * scale).to(grad_q.dtype.element_ty),
+        mask=in_range[:, None] & in_width[None, :],
+    )
+
+
+@triton.jit
+def sequences_of(cu_seqlens, sequences, first_row, end_row):
+    """The sequences with rows of a range: the first, and the end.
+
+    Counts are scalars from the start: with sums after the loop the compiler (Triton 3.7) loses all
+    alignments inside nested loops that begin at them.
+
+    Args:
+        cu_seqlens: int32 (N + 1,), a pointer.
+        sequences: N.
+        first_row: Of the range.
+        end_row: Of the range.
+    """
+    index = tl.arange(0, 512)
+    first, end = 0, 0
+    for several in range(0, sequences, 512):
+        n = several + index
+        begin = tl.load(cu_seqlens + n, mask=n < sequences, other=2**31 - 1)
+        # The first begins at row 0, and is not counted, for there may be none.
+        first += tl.sum(((begin <= first_row) & (n > 0)).to(tl.int32))
+        end += tl.sum((begin < end_row).to(tl.int32))
+    return first, end
+
+
+@triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths", "splits"])
+def grad_table(
+    grad,
+    grad_scores,
+    q,
+    position_bias,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    sequences,
+    rows,
+    reach,
+    eighths,
+    splits,
+    scale,
+    heads,
+    stride_row,
+    stride_head,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Sum the gradient of a block of distances, one head, over a share of the queries.
+
+    A share is a range of rows, and has the tiles of sequences that begin there. Blocks of small
+    distances have the most pairs, and come first.
+
+    Args:
+        grad: float32 (splits, 2 reach - 1, H, D), a pointer.
+        grad_scores: (T_q, H, 8 eighths), a pointer.
+        q: (T_q, H, D), a pointer.
+        position_bias: (H, D), a pointer.
+        cu_seqlens_q: int32 (N + 1,), a pointer.
+        cu_seqlens_k: int32 (N + 1,), a pointer.
+        sequences: N.
+        rows: T_q.
+        reach: L.
+        eighths: An eighth of the width of ``grad_scores``.
+        splits: How many shares.
+        scale: Factor of the scores.
+        heads: H.
+        stride_row: Of ``q``, in elements, as is the other.
+        stride_head: Of ``q``.
+        WIDTH: D.
+        BLOCK_D: The power of two at or above D.
+        BLOCK_M: Queries of a step.
+        BLOCK_W: Distances of a block.
+    """
+    split, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    phase = split % STEP
+    # Blocks 0, -1, 1, -2, 2, ...
+    block = tl.program_id(1)
+    nearest = tl.where(block % 2 == 0, block // 2, -(block + 1) // 2) * BLOCK_W
+    total_rows = tl.load(cu_seqlens_q + sequences)
+    share = tl.cdiv(total_rows, splits // STEP)
+    first_row = split // STEP * share
+    end_row = tl.minimum(first_row + share, total_rows)
+    first_sequence, end_sequence = sequences_of(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_seqlens_q, sequences, first_row, end_row
+    )
+
+    row = tl.arange(0, BLOCK_M)
+    diagonal = tl.arange(0, BLOCK_W)
+    # In descending order, so that the keys of a query ascend; STEP divides the first key of a row.
+    back = (STEP - phase) % STEP
+    largest = nearest + BLOCK_W - back
+    # (W, M): in the shape of queries the compiler would load it like these.
+    offset = diagonal[:, None] + (row * (STEP * (heads * eighths * 8 + 1)))[None, :]
+    first_key = diagonal[:, None] + (row * STEP)[None, :] - BLOCK_W
+    channel = tl.arange(0, BLOCK_D)
+    in_width = channel < WIDTH
+    bias = tl.load(position_bias + head * WIDTH + channel, mask=in_width, other=0.0)
+    bias = bias.to(tl.float32)[None, :]
+    query_offset = (row * (STEP * stride_row))[:, None] + channel[None, :]
+    total = tl.zeros((BLOCK_W, BLOCK_D), dtype=tl.float32)
+    q += head * stride_head
+    grad_scores += head * (eighths * 8) - BLOCK_W
+    for sequence in range(first_sequence, end_sequence):
+        begin = tl.load(cu_seqlens_q + sequence)
+        length = tl.load(cu_seqlens_q + sequence + 1) - begin
+        keys = tl.load(cu_seqlens_k + sequence + 1) - tl.load(cu_seqlens_k + sequence)
+        keys = tl.cdiv(keys, STEP) * STEP
+        # The queries that have a key at one of these distances.
+        low = tl.maximum(nearest - back, 0) // (BLOCK_M * STEP)
+        high = tl.cdiv(tl.minimum(length, tl.maximum(keys + largest, 0)), BLOCK_M * STEP)
+        low = tl.maximum(low, tl.cdiv(first_row - begin, BLOCK_M * STEP))
+        high = tl.minimum(high, tl.cdiv(end_row - begin, BLOCK_M * STEP))
+        # A pipeline loads ahead even where there is nothing.
+        if low < high:
+            for tile in range(low, high):
+                start = tile * (BLOCK_M * STEP)
+                in_range = start + phase + row * STEP < length
+                here = begin.to(tl.int64) + start + phase
+                # The key of the first query at the largest distance.
+                skip = start - nearest + (phase + back) // STEP * STEP
+                ds = tl.load(
+                    grad_scores + here * (heads * eighths * 8) + skip + offset,
+                    mask=is_below(skip + first_key, keys) & in_range[None, :],
+                    other=0.0,
+                )
+                query = tl.load(
+                    q + here * stride_row + query_offset,
+                    mask=in_range[:, None] & in_width[None, :],
+                    other=0.0,
+                )
+                query = (query.to(tl.float32) + bias).to(query.dtype)
+                total = tl.dot(ds, query, total, input_precision="ieee")
+    entry = reach - 1 + largest - diagonal
+    grad += (split.to(tl.int64) * (2 * reach - 1) * heads + head) * WIDTH
+    tl.store(
+        grad + entry.to(tl.int64)[:, None] * (heads * WIDTH) + channel[None, :],
+        total * scale,
+        mask=is_below(entry, 2 * reach - 1)[:, None] & in_width[None, :],
+    )

@@ -1,0 +1,132 @@
+"""The kernel of `effasr_kernels.attention.triton.relative.relative_scores`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from effasr_kernels.runtime.tiles import find_tile
+
+STEP = tl.constexpr(2)
+"""The queries of a tile are every second one, so that the skew moves them by whole pairs of keys.
+Pairs of 16-bit numbers are aligned then, and take one instruction."""
+
+
+@triton.jit
+def is_below(x, bound):
+    """Whether 0 <= x < bound, by one comparison: as unsigned, what is negative is large."""
+    return x.to(tl.uint32, bitcast=True) < bound.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def is_spare(cu_seqlens, sequences, tile, BLOCK: tl.constexpr):
+    """Whether a tile's number is that of an empty sequence behind the last row.
+
+    Static shapes have many of these, and `find_tile` would search for each.
+    """
+    total = tl.load(cu_seqlens + sequences)
+    n = tile - total // BLOCK
+    return tl.load(cu_seqlens + n, mask=(n >= 0) & (n < sequences), other=-1) == total
+
+
+@triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths"])
+def scores(
+    out,
+    q,
+    position_bias,
+    table,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    sequences,
+    rows,
+    reach,
+    eighths,
+    heads,
+    stride_row,
+    stride_head,
+    stride_distance,
+    stride_table_head,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Write the scores of a tile of queries, one head, against all keys of their sequence.
+
+    The tile's distances form one stretch of the table. It is walked from the largest distance to
+    the smallest, so that the scores of a query come in the order of its keys: diagonal g of the
+    walk holds key ``g - shift`` of a query that is ``shift`` rows above the tile's last one. Every
+    row of the table is multiplied once for each tile, and the skew is in the addresses of the
+    stores alone.
+
+    Args:
+        out: (T_q, H, 8 eighths), a pointer.
+        q: (T_q, H, D), a pointer.
+        position_bias: (H, D), a pointer.
+        table: (2 reach - 1, H, D), a pointer.
+        cu_seqlens_q: int32 (N + 1,), a pointer.
+        cu_seqlens_k: int32 (N + 1,), a pointer.
+        sequences: N.
+        rows: T_q.
+        reach: L.
+        eighths: An eighth of the width of ``out``: the compiler sees that 8 divides the width.
+        heads: H.
+        stride_row: Of ``q``, in elements, as are the others.
+        stride_head: Of ``q``.
+        stride_distance: Of ``table``.
+        stride_table_head: Of ``table``.
+        WIDTH: D.
+        BLOCK_D: The power of two at or above D.
+        BLOCK_M: Queries of a tile.
+        BLOCK_W: Distances of a step.
+    """
+    if is_spare(cu_seqlens_q, sequences, tl.program_id(0) // STEP, BLOCK_M * STEP):
+        return
+    phase, head = tl.program_id(0) % STEP, tl.program_id(1)
+    sequence, begin, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_seqlens_q, sequences, rows, tl.program_id(0) // STEP, BLOCK_M * STEP
+    )
+    start += phase
+    if (sequence >= sequences) | (start >= length):
+        return
+    keys = tl.load(cu_seqlens_k + sequence + 1) - tl.load(cu_seqlens_k + sequence)
+    # Whole vectors, for attention reads these; a row of the buffer is wide enough.
+    keys = tl.cdiv(keys, 8) * 8
+
+    row = tl.arange(0, BLOCK_M)
+    # The last query of the tile that there is.
+    last = tl.minimum((length - 1 - start) // STEP, BLOCK_M - 1)
+    in_range = row <= last
+    channel = tl.arange(0, BLOCK_D)
+    in_width = channel < WIDTH
+    bias = tl.load(position_bias + head * WIDTH + channel, mask=in_width, other=0.0)
+    q += (begin + start) * stride_row + head * stride_head
+    query = tl.load(
+        q + (row * (STEP * stride_row))[:, None] + channel[None, :],
+        mask=in_range[:, None] & in_width[None, :],
+        other=0.0,
+    )
+    query = (query.to(tl.float32) + bias.to(tl.float32)[None, :]).to(query.dtype)
+
+    diagonal = tl.arange(0, BLOCK_W)
+    out += ((begin + start) * heads + head) * (eighths * 8) - last * STEP
+    # A step of one row is a step of one key, too.
+    offset = (row * (STEP * (heads * eighths * 8 + 1)))[:, None] + diagonal[None, :]
+    # Past the last query there is none.
+    first_key = diagonal[None, :] + tl.where(in_range, (row - last) * STEP, 2**30)[:, None]
+    largest = reach - 1 + start + last * STEP
+    table += head * stride_table_head
+    for first in range(0, keys + last * STEP, BLOCK_W):
+        entry = largest - first - diagonal
+        # (D, BLOCK_W), a column for each distance.
+        window = tl.load(
+            table + entry.to(tl.int64)[None, :] * stride_distance + channel[:, None],
+            mask=is_below(entry, 2 * reach - 1)[None, :] & in_width[:, None],
+            other=0.0,
+        )
+        product = tl.dot(query, window, input_precision="ieee")
+        tl.store(
+            out + first + offset,
+            product.to(query.dtype),
+            mask=is_below(first + first_key, keys),
+        )

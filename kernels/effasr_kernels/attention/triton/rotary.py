@@ -1,0 +1,239 @@
+"""Rotary positions: the table of angles, and the rotation of queries, keys and their gradients.
+
+Keys are rotated once, into a tensor of their own: inside the loop over keys each would be rotated
+again for every tile of queries, and could not be copied to shared memory behind the arithmetic.
+Queries are rotated as the forward loads them, and gradients rotated back as they are stored, where
+all channels rotate and no channel is padded; else the same small kernel does that, too.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from effasr_kernels.attention.position import Rotary
+from effasr_kernels.attention.triton.config import next_power_of_two
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime.launch import launch
+from effasr_kernels.runtime.tiles import count_tiles, find_tile
+
+_ELEMENTS = 4096
+"""Of a tile of `rotate`."""
+
+
+@triton.jit
+def _load_angles(cos, sin, start, in_rows, HALF: tl.constexpr, BLOCK_M: tl.constexpr):
+    m = tl.arange(0, BLOCK_M)
+    c = tl.arange(0, HALF)
+    offset = (start + m[:, None]) * HALF + c[None, :]
+    mask = in_rows[:, None]
+    return tl.load(cos + offset, mask=mask, other=0.0), tl.load(sin + offset, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_rotated(x, cos, sin, start, row, in_rows, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Load a tile of rows and rotate it: (BLOCK_M, WIDTH), in the dtype of ``x``.
+
+    Args:
+        x: Its first element, a pointer.
+        cos: float32 (positions, WIDTH / 2), contiguous, a pointer.
+        sin: Likewise.
+        start: The first row's position in its sequence.
+        row: Elements from one row to the next.
+        in_rows: Which rows to load, bool (BLOCK_M,); the others are zero.
+        WIDTH: Channels, a power of two.
+        BLOCK_M: Rows.
+    """
+    HALF: tl.constexpr = WIDTH // 2
+    m = tl.arange(0, BLOCK_M)
+    c = tl.arange(0, HALF)
+    offset = m[:, None] * row + c[None, :]
+    first = tl.load(x + offset, mask=in_rows[:, None], other=0.0).to(tl.float32)
+    second = tl.load(x + HALF + offset, mask=in_rows[:, None], other=0.0).to(tl.float32)
+    cos_tile, sin_tile = _load_angles(  # pyright: ignore[reportGeneralTypeIssues]
+        cos, sin, start, in_rows, HALF, BLOCK_M
+    )
+    halves = tl.join(
+        (first * cos_tile - second * sin_tile).to(x.dtype.element_ty),
+        (second * cos_tile + first * sin_tile).to(x.dtype.element_ty),
+    )
+    return tl.reshape(tl.permute(halves, (0, 2, 1)), (BLOCK_M, WIDTH))
+
+
+@triton.jit
+def store_rotated_back(
+    out, x, cos, sin, start, row, in_rows, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Rotate a tile of gradients back and store it; see `load_rotated`.
+
+    Args:
+        out: The tile's first element, a pointer.
+        x: float32 (BLOCK_M, WIDTH).
+        cos: float32 (positions, WIDTH / 2), contiguous, a pointer.
+        sin: Likewise.
+        start: The first row's position in its sequence.
+        row: Elements from one row of ``out`` to the next.
+        in_rows: Which rows to store, bool (BLOCK_M,).
+        WIDTH: Channels, a power of two.
+        BLOCK_M: Rows.
+    """
+    HALF: tl.constexpr = WIDTH // 2
+    m = tl.arange(0, BLOCK_M)
+    c = tl.arange(0, HALF)
+    first, second = tl.split(tl.permute(tl.reshape(x, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+    cos_tile, sin_tile = _load_angles(  # pyright: ignore[reportGeneralTypeIssues]
+        cos, sin, start, in_rows, HALF, BLOCK_M
+    )
+    offset = m[:, None] * row + c[None, :]
+    dtype = out.dtype.element_ty
+    back = first * cos_tile + second * sin_tile
+    tl.store(out + offset, back.to(dtype), mask=in_rows[:, None])
+    back = second * cos_tile - first * sin_tile
+    tl.store(out + HALF + offset, back.to(dtype), mask=in_rows[:, None])
+
+
+@triton.jit(do_not_specialize=["sequences", "rows"])
+def rotate(
+    x,
+    cos,
+    sin,
+    cu_seqlens,
+    out,
+    sequences,
+    rows,
+    heads,
+    x_row,
+    x_head,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """Rotate every head of a tile of rows: program (tile, head); zeros in the tail.
+
+    Args:
+        x: (T, H, D), a pointer, as are all up to ``out``.
+        cos: float32 (positions, HALF), contiguous.
+        sin: Likewise.
+        cu_seqlens: int32 (N + 1,).
+        out: (T, H, D), contiguous, written.
+        sequences: N.
+        rows: T.
+        heads: H.
+        x_row: Elements from one row of ``x`` to the next.
+        x_head: Elements from one head to the next.
+        WIDTH: D.
+        HALF: Pairs of channels that rotate.
+        BLOCK_D: A power of two, at least D / 2 and HALF.
+        BLOCK_M: Rows of a tile.
+        BACK: Whether to rotate the other way.
+    """
+    sequence, first_row, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_seqlens, sequences, rows, tl.program_id(0), BLOCK_M
+    )
+    if start >= length:
+        return
+    head = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)[:, None]
+    c = tl.arange(0, BLOCK_D)[None, :]
+    first_row += start
+    real = (start + m < length) & (sequence < sequences)
+    x += first_row * x_row + head.to(tl.int64) * x_head + m * x_row
+    out += (first_row * heads + head) * WIDTH + m * (heads * WIDTH)
+    # In the tail nothing is loaded, so that zeros are stored.
+    stored = start + m < length
+    pairs = c < HALF
+    first = tl.load(x + c, mask=real & pairs, other=0.0).to(tl.float32)
+    second = tl.load(x + HALF + c, mask=real & pairs, other=0.0).to(tl.float32)
+    offset = (start + m) * HALF + c
+    cos_tile = tl.load(cos + offset, mask=real & pairs, other=0.0)
+    sin_tile = tl.load(sin + offset, mask=real & pairs, other=0.0)
+    if BACK:
+        sin_tile = -sin_tile
+    dtype = out.dtype.element_ty
+    result = first * cos_tile - second * sin_tile
+    tl.store(out + c, result.to(dtype), mask=stored & pairs)
+    result = second * cos_tile + first * sin_tile
+    tl.store(out + HALF + c, result.to(dtype), mask=stored & pairs)
+    for begin in tl.static_range(2 * HALF, WIDTH, BLOCK_D):
+        left = begin + c < WIDTH
+        rest = tl.load(x + begin + c, mask=real & left, other=0.0)
+        tl.store(out + begin + c, rest.to(dtype), mask=stored & left)
+
+
+def rotated(
+    x: Tensor,
+    layout: PackedLayout,
+    angles: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    *,
+    back: bool = False,
+) -> Tensor:
+    """A copy of packed heads in which the first channels are rotated by each row's position.
+
+    Args:
+        x: (T, H, D), with a last stride of 1.
+        layout: Its sequences.
+        angles: Cosines and sines, from `angle_table`.
+        dtype: Of the copy.
+        back: Whether to rotate the other way.
+
+    Returns:
+        (T, H, D), contiguous, zero in the tail.
+    """
+    rows, heads, width = x.shape
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    half = angles[0].shape[1]
+    block_d = next_power_of_two(max(-(-width // 2), half))
+    block_m = max(1, _ELEMENTS // block_d // 2)
+    launch(
+        rotate,
+        (count_tiles(rows, layout.num_sequences, block_m), heads),
+        *(x, *angles, layout.cu_seqlens, out),
+        *(layout.num_sequences, rows, heads, *x.stride()[:2]),
+        WIDTH=width,
+        HALF=half,
+        BLOCK_D=block_d,
+        BLOCK_M=block_m,
+        BACK=back,
+    )
+    return out
+
+
+def angle_table(
+    rotary: Rotary, head_width: int, rows: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions that a row can have, rounded from float64 to float32.
+
+    Args:
+        rotary: How fast channels rotate.
+        head_width: D.
+        rows: Of the packed tensor; the table has the next power of two, so that few are made.
+        device: Where.
+
+    Returns:
+        Two of (positions, R / 2).
+    """
+    size, width = next_power_of_two(max(1, rows)), rotary.rotated(head_width)
+    key = size, rotary.base, width, device
+    found = _TABLES.get(key)
+    if found is None:
+        found = _make_table(*key)
+        # What a graph that is being captured allocates holds nothing until the graph runs.
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _TABLES[key] = found
+    return found
+
+
+# Never emptied: a CUDA graph may use a table for as long as the process lives. Sizes are few.
+_TABLES: dict[tuple[int, float, int, torch.device], tuple[Tensor, Tensor]] = {}
+
+
+def _make_table(size: int, base: float, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    exponents = torch.arange(0, width, 2, device=device, dtype=torch.float64) / width
+    places = torch.arange(size, device=device, dtype=torch.float64)
+    angles = places[:, None] * base**-exponents
+    return angles.cos().float(), angles.sin().float()

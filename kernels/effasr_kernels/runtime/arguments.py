@@ -1,0 +1,138 @@
+"""The arguments of an operation: a frozen dataclass, and how torch.library's schemas see it.
+
+A schema knows tensors and plain values, but no layouts. Eager calls pass the dataclass as it is;
+only calls through torch.library flatten it to the parts of the schema, and rebuild it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, get_type_hints
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from effasr_kernels.packed import OffsetsOnDemand, PackedLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a field becomes parts of a schema.
+
+    Attributes:
+        parts: The type and name of each part, with ``{}`` for the name of the field.
+        flatten: Turns the field's value into as many values.
+        restore: Turns these back into the field's value.
+    """
+
+    parts: tuple[str, ...]
+    flatten: Callable[[Any], tuple[Any, ...]]
+    restore: Callable[..., Any]
+
+
+def _plain(type_name: str) -> Kind:
+    """A field whose type is known to schemas, such as ``Tensor?`` or ``float``."""
+    return Kind((type_name + " {}",), lambda value: (value,), lambda value: value)
+
+
+def optional_list(type_name: str, restore: Callable[[list[Any]], Any]) -> Kind:
+    """A field that is None, or iterates over values of one type."""
+    return Kind(
+        (type_name + "[]? {}",),
+        lambda values: (None if values is None else list(values),),
+        lambda values: None if values is None else restore(values),
+    )
+
+
+def _flatten_layout(layout: PackedLayout) -> tuple[Tensor, int, int | None]:
+    max_seqlen = layout.static_max_seqlen
+    if max_seqlen is None and not layout.cu_seqlens.is_cpu:
+        # Kernels size buffers by it. On a CPU it would only have the compiler trace every length.
+        max_seqlen = layout.max_seqlen_bound
+    return layout.cu_seqlens, layout.rows, max_seqlen
+
+
+def _restore_layout(cu_seqlens: Tensor, rows: int, max_seqlen: int | None) -> PackedLayout:
+    # Fake tensors hold no lengths, and shapes do not depend on them.
+    host = () if is_fake(cu_seqlens) else OffsetsOnDemand(cu_seqlens)
+    return PackedLayout(cu_seqlens, host, rows, max_seqlen)
+
+
+_TENSORS = (Tensor, Tensor | None)
+_KINDS: dict[Any, Kind] = {
+    Tensor: _plain("Tensor"),
+    Tensor | None: _plain("Tensor?"),
+    int: _plain("int"),
+    int | None: _plain("int?"),
+    float: _plain("float"),
+    bool: _plain("bool"),
+    str: _plain("str"),
+    tuple[int, ...] | None: optional_list("int", tuple),
+    # Names. Not a list, as torch takes an empty one for a list of tensors.
+    tuple[str, ...]: Kind(
+        ("str {}",),
+        lambda names: (",".join(names),),
+        lambda text: tuple(text.split(",")) * bool(text),
+    ),
+    PackedLayout: Kind(
+        ("Tensor {}", "SymInt {}_rows", "SymInt? {}_max_seqlen"), _flatten_layout, _restore_layout
+    ),
+}
+
+
+class ArgumentSchema:
+    """Flattens and rebuilds a dataclass of arguments.
+
+    Attributes:
+        parts: The parts of the schema, each a type and a name.
+        names: Their names.
+        tensor_names: The fields that are tensors, or None in place of one.
+    """
+
+    def __init__(self, arguments: type):
+        """Read the fields.
+
+        Args:
+            arguments: A frozen dataclass. The type of a field is one of those above, or its
+                metadata has a `Kind` under ``"kind"``.
+        """
+        hints = get_type_hints(arguments)
+        self._arguments = arguments
+        self._kinds: list[tuple[str, Kind]] = [
+            (field.name, field.metadata.get("kind") or _KINDS[hints[field.name]])
+            for field in fields(arguments)
+        ]
+        self.parts = [part.format(name) for name, kind in self._kinds for part in kind.parts]
+        self.names = [part.split()[-1] for part in self.parts]
+        every = [name for name, _ in self._kinds]
+        self.tensor_names = tuple(name for name in every if hints[name] in _TENSORS)
+        self._other_names = tuple(name for name in every if name not in self.tensor_names)
+        order = [*self.tensor_names, *self._other_names]
+        self._places = [order.index(name) for name in every]
+
+    def tensors(self, arguments: Any) -> tuple[Tensor | None, ...]:
+        """The fields that are tensors, as `tensor_names` has them."""
+        return tuple([getattr(arguments, name) for name in self.tensor_names])
+
+    def others(self, arguments: Any) -> tuple[Any, ...]:
+        """The other fields: layouts and options."""
+        return tuple([getattr(arguments, name) for name in self._other_names])
+
+    def join(self, tensors: Sequence[Tensor | None], others: Sequence[Any]) -> Any:
+        """The dataclass of these fields."""
+        values = (*tensors, *others)
+        return self._arguments(*[values[place] for place in self._places])
+
+    def flatten(self, arguments: Any) -> list[Any]:
+        """The values of the schema's parts."""
+        return [
+            part for name, kind in self._kinds for part in kind.flatten(getattr(arguments, name))
+        ]
+
+    def restore(self, flat: Sequence[Any]) -> Any:
+        """The dataclass, the inverse of `flatten`."""
+        values = iter(flat)
+        return self._arguments(
+            *[kind.restore(*[next(values) for _ in kind.parts]) for _, kind in self._kinds]
+        )

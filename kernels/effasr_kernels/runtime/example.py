@@ -1,0 +1,71 @@
+"""Example calls of operations, for tests, ``effasr doctor`` and measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.packed import PackedLayout
+
+HEADS, WIDTH, CHANNELS, CLASSES, BANDS = 2, 64, 32, 48, 16
+"""Attention heads, their width, channels, classes of the vocabulary, and mel bands."""
+FRAMES, TOKENS = (24, 0, 16), (5, 0, 3)
+"""Lengths of the utterances and of their transcripts."""
+
+
+Keywords = Mapping[str, Any]
+"""Arguments of a public function by name."""
+
+
+class ExampleInputs:
+    """Makes the tensors of an example. Floating tensors are random: their values do not matter."""
+
+    def __init__(
+        self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
+        """Choose where the tensors are, and the dtype of floating ones."""
+        self.device, self.dtype = torch.device(device), dtype
+
+    def floating(self, *shape: int, differentiable: bool = True) -> Tensor:
+        """A floating tensor.
+
+        Args:
+            shape: Its shape.
+            differentiable: Whether every backend gives it a gradient. Subclasses may use it.
+        """
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def integers(self, *values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        """A tensor of these numbers, or lists of numbers."""
+        return torch.tensor(values, device=self.device, dtype=dtype)
+
+    def frames(self) -> PackedLayout:
+        """Three utterances, one of them empty, and a tail."""
+        return PackedLayout.from_lengths(FRAMES, self.device, rows=sum(FRAMES) + 2)
+
+    def tokens(self) -> PackedLayout:
+        """Their transcripts, and a tail."""
+        return PackedLayout.from_lengths(TOKENS, self.device, rows=sum(TOKENS) + 1)
+
+    def targets(self) -> Tensor:
+        """The tokens of the transcripts, int64, none of them class 0; -100 in the tail."""
+        return self.integers(1, 2, 3, 4, 5, 1, 2, 2, -100, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A small call of an operation.
+
+    Attributes:
+        label: The operation's name, or that and what is special about the call.
+        arguments: The keyword arguments of the public function.
+        flops: The floating-point operations of the forward's real rows, counted by hand.
+    """
+
+    label: str
+    arguments: Callable[[ExampleInputs], Keywords]
+    flops: int

@@ -1,0 +1,1 @@
+"""`transducer_loss` in Triton."""

@@ -1,0 +1,142 @@
+r"""`transducer_loss` in Triton, in memory that is flat in the batch size.
+
+Forward, group by group of sequences, chunk by chunk of their lattices' nodes (`plan`): the rows of
+the joint's output and their logits of blank and label; their normalizers, from one pass over the
+vocabulary that stores no logits; the log-probabilities of durations, if there are any; then the
+lattices of the group (`sweeps`). Backward, the same way: how much of the upstream gradient passes
+each step; the gradient of the chunk's logits, which are made again; its products with weight and
+rows; and its sums over states and over frames. Gradients are computed in the backward, so they are
+exact for any upstream gradient, nobody waits for the GPU, and they may replace the inputs: a frame
+is read last in the chunk that finishes its gradient, and a state in the group that does. The
+joint's output is summed in float32 and rounded to the dtype of the arguments, as is the gradient of
+the logits; products, normalizers and sums are float32.
+
+With J columns, C rows of the weight (V classes and D durations) and R nodes, products are 8 R J C
+operations, of which 2 R J C are logits made again. Normalizers and shares of nodes are kept for the
+backward, 8 bytes for each node of the static shape (frame rows times states of the longest
+transcript), or 20 + 4 D with durations, whose way back needs log-probabilities and masses; if that
+fits in a quarter of the workspace (`workspace.set_workspace`). If not, the backward makes them
+again, group by group: 10 R J C operations; or 8 R J C, if the rounded logits of eight of the
+longest sequences fit in three quarters of the workspace, where they are then kept from the one
+product to the next.
+
+Peak memory, beside the arguments and their gradients (none of ``encoded`` and ``predicted`` where
+these are overwritten): the workspace, and what is kept, at most a quarter of it; 4 J C for the
+gradient of weight in float32; and for a sequence, or a frame, that is larger than its part of the
+workspace, what that alone needs: 12 bytes for each node (16 where nothing was kept; with durations
+16 + 4 D and 20 + 4 D), and 4 J + b (J + C) for each state of a frame, with b the bytes of an
+element. Nothing grows with the number of sequences but their offsets.
+
+The host divides the nodes, from lengths that it knows. In compiled code, and for a layout whose
+offsets only the device knows, it waits for them, so a CUDA graph cannot hold this operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.runtime.launch import refusal
+from effasr_kernels.transducer_loss.definition import TransducerArguments
+from effasr_kernels.transducer_loss.triton.duration_lattice import LONGEST, DurationSweeps
+from effasr_kernels.transducer_loss.triton.plan import Cost, most_nodes
+from effasr_kernels.transducer_loss.triton.sums import Sums
+from effasr_kernels.transducer_loss.triton.sweeps import LabelSweeps, Scores, Trace
+from effasr_kernels.transducer_loss.triton.work import Work
+from effasr_kernels.transducer_loss.workspace import workspace
+
+
+def unsupported_reason(a: TransducerArguments) -> str | None:
+    """Any shape is served; durations are as far as registers go."""
+    if a.durations is not None and a.durations[-1] > LONGEST:
+        return f"durations of more than {LONGEST} frames are the reference's alone"
+    return refusal(a.encoded)
+
+
+def _sweeps(a: TransducerArguments) -> type[LabelSweeps] | type[DurationSweeps]:
+    return LabelSweeps if a.durations is None else DurationSweeps
+
+
+def forward(a: TransducerArguments) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
+    """See `effasr_kernels.transducer_loss.transducer_loss`; saves what `saved_like` lists."""
+    work = Work(a)
+    sweeps = _sweeps(a)(work)
+    loss = a.weight.new_empty(a.layout_frames.num_sequences, dtype=torch.float32)
+    saved = saved_like(a)
+    normalizer, trace, kept = _unpack(sweeps, saved)
+    groups = work.groups(Cost(work.score_bytes(sweeps.trace_dtype)), work.row_bytes())
+    rows = work.rows(groups)
+    for group in groups:
+        scores = kept or work.scores(group)
+        at = group.first_node
+        work.score(group, rows, scores, None if normalizer is None else normalizer[at:])
+        sweeps.losses(group, scores, trace or sweeps.room(scores), loss)
+    return (loss,), saved
+
+
+def saved_like(a: TransducerArguments) -> tuple[Tensor, ...]:
+    """Empty tensors like what `forward` saves: of nodes, normalizers, then what sweeps need again.
+
+    All have room for the nodes of the static shape, or none where that is too much, or unknown.
+    """
+    sweeps, nodes = _sweeps(a), most_nodes(a.layout_frames, a.layout_targets)
+    sizes: list[tuple[tuple[int, ...], torch.dtype]] = [((), torch.float32)]
+    sizes.append(((), sweeps.trace_dtype))
+    if sweeps.keeps_scores:
+        sizes += [((), torch.float32)] * 2
+        if a.durations is not None:
+            sizes.append(((len(a.durations),), torch.float32))
+    each = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in sizes)
+    size = nodes if nodes is not None and each * nodes <= workspace() // 4 else 0
+    return tuple(a.encoded.new_empty(size, *shape, dtype=dtype) for shape, dtype in sizes)
+
+
+def _unpack(
+    sweeps: LabelSweeps | DurationSweeps, saved: Sequence[Tensor]
+) -> tuple[Tensor | None, Trace | None, Scores | None]:
+    """Normalizers, trace and scores that are kept for the backward, as far as they are."""
+    normalizer, trace, *rest = saved
+    if not normalizer.numel():
+        return None, None, None
+    return normalizer, Trace(0, trace), Scores(0, *rest) if sweeps.keeps_scores else None
+
+
+def backward(
+    a: TransducerArguments,
+    grads: Sequence[Tensor],
+    results: Sequence[Tensor],
+    saved: Sequence[Tensor],
+) -> dict[str, Tensor | None]:
+    """The gradients of ``encoded``, ``predicted``, ``weight`` and ``bias``."""
+    work = Work(a)
+    sweeps = _sweeps(a)(work)
+    normalizer, trace, kept = _unpack(sweeps, saved)
+    keeps_logits = normalizer is None and work.logits_fit()
+    logit_bytes = work.logit_bytes
+    node_bytes = 4 + work.score_bytes(None if trace else sweeps.trace_dtype)
+    groups = work.groups(
+        Cost(node_bytes + keeps_logits * logit_bytes, state=4 * work.width),
+        work.gradient_cost(0 if keeps_logits else logit_bytes),
+        swapped=keeps_logits,
+    )
+    rows = work.rows(groups)
+    sums = Sums(work, groups, rows, a.overwritten)
+    # Where the same is computed again, results stay as they are.
+    loss = torch.empty_like(results[0]) if normalizer is None else results[0]
+    for group in groups:
+        passing = work.scores(group)
+        logits = None
+        if normalizer is None or trace is None:
+            if keeps_logits:
+                logits = work.logits(group.nodes)
+            own, base, scores = work.plane(group), group.first_node, passing
+            work.score(group, rows, scores, own, logits)
+            left = sweeps.room(scores)
+            sweeps.losses(group, scores, left, loss)
+        else:
+            own, base, scores, left = normalizer, 0, kept or passing, trace
+        sweeps.occupancies(group, scores, left, loss, grads[0], passing)
+        sums.add(group, passing, own, base, logits)
+    return sums.gradients()

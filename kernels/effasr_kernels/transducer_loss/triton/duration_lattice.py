@@ -1,0 +1,335 @@
+r"""The lattice of a token-and-duration transducer: as `lattice`, with steps of several frames.
+
+A node (t, u) hands its mass to where its steps lead: the blank of duration d to (t + d, u), the
+label to (t + d, u + 1), if that frame is there. What is under way is in registers, a number for
+each diagonal still to come, of what arrives by blanks and by labels; all durations cost one shift
+to the next state. Paths end with a blank that leads to the frame past the last, in the last state.
+
+The way back needs the mass of each node, alpha, and the log-probabilities again. Of what passes a
+node n, the part that came there by a step s from m is
+
+.. math:: \exp(\alpha_m + \log p_s - \alpha_n)
+
+so these are again products of numbers in [0, 1], and what leaves an anti-diagonal is what arrived,
+but for rounding. Masses are logarithms in float64, of whose differences alone exponentials and
+logarithms are taken, in float32.
+"""
+
+# Tuples are joined by +, as Triton's compiler knows no starred items.
+# ruff: noqa: RUF005
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from effasr_kernels.runtime.launch import launch
+from effasr_kernels.shared.logarithm import log2_of_more
+from effasr_kernels.transducer_loss.triton.lattice import _LN2, _NOTHING, _extent, _log2
+from effasr_kernels.transducer_loss.triton.plan import Group
+from effasr_kernels.transducer_loss.triton.sweeps import Scores, Trace
+
+if TYPE_CHECKING:
+    from effasr_kernels.transducer_loss.triton.work import Work
+
+LONGEST = 8
+"""The longest duration whose history registers hold."""
+_NARROWEST = 32
+
+
+class DurationSweeps:
+    """Those of a TDT, in Triton. The mass of each node is their trace."""
+
+    trace_dtype: ClassVar[torch.dtype] = torch.float64
+    keeps_scores: ClassVar[bool] = True
+
+    def __init__(self, work: Work):
+        """See `LabelSweeps`."""
+        self._offsets, self._fastemit, self._durations = work.offsets, work.fastemit, work.durations
+        # A state a thread; of the longest histories half as many.
+        widest = 512 if work.durations[-1] <= LONGEST // 2 else 256
+        block = min(widest, max(_NARROWEST, 1 << work.bound.bit_length()))
+        self._strip = {"num_warps": block // 32, "num_stages": 1, "BLOCK": block, "STAGES": 2}
+
+    def room(self, scores: Scores) -> Trace:
+        """See `LabelSweeps`."""
+        return Trace(scores.base, torch.empty_like(scores.blank, dtype=torch.float64))
+
+    def losses(self, group: Group, scores: Scores, trace: Trace, loss: Tensor) -> None:
+        """See `LabelSweeps`."""
+        edge = scores.blank.new_empty(group.frames, dtype=torch.float64)
+        launch(
+            sweep_durations_forward,
+            (group.sequences,),
+            *(*scores[1:], *self._offsets, trace.values, edge, loss),
+            *(group.first_sequence, group.first_frame, scores.base),
+            DURATIONS=self._durations,
+            COUNT=len(self._durations),
+            **self._strip,
+        )
+
+    def occupancies(
+        self,
+        group: Group,
+        scores: Scores,
+        trace: Trace,
+        loss: Tensor,
+        grad_loss: Tensor,
+        out: Scores,
+    ) -> None:
+        """See `LabelSweeps`."""
+        edge = scores.blank.new_empty(group.frames, dtype=torch.float64)
+        launch(
+            sweep_durations_backward,
+            (group.sequences,),
+            *(*scores[1:], trace.values, *self._offsets, loss, grad_loss, *out[1:], edge),
+            *(group.first_sequence, group.first_frame, scores.base, out.base),
+            float(1 + self._fastemit),
+            DURATIONS=self._durations,
+            COUNT=len(self._durations),
+            **self._strip,
+        )
+
+
+@triton.jit
+def _add(x, y):
+    """The logarithm of 2**x + 2**y, float64."""
+    small = tl.exp2((-tl.abs(x - y)).to(tl.float32))
+    return tl.maximum(x, y) + log2_of_more(small).to(tl.float64)
+
+
+@triton.jit
+def _part(mass, step, whole):
+    """What part of a node's mass, ``whole``, came by a step from a node of ``mass``; at most 1."""
+    return tl.exp2(tl.minimum(mass + step - whole, 0.0).to(tl.float32)).to(tl.float64)
+
+
+@triton.jit(do_not_specialize=["first_sequence", "first_frame", "base"])
+def sweep_durations_forward(
+    log_blank,
+    log_label,
+    log_duration,
+    cu_frames,
+    cu_targets,
+    first_nodes,
+    alpha,
+    edge,
+    loss,
+    first_sequence,
+    first_frame,
+    base,
+    DURATIONS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The loss of one sequence, and the mass of each node.
+
+    Args:
+        log_blank: float32, of nodes from ``base`` on.
+        log_label: float32, likewise; not read in last states.
+        log_duration: float32 (..., D), likewise.
+        cu_frames: int32 (N + 1,).
+        cu_targets: int32 (N + 1,).
+        first_nodes: int64 (N + 1,).
+        alpha: float64, of nodes from ``base`` on, written.
+        edge: float64, for each of the group's frames: what labels hand to the next strip.
+        loss: float32 (N,), written.
+        first_sequence: The group's.
+        first_frame: The group's.
+        base: A node.
+        DURATIONS: In frames, increasing.
+        COUNT: D.
+        BLOCK: States of a strip.
+        STAGES: Of the pipeline of loads.
+    """
+    MOST: tl.constexpr = DURATIONS[COUNT - 1]
+    n = first_sequence + tl.program_id(0)
+    frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]
+    _, labels = _extent(cu_targets, n)  # pyright: ignore[reportGeneralTypeIssues]
+    node = tl.load(first_nodes + n) - base
+    edge += frame - first_frame
+    states = labels + 1
+    j = tl.arange(0, BLOCK)
+    left = tl.maximum(j - 1, 0)
+    nothing = tl.full((BLOCK,), _NOTHING, tl.float64)
+    # Without frames the start is the end, of an empty transcript alone.
+    ended = tl.where((frames == 0) & (labels == 0) & (j == 0), 0.0, nothing)
+    for first in range(0, tl.where(frames == 0, 0, states), BLOCK):
+        u = first + j
+        # What arrives by blanks so many diagonals from here, and by labels in the next column.
+        stay = (tl.where(u == 0, 0.0, nothing),) + (nothing,) * (MOST - 1)
+        emit = (nothing,) * (MOST + 1)
+        # One more than there are diagonals, for the end.
+        steps = frames + tl.minimum(BLOCK, states - first)
+        for d in tl.range(0, steps, num_stages=STAGES):
+            t = d - j
+            is_node = (t >= 0) & (t < frames) & (u < states)
+            place = node + tl.where(is_node, t, 0).to(tl.int64) * states + u
+            blank = tl.load(log_blank + place, mask=is_node, other=0.0)
+            label = tl.load(log_label + place, mask=is_node & (u < labels), other=0.0)
+            comes = tl.where(j > 0, tl.gather(emit[0], left, 0), nothing)
+            if first > 0:
+                crossing = tl.load(edge + d, mask=d < frames, other=_NOTHING)
+                comes = tl.where(j > 0, comes, crossing)
+            ended = tl.where((t == frames) & (u == labels), stay[0], ended)
+            mass = tl.where(is_node, _add(stay[0], comes), nothing)
+            tl.store(alpha + place, mass, mask=is_node)
+            by_blank = mass + _log2(blank)
+            by_label = tl.where(u < labels, mass + _log2(label), nothing)
+            stay = stay[1:] + (nothing,)
+            emit = emit[1:] + (nothing,)
+            for i in tl.static_range(COUNT):
+                lasts = tl.load(log_duration + place * COUNT + i, mask=is_node, other=0.0)
+                lasts = _log2(lasts)
+                if DURATIONS[i] > 0:
+                    sum_stay = _add(stay[DURATIONS[i] - 1], by_blank + lasts)
+                    stay = stay[: DURATIONS[i] - 1] + (sum_stay,) + stay[DURATIONS[i] :]
+                sum_emit = _add(emit[DURATIONS[i]], by_label + lasts)
+                emit = emit[: DURATIONS[i]] + (sum_emit,) + emit[DURATIONS[i] + 1 :]
+            tl.store(edge + t, emit[0], mask=is_node & (j == BLOCK - 1))
+        tl.debug_barrier()
+    is_end = tl.where(frames == 0, 0, labels % BLOCK) == j
+    mass = tl.sum(tl.where(is_end, ended, 0.0), axis=0)
+    # Every possible loss is below this; a loss of NaN stays one.
+    tl.store(loss + n, tl.where(mass < 0.5 * _NOTHING, float("inf"), -mass * _LN2).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["first_sequence", "first_frame", "base", "out_base", "fast"])
+def sweep_durations_backward(
+    log_blank,
+    log_label,
+    log_duration,
+    alpha,
+    cu_frames,
+    cu_targets,
+    first_nodes,
+    loss,
+    grad_loss,
+    occ_blank,
+    occ_label,
+    d_duration,
+    edge,
+    first_sequence,
+    first_frame,
+    base,
+    out_base,
+    fast,
+    DURATIONS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """What passes the blank and the label of each node, and the gradient of duration logits.
+
+    Args:
+        log_blank: As for `sweep_durations_forward`.
+        log_label: As there.
+        log_duration: As there.
+        alpha: As it was written there.
+        cu_frames: As there.
+        cu_targets: As there.
+        first_nodes: As there.
+        loss: float32 (N,).
+        grad_loss: float32 (N,); that of an infinite loss is taken for zero.
+        occ_blank: float32, of nodes from ``out_base`` on, written; may be ``log_blank``.
+        occ_label: float32, likewise, times ``fast``; may be ``log_label``.
+        d_duration: float32 (..., D), likewise; may be ``log_duration``.
+        edge: float64, for each of the group's frames: what passes the first state of a strip.
+        first_sequence: The group's.
+        first_frame: The group's.
+        base: A node.
+        out_base: A node.
+        fast: 1 + lambda of FastEmit.
+        DURATIONS: In frames, increasing.
+        COUNT: D.
+        BLOCK: States of a strip.
+        STAGES: Of the pipeline of loads.
+    """
+    MOST: tl.constexpr = DURATIONS[COUNT - 1]
+    n = first_sequence + tl.program_id(0)
+    frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]
+    _, labels = _extent(cu_targets, n)  # pyright: ignore[reportGeneralTypeIssues]
+    to_out = tl.load(first_nodes + n) - out_base
+    node = tl.load(first_nodes + n) - base
+    edge += frame - first_frame
+    states = labels + 1
+    factor = tl.where(tl.load(loss + n) == float("inf"), 0.0, tl.load(grad_loss + n))
+    # The mass of the end, which is no node.
+    total = tl.load(alpha + node, mask=frames < 0, other=_NOTHING)
+    for i in tl.static_range(COUNT):
+        if DURATIONS[i] > 0:
+            fits = frames >= DURATIONS[i]
+            last = node + tl.where(fits, frames - DURATIONS[i], 0).to(tl.int64) * states + labels
+            arc = _log2(tl.load(log_blank + last, mask=fits, other=0.0))
+            arc += _log2(tl.load(log_duration + last * COUNT + i, mask=fits, other=0.0))
+            total = _add(total, tl.load(alpha + last, mask=fits, other=_NOTHING) + arc)
+    j = tl.arange(0, BLOCK)
+    right = tl.minimum(j + 1, BLOCK - 1)
+    zero = tl.zeros((BLOCK,), tl.float64)
+    strips = tl.where(frames == 0, 0, tl.cdiv(states, BLOCK))
+    for strip in range(0, strips):
+        first = (strips - 1 - strip) * BLOCK
+        u = first + j
+        # What passes the nodes 1, 2, ... frames later, and their masses; and those of the next
+        # column, 0, 1, ... frames later.
+        own, own_mass = (zero,) * MOST, (zero,) * MOST
+        beside, beside_mass = (zero,) * (MOST + 1), (zero,) * (MOST + 1)
+        steps = frames + tl.minimum(BLOCK, states - first)
+        for step in tl.range(0, steps, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+            t = steps - 1 - step - j
+            is_node = (t >= 0) & (t < frames) & (u < states)
+            inside = tl.where(is_node, t, 0).to(tl.int64) * states + u
+            place = node + inside
+            if strip > 0:
+                is_last = is_node & (j == BLOCK - 1)
+                over = tl.load(edge + t, mask=is_last, other=0.0)
+                over_mass = tl.load(alpha + place + 1, mask=is_last, other=0.0)
+                beside = (tl.where(is_last, over, beside[0]),) + beside[1:]
+                beside_mass = (tl.where(is_last, over_mass, beside_mass[0]),) + beside_mass[1:]
+            mass = tl.load(alpha + place, mask=is_node, other=0.0)
+            by_blank = mass + _log2(tl.load(log_blank + place, mask=is_node, other=0.0))
+            has_label = is_node & (u < labels)
+            by_label = mass + _log2(tl.load(log_label + place, mask=has_label, other=0.0))
+            blank, label = zero, zero
+            lasting, passed = (), ()
+            for i in tl.static_range(COUNT):
+                lasts = tl.load(log_duration + place * COUNT + i, mask=is_node, other=0.0)
+                lasts = _log2(lasts)
+                # Labels lead to a frame that is there: the end is entered by blanks.
+                leads = has_label & (t + DURATIONS[i] < frames)
+                part = _part(by_label, lasts, beside_mass[DURATIONS[i]]) * beside[DURATIONS[i]]
+                part = tl.where(leads, part, 0.0)
+                label += part
+                if DURATIONS[i] > 0:
+                    stays = _part(by_blank, lasts, own_mass[DURATIONS[i] - 1])
+                    stays *= own[DURATIONS[i] - 1]
+                    blank += stays
+                    part += stays
+                lasting = lasting + (lasts,)
+                passed = passed + (part,)
+            # A sequence without gradient may hold NaN.
+            alive = tl.where(factor == 0.0, 0, is_node.to(tl.int32)) != 0
+            blank = tl.where(alive, blank, 0.0)
+            label = tl.where(alive, label, 0.0)
+            whole = blank + label
+            out = to_out + inside
+            tl.store(occ_blank + out, blank.to(tl.float32), mask=is_node)
+            tl.store(occ_label + out, (label * fast).to(tl.float32), mask=is_node)
+            for i in tl.static_range(COUNT):
+                softmax = tl.exp2(tl.cast(lasting[i], tl.float32)).to(tl.float64)
+                d = tl.where(alive, softmax * whole - passed[i], 0.0).to(tl.float32)
+                tl.store(d_duration + out * COUNT + i, d, mask=is_node)
+            is_end = (t == frames) & (u == labels)
+            whole = tl.where(is_end, factor.to(tl.float64), whole)
+            mass = tl.where(is_end, total, tl.where(is_node, mass, 0.0))
+            tl.store(edge + t, whole, mask=is_node & (j == 0))
+            own, own_mass = (whole,) + own[: MOST - 1], (mass,) + own_mass[: MOST - 1]
+            whole = tl.where(j + 1 < BLOCK, tl.gather(whole, right, 0), 0.0)
+            beside = (whole,) + beside[:MOST]
+            beside_mass = (tl.gather(mass, right, 0),) + beside_mass[:MOST]
+        tl.debug_barrier()

@@ -1,0 +1,271 @@
+"""Sums of a chunk's gradient over states, for frames, and over frames, for states.
+
+`fold` reads each row once and takes both sums of a tile of frames by states; `finish_frames` and
+`finish_states` add the tiles up, in order. Tiles have numbers with gaps, as in
+`effasr_kernels.runtime.tiles`, so that no table says where a sequence's begin.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from effasr_kernels.transducer_loss.triton.joint import search
+
+FRAMES, STATES, COLUMNS = 8, 32, 128
+"""The size of a tile."""
+
+ROWS = 16
+"""Frames, or states, of a program that adds tiles up."""
+
+
+def count_sums(nodes: int, frames: int, states: int) -> tuple[int, int]:
+    """How many rows the two sums need for a chunk of so many nodes, frames and states."""
+    return nodes // STATES + frames + 1, nodes // FRAMES + states + 1
+
+
+@triton.jit
+def _node_of_frame(cu_frames, cu_targets, first_nodes, first_node, n, frame):
+    """The node, within its chunk, of a frame and its sequence's first state; their states."""
+    states = tl.load(cu_targets + n + 1) - tl.load(cu_targets + n) + 1
+    inside = (frame - tl.load(cu_frames + n)).to(tl.int64) * states
+    return tl.load(first_nodes + n) - first_node + inside, states
+
+
+@triton.jit
+def _tiles_of_states(
+    cu_frames, cu_targets, first_nodes, first_node, first_frame, first_sequence, n, FRAMES
+):
+    """Where the sums over frames of a sequence begin, in the memory of its chunk."""
+    frame = tl.maximum(tl.load(cu_frames + n), first_frame)
+    node, states = _node_of_frame(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_frames, cu_targets, first_nodes, first_node, n, frame
+    )
+    state = tl.load(cu_targets + n) + n
+    state -= tl.load(cu_targets + first_sequence) + first_sequence
+    return node // FRAMES + state, states, frame
+
+
+@triton.jit(
+    do_not_specialize=["first_node", "first_frame", "frames", "first_sequence", "sequences"]
+)
+def fold(
+    hidden,
+    d_hidden,
+    cu_frames,
+    cu_targets,
+    first_nodes,
+    over_states,
+    over_frames,
+    first_node,
+    first_frame,
+    frames,
+    first_sequence,
+    sequences,
+    width,
+    hidden_stride,
+    d_stride,
+    TANH: tl.constexpr,
+    FRAMES: tl.constexpr,
+    STATES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Both sums of one tile, of the gradient of what goes into the activation.
+
+    Args:
+        hidden: (R, J): what came out of the activation.
+        d_hidden: float32 (R, J): the gradient of that.
+        cu_frames: int32 (N + 1,).
+        cu_targets: int32 (N + 1,).
+        first_nodes: int64 (N + 1,).
+        over_states: float32, `count_sums` rows of J, written.
+        over_frames: float32, `count_sums` rows of J, written.
+        first_node: The chunk's first.
+        first_frame: The chunk's first.
+        frames: How many the chunk has.
+        first_sequence: The sequence of that frame.
+        sequences: How many the chunk touches.
+        width: J.
+        hidden_stride: Between rows.
+        d_stride: Between rows.
+        TANH: Whether the activation is tanh, else relu.
+        FRAMES: Of a tile.
+        STATES: Of a tile.
+        BLOCK_C: Columns of a program.
+    """
+    tile = tl.program_id(0)
+    strip = tl.program_id(1)
+    # As in `effasr_kernels.runtime.tiles.find_tile`, for the frames of the chunk alone.
+    index = tl.arange(0, 128)
+    before = tl.zeros((128,), dtype=tl.int32)
+    for first in range(0, sequences, 128):
+        n = first + index
+        begin = tl.load(cu_frames + first_sequence + n, mask=n < sequences, other=0)
+        begin = tl.maximum(begin - first_frame, 0)
+        before += ((begin // FRAMES + n <= tile) & (n < sequences)).to(tl.int32)
+    inside = tl.sum(before) - 1
+    n = first_sequence + inside
+    begin = tl.maximum(tl.load(cu_frames + n), first_frame)
+    end = tl.minimum(tl.load(cu_frames + n + 1), first_frame + frames)
+    number = tile - ((begin - first_frame) // FRAMES + inside)
+    start = begin + number * FRAMES
+    to_states, states, _ = _tiles_of_states(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_frames, cu_targets, first_nodes, first_node, first_frame, first_sequence, n, FRAMES
+    )
+    first_state = strip * STATES
+    if (start >= end) | (first_state >= states):
+        return
+
+    frame = start + tl.arange(0, FRAMES)
+    column = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_frame = frame < end
+    mask = is_frame[:, None] & (column < width)[None, :]
+    node, _ = _node_of_frame(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_frames, cu_targets, first_nodes, first_node, n, frame
+    )
+    row = node + first_state
+    h_tile = hidden + row[:, None] * hidden_stride + column[None, :]
+    d_tile = d_hidden + row[:, None] * d_stride + column[None, :]
+    to_states += number.to(tl.int64) * states + first_state
+    to_states = over_frames + to_states * width + column
+    total = tl.zeros((FRAMES, BLOCK_C), tl.float32)
+    for _ in range(first_state, tl.minimum(first_state + STATES, states)):
+        h = tl.load(h_tile, mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(d_tile, mask=mask, other=0.0)
+        if TANH:
+            d *= 1.0 - h * h
+        else:
+            d = tl.where(h > 0.0, d, 0.0)
+        total += d
+        tl.store(to_states, tl.sum(d, axis=0), mask=column < width)
+        h_tile += hidden_stride
+        d_tile += d_stride
+        to_states += width
+    place = node // STATES + (frame - first_frame) + strip
+    tl.store(over_states + place[:, None] * width + column[None, :], total, mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_node", "first_frame", "frames", "sequences", "steps"])
+def finish_frames(
+    cu_frames,
+    cu_targets,
+    first_nodes,
+    over_states,
+    d_encoded,
+    first_node,
+    first_frame,
+    frames,
+    sequences,
+    steps,
+    width,
+    STATES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The gradient of ``encoded`` for the frames of a chunk.
+
+    Args:
+        cu_frames: int32 (N + 1,).
+        cu_targets: int32 (N + 1,).
+        first_nodes: int64 (N + 1,).
+        over_states: As `fold` wrote it.
+        d_encoded: (T, J), contiguous, written.
+        first_node: The chunk's first.
+        first_frame: The chunk's first.
+        frames: How many the chunk has.
+        sequences: N.
+        steps: Of `search`.
+        width: J.
+        STATES: Of a tile.
+        BLOCK_R: Frames of a program.
+        BLOCK_C: Columns of a program.
+    """
+    inside = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_frame = inside < frames
+    frame = first_frame + tl.minimum(inside, frames - 1)
+    n = search(cu_frames, 0, frame, sequences, steps)
+    node, states = _node_of_frame(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_frames, cu_targets, first_nodes, first_node, n, frame
+    )
+    tiles = tl.where(is_frame, (states + STATES - 1) // STATES, 0)
+    place = (node // STATES + (frame - first_frame))[:, None] * width + column[None, :]
+    within = (column < width)[None, :]
+    total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for tile in range(0, tl.max(tiles, axis=0)):
+        mask = (tile < tiles)[:, None] & within
+        total += tl.load(over_states + place, mask=mask, other=0.0)
+        place += width
+    out = d_encoded + frame.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(out, total.to(d_encoded.dtype.element_ty), mask=is_frame[:, None] & within)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("first_node", "first_frame", "frames", "first_sequence", "first_state", "states"),
+        *("group_state", "sequences", "steps"),
+    ]
+)
+def finish_states(
+    cu_frames,
+    cu_targets,
+    first_nodes,
+    over_frames,
+    d_predicted,
+    first_node,
+    first_frame,
+    frames,
+    first_sequence,
+    first_state,
+    states,
+    group_state,
+    sequences,
+    steps,
+    width,
+    FRAMES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Add a chunk's share to the gradient of ``predicted`` for its states.
+
+    Args:
+        cu_frames: int32 (N + 1,).
+        cu_targets: int32 (N + 1,).
+        first_nodes: int64 (N + 1,).
+        over_frames: As `fold` wrote it.
+        d_predicted: float32 (S, J), of the group's states, contiguous, added to.
+        first_node: The chunk's first.
+        first_frame: The chunk's first.
+        frames: How many the chunk has.
+        first_sequence: The first that the chunk touches.
+        first_state: The first row of ``predicted`` of that sequence.
+        states: Rows of ``predicted`` of all sequences that the chunk touches.
+        group_state: The group's first row of ``predicted``.
+        sequences: N.
+        steps: Of `search`.
+        width: J.
+        FRAMES: Of a tile.
+        BLOCK_R: States of a program.
+        BLOCK_C: Columns of a program.
+    """
+    inside = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_state = inside < states
+    state = first_state + tl.minimum(inside, states - 1)
+    n = search(cu_targets, 1, state, sequences, steps)
+    place, count, begin = _tiles_of_states(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_frames, cu_targets, first_nodes, first_node, first_frame, first_sequence, n, FRAMES
+    )
+    end = tl.minimum(tl.load(cu_frames + n + 1), first_frame + frames)
+    tiles = tl.where(is_state, (end - begin + FRAMES - 1) // FRAMES, 0)
+    place += state - (tl.load(cu_targets + n) + n)
+    within = (column < width)[None, :]
+    total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for tile in range(0, tl.max(tiles, axis=0)):
+        mask = (tile < tiles)[:, None] & within
+        source = over_frames + place[:, None] * width + column[None, :]
+        total += tl.load(source, mask=mask, other=0.0)
+        place += count
+    out = d_predicted + (state - group_state).to(tl.int64)[:, None] * width + column[None, :]
+    mask = is_state[:, None] & within
+    tl.store(out, tl.load(out, mask=mask, other=0.0) + total, mask=mask)

@@ -1,0 +1,265 @@
+r"""The sum over all paths of a transducer's lattice, one program per sequence, and the way back.
+
+Node (t, u) is entered by the blank of (t - 1, u) or by the label of (t, u - 1); of its mass
+
+.. math::
+    \alpha_{t,u} = \alpha_{t-1,u} \, b_{t-1,u} + \alpha_{t,u-1} \, l_{t,u-1}
+
+the *share* of the smaller term is kept, negative where that is the label's. The way back needs
+nothing else: it begins with all of the mass in the last blank, and hands what passes a node to
+where it came from, by these shares. So it is products of numbers in [0, 1], without exponentials,
+and what leaves an anti-diagonal arrives at the one before: every path crosses each once, but for
+rounding. Masses are logarithms in float64, of whose differences alone exponentials and logarithms
+are taken, in float32; as in `effasr_kernels.ctc_loss`.
+
+A program holds an anti-diagonal of ``BLOCK`` states in registers, and takes a longer transcript in
+strips of so many; a strip leaves what flows to the next in memory, one number for each frame.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from effasr_kernels.runtime.launch import launch
+from effasr_kernels.shared.logarithm import log2_of_more
+from effasr_kernels.transducer_loss.triton.plan import Group
+
+_NARROWEST, _WIDEST = 64, 1024
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_NOTHING = tl.constexpr(-1e30)
+"""The logarithm of no mass. Finite, as infinities differ by NaN; a mass this small is none."""
+_NO_SHARE = tl.constexpr(1e-37)
+"""A share of nothing, which has a sign."""
+
+
+def losses(
+    group: Group,
+    offsets: tuple[Tensor, Tensor, Tensor],
+    log_blank: Tensor,
+    log_label: Tensor,
+    share: Tensor,
+    share_base: int,
+    loss: Tensor,
+    bound: int,
+) -> None:
+    """The loss of each sequence of a group, and the shares of its nodes.
+
+    Args:
+        group: Which.
+        offsets: int32 (N + 1,) of frames, and of targets, and int64 (N + 1,), the first nodes.
+        log_blank: Log-probabilities, float32, of the group's nodes.
+        log_label: The same of labels; not read in last states.
+        share: float32, written: the smaller share of what enters each node; see above.
+        share_base: The node that the first element of ``share`` is for.
+        loss: float32 (N,), written.
+        bound: What no transcript's length exceeds.
+    """
+    edge = share.new_empty(group.frames, dtype=torch.float64)
+    launch(
+        sweep_forward,
+        (group.sequences,),
+        *(log_blank, log_label, *offsets, share, edge, loss),
+        *(group.first_sequence, group.first_frame, group.first_node, share_base),
+        **_strip(bound),
+    )
+
+
+def occupancies(
+    group: Group,
+    offsets: tuple[Tensor, Tensor, Tensor],
+    share: Tensor,
+    share_base: int,
+    loss: Tensor,
+    grad_loss: Tensor,
+    occ_blank: Tensor,
+    occ_label: Tensor,
+    bound: int,
+    fastemit: float,
+) -> None:
+    """How much of the gradient of the losses passes the blank, and the label, of each node.
+
+    Args:
+        group: Which.
+        offsets: As for `losses`.
+        share: As `losses` wrote it; may be ``occ_blank``.
+        share_base: The node that the first element of ``share`` is for.
+        loss: float32 (N,).
+        grad_loss: float32 (N,); that of an infinite loss is taken for zero.
+        occ_blank: float32, of the group's nodes, written.
+        occ_label: float32, of the group's nodes, written; 1 + ``fastemit`` times what passes.
+        bound: What no transcript's length exceeds.
+        fastemit: Of FastEmit, lambda.
+    """
+    edge = share.new_empty(group.frames, dtype=torch.float64)
+    launch(
+        sweep_backward,
+        (group.sequences,),
+        *(share, *offsets, loss, grad_loss, occ_blank, occ_label, edge),
+        *(group.first_sequence, group.first_frame, group.first_node, share_base),
+        float(1 + fastemit),
+        **_strip(bound),
+    )
+
+
+def _strip(bound: int) -> dict[str, int]:
+    """How many states a program takes at a time: two a thread, as far as warps go."""
+    block = min(_WIDEST, max(_NARROWEST, 1 << bound.bit_length()))
+    return {"num_warps": max(1, min(16, block // 64)), "num_stages": 1, "BLOCK": block, "STAGES": 4}
+
+
+@triton.jit
+def _merge(x, y):
+    """The logarithm of 2**x + 2**y, float64, and the smaller share, float32, negative if of y."""
+    small = tl.exp2((-tl.abs(x - y)).to(tl.float32))
+    share = small / (1.0 + small)
+    share = tl.where(share < _NO_SHARE, _NO_SHARE, share)
+    return tl.maximum(x, y) + log2_of_more(small).to(tl.float64), tl.where(x >= y, -share, share)
+
+
+@triton.jit
+def _log2(log_probability):
+    scaled = log_probability.to(tl.float64) * _LOG2E
+    return tl.where(scaled < _NOTHING, _NOTHING, scaled)
+
+
+@triton.jit
+def _extent(offsets, n):
+    begin = tl.load(offsets + n)
+    return begin, tl.load(offsets + n + 1) - begin
+
+
+@triton.jit(do_not_specialize=["first_sequence", "first_frame", "first_node", "share_base"])
+def sweep_forward(
+    log_blank,
+    log_label,
+    cu_frames,
+    cu_targets,
+    first_nodes,
+    share,
+    edge,
+    loss,
+    first_sequence,
+    first_frame,
+    first_node,
+    share_base,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The loss of one sequence, and the smaller share in each node; see `losses`.
+
+    Besides, ``edge``, float64, for each of the group's frames: what its label hands to the next
+    strip.
+    """
+    n = first_sequence + tl.program_id(0)
+    frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]
+    _, labels = _extent(cu_targets, n)  # pyright: ignore[reportGeneralTypeIssues]
+    node = tl.load(first_nodes + n)
+    to_share = node - share_base
+    node -= first_node
+    edge += frame - first_frame
+    states = labels + 1
+    j = tl.arange(0, BLOCK)
+    left = tl.maximum(j - 1, 0)
+    nothing = tl.full((BLOCK,), _NOTHING, tl.float64)
+    # Without frames the start is the end, of an empty transcript alone.
+    ended = tl.where((frames == 0) & (labels == 0) & (j == 0), 0.0, nothing)
+    for first in range(0, tl.where(frames == 0, 0, states), BLOCK):
+        u = first + j
+        # What the blank hands to the same state of the next frame, and the label to the next state.
+        stay = tl.where(u == 0, 0.0, nothing)
+        emit = nothing
+        steps = frames + tl.minimum(BLOCK, states - first) - 1
+        for d in tl.range(0, steps, num_stages=STAGES):
+            t = d - j
+            is_node = (t >= 0) & (t < frames) & (u < states)
+            place = tl.where(is_node, t, 0).to(tl.int64) * states + u
+            blank = tl.load(log_blank + node + place, mask=is_node, other=0.0)
+            label = tl.load(log_label + node + place, mask=is_node & (u < labels), other=0.0)
+            comes = tl.where(j > 0, tl.gather(emit, left, 0), nothing)
+            if first > 0:
+                crossing = tl.load(edge + d, mask=d < frames, other=_NOTHING)
+                comes = tl.where(j > 0, comes, crossing)
+            mass, smaller = _merge(stay, comes)
+            tl.store(share + to_share + place, smaller, mask=is_node)
+            mass = tl.where(is_node, mass, nothing)
+            stay = mass + _log2(blank)
+            emit = tl.where(u < labels, mass + _log2(label), nothing)
+            ended = tl.where((t == frames - 1) & (u == labels), stay, ended)
+            tl.store(edge + t, emit, mask=is_node & (j == BLOCK - 1))
+        tl.debug_barrier()
+    is_end = tl.where(frames == 0, 0, labels % BLOCK) == j
+    mass = tl.sum(tl.where(is_end, ended, 0.0), axis=0)
+    # Every possible loss is below this; a loss of NaN stays one.
+    tl.store(loss + n, tl.where(mass < 0.5 * _NOTHING, float("inf"), -mass * _LN2).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["first_sequence", "first_frame", "first_node", "share_base", "fast"])
+def sweep_backward(
+    share,
+    cu_frames,
+    cu_targets,
+    first_nodes,
+    loss,
+    grad_loss,
+    occ_blank,
+    occ_label,
+    edge,
+    first_sequence,
+    first_frame,
+    first_node,
+    share_base,
+    fast,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """What passes the blank and the label of each node of one sequence; see `occupancies`.
+
+    ``edge``, float64, for each of the group's frames: what the first state of a strip hands back.
+    """
+    n = first_sequence + tl.program_id(0)
+    frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]
+    _, labels = _extent(cu_targets, n)  # pyright: ignore[reportGeneralTypeIssues]
+    node = tl.load(first_nodes + n)
+    to_share = node - share_base
+    node -= first_node
+    edge += frame - first_frame
+    states = labels + 1
+    factor = tl.where(tl.load(loss + n) == float("inf"), 0.0, tl.load(grad_loss + n))
+    j = tl.arange(0, BLOCK)
+    right = tl.minimum(j + 1, BLOCK - 1)
+    strips = tl.where(frames == 0, 0, tl.cdiv(states, BLOCK))
+    for strip in range(0, strips):
+        first = (strips - 1 - strip) * BLOCK
+        u = first + j
+        # What passes the blank of a node, and its label.
+        blank = tl.zeros((BLOCK,), tl.float64)
+        label = tl.zeros((BLOCK,), tl.float64)
+        steps = frames + tl.minimum(BLOCK, states - first) - 1
+        for step in tl.range(0, steps, num_stages=STAGES):
+            t = steps - 1 - step - j
+            is_node = (t >= 0) & (t < frames) & (u < states)
+            place = tl.where(is_node, t, 0).to(tl.int64) * states + u
+            smaller = tl.load(share + to_share + place, mask=is_node, other=0.0)
+            # A sequence without gradient may hold NaN.
+            smaller = tl.where(factor == 0.0, 0.0, smaller)
+            size = tl.where(tl.abs(smaller) <= _NO_SHARE, 0.0, tl.abs(smaller))
+            if strip > 0:
+                is_last = is_node & (j == BLOCK - 1)
+                label = tl.where(is_last, tl.load(edge + t, mask=is_last, other=0.0), label)
+            is_end = (t == frames - 1) & (u == labels)
+            blank = tl.where(is_node, tl.where(is_end, factor.to(tl.float64), blank), 0.0)
+            label = tl.where(is_node, label, 0.0)
+            tl.store(occ_blank + node + place, blank.to(tl.float32), mask=is_node)
+            tl.store(occ_label + node + place, (label * fast).to(tl.float32), mask=is_node)
+            passes = blank + label
+            less = passes * size.to(tl.float64)
+            more = passes - less
+            blank = tl.where(smaller < 0.0, more, less)
+            back = tl.where(smaller < 0.0, less, more)
+            tl.store(edge + t, back, mask=is_node & (j == 0))
+            label = tl.where(j + 1 < BLOCK, tl.gather(back, right, 0), 0.0)
+        tl.debug_barrier()

@@ -1,0 +1,193 @@
+"""How the nodes of a batch of lattices are divided, so that a workspace holds what is worked on.
+
+Nodes are numbered sequence by sequence, then frame by frame: node (t, u) of sequence n is number
+``first_nodes[n] + t (U_n + 1) + u``. A *group* is a run of whole sequences, whose lattices are
+summed at once; a *chunk* is a run of whole frames of a group, whose rows are multiplied at once. A
+frame has a row for each state of its sequence, so its gradient is complete within its chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.packed import PackedLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of frames.
+
+    Attributes:
+        first_frame: Its first row of ``encoded``.
+        frames: How many.
+        first_node: Its first node.
+        nodes: How many.
+        first_sequence: The sequence of its first frame.
+        sequences: How many sequences it touches, empty ones between them included.
+        first_state: The first row of ``predicted`` of the first sequence.
+        states: Rows of ``predicted`` of all these sequences.
+        widest: The most states of a sequence.
+    """
+
+    first_frame: int
+    frames: int
+    first_node: int
+    nodes: int
+    first_sequence: int
+    sequences: int
+    first_state: int
+    states: int
+    widest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A run of sequences.
+
+    Attributes:
+        first_sequence: Its first.
+        sequences: How many.
+        first_frame: Its first row of ``encoded``.
+        frames: How many.
+        first_node: Its first node.
+        nodes: How many.
+        first_state: Its first row of ``predicted``.
+        states: How many.
+        chunks: Its frames.
+    """
+
+    first_sequence: int
+    sequences: int
+    first_frame: int
+    frames: int
+    first_node: int
+    nodes: int
+    first_state: int
+    states: int
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Bytes that must fit: a sum over nodes, frames and states (rows of ``predicted``)."""
+
+    node: int
+    frame: int = 0
+    state: int = 0
+
+    def of(self, frames: int, states: int) -> int:
+        """The cost of some frames of one sequence."""
+        return self.node * frames * states + self.frame * frames + self.state * states
+
+
+class Lattices:
+    """The lattices of a batch, as the host knows them.
+
+    The host's lengths are read once. Where only the device knows them, as in compiled code, that
+    waits for it.
+    """
+
+    def __init__(self, layout_frames: PackedLayout, layout_targets: PackedLayout):
+        """Read the lengths."""
+        self.frames = list(layout_frames.cu_seqlens_host)
+        labels = layout_targets.cu_seqlens_host
+        self.states = [offset + n for n, offset in enumerate(labels)]
+        self.sequences = len(self.frames) - 1
+        self.nodes = [0]
+        for n in range(self.sequences):
+            self.nodes.append(self.nodes[n] + self._frames(n) * self._states(n))
+
+    @property
+    def largest(self) -> int:
+        """The most nodes of a sequence."""
+        pairs = zip(self.nodes[1:], self.nodes[:-1], strict=True)
+        return max((end - begin for end, begin in pairs), default=0)
+
+    def groups(self, cost: Cost, size: int, chunk_cost: Cost, chunk_size: int) -> Iterator[Group]:
+        """Divide the sequences.
+
+        Args:
+            cost: Of a group.
+            size: Bytes for it; a group of one sequence may need more.
+            chunk_cost: Of a chunk.
+            chunk_size: Bytes for it; a chunk of one frame may need more.
+        """
+        begin, used = 0, 0
+        for n in range(self.sequences):
+            needed = cost.of(self._frames(n), self._states(n))
+            if n > begin and used + needed > size:
+                yield self._group(begin, n, chunk_cost, chunk_size)
+                begin, used = n, 0
+            used += needed
+        if self.sequences:
+            yield self._group(begin, self.sequences, chunk_cost, chunk_size)
+
+    def _frames(self, n: int) -> int:
+        return self.frames[n + 1] - self.frames[n]
+
+    def _states(self, n: int) -> int:
+        return self.states[n + 1] - self.states[n]
+
+    def _group(self, begin: int, end: int, cost: Cost, size: int) -> Group:
+        spans = (
+            (offsets[begin], offsets[end] - offsets[begin])
+            for offsets in (self.frames, self.nodes, self.states)
+        )
+        (frame, frames), (node, nodes), (state, states) = spans
+        chunks = tuple(self._chunks(begin, end, cost, size))
+        return Group(begin, end - begin, frame, frames, node, nodes, state, states, chunks)
+
+    def _chunks(self, begin: int, end: int, cost: Cost, size: int) -> Iterator[Chunk]:
+        start, used = self.frames[begin], 0
+        first = begin
+        for n in range(begin, end):
+            states, frame = self._states(n), self.frames[n]
+            each = cost.of(1, states) - cost.state * states
+            while frame < self.frames[n + 1]:
+                fitting = (size - used - cost.state * states) // each
+                if fitting <= 0 and frame > start:
+                    yield self._chunk(first, n if frame > self.frames[n] else n - 1, start, frame)
+                    start, used, first = frame, 0, n
+                    continue
+                if frame == start:
+                    first = n
+                taken = min(self.frames[n + 1] - frame, max(1, fitting))
+                frame += taken
+                used += taken * each
+            used += cost.state * states
+        if start < self.frames[end]:
+            yield self._chunk(first, end - 1, start, self.frames[end])
+
+    def _chunk(self, first: int, last: int, start: int, stop: int) -> Chunk:
+        node = self.nodes[first] + (start - self.frames[first]) * self._states(first)
+        past = self.nodes[last] + (stop - self.frames[last]) * self._states(last)
+        return Chunk(
+            start,
+            stop - start,
+            node,
+            past - node,
+            first,
+            last - first + 1,
+            self.states[first],
+            self.states[last + 1] - self.states[first],
+            max(self._states(n) for n in range(first, last + 1)),
+        )
+
+
+def first_nodes(layout_frames: PackedLayout, layout_targets: PackedLayout) -> Tensor:
+    """The first node of each sequence, and how many there are: int64 (N + 1,), on the device."""
+    frames = layout_frames.cu_seqlens.diff().long()
+    offsets = frames.new_zeros(frames.shape[0] + 1)
+    torch.cumsum(frames * (layout_targets.cu_seqlens.diff() + 1), 0, out=offsets[1:])
+    return offsets
+
+
+def most_nodes(layout_frames: PackedLayout, layout_targets: PackedLayout) -> int | None:
+    """What the number of nodes cannot exceed, as far as static shapes tell."""
+    if layout_targets.static_max_seqlen is None:
+        return None
+    return layout_frames.rows * (layout_targets.static_max_seqlen + 1)

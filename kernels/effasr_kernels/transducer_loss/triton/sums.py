@@ -1,0 +1,196 @@
+"""The gradients of `transducer_loss`, summed group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.runtime.launch import capability, launch
+from effasr_kernels.shared.projection import multiply, multiply_add
+from effasr_kernels.transducer_loss.triton import fold as folding
+from effasr_kernels.transducer_loss.triton.gradient import differentiate, differentiate_kept
+from effasr_kernels.transducer_loss.triton.plan import Chunk, Group
+from effasr_kernels.transducer_loss.triton.sweeps import Scores
+from effasr_kernels.transducer_loss.triton.work import Rows, Work, part_of, pieces
+
+
+class Sums:
+    """The gradients, to which groups add."""
+
+    def __init__(
+        self, work: Work, groups: Sequence[Group], rows: Rows, overwritten: Sequence[str] = ()
+    ):
+        """Zeros, and room for the largest chunk.
+
+        Args:
+            work: The call.
+            groups: Its groups, which are added one after the other.
+            rows: Room for the largest chunk.
+            overwritten: Of ``encoded`` and ``predicted``, which are replaced by their gradients. A
+                frame is read once more, and last, in the chunk that finishes its gradient; the
+                rows of ``predicted`` are used by all chunks of their group, and written after it.
+        """
+        self.work, self.rows = work, rows
+        weight, width = work.weight, work.width
+        self.d_encoded, self.d_predicted = (
+            x if name in overwritten else x.new_zeros(x.shape)
+            for name, x in (("encoded", work.encoded), ("predicted", work.predicted))
+        )
+        self.d_encoded[work.lattices.frames[-1] :] = 0
+        self.d_predicted[work.lattices.states[-1] :] = 0
+        self.d_weight = weight.new_zeros(work.columns, width, dtype=torch.float32)
+        self.d_bias = weight.new_zeros(work.columns, dtype=torch.float32)
+        self.d_hidden = weight.new_empty(rows.hidden.shape[0], width, dtype=torch.float32)
+        self.d_logits: Tensor | None = None
+
+    def add(
+        self, group: Group, passing: Scores, normalizer: Tensor, base: int, logits: Tensor | None
+    ) -> None:
+        """Add the gradients of a group.
+
+        Args:
+            group: Which.
+            passing: What passes each step of its lattices.
+            normalizer: float32, of nodes from ``base`` on.
+            base: A node.
+            logits: (R, V + D), of its nodes, overwritten by their gradient; None to make them
+                again.
+        """
+        work, rows = self.work, self.rows
+        d_states = self.d_bias.new_zeros(group.states, work.width)
+        for chunk in group.chunks:
+            part = part_of(chunk, group.first_node)
+            hidden = rows.hidden[: chunk.nodes]
+            d_hidden = self.d_hidden[: chunk.nodes]
+            work.place(chunk, rows)
+            work.join(chunk, rows, passing)
+            if logits is None:
+                if self.d_logits is None:
+                    self.d_logits = work.logits(rows.hidden.shape[0])
+                d_logits = self.d_logits[: chunk.nodes]
+            else:
+                d_logits = logits[part]
+            numbers = normalizer, passing.blank, passing.label, rows.label
+            firsts = chunk.first_node - passing.base, chunk.first_node - base
+            self._differentiate(chunk, numbers, firsts, logits, d_logits)
+            if passing.duration is not None:
+                d_durations = passing.duration[part]
+                d_logits[:, work.count :] = d_durations
+                self.d_bias[work.count :] += d_durations.sum(0)
+            multiply_add(d_logits.t(), hidden[:, : work.width], self.d_weight)
+            multiply(d_logits, work.weight[:, : work.width], d_hidden)
+            self._fold(group, chunk, hidden, d_hidden, d_states)
+        states = slice(group.first_state, group.first_state + group.states)
+        self.d_predicted[states] = d_states
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """By name, in the dtype of the arguments."""
+        dtype = self.work.weight.dtype
+        return {
+            "encoded": self.d_encoded,
+            "predicted": self.d_predicted,
+            "weight": self.d_weight.to(dtype),
+            "bias": self.d_bias.to(dtype),
+        }
+
+    def _differentiate(
+        self,
+        chunk: Chunk,
+        numbers: tuple[Tensor, ...],
+        firsts: tuple[int, int],
+        logits: Tensor | None,
+        d_logits: Tensor,
+    ) -> None:
+        """Write the gradient of logits of classes, and add its sum to that of the bias."""
+        work = self.work
+        tiles = work.tiles
+        row_tiles, class_tiles = (
+            pieces(chunk.nodes, tiles["BLOCK_R"]),
+            pieces(work.count, tiles["BLOCK_V"]),
+        )
+        d_bias = self.d_bias.new_empty(row_tiles, work.count)
+        if logits is None:
+            launch(
+                differentiate,
+                (row_tiles * class_tiles,),
+                *(self.rows.hidden, work.weight, work.bias, *numbers, d_logits, d_bias),
+                *(*firsts, chunk.nodes, work.count, work.blank_id, self.rows.hidden.stride(0)),
+                *(work.weight.stride(0), d_logits.stride(0)),
+                WIDTH=work.weight.shape[1],
+                maxnreg=_most_registers(work.weight),
+                **tiles,
+            )
+        else:
+            launch(
+                differentiate_kept,
+                (row_tiles, pieces(work.count, 64)),
+                *(logits, *numbers, d_bias, *firsts, chunk.nodes),
+                *(work.count, work.blank_id, logits.stride(0)),
+                num_warps=4,
+                num_stages=1,
+                BLOCK_R=tiles["BLOCK_R"],
+                BLOCK_V=64,
+                ROWS=16,
+            )
+        self.d_bias[: work.count] += d_bias.sum(0)
+
+    def _fold(
+        self, group: Group, chunk: Chunk, hidden: Tensor, d_hidden: Tensor, d_states: Tensor
+    ) -> None:
+        """Sum a chunk's rows: write the gradient of its frames, and add to that of its states."""
+        work = self.work
+        sums = folding.count_sums(chunk.nodes, chunk.frames, chunk.states)
+        over_states, over_frames = (d_hidden.new_empty(count, work.width) for count in sums)
+        where = chunk.first_node, chunk.first_frame, chunk.frames
+        columns = pieces(work.width, folding.COLUMNS)
+        launch(
+            folding.fold,
+            (
+                chunk.frames // folding.FRAMES + chunk.sequences,
+                pieces(chunk.widest, folding.STATES),
+                columns,
+            ),
+            *(hidden, d_hidden, *work.offsets, over_states, over_frames),
+            *(*where, chunk.first_sequence, chunk.sequences, work.width),
+            *(hidden.stride(0), d_hidden.stride(0)),
+            num_warps=1,
+            num_stages=2,
+            TANH=work.is_tanh,
+            FRAMES=folding.FRAMES,
+            STATES=folding.STATES,
+            BLOCK_C=folding.COLUMNS,
+        )
+        search = work.lattices.sequences, work.steps
+        launch(
+            folding.finish_frames,
+            (pieces(chunk.frames, folding.ROWS), columns),
+            *(*work.offsets, over_states, self.d_encoded, *where, *search, work.width),
+            num_warps=4,
+            num_stages=1,
+            STATES=folding.STATES,
+            BLOCK_R=folding.ROWS,
+            BLOCK_C=folding.COLUMNS,
+        )
+        launch(
+            folding.finish_states,
+            (pieces(chunk.states, folding.ROWS), columns),
+            *(*work.offsets, over_frames, d_states, *where, chunk.first_sequence),
+            *(chunk.first_state, chunk.states, group.first_state, *search, work.width),
+            num_warps=4,
+            num_stages=1,
+            FRAMES=folding.FRAMES,
+            BLOCK_R=folding.ROWS,
+            BLOCK_C=folding.COLUMNS,
+        )
+
+
+def _most_registers(weight: Tensor) -> int | None:
+    """Of a thread of `differentiate`, so that two programs share a multiprocessor.
+
+    Uncapped it takes some more, and one program is left. With the tensor cores of sm_100,
+    or without any, that would spill.
+    """
+    narrow = weight.dtype != torch.float32
+    return 128 if narrow and capability(weight.device) < (10, 0) else None

@@ -1,0 +1,201 @@
+"""A call of `transducer_loss` as kernels take it: its rows, and their log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.runtime.launch import capability, launch
+from effasr_kernels.shared.projection import aligned, product_tiles, row_statistics
+from effasr_kernels.transducer_loss.definition import TransducerArguments
+from effasr_kernels.transducer_loss.triton import fold as folding
+from effasr_kernels.transducer_loss.triton.durations import score_durations
+from effasr_kernels.transducer_loss.triton.joint import join, place_nodes
+from effasr_kernels.transducer_loss.triton.plan import Chunk, Cost, Group, Lattices, first_nodes
+from effasr_kernels.transducer_loss.triton.sweeps import Scores
+from effasr_kernels.transducer_loss.workspace import workspace
+
+_PLACED, _JOINED = 256, 16
+_KEPT_SEQUENCES = 8
+"""So many lattices, at least, must be summed at once: one alone would leave the GPU idle."""
+
+
+class Rows(NamedTuple):
+    """What is known of each node of a chunk.
+
+    Attributes:
+        frame: int32 (R,), its row of ``encoded``.
+        state: int32 (R,), its row of ``predicted``.
+        label: int32 (R,); see `place_nodes`.
+        hidden: (R, ...), its row of the joint's output, with zeros past J.
+    """
+
+    frame: Tensor
+    state: Tensor
+    label: Tensor
+    hidden: Tensor
+
+
+class Work:
+    """The arguments of a call as kernels take them, and what forward and backward share."""
+
+    def __init__(self, a: TransducerArguments):
+        """Prepare the tensors, and read the lengths."""
+        self.encoded, self.predicted = (
+            x.detach() if x.stride(-1) == 1 else x.contiguous() for x in (a.encoded, a.predicted)
+        )
+        self.targets, self.bias = a.targets.contiguous(), a.bias.contiguous()
+        self.blank_id, self.is_tanh = a.blank_id, a.activation == "tanh"
+        self.durations: tuple[int, ...] = a.durations or ()
+        self.fastemit, self.sigma = a.fastemit, a.sigma
+        self.columns, self.width = a.weight.shape
+        self.count = self.columns - len(self.durations)
+        self.tiles = product_tiles(a.weight.dtype, capability(a.weight.device))
+        self.weight = aligned(a.weight, self.tiles["BLOCK_C"])
+        self.logit_bytes = pieces(self.columns, 16) * 16 * a.weight.element_size()
+        frames, labels = a.layout_frames, a.layout_targets
+        self.bound = labels.max_seqlen_bound
+        self.lattices = Lattices(frames, labels)
+        self.offsets = frames.cu_seqlens, labels.cu_seqlens, first_nodes(frames, labels)
+        self.steps = self.lattices.sequences.bit_length()
+
+    def row_bytes(self) -> Cost:
+        """Of a chunk whose rows are scored: three numbers, the row, and its statistics."""
+        return Cost(node=32 + self.weight.shape[1] * self.weight.element_size())
+
+    def score_bytes(self, trace: torch.dtype | None) -> int:
+        """Of a node that is scored, and of what a sweep leaves there."""
+        return 8 + 4 * len(self.durations) + (0 if trace is None else trace.itemsize)
+
+    def gradient_cost(self, logit_bytes: int) -> Cost:
+        """Of a chunk that is differentiated: besides, three gradients and their sums."""
+        wide = 4 * self.width
+        sums = wide // folding.STATES + wide // folding.FRAMES
+        sums += 4 * self.columns // self.tiles["BLOCK_R"]
+        return Cost(self.row_bytes().node + logit_bytes + wide + sums, frame=wide, state=wide)
+
+    def logits_fit(self) -> bool:
+        """Whether the logits of several of the longest sequences fit in the workspace."""
+        most = _KEPT_SEQUENCES * self.lattices.largest
+        return most * self.logit_bytes <= workspace() // 4 * 3
+
+    def groups(self, cost: Cost, chunk_cost: Cost, *, swapped: bool = False) -> list[Group]:
+        """Divide the nodes; ``swapped`` gives groups the larger part of the workspace."""
+        small = workspace() // 4
+        large = workspace() - small
+        sizes = (large, small) if swapped else (small, large)
+        return list(self.lattices.groups(cost, sizes[0], chunk_cost, sizes[1]))
+
+    def plane(self, group: Group) -> Tensor:
+        """A number for each node of a group."""
+        return self.weight.new_empty(group.nodes, dtype=torch.float32)
+
+    def scores(self, group: Group) -> Scores:
+        """Room for a number for each step out of each node of a group."""
+        durations = None
+        if self.durations:
+            size = group.nodes, len(self.durations)
+            durations = self.weight.new_empty(size, dtype=torch.float32)
+        return Scores(group.first_node, self.plane(group), self.plane(group), durations)
+
+    def logits(self, nodes: int) -> Tensor:
+        """Rows of logits, (nodes, V + D), which begin at multiples of 16 elements."""
+        return self.weight.new_empty(nodes, pieces(self.columns, 16) * 16)[:, : self.columns]
+
+    def rows(self, groups: Sequence[Group]) -> Rows:
+        """Room for the largest chunk."""
+        most = max((x.nodes for group in groups for x in group.chunks), default=0)
+        frame, state, label = (self.targets.new_empty(most, dtype=torch.int32) for _ in range(3))
+        return Rows(frame, state, label, self.weight.new_empty(most, self.weight.shape[1]))
+
+    def score(
+        self,
+        group: Group,
+        rows: Rows,
+        scores: Scores,
+        normalizer: Tensor | None,
+        logits: Tensor | None = None,
+    ) -> None:
+        """The log-probabilities of all steps out of a group's nodes.
+
+        Args:
+            group: Which.
+            rows: To work in.
+            scores: Written.
+            normalizer: float32, of the group's nodes, written; None if it is not wanted.
+            logits: (R, V + D), of the group's nodes, written, those of durations with nothing of
+                use; None if they are not wanted.
+        """
+        classes = self.weight[: self.count], self.bias[: self.count]
+        for chunk in group.chunks:
+            self.place(chunk, rows)
+            self.join(chunk, rows, scores, logits=True)
+            hidden, part = rows.hidden[: chunk.nodes], part_of(chunk, group.first_node)
+            log_normalizer = row_statistics(
+                *(hidden, *classes),
+                logits=None if logits is None else logits[part, : self.count],
+            ).log_normalizer
+            if normalizer is not None:
+                normalizer[part] = log_normalizer
+            log_normalizer += self.sigma
+            for step in (scores.blank, scores.label):
+                step[part_of(chunk, scores.base)] -= log_normalizer
+            if scores.duration is not None:
+                score_durations(
+                    *(hidden, self.weight, self.bias, scores.duration),
+                    *(chunk.first_node - scores.base, chunk.nodes, self.count),
+                    self.tiles["BLOCK_C"],
+                )
+
+    def place(self, chunk: Chunk, rows: Rows) -> None:
+        """Write the numbers of a chunk's rows."""
+        launch(
+            place_nodes,
+            (pieces(chunk.nodes, _PLACED),),
+            *(*self.offsets, self.targets, *rows[:3]),
+            *(chunk.first_node, chunk.nodes, chunk.first_frame),
+            *(self.lattices.sequences, self.steps),
+            num_warps=4,
+            num_stages=1,
+            BLOCK=_PLACED,
+        )
+
+    def join(self, chunk: Chunk, rows: Rows, scores: Scores, *, logits: bool = False) -> None:
+        """Write a chunk's rows; see `join`.
+
+        Args:
+            chunk: Which.
+            rows: As `place` left them.
+            scores: What passes the steps out of its nodes: rows where nothing does are zero.
+            logits: Whether the logits of blank and label are wanted there instead.
+        """
+        steps = scores.blank, scores.label
+        none = None, None
+        occupied, wanted = (none, steps) if logits else (steps, none)
+        launch(
+            join,
+            (pieces(chunk.nodes, _JOINED),),
+            *(self.encoded, self.predicted, *rows[:3], *occupied, self.weight, self.bias),
+            *(*wanted, rows.hidden, chunk.first_node - scores.base, chunk.nodes),
+            *(self.width, self.count, self.blank_id, self.encoded.stride(0)),
+            *(self.predicted.stride(0), self.weight.stride(0), rows.hidden.stride(0)),
+            num_warps=4,
+            num_stages=1,
+            TANH=self.is_tanh,
+            BLOCK_R=_JOINED,
+            BLOCK_C=self.tiles["BLOCK_C"],
+        )
+
+
+def part_of(chunk: Chunk, base: int) -> slice:
+    """The chunk's nodes among those from node ``base`` on."""
+    first = chunk.first_node - base
+    return slice(first, first + chunk.nodes)
+
+
+def pieces(number: int, divisor: int) -> int:
+    """How many pieces of ``divisor`` hold ``number``."""
+    return -(-number // divisor)
