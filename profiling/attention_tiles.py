@@ -2,7 +2,7 @@
 
 python profiling/attention_tiles.py [--head-width 64 128] [--frames N] [--output ROWS.csv]
 
-For relative and plain positions, with the choice of ``attention/_config.py`` first. Each must give
+For relative and plain positions, with the choice of ``attention/triton/config.py`` first. Each must give
 the gradients of that choice, or has no row; what does not compile is said. Kernels of a GPU alone
 depend on tiles: on a CPU nothing is measured but the reference.
 """
@@ -27,7 +27,7 @@ from bench.provenance import provenance
 from bench.timing import measure
 from bench.workload import Workload
 
-from effasr_kernels.attention._config import Config, Configs
+from effasr_kernels.attention.triton.config import Config, Configs
 
 COLUMNS = (
     *("kernel", "kind", "head_width", "block_m", "block_n", "warps", "stages", "chosen", "shape"),
@@ -51,21 +51,21 @@ _TOLERANCE = 2e-2
 @contextmanager
 def cut(kernel: str, config: Config | None) -> Iterator[None]:
     """Within it one kernel of attention is cut in this way; None for the usual one."""
-    from effasr_kernels.attention import _triton
+    from effasr_kernels.attention.triton import backend
 
-    usual = _triton.configs
+    usual = backend.configs
 
     def chosen(*arguments: Any, **options: Any) -> Configs:
         found = usual(*arguments, **options)
         return found if config is None else replace(found, **{kernel: config})
 
-    with patch.object(_triton, "configs", chosen):
+    with patch.object(backend, "configs", chosen):
         yield
 
 
 def usual_config(kernel: str, workload: Workload, *, plain: bool) -> Config:
-    """The choice of ``attention/_config.py`` on this device."""
-    from effasr_kernels.attention._config import configs
+    """The choice of ``attention/triton/config.py`` on this device."""
+    from effasr_kernels.attention.triton.config import configs
     from effasr_kernels.runtime.launch import capability
 
     where = capability(workload.device)

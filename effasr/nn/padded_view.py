@@ -38,8 +38,8 @@ class PaddedView:
 
         Args:
             layout: The sequences.
-            longest: Upper bound of the lengths. It is not ``layout.max_seqlen_bound``, because compiled code
-                does not know the bound of a derived layout.
+            longest: Upper bound of the lengths. It is not ``layout.max_seqlen_bound``, because
+                compiled code does not know the bound of a derived layout.
         """
         spaced, width = layout.lengthened(1), longest + 1
         count = max(-(-spaced.rows // width), 1)

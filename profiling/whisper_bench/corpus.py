@@ -10,7 +10,8 @@ import numpy as np
 from bench.training_corpus import TOKENS_PER_SECOND, Workload
 from bench.workload import read_durations
 
-from effasr.data.batch import Batch, Example, StaticShape, collate
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths

@@ -10,7 +10,8 @@ import torch
 from bench.training_systems import Effasr
 from torch import nn
 
-from effasr.data.batch import IGNORED, Example
+from effasr.data.batch import IGNORED
+from effasr.data.collate import Example
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training.config import LoopConfig, TrainConfig, resolve_losses

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from effasr.data.batch import Example, collate
+from effasr.data.collate import Example, collate
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.transcription.batching import plan_batches
 from effasr.transcription.packed_weights import PackedWeights

@@ -30,7 +30,7 @@ from suite.gate import (
 from suite.parts import Setting
 from suite.steps import LeftOut, Step
 
-from effasr_kernels.runtime.dispatch import Op
+from effasr_kernels.runtime.torch_op import TorchOp
 
 GREEN = Gate({name: Group(passed=3) for name in GROUPS})
 RED = Group(passed=2, failed=["tests/gpu/test_x.py::test_y"])
@@ -222,13 +222,13 @@ def test_a_step_uses_what_its_gate_asks_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     used: set[str] = set()
-    select = Op.select
+    select = TorchOp.select
 
-    def spy(self: Op, *arguments: object, **options: object) -> object:
+    def spy(self: TorchOp, *arguments: object, **options: object) -> object:
         used.add(self.name)
         return select(self, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Op, "select", spy)
+    monkeypatch.setattr(TorchOp, "select", spy)
     tiny = [*models.TINY, "--steps", "1", "--systems", "packed_static"]
     assert bench_training.main(tiny) == 0
     assert used == set(TRAINING) - {MODEL}

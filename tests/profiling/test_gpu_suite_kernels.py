@@ -137,15 +137,15 @@ def test_a_case_is_computed_for_a_profiler() -> None:
 
 
 def test_tiles_differ_in_the_kernel_that_is_asked_for() -> None:
-    from effasr_kernels.attention import _triton
-    from effasr_kernels.attention._config import Config
+    from effasr_kernels.attention.triton import backend
+    from effasr_kernels.attention.triton.config import Config
 
-    usual = _triton.configs(torch.bfloat16, 128, (9, 0), plain=False)
+    usual = backend.configs(torch.bfloat16, 128, (9, 0), plain=False)
     other = Config(32, 128, 8, 2)
     with attention_tiles.cut("backward_kv", other):
-        found = _triton.configs(torch.bfloat16, 128, (9, 0), plain=False)
+        found = backend.configs(torch.bfloat16, 128, (9, 0), plain=False)
     assert found == replace(usual, backward_kv=other)
-    assert _triton.configs(torch.bfloat16, 128, (9, 0), plain=False) == usual
+    assert backend.configs(torch.bfloat16, 128, (9, 0), plain=False) == usual
     # The kernels themselves are launched with it.
     q = torch.zeros(8, 1, 128, dtype=torch.bfloat16, requires_grad=True)
     from effasr_kernels import attention
