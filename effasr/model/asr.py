@@ -23,6 +23,7 @@ from effasr.model.whisper_encoder import WhisperEncoder, WhisperEncoderConfig
 from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.convolution import DepthwiseConv
+from effasr.nn.linear import Linear
 from effasr.nn.norms import BatchNorm
 from effasr.nn.parameters.patterns import evaluate_frozen
 from effasr.nn.parameters.unused import touch_unused_parameters
@@ -121,7 +122,7 @@ class ASRModel(nn.Module):
         self.decoder = None if config.decoder is None else Decoder(config.decoder, vocab_size)
         self.projection = None
         if config.decoder is not None and config.decoder.width != width:
-            self.projection = nn.Linear(width, config.decoder.width)
+            self.projection = Linear(width, config.decoder.width)
         self.text_encoder = None
         if config.text_encoder is not None:
             self.text_encoder = TextEncoder(config.text_encoder, width, vocab_size)

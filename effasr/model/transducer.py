@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from effasr.model.checks import check, check_positive, check_probabilities
+from effasr.nn.linear import Linear
 from effasr.nn.predictor import LSTMPredictor, PredictorState, StatelessPredictor
 from effasr_kernels import PackedSequence, transducer_loss
 
@@ -95,9 +96,9 @@ class Transducer(nn.Module):
             self.predictor = LSTMPredictor(*sizes, config.layers, config.dropout)
         else:
             self.predictor = StatelessPredictor(*sizes, config.context, config.dropout)
-        self.encoder_projection = nn.Linear(encoder_width, config.joint)
-        self.predictor_projection = nn.Linear(config.width, config.joint)
-        self.output = nn.Linear(config.joint, vocab_size + 1 + len(config.durations or ()))
+        self.encoder_projection = Linear(encoder_width, config.joint)
+        self.predictor_projection = Linear(config.width, config.joint)
+        self.output = Linear(config.joint, vocab_size + 1 + len(config.durations or ()))
 
     def forward(self, encoded: PackedSequence, text: PackedSequence) -> Tensor:
         """Compute the loss of whole transcripts.

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from effasr.nn.cache.contiguous import ContiguousCache
 from effasr.nn.cache.paged import PagedCache
-from effasr.nn.linear import joined_linear
+from effasr.nn.linear import Linear, joined_linear
 from effasr_kernels import PackedLayout, RelativeBias, Rotary, attention, guided_attention
 
 
@@ -43,7 +43,7 @@ class SelfAttention(nn.Module):
         self.causal, self.rotary, self.dropout = causal, rotary, dropout
         # Queries, keys and values from one product: rows 0:HD, HD:2HD and 2HD:3HD.
         self.qkv_proj = joined_linear(width, heads * head_dim, (bias, bias and key_bias, bias))
-        self.o_proj = nn.Linear(heads * head_dim, width, bias=bias)
+        self.o_proj = Linear(heads * head_dim, width, bias=bias)
 
     def forward(self, x: Tensor, layout: PackedLayout, embeddings: Tensor | None = None) -> Tensor:
         """Attend within each sequence; ``embeddings`` are those of `RelativeSelfAttention`."""
@@ -103,7 +103,7 @@ class RelativeSelfAttention(SelfAttention):
     ):
         """Build the projections; the arguments are those of `SelfAttention`."""
         super().__init__(width, heads, head_dim, bias=bias, dropout=dropout)
-        self.relative_k_proj = nn.Linear(width, heads * head_dim, bias=False)
+        self.relative_k_proj = Linear(width, heads * head_dim, bias=False)
         self.bias_u = nn.Parameter(torch.empty(heads, head_dim))
         self.bias_v = nn.Parameter(torch.empty(heads, head_dim))
         self.reset_parameters()
@@ -139,10 +139,10 @@ class CrossAttention(nn.Module):
         """Build the projections; the arguments are those of `SelfAttention`."""
         super().__init__()
         self.heads, self.head_dim, self.dropout = heads, head_dim, dropout
-        self.q_proj = nn.Linear(width, heads * head_dim, bias=bias)
+        self.q_proj = Linear(width, heads * head_dim, bias=bias)
         # Keys and values from one product: rows 0:HD and HD:2HD.
         self.kv_proj = joined_linear(width, heads * head_dim, (bias and key_bias, bias))
-        self.o_proj = nn.Linear(heads * head_dim, width, bias=bias)
+        self.o_proj = Linear(heads * head_dim, width, bias=bias)
 
     def keys_values(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
         """Project the encoder output: (T, width) to keys and values, (T, H, D) each."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from effasr.nn.linear import Linear
 from effasr.nn.norms import BatchNorm
 from effasr_kernels import PackedLayout, depthwise_conv
 
@@ -71,10 +72,10 @@ class ConformerConvolution(nn.Module):
             bias: Whether the linear layers and the convolution have biases.
         """
         super().__init__()
-        self.pointwise1 = nn.Linear(width, 2 * width, bias=bias)
+        self.pointwise1 = Linear(width, 2 * width, bias=bias)
         self.depthwise = DepthwiseConv(width, taps, bias=bias)
         self.norm = BatchNorm(width) if norm == "batch_norm" else nn.LayerNorm(width)
-        self.pointwise2 = nn.Linear(width, width, bias=bias)
+        self.pointwise2 = Linear(width, width, bias=bias)
 
     def forward(self, x: Tensor, layout: PackedLayout, mask: Tensor | None) -> Tensor:
         """Transform the rows of each sequence; ``mask`` as in `BatchNorm.forward`."""

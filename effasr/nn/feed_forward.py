@@ -7,6 +7,8 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from effasr.nn.linear import Linear
+
 
 class FeedForward(nn.Module):
     """Two linear layers with an activation between them: (T, width) to (T, width)."""
@@ -22,8 +24,8 @@ class FeedForward(nn.Module):
     ):
         """Build two layers with ``hidden`` channels between them; GELU is the exact one."""
         super().__init__()
-        self.linear1 = nn.Linear(width, hidden, bias=bias)
-        self.linear2 = nn.Linear(hidden, width, bias=bias)
+        self.linear1 = Linear(width, hidden, bias=bias)
+        self.linear2 = Linear(hidden, width, bias=bias)
         self.activation = activation
         self.dropout = dropout
 

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from effasr_kernels.shared.cpu_linear import linear
 
-class JoinedLinear(nn.Linear):
+
+class Linear(nn.Linear):
+    """`torch.nn.Linear`, whose products are oneDNN's in training on a CPU: see `cpu_linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (..., in) to (..., out)."""
+        return linear(input, self.weight, self.bias)
+
+
+class JoinedLinear(Linear):
     """Linear layers of one size on one input, as one product.
 
     Attributes:
@@ -26,13 +35,13 @@ class JoinedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out), the layers' outputs in order."""
-        return F.linear(input, self.weight, whole_bias(self))
+        return linear(input, self.weight, whole_bias(self))
 
 
 def joined_linear(width: int, size: int, biased: Sequence[bool]) -> nn.Linear:
     """A `JoinedLinear`, or a plain layer where all layers have a bias or none has."""
     if all(biased) or not any(biased):
-        return nn.Linear(width, len(biased) * size, bias=all(biased))
+        return Linear(width, len(biased) * size, bias=all(biased))
     return JoinedLinear(width, size, biased)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from effasr.nn.linear import whole_bias
 from effasr.nn.parameters.patterns import matching
+from effasr_kernels.shared.cpu_linear import linear
 
 _PROJECTIONS = ("qkv_proj", "q_proj", "kv_proj", "o_proj", "linear1", "linear2")
 """Layers of attention and feed-forward networks; the first and third hold several in one matrix."""
@@ -97,12 +98,12 @@ class LoRALinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
-        y = F.linear(input, self.weight, whole_bias(self))
+        y = linear(input, self.weight, whole_bias(self))
         if self.lora_a is None or self.lora_b is None or self.lora_scale is None:
             return y
         dropped = F.dropout(input, self.dropout, self.training)
         # The scale goes where there are fewest numbers.
-        return y + F.linear(F.linear(dropped, self.lora_a) * self.lora_scale, self.lora_b)
+        return y + linear(linear(dropped, self.lora_a) * self.lora_scale, self.lora_b)
 
 
 def adapt(model: nn.Module, config: LoRAConfig) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr.data.features.log_mel import MelFrames
+from effasr.nn.linear import Linear
 from effasr_kernels import strided_depthwise, subsampling_stem
+from effasr_kernels.shared.cpu_linear import linear
 
 
 class ConvSubsampling(nn.Module):
@@ -23,10 +24,10 @@ class ConvSubsampling(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(1, channels, 3, stride=2, padding=1)
         self.depthwise1 = nn.Conv2d(channels, channels, 3, stride=2, padding=1, groups=channels)
-        self.pointwise1 = nn.Linear(channels, channels)
+        self.pointwise1 = Linear(channels, channels)
         self.depthwise2 = nn.Conv2d(channels, channels, 3, stride=2, padding=1, groups=channels)
-        self.pointwise2 = nn.Linear(channels, channels)
-        self.linear = nn.Linear(channels * (mel_bins // 8), width)
+        self.pointwise2 = Linear(channels, channels)
+        self.linear = Linear(channels * (mel_bins // 8), width)
 
     def forward(self, mel: MelFrames) -> Tensor:
         """Subsample mel rows to (T, width); rows of the tail are finite."""
@@ -46,7 +47,7 @@ class ConvSubsampling(nn.Module):
 
     def project(self, x: Tensor) -> Tensor:
         """Apply the last layer: (T, frequencies times channels) to (T, width)."""
-        return F.linear(x, self.project_weight(), self.linear.bias)
+        return linear(x, self.project_weight(), self.linear.bias)
 
     def project_weight(self) -> Tensor:
         """The last layer's weight for channels last; the stored order is (channel, frequency)."""

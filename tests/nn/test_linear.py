@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from effasr.nn.attention import CrossAttention, SelfAttention
-from effasr.nn.linear import JoinedLinear, joined_linear, whole_bias
+from effasr.nn.linear import JoinedLinear, Linear, joined_linear, whole_bias
 from effasr.nn.lora import LoRAConfig, LoRALinear, adapt, merged
 from effasr_kernels import PackedLayout
 
@@ -30,7 +30,7 @@ def test_it_is_its_parts(biased: tuple[bool, ...]) -> None:
 @pytest.mark.parametrize(("bias", "shape"), [(True, (12,)), (False, None)])
 def test_where_all_are_alike_it_is_a_plain_layer(bias: bool, shape: tuple | None) -> None:
     layer = joined_linear(5, 4, (bias,) * 3)
-    assert type(layer) is nn.Linear
+    assert type(layer) is Linear
     assert (None if layer.bias is None else layer.bias.shape) == shape
     assert whole_bias(layer) is layer.bias
 

@@ -10,13 +10,14 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 from effasr.data.features.segments import segment_sum
 from effasr.data.features.whisper_mel import ReflectedWindows, compressed, log_bands
 from effasr_kernels import PackedLayout, PackedSequence
-from effasr_kernels.shared.cpu_linear import linear
+from effasr_kernels.shared.cpu_linear import has_onednn, onednn_packed, onednn_product
 
 _LOG_GUARD = 2.0**-24
 _NORM_EPS = 1e-5
@@ -344,7 +345,9 @@ class LogMel(nn.Module):
         rows = config.subsampling * frames.rows
         windows, runs = self._spread_on_host(audio, frames)
         bands = audio.values.new_empty(rows, config.mel_bins)
-        filters = self.filterbank.T.contiguous()
+        filters, product = self.filterbank.T.contiguous(), F.linear
+        if has_onednn():
+            filters, product = onednn_packed(filters), onednn_product
         # The transform pads windows by itself, but with a copy.
         padded = audio.values.new_zeros(min(rows, self._chunk_rows(frames)), config.n_fft)
         run = 0
@@ -361,7 +364,7 @@ class LogMel(nn.Module):
             chunk[done:].zero_()
             spectrum = torch.fft.rfft(chunk)
             power = spectrum.real.square().addcmul_(spectrum.imag, spectrum.imag)
-            bands[begin : begin + len(chunk)] = linear(power, filters)
+            bands[begin : begin + len(chunk)] = product(power, filters)
         return bands.add_(_LOG_GUARD).log_()
 
     def _spread_on_host(

@@ -3,7 +3,7 @@
 `torch.nn.functional.linear` calls MKL for float32. On AMD's processors MKL leaves AVX-512 unused:
 with one thread of an EPYC it reaches 75 to 95 GFLOP/s where oneDNN reaches 160 to 220 in the
 forward and in the gradient of the input, and 100 to 170 in the gradient of the weight
-(``profiling/bench_cpu.py``). Small products stay with MKL, whose calls cost less.
+(1,000 to 4,000 rows, 96 to 2,048 channels). Small products stay with MKL, whose calls cost less.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def has_onednn() -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, faster for float32 on CPUs.
+    """`torch.nn.functional.linear`, faster for float32 in training on CPUs.
 
     Args:
         x: (..., K).
@@ -42,8 +42,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: (N,).
 
     Returns:
-        (..., N). Everything that oneDNN does not serve goes to torch: other devices and dtypes,
-        autocast, compiled graphs, and products too small to gain.
+        (..., N). Everything else goes to torch: other devices and dtypes, autocast, compiled
+        graphs, and products too small to gain. So does inference, where a row's result must not
+        depend on how many rows there are.
     """
     if _is_served(x, weight):
         return _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
@@ -52,7 +53,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _is_served(x: Tensor, weight: Tensor) -> bool:
     return (
-        x.device.type == "cpu"
+        torch.is_grad_enabled()
+        and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and x.numel() * weight.shape[0] >= _LEAST
         and has_onednn()
@@ -65,7 +67,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, weight, bias)
+        return onednn_product(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -75,18 +77,26 @@ class _Linear(torch.autograd.Function):
         (dy,) = grad_outputs
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        dx = _product(dy, weight.T) if needs_x else None
+        dx = onednn_product(dy, weight.T) if needs_x else None
         dweight = None
         if needs_weight:
             # Both operands are transposed, which costs oneDNN a copy.
             is_large = x.numel() * weight.shape[0] >= 2 * _LEAST
-            dweight = _product(dy.T, x.T) if is_large else dy.T @ x
+            dweight = onednn_product(dy.T, x.T) if is_large else dy.T @ x
         return dx, dweight, dy.sum(0) if needs_bias else None
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``rows @ weight.T + bias``, (M, N)."""
+def onednn_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``rows @ weight.T + bias``, (M, N), float32 on a CPU where `has_onednn`; no gradient.
+
+    With a weight from `onednn_packed` a row's result does not depend on how many rows there are.
+    """
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+
+
+def onednn_packed(weight: Tensor) -> Tensor:
+    """A weight (N, K) in the order in which oneDNN reads it, for `onednn_product` alone."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
 
 
 if has_onednn():
