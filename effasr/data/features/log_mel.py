@@ -10,8 +10,8 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 from effasr.data.features.segments import segment_sum
@@ -26,6 +26,9 @@ _CHUNK_ROWS = {"cpu": 512}
 _CHUNK_ROWS_ELSEWHERE = 16_384
 _MOST_HOPS = {8: 14, 2: 3}
 """That a window may span, by the mel rows of the slot which keeps utterances apart."""
+
+# Filterbanks in oneDNN's order; beside the modules, because it cannot be copied or pickled.
+_PACKED = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,7 +311,15 @@ class LogMel(nn.Module):
         # A shift inside the transform changes phases only: the window need not be centred in it.
         spectrum = torch.fft.rfft(windows.mul_(self.window), n=self.config.n_fft)
         power = spectrum.real.square().addcmul_(spectrum.imag, spectrum.imag)
-        return power @ self.filterbank
+        return self._to_mel(power)
+
+    def _to_mel(self, power: Tensor) -> Tensor:
+        """Project power spectra to the mel bands: (rows, bins) to (rows, mel_bins)."""
+        if power.device.type != "cpu" or not has_onednn() or torch.compiler.is_compiling():
+            return power @ self.filterbank
+        if (packed := _PACKED.get(self.filterbank)) is None:
+            packed = _PACKED[self.filterbank] = onednn_packed(self.filterbank.T.contiguous())
+        return onednn_product(power, packed)
 
     def _windows(self, audio: PackedSequence, frames: PackedLayout) -> tuple[Tensor, Tensor]:
         """Spread the utterances out and view them as windows.
@@ -345,9 +356,6 @@ class LogMel(nn.Module):
         rows = config.subsampling * frames.rows
         windows, runs = self._spread_on_host(audio, frames)
         bands = audio.values.new_empty(rows, config.mel_bins)
-        filters, product = self.filterbank.T.contiguous(), F.linear
-        if has_onednn():
-            filters, product = onednn_packed(filters), onednn_product
         # The transform pads windows by itself, but with a copy.
         padded = audio.values.new_zeros(min(rows, self._chunk_rows(frames)), config.n_fft)
         run = 0
@@ -364,7 +372,7 @@ class LogMel(nn.Module):
             chunk[done:].zero_()
             spectrum = torch.fft.rfft(chunk)
             power = spectrum.real.square().addcmul_(spectrum.imag, spectrum.imag)
-            bands[begin : begin + len(chunk)] = product(power, filters)
+            bands[begin : begin + len(chunk)] = self._to_mel(power)
         return bands.add_(_LOG_GUARD).log_()
 
     def _spread_on_host(
