@@ -44,7 +44,7 @@ def _launches(
         "sigma": 0.3,
         "scale": width**-0.5,
         "dropout": dropout,
-        "seed": 1 if dropout else None,
+        "seed": torch.tensor(1) if dropout else None,
     }
     with recording(capability) as launches:
         results, saved = _triton.forward(GuidedArguments(**arguments))

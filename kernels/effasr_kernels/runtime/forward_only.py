@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,26 +20,21 @@ class ForwardOnlyOp(TorchOp):
 
     def __init__(
         self,
-        name: str,
-        arguments: type,
-        backends: Mapping[Backend, str],
-        *,
+        *definition: Any,
         written: Sequence[str] = (),
         written_with: str | None = None,
-        **definition: Any,
+        **options: Any,
     ):
         """Define and register it.
 
         Args:
-            name: See `TorchOp`.
-            arguments: See `TorchOp`.
-            backends: See `TorchOp`.
+            definition: See `TorchOp`.
             written: The arguments that calls write to, as the schema then says.
             written_with: The argument without which (None) they do not: a call with it is one of
                 ``effasr::NAME_in_place``, so that the compiler copies nothing for the others.
-            definition: The rest of `TorchOp`'s.
+            options: See `TorchOp`.
         """
-        super().__init__(name, arguments, backends, **definition)
+        super().__init__(*definition, **options)
         self.written, self._written_with = tuple(written), written_with
         # Not a list: the compiler takes none from an operation that writes to its arguments.
         tensors = ", ".join(["Tensor"] * self._results)
@@ -47,9 +42,9 @@ class ForwardOnlyOp(TorchOp):
         how: Any = {"run": self._run, "fake": self._fake, "count": self._count}
         in_place = self._written(written)
         plain = ", ".join(self.schema.parts) if written_with else in_place
-        self._call = self._call_in_place = self._define(name, plain, returns, **how)
+        self._call = self._call_in_place = self._define(self.name, plain, returns, **how)
         if written_with is not None:
-            self._call_in_place = self._define(f"{name}_in_place", in_place, returns, **how)
+            self._call_in_place = self._define(f"{self.name}_in_place", in_place, returns, **how)
 
     def __call__(self, arguments: Any, backend: Backend | str | None = None) -> Any:
         """Compute; see `TorchOp`.

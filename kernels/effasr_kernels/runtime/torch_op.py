@@ -144,42 +144,32 @@ class TorchOp(Dispatcher):
 class DifferentiableOp(TorchOp):
     """An operation with a backward: ``effasr::NAME`` and ``effasr::NAME_backward``."""
 
-    def __init__(
-        self,
-        name: str,
-        arguments: type,
-        backends: Mapping[Backend, str],
-        *,
-        overwritable: Sequence[str] = (),
-        **definition: Any,
-    ):
+    def __init__(self, *definition: Any, overwritable: Sequence[str] = (), **options: Any):
         """Define and register it.
 
         Args:
-            name: See `TorchOp`.
-            arguments: See `TorchOp`.
-            backends: See `TorchOp`.
+            definition: See `TorchOp`.
             overwritable: Tensors that the field ``overwritten``, a tuple of names, may name. The
                 backward is then ``effasr::NAME_backward_over``, which writes their gradients over
                 them (`effasr_kernels.runtime.inplace_grad`), and returns the others.
-            definition: The rest of `TorchOp`'s.
+            options: See `TorchOp`.
         """
-        super().__init__(name, arguments, backends, **definition)
+        super().__init__(*definition, **options)
         self._may_overwrite = bool(overwritable)
         parts = ", ".join(self.schema.parts)
         given = "Tensor[] grads, Tensor[] outputs, bool[] wanted"
         self._forward = self._define(
-            *(name, parts, "Tensor[]"), run=self._run, fake=self._fake, count=self._count
+            *(self.name, parts, "Tensor[]"), run=self._run, fake=self._fake, count=self._count
         )
         self._backward = self._define(
-            *(f"{name}_backward", f"{given}, {parts}", "Tensor[]"),
+            *(f"{self.name}_backward", f"{given}, {parts}", "Tensor[]"),
             run=self._run_backward,
             fake=self._fake_backward,
             count=self._count_backward,
         )
         if overwritable:
             self._backward_over = self._define(
-                f"{name}_backward_over",
+                f"{self.name}_backward_over",
                 f"{given}, {self._written(overwritable)}",
                 "Tensor[]",
                 run=self._run_backward,
@@ -187,7 +177,7 @@ class DifferentiableOp(TorchOp):
                 count=self._count_backward,
             )
         torch.library.register_autograd(
-            f"{NAMESPACE}::{name}",
+            f"{NAMESPACE}::{self.name}",
             self._differentiate,
             setup_context=self._save,
             lib=self._library,

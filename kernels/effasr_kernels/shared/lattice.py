@@ -70,9 +70,8 @@ def transducer_occupancies(
     occ_blank, occ_label = log_blank, log_label
     if not in_place:
         occ_blank, occ_label = torch.empty_like(log_blank), torch.empty_like(log_label)
-    lengths = cu_frames, cu_labels, first_nodes
     total = torch.ops.effasr_c.transducer_lattice(
-        log_blank, log_label, occ_blank, occ_label, *lengths
+        log_blank, log_label, occ_blank, occ_label, cu_frames, cu_labels, first_nodes
     )
     return total, occ_blank, occ_label
 
@@ -86,8 +85,9 @@ def transducer_log_likelihood(
 ) -> Tensor:
     """The first result of `transducer_occupancies`, for half the work."""
     _check("log_blank", log_blank)
-    lengths = cu_frames, cu_labels, first_nodes
-    return torch.ops.effasr_c.transducer_lattice(log_blank, log_label, None, None, *lengths)
+    return torch.ops.effasr_c.transducer_lattice(
+        log_blank, log_label, None, None, cu_frames, cu_labels, first_nodes
+    )
 
 
 def ctc_occupancies(

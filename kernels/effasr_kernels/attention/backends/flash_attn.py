@@ -15,10 +15,6 @@ from effasr_kernels.attention.backends import packages
 from effasr_kernels.attention.definition import AttentionArguments
 
 
-def _serves(a: AttentionArguments) -> str | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class FlashAttention:
     """One version, as an implementation of `attention`.
@@ -33,7 +29,7 @@ class FlashAttention:
     module: str
     package: str
     reads_beyond: bool
-    refusal: Callable[[AttentionArguments], str | None] = _serves
+    refusal: Callable[[AttentionArguments], str | None] = lambda a: None
 
     def unsupported_reason(self, a: AttentionArguments) -> str | None:
         """Why it cannot serve the call, or None."""

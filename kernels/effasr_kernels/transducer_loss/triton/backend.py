@@ -82,8 +82,8 @@ def saved_like(a: TransducerArguments) -> tuple[Tensor, ...]:
     All have room for the nodes of the static shape, or none where that is too much, or unknown.
     """
     sweeps, nodes = _sweeps(a), most_nodes(a.layout_frames, a.layout_targets)
-    sizes: list[tuple[tuple[int, ...], torch.dtype]] = [((), torch.float32)]
-    sizes.append(((), sweeps.trace_dtype))
+    sizes: list[tuple[tuple[int, ...], torch.dtype]]
+    sizes = [((), torch.float32), ((), sweeps.trace_dtype)]
     if sweeps.keeps_scores:
         sizes += [((), torch.float32)] * 2
         if a.durations is not None:
