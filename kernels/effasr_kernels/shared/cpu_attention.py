@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,13 +28,13 @@ _BEST_INSTRUCTIONS = 0
 class _Heads(ctypes.Structure):
     """PackedHeads of csrc/attention.h."""
 
-    _fields_ = [("data", POINTER), ("row", INT64), ("head", INT64)]  # noqa: RUF012 (ctypes reads it)
+    _fields_ = [("data", POINTER), ("row", INT64), ("head", INT64)]
 
 
 class _Attention(ctypes.Structure):
     """PackedAttention of csrc/attention.h."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, _Heads) for name in ("q", "k", "v", "out")),
         *((name, POINTER) for name in ("softmax", "content_bias", "position_bias", "table")),
         *((name, POINTER) for name in ("penalty", "cu_q", "cu_k")),
@@ -47,7 +48,7 @@ class _Attention(ctypes.Structure):
 class _Gradients(ctypes.Structure):
     """AttentionGradients of csrc/attention.h."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("out", _Heads),
         ("penalty", POINTER),
         *((name, _Heads) for name in ("q", "k", "v")),
@@ -228,4 +229,4 @@ def _lengths(op: str, name: str, layout: PackedLayout) -> list[int]:
     if not ends or ends[0] != 0 or ends[-1] > layout.rows or sorted(ends) != ends:
         rule = f"rise from 0 to at most {layout.rows} rows"
         raise wrong(op, f"{name}.cu_seqlens", rule, ends)
-    return [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+    return [end - begin for begin, end in pairwise(ends)]
