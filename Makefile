@@ -10,7 +10,7 @@ DEMO := data/demo
 # Two cores; a process that has nothing left takes tests from the other.
 SHARED := -n 2 --dist worksteal
 
-.PHONY: demo demo-transducer test lint bench gpu clean help
+.PHONY: demo demo-transducer test lint bench gpu wheels clean help
 
 help:
 	@echo "make demo              set up, synthesise speech, train, resume, evaluate, transcribe (CPU, under 10 minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test              set up and run all tests that need no GPU"
 	@echo "make lint              ruff, pyright, import layers"
 	@echo "make bench             padding and speed on this machine"
+	@echo "make wheels            dist/: a wheel for each kind of processor there is a compiler for, with the CPU kernels"
 	@echo "make gpu               tests and benchmarks on an NVIDIA GPU, with the packages of PYTHON=python3; CALL=1|2|3 for a third of it"
 
 $(VENV)/bin/pip:
@@ -30,6 +31,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[demo,huggingface,lamb,onnx,test]"
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.wheels: pyproject.toml | $(VENV)/bin/pip
+	$(BIN)/pip install --quiet "setuptools>=77"
+	@touch $@
 
 # From nothing to transcripts; $(1) is the recipe.
 define demonstrate
@@ -73,5 +78,21 @@ bench: $(VENV)/.test
 gpu:
 	$(PYTHON) profiling/gpu_suite.py $(if $(CALL),--call $(CALL))
 
+# The library of C++ is a part of these, so that they run where another one is installed, or none.
+WHEEL := EFFASR_BUILD_CPP=1 LDFLAGS="-static-libstdc++ -static-libgcc" $(BIN)/python setup.py -q bdist_wheel
+FOREIGN ?= aarch64-linux-gnu-g++
+
+wheels: $(VENV)/.wheels
+	rm -rf build
+	CXX=g++ $(WHEEL) --plat-name linux_x86_64
+	rm -rf build
+	if command -v $(FOREIGN) > /dev/null; then \
+	  CXX=$(FOREIGN) $(WHEEL) --plat-name linux_aarch64; \
+	else \
+	  echo "wheels: none for aarch64, as there is no $(FOREIGN)"; \
+	fi
+	rm -rf build
+	@ls dist/*.whl
+
 clean:
-	rm -rf $(VENV) runs data build *.egg-info
+	rm -rf $(VENV) runs data build dist *.egg-info kernels/effasr_kernels/_cpu*

@@ -1,4 +1,4 @@
-// Attention within packed sequences on CPUs: one interface for bindings.cpp and the tests.
+// Attention within packed sequences on CPUs: the interface that Python calls.
 //
 // Plain C, without a header of torch. Scores are computed by tiles and never stored whole; the
 // backward computes them again. Everything is float32.

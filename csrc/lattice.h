@@ -1,7 +1,7 @@
 // The C interface of the lattices, for a group of packed sequences.
 //
-// Plain C, without a header of torch: bindings.cpp and the tests call the same functions. A length
-// is the difference of neighbours in `cu_...`, so a slice of a layout's offsets describes a group.
+// Plain C, called by effasr_kernels/shared/lattice.py. A length is the difference of neighbours in
+// `cu_...`, so a slice of a layout's offsets describes a group.
 
 #pragma once
 

@@ -1,6 +1,6 @@
 """Packed attention on CPUs: csrc/attention_cpu.cpp beside PyTorch, forward and with the backward.
 
-    python profiling/bench_cpu_attention.py [--extension FOLDER] [--threads 1 2] [--shapes demo ...]
+    python profiling/bench_cpu_attention.py [--threads 1 2] [--shapes demo ...]
 
 Sequences of a batch are equally long, so that a padded batch has no padding: what it wins in real
 batches comes on top. Systems take turns; the time is the least of all turns, in milliseconds, as
@@ -10,12 +10,9 @@ other load on the machine only adds to it. Each result is compared with the refe
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-import effasr_kernels
 from effasr_kernels import PackedLayout, RelativeBias, attention
 
 
@@ -44,36 +40,6 @@ SHAPES = {
     "whisper-tiny": Shape(64, 6, (150, 500, 1500)),
 }
 _RESULTS = 1e-4
-
-
-class _Packed(torch.autograd.Function):
-    """The C++ kernels, with or without relative positions."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: PackedLayout, *inputs: Tensor) -> Tensor:  # type: ignore[override]
-        q, k, v, *position = inputs
-        biases = position or (None, None, None)
-        ends = layout.cu_seqlens, layout.cu_seqlens
-        ctx.options = q.shape[-1] ** -0.5, False, None, 0.0, 0
-        out, softmax, _ = torch.ops.effasr_c.attention_forward(
-            q, k, v, *ends, *biases, *ctx.options
-        )
-        ctx.ends = ends
-        ctx.save_for_backward(out, softmax, *inputs)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> Any:  # type: ignore[override]
-        out, softmax, *inputs = ctx.saved_tensors
-        q, k, v, *position = inputs
-        gradients = [torch.empty_like(x) for x in inputs]
-        biases = position or (None, None, None)
-        shared = gradients[3:] or (None, None, None)
-        torch.ops.effasr_c.attention_backward(
-            *(d_out, None, q, k, v, out, softmax, None),
-            *(*ctx.ends, *biases, *gradients[:3], *shared, *ctx.options),
-        )
-        return None, *gradients
 
 
 @dataclass(frozen=True)
@@ -111,15 +77,15 @@ def _systems(shape: Shape, length: int, count: int, relative: bool) -> dict[str,
     def flat(x: Tensor) -> Tensor:
         return x.transpose(1, 2).reshape(layout.rows, *heads)
 
-    def reference(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor) -> Tensor:
-        position = RelativeBias(*biases) if biases else None
-        return attention(q, k, v, layout, position=position, backend="reference")
+    def by(backend: str) -> Callable[..., Tensor]:
+        def call(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor) -> Tensor:
+            position = RelativeBias(*biases) if biases else None
+            return attention(q, k, v, layout, position=position, backend=backend)
+
+        return call
 
     same = lambda x: x
-    found = {
-        "cpp": _System(packed, lambda *x: _Packed.apply(layout, *x), upstream, same),
-        "reference": _System(packed, reference, upstream, same),
-    }
+    found = {x: _System(packed, by(x), upstream, same) for x in ("cpp", "reference")}
     padded = [batch(x) for x in (q, k, v)]
     up = batch(upstream).detach()
     if not relative:
@@ -161,7 +127,6 @@ def _times(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--extension", help="folder of a build, with effasr_kernels/_C in it")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--frames", type=int, default=1500, help="rows of a batch, about")
@@ -172,9 +137,6 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Print a table."""
     options = _arguments()
-    if options.extension:
-        effasr_kernels.__path__.append(os.path.join(options.extension, "effasr_kernels"))
-    importlib.import_module("effasr_kernels._C")
     torch.manual_seed(0)
     table = Table("shape", "D", "H", "T", "N", "threads", "positions", "pass", "cpp ms")
     for column in ("reference ms", "peer ms", "reference / cpp", "peer / cpp"):

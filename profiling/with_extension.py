@@ -3,7 +3,7 @@
     python profiling/with_extension.py --build DIR [--cpp] --outcomes FILE
     python profiling/with_extension.py --use DIR/lib SCRIPT [ARGUMENT ...]
 
-The first builds `effasr_kernels._C` as setup.py does, checks it against the references
+The first builds the compiled kernels as setup.py does, checks it against the references
 (``tests/csrc/check_extension.py``) and, on a GPU, runs the tests of the backend that rests on it.
 Outcomes go to FILE, as the plugin `outcomes` writes them. What has been built of the same sources
 for the same torch is not built again. The second runs a script in which the extension is found.
@@ -44,7 +44,7 @@ def build(folder: Path, switch: str) -> Path:
     """
     key, library = _key(switch), folder / "lib"
     kept = folder / "key"
-    if kept.exists() and kept.read_text(encoding="ascii") == key and any(library.rglob("_C*")):
+    if kept.exists() and kept.read_text(encoding="ascii") == key and any(library.rglob("_cpu.so")):
         sys.stdout.write("extension: built before of the same sources\n")
         return library
     shutil.rmtree(folder, ignore_errors=True)

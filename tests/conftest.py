@@ -24,7 +24,7 @@ def interruptible() -> None:
 
 @pytest.fixture(scope="session")
 def cpp_extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `effasr_kernels._C` lies, built for CPUs, once for all processes of a run of tests."""
+    """Where packages lie with the CPU kernels, built once for all processes of a run of tests."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ on this machine to compile csrc/ with")
     base = tmp_path_factory.getbasetemp()

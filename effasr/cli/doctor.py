@@ -18,8 +18,8 @@ import effasr_kernels
 from effasr.evaluation.tables import to_text
 from effasr.optim.adamw import why_not_apex
 from effasr_kernels import OPERATIONS, Backend, BackendUnavailable, TorchOp
+from effasr_kernels.runtime import native
 from effasr_kernels.runtime.example import Example, ExampleInputs
-from effasr_kernels.shared import cpp, lattice
 
 _PACKAGES = {
     "lhotse": "manifests and audio",
@@ -103,7 +103,7 @@ def _system() -> list[Row]:
     ]
     nsys = shutil.which("nsys") or "not on the path"
     rows.append(Row("system", "nsys", nsys, "profiling/nsys_train.sh"))
-    rows.append(_extension())
+    rows.append(_cpu_kernels())
     if not torch.cuda.is_available():
         rows.append(Row("system", "gpu", "none", "torch sees no CUDA device"))
     for index in range(torch.cuda.device_count()):
@@ -117,13 +117,13 @@ def _system() -> list[Row]:
     return rows
 
 
-def _extension() -> Row:
-    """Whether the lattices of csrc/ are built, and else how to build them."""
-    reason = lattice.unsupported_reason()
-    note = "lattices of ctc_loss and transducer_loss, csrc/"
+def _cpu_kernels() -> Row:
+    """Whether the kernels of csrc/ are there, and else why not and how to build them."""
+    reason = native.unsupported_reason()
+    note = "attention and lattices of losses on CPUs, csrc/"
     if reason is not None:
-        note += f"; {reason} ({cpp.HOW_TO_BUILD})"
-    return Row("system", "extension", "not built" if reason else "cpu", note)
+        note += f"; {reason} ({native.HOW_TO_BUILD})"
+    return Row("system", "CPU kernels", "not built" if reason else "built", note)
 
 
 def _packages() -> list[Row]:

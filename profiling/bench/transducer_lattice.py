@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from effasr_kernels import PackedLayout
+from effasr_kernels.runtime import native
 from effasr_kernels.shared import lattice
 from effasr_kernels.transducer_loss.lattice import occupancies
 
@@ -69,7 +70,7 @@ class _Losses(torch.autograd.Function):
 def _lattice(device: str) -> Callable[[Tensor, Tensor, Nodes], Planes]:
     if device == "cuda":
         return _triton
-    return _extension if lattice.unsupported_reason() is None else _reference
+    return _extension if native.unsupported_reason() is None else _reference
 
 
 def _extension(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:

@@ -64,7 +64,7 @@ class Setting:
 
     @property
     def extension(self) -> Path:
-        """Where `effasr_kernels._C` is, once it has been built."""
+        """Where the compiled kernels are, once they have been built."""
         return self.output / "extension" / "lib"
 
     def script(self, name: str, *arguments: str | Path) -> list[str]:

@@ -6,7 +6,7 @@ import torch
 
 from effasr.cli import doctor
 from effasr_kernels import OPERATIONS, Backend
-from effasr_kernels.shared import cpp, lattice
+from effasr_kernels.runtime import native
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +33,16 @@ def test_versions_and_what_is_missing(found) -> None:
     assert _row(found, "apex").note.startswith(("not used: ", "fused"))
 
 
-def test_the_extension_is_there_or_how_to_build_it(monkeypatch) -> None:
-    monkeypatch.setattr(lattice, "unsupported_reason", lambda: "no such module")
-    row = _row(doctor.report(), "extension")
+def test_the_cpu_kernels_are_there_or_how_to_build_them(monkeypatch) -> None:
+    monkeypatch.setattr(native, "unsupported_reason", lambda: "no such library")
+    row = _row(doctor.report(), "CPU kernels")
     assert row.value == "not built"
-    assert row.note.endswith(f"no such module ({cpp.HOW_TO_BUILD})")
-    note = _row(doctor.report(), "ctc_loss on cpu").note
-    assert "cpp: no such module (EFFASR_BUILD_CPP=1 pip install" in note
-    monkeypatch.setattr(lattice, "unsupported_reason", lambda: None)
-    assert _row(doctor.report(), "extension").value == "cpu"
+    assert row.note.endswith(f"no such library ({native.HOW_TO_BUILD})")
+    for example in ("ctc_loss on cpu", "attention, causal on cpu", "guided_attention on cpu"):
+        note = _row(doctor.report(), example).note
+        assert f"cpp: no such library ({native.HOW_TO_BUILD})" in note
+    monkeypatch.setattr(native, "unsupported_reason", lambda: None)
+    assert _row(doctor.report(), "CPU kernels").value == "built"
 
 
 def test_the_text_has_a_table_for_each_section(found) -> None:

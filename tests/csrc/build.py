@@ -1,4 +1,4 @@
-"""Building `effasr_kernels._C` as setup.py does, in a folder of its own."""
+"""Building the CPU kernels as setup.py does, in a folder of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Compl
     """Python on this checkout, with these environment variables more."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("EFFASR_BUILD")}
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    environment |= {"PYTHONPATH": paths, "MAX_JOBS": "1"} | variables
+    environment |= {"PYTHONPATH": paths, "MAX_JOBS": "2"} | variables
     command = [sys.executable, *arguments]
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=290

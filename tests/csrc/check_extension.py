@@ -1,6 +1,6 @@
-"""Run as ``python check_extension.py FOLDER``: the extension built there, as it is used.
+"""Run as ``python check_extension.py FOLDER``: the library built there, as it is used.
 
-A process of its own: an extension once loaded can be neither replaced nor unloaded.
+A process of its own: a library once loaded is not replaced.
 """
 
 import sys
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import effasr_kernels
+from effasr_kernels.runtime import native
 from effasr_kernels.shared import lattice
 from effasr_kernels.transducer_loss.lattice import occupancies
 from tests.csrc.native import ctc_reference, offsets, random_planes, random_transcript
@@ -83,9 +84,9 @@ def check_errors() -> None:
     def transducer(a: Tensor, b: Tensor, cu: Tensor, nodes: Tensor) -> str:
         return raised(lambda: lattice.transducer_log_likelihood(a, b, cu, cu, nodes))
 
-    assert "`log_blank` must be Float" in transducer(x.double(), x, lengths, first)
+    assert "`log_blank` must be float32" in transducer(x.double(), x, lengths, first)
     assert "`log_label` must have shape" in transducer(x, x[:5], lengths, first)
-    assert "`cu_frames` must be Int" in transducer(x, x, lengths.long(), first)
+    assert "`cu_frames` must be int32" in transducer(x, x, lengths.long(), first)
     assert "`first_nodes` must have shape" in transducer(x, x, lengths, first.repeat(2))
     assert "must be contiguous" in transducer(x.repeat(2)[::2], x, lengths, first)
     assert "`first_nodes` must lie in the 6 elements" in transducer(x, x, lengths, first)
@@ -95,7 +96,7 @@ def check_errors() -> None:
 def main(folder: str) -> None:
     """Make the build a part of the package of this checkout, then check it."""
     effasr_kernels.__path__.append(str(Path(folder) / "effasr_kernels"))
-    assert lattice.unsupported_reason() is None, lattice.unsupported_reason()
+    assert native.unsupported_reason() is None, native.unsupported_reason()
     torch.manual_seed(0)
     check_transducer()
     check_ctc()

@@ -6,7 +6,6 @@ import ctypes
 import resource
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from effasr_kernels import PackedLayout, RelativeBias, attention, guided_attenti
 from effasr_kernels.attention import reference
 from effasr_kernels.guided_attention import reference as guided_reference
 from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS, assert_no_worse, poison
-from tests.csrc.build import run
 from tests.csrc.native_attention import NOT_ON_THIS_MACHINE, NativeAttention
 
 HEADS = 2
@@ -30,18 +28,18 @@ Results = dict[str, Tensor]
 
 
 @pytest.fixture(params=["base", "avx2", "avx512"])
-def native(request: pytest.FixtureRequest, libraries: dict[str, ctypes.CDLL]) -> NativeAttention:
+def native(request: pytest.FixtureRequest, library: ctypes.CDLL) -> NativeAttention:
     """The build for each set of instructions."""
-    found = NativeAttention(libraries["cpu"], request.param)
+    found = NativeAttention(library, request.param)
     if not found.runs_here():
         pytest.skip(f"this machine has no {request.param}")
     return found
 
 
 @pytest.fixture
-def best(libraries: dict[str, ctypes.CDLL]) -> NativeAttention:
+def best(library: ctypes.CDLL) -> NativeAttention:
     """The build that this machine takes by default."""
-    return NativeAttention(libraries["cpu"])
+    return NativeAttention(library)
 
 
 def _layouts(kind: str, lengths: Sequence[int], tail: int = 2) -> tuple[PackedLayout, PackedLayout]:
@@ -389,10 +387,3 @@ def test_instructions_that_are_not_there_are_refused(best: NativeAttention) -> N
     described = best._describe((x, x, x, x), (layout, layout), None, None, None)
     described.instructions = 9
     assert best._call("forward", described) == NOT_ON_THIS_MACHINE
-
-
-@pytest.mark.slow
-def test_operations_of_torch(cpp_extension: Path) -> None:
-    script = str(Path(__file__).with_name("check_attention_extension.py"))
-    done = run("-P", script, str(cpp_extension))
-    assert done.stdout == "attention: right\n", done.stdout + done.stderr

@@ -1,14 +1,19 @@
-"""`effasr_kernels._C`: not there unless asked for, and right where it is."""
+"""The library of CPU kernels: how setup.py builds it or fails, and what is said without it."""
 
-import sys
+import re
+import shutil
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import effasr_kernels
 from effasr_kernels import BackendUnavailable
+from effasr_kernels.runtime import native
 from effasr_kernels.shared import lattice
-from tests.csrc.build import run
+from tests.csrc.build import ROOT, run
 
 LIST = (
     "from distutils.core import run_setup; d = run_setup('setup.py', stop_after='init'); "
@@ -16,26 +21,123 @@ LIST = (
 )
 
 
-def test_setup_builds_nothing_unless_asked() -> None:
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """What is loaded is looked up again, before and after."""
+    _look_again()
+    yield
+    _look_again()
+
+
+def _look_again() -> None:
+    native._load.cache_clear()
+    native.unsupported_reason.cache_clear()
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A folder with what setup.py needs, and one source that is compiled at once."""
+    folder = tmp_path / "sources"
+    (folder / "csrc").mkdir(parents=True)
+    shutil.copy(ROOT / "setup.py", folder)
+    for path in ROOT.glob("csrc/interface*"):
+        shutil.copy(path, folder / "csrc")
+    return folder
+
+
+def _build(folder: Path, **variables: str) -> tuple[int, str]:
+    places = "--build-lib", "lib", "--build-temp", "temporary"
+    done = run("setup.py", "build_ext", *places, cwd=folder, **variables)
+    return done.returncode, done.stderr
+
+
+def test_setup_builds_the_library_unless_told_otherwise() -> None:
     plain = run("-W", "ignore", "-c", "import setuptools; " + LIST)
-    assert plain.stdout.split() == ["[]"], plain.stderr
-    asked = run("-W", "ignore", "-c", "import setuptools; " + LIST, EFFASR_BUILD_CPP="1")
-    assert "csrc/bindings.cpp" in asked.stdout, asked.stderr
+    assert "csrc/attention_cpu.cpp" in plain.stdout, plain.stderr
+    without = run("-W", "ignore", "-c", "import setuptools; " + LIST, EFFASR_BUILD_CPP="0")
+    assert without.stdout.split() == ["[]"], without.stderr
 
 
-def test_setup_names_what_replaces_the_removed_switch() -> None:
+def test_setup_names_the_values_of_its_switches() -> None:
     done = run("-W", "ignore", "setup.py", "--version", EFFASR_BUILD_CUDA="1")
     assert done.returncode == 1
     assert "set EFFASR_BUILD_CPP=1" in done.stderr
+    done = run("-W", "ignore", "setup.py", "--version", EFFASR_BUILD_CPP="yes")
+    assert done.returncode == 1
+    assert "EFFASR_BUILD_CPP must be 0 " in done.stderr
+    assert done.stderr.strip().endswith("but is 'yes'.")
 
 
-def test_a_backend_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "effasr_kernels._C", None)
-    lattice.unsupported_reason.cache_clear()
+def test_without_a_compiler_the_installation_goes_on_and_says_so(sources: Path) -> None:
+    code, text = _build(sources, CXX="no-such-compiler")
+    assert code == 0
+    line = "installed without its CPU kernels, so slower on CPUs: the C++ compiler 'no-such-compil"
+    assert line in text
+    package = sources / "lib" / "effasr_kernels"
+    assert not (package / native.LIBRARY).exists()
+    assert "'no-such-compiler' cannot be run" in (package / native.FAILURE).read_text()
+
+
+def test_a_failure_to_compile_is_told_by_its_first_error(sources: Path) -> None:
+    (sources / "csrc" / "broken.cpp").write_text("int broken(void) { return nothing; }\n")
+    code, text = _build(sources)
+    assert code == 0
+    assert "csrc/broken.cpp:1:" in text
+    assert "nothing" in (sources / "lib" / "effasr_kernels" / native.FAILURE).read_text()
+    code, text = _build(sources, EFFASR_BUILD_CPP="1")
+    assert code == 1
+    assert "effasr: the CPU kernels could not be built: " in text
+
+
+def test_a_later_build_replaces_the_reason(sources: Path) -> None:
+    _build(sources, CXX="no-such-compiler")
+    code, text = _build(sources)
+    assert code == 0, text
+    package = sources / "lib" / "effasr_kernels"
+    assert [x.name for x in package.iterdir()] == [native.LIBRARY]
+
+
+def test_a_wheel_is_of_a_processor_and_any_python(sources: Path) -> None:
+    done = run("setup.py", "-q", "bdist_wheel", "--plat-name", "linux_test", cwd=sources)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (sources / "dist").iterdir()
+    assert wheel.name.endswith("-py3-none-linux_test.whl")
+    assert f"effasr_kernels/{native.LIBRARY}" in zipfile.ZipFile(wheel).namelist()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_library_that_is_not_there_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(effasr_kernels, "__path__", [str(tmp_path)])
     x, lengths = torch.zeros(1), torch.tensor([0, 1], dtype=torch.int32)
-    with pytest.raises(BackendUnavailable, match=r"extension cannot run .*_C cannot be impor"):
-        lattice.ctc_occupancies(x[None], None, x, lengths, lengths)
-    lattice.unsupported_reason.cache_clear()
+    with pytest.raises(
+        BackendUnavailable, match=r"CPU kernels cannot run .*_cpu\.so was not built"
+    ):
+        lattice.ctc_occupancies(x[None], None, x.long()[:0], lengths, lengths * 0)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_library_of_another_build_is_refused(
+    monkeypatch: pytest.MonkeyPatch, sources: Path
+) -> None:
+    for name, contents, reason in (
+        (
+            "interface.h",
+            '#define EFFASR_INTERFACE 77\nextern "C" int effasr_interface(void);\n',
+            r"has interface 77, but \d+ is needed: build it again",
+        ),
+        ("interface_cpu.cpp", "", "cannot be loaded: .*effasr_interface"),
+    ):
+        (sources / "csrc" / name).write_text(contents)
+        folder = sources / f"of_{name}"
+        places = "--build-lib", str(folder), "--build-temp", "temporary"
+        assert run("setup.py", "build_ext", *places, cwd=sources).returncode == 0
+        monkeypatch.setattr(effasr_kernels, "__path__", [str(folder / "effasr_kernels")])
+        _look_again()
+        found = native.unsupported_reason()
+        assert found is not None
+        assert re.search(reason, found), found
 
 
 @pytest.mark.slow

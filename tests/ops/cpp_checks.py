@@ -1,7 +1,6 @@
 """The backend ``cpp`` against the references; run by `test_cpp.py`, in a process of its own.
 
-The extension of this process is that of the folder EFFASR_EXTENSION: once loaded it can be neither
-replaced nor unloaded.
+The library of this process is that of the folder EFFASR_EXTENSION: once loaded it is not replaced.
 """
 
 import os

@@ -1,31 +1,42 @@
 """The backend ``cpp``: what is said where it is not built, and the checks of a build."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from effasr_kernels import BackendUnavailable, PackedLayout, ctc_loss
-from effasr_kernels.shared import lattice
+import effasr_kernels
+from effasr_kernels import BackendUnavailable, PackedLayout, attention, ctc_loss
+from effasr_kernels.runtime import native
 from effasr_kernels.shared.cpp import groups, refusal
 from tests.csrc.build import run
 
 
 def test_where_it_is_not_built_the_reference_serves_and_says_how_to_build(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "effasr_kernels._C", None)
-    lattice.unsupported_reason.cache_clear()
+    """With the reason that the installation left."""
+    (tmp_path / native.FAILURE).write_text("no 'c++' here\n")
+    monkeypatch.setattr(effasr_kernels, "__path__", [str(tmp_path)])
+    caches = native._load, native.unsupported_reason
+    for cache in caches:
+        cache.cache_clear()
     layout = PackedLayout.from_lengths([2])
     x, weight, y = torch.randn(2, 3), torch.randn(4, 3), torch.tensor([1, 2])
     given = x, weight, y, layout, layout
-    assert ctc_loss(*given, blank_id=0).shape == (1,)
-    how = r"cpp: effasr_kernels\._C cannot be imported: .* \(EFFASR_BUILD_CPP=1 pip install"
-    with pytest.raises(BackendUnavailable, match=how):
-        ctc_loss(*given, blank_id=0, backend="cpp")
-    lattice.unsupported_reason.cache_clear()
+    q = torch.randn(2, 1, 8)
+    try:
+        assert ctc_loss(*given, blank_id=0).shape == (1,)
+        assert attention(q, q, q, layout).shape == q.shape
+        how = r"cpp: .*_cpu\.so could not be built: no 'c\+\+' here \(with a C\+\+ compiler, pip"
+        with pytest.raises(BackendUnavailable, match=how):
+            ctc_loss(*given, blank_id=0, backend="cpp")
+        with pytest.raises(BackendUnavailable, match=how):
+            attention(q, q, q, layout, backend="cpp")
+    finally:
+        for cache in caches:
+            cache.cache_clear()
 
 
 def test_other_devices_and_float64_are_refused() -> None:

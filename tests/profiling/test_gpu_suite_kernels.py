@@ -165,7 +165,7 @@ def test_the_extension_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         if "build_ext" in command:
             built = options["cwd"] / "lib" / "effasr_kernels"
             built.mkdir(parents=True)
-            (built / "_C.so").touch()
+            (built / "_cpu.so").touch()
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)

@@ -80,6 +80,7 @@ OPERATION = DifferentiableOp(
         Backend.FLASH_ATTN_2: "effasr_kernels.attention.backends.flash_attn:VERSION_2",
         Backend.FLASH_ATTN_3: "effasr_kernels.attention.backends.flash_attn:VERSION_3",
         Backend.FLASH_ATTN_4: "effasr_kernels.attention.backends.flash_attn:VERSION_4",
+        Backend.CPP: "effasr_kernels.attention._cpp",
         Backend.REFERENCE: "effasr_kernels.attention.reference",
     },
     order=order,

@@ -18,9 +18,10 @@ UNMEASURED = (
     Backend.VARLEN,
     Backend.FLASH_ATTN_2,
     Backend.FLASH_ATTN_4,
+    Backend.CPP,
     Backend.REFERENCE,
 )
-"""Our own first, which keeps every promise; the others serve where it refuses.
+"""Our own first, which keeps every promise; the others serve where it refuses. On CPUs, ``cpp``.
 
 FlashAttention 3 runs on request alone: it serves inference but not training, and compiled code
 cannot tell the two apart when it runs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
@@ -75,3 +76,18 @@ class RelativeBias:
             rule = f"have at least 2 * {longest} - 1 rows, for the longest sequence"
             raise wrong("attention", "position.table", rule, tuple(self.table.shape))
         return reach
+
+
+def angles(layout: PackedLayout, rotary: Rotary, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every row's angles, (T, 1, R / 2), by its position in its sequence."""
+    width = rotary.rotated(like.shape[-1])
+    exponents = torch.arange(0, width, 2, device=like.device, dtype=torch.float64) / width
+    phases = layout.positions()[:, None, None] * rotary.base**-exponents
+    return phases.cos().to(like.dtype), phases.sin().to(like.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first channels of (T, H, D)."""
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effasr_kernels.attention.definition import AttentionArguments
-from effasr_kernels.attention.position import RelativeBias, Rotary
-from effasr_kernels.packed import PackedLayout
+from effasr_kernels.attention.position import RelativeBias, angles, rotate
 from effasr_kernels.shared.dropout import Dropout
 from effasr_kernels.shared.ragged import join_rows, split_attention, split_rows, widen, zeroed
 
@@ -21,11 +20,11 @@ def run(a: AttentionArguments) -> Tensor:
         out = _relative(a, q, k, v, a.relative, drop)
         return join_rows(out, a.layout_q, a.q)
     if a.rotary is not None:
-        angles = _angles(a.layout_q, a.rotary, q)
-        q = _rotate(q, *angles)
+        turned = angles(a.layout_q, a.rotary, q)
+        q = rotate(q, *turned)
         if a.layout_k is not a.layout_q:
-            angles = _angles(a.layout_k, a.rotary, k)
-        k = _rotate(k, *angles)
+            turned = angles(a.layout_k, a.rotary, k)
+        k = rotate(k, *turned)
     out = []
     for q_n, k_n, v_n in split_attention(q, k, v, a.layout_q, a.layout_k):
         if a.dropout:
@@ -94,18 +93,3 @@ def _skew(by_distance: Tensor, t_k: int) -> Tensor:
     return by_distance.contiguous().as_strided(
         (heads, t_q, t_k), (t_q * width, width - 1, 1), t_q - 1
     )
-
-
-def _angles(layout: PackedLayout, rotary: Rotary, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every row's angles, (T, 1, R / 2), by its position in its sequence."""
-    width = rotary.rotated(like.shape[-1])
-    exponents = torch.arange(0, width, 2, device=like.device, dtype=torch.float64) / width
-    angles = layout.positions()[:, None, None] * rotary.base**-exponents
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first channels of (T, H, D)."""
-    half = cos.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

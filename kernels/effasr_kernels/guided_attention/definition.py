@@ -45,6 +45,7 @@ OPERATION = DifferentiableOp(
     GuidedArguments,
     {
         Backend.TRITON: "effasr_kernels.guided_attention._triton",
+        Backend.CPP: "effasr_kernels.guided_attention._cpp",
         Backend.REFERENCE: "effasr_kernels.guided_attention.reference",
     },
     outputs=_outputs,

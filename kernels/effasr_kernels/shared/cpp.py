@@ -16,14 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.runtime import inplace_grad
-from effasr_kernels.shared import lattice
-
-HOW_TO_BUILD = "EFFASR_BUILD_CPP=1 pip install --no-build-isolation . builds it"
+from effasr_kernels.runtime import inplace_grad, native
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """Why the extension cannot compute with these tensors, or None; for ``unsupported_reason``.
+    """Why the CPU library cannot serve these tensors, or None; for ``unsupported_reason``.
 
     Args:
         tensors: The floating arguments of an operation, of one dtype and device; None is passed
@@ -34,8 +31,8 @@ def refusal(*tensors: Tensor | None) -> str | None:
         return "serves CPUs"
     if x.dtype == torch.float64:
         return "float64 is for the reference"
-    reason = lattice.unsupported_reason()
-    return None if reason is None else f"{reason} ({HOW_TO_BUILD})"
+    reason = native.unsupported_reason()
+    return None if reason is None else f"{reason} ({native.HOW_TO_BUILD})"
 
 
 def groups(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:

@@ -1,28 +1,47 @@
 """The compiled lattices of ``csrc/``: sums over all paths, and the share of each step in them.
 
 They are helpers of operations, not operations: scaling by a gradient is the caller's. They run on
-CPUs, and come with `effasr_kernels._C`, which is built on request (``csrc/README.md``).
+CPUs, in the library of `effasr_kernels.runtime.native`.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
+import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from effasr_kernels.runtime.dispatch import BackendUnavailable
+from effasr_kernels.runtime import native
+from effasr_kernels.runtime.checks import wrong
+from effasr_kernels.runtime.native import check, pointer
+
+_INT32_MAX = torch.iinfo(torch.int32).max
 
 
-@functools.cache
-def unsupported_reason() -> str | None:
-    """The reason for which the extension cannot run on this installation, or None."""
-    try:
-        importlib.import_module("effasr_kernels._C")
-    except ImportError as error:
-        return f"effasr_kernels._C cannot be imported: {error}"
-    return None
+def _fields(pointers: str, numbers: str) -> list[tuple[str, Any]]:
+    return [
+        *((name, native.POINTER) for name in pointers.split()),
+        *((name, native.INT32) for name in numbers.split()),
+    ]
+
+
+class _Transducer(ctypes.Structure):
+    """TransducerLattice of csrc/lattice.h."""
+
+    _fields_ = _fields(
+        "log_blank log_label occ_blank occ_label log_likelihood cu_frames cu_labels first_nodes",
+        "sequences",
+    )
+
+
+class _Ctc(ctypes.Structure):
+    """CtcLattice of csrc/lattice.h."""
+
+    _fields_ = _fields(
+        "scores log_normalizer occupancies shares log_likelihood targets cu_frames cu_targets",
+        "sequences columns wide_targets",
+    )
 
 
 def node_offsets(cu_frames: Tensor, cu_labels: Tensor) -> Tensor:
@@ -66,13 +85,11 @@ def transducer_occupancies(
         ValueError: An argument is not as above.
         BackendUnavailable: The extension is not built; see `unsupported_reason`.
     """
-    _check("log_blank", log_blank)
     occ_blank, occ_label = log_blank, log_label
     if not in_place:
         occ_blank, occ_label = torch.empty_like(log_blank), torch.empty_like(log_label)
-    total = torch.ops.effasr_c.transducer_lattice(
-        log_blank, log_label, occ_blank, occ_label, cu_frames, cu_labels, first_nodes
-    )
+    lengths = cu_frames, cu_labels, first_nodes
+    total = _transducer(log_blank, log_label, (occ_blank, occ_label), *lengths)
     return total, occ_blank, occ_label
 
 
@@ -84,10 +101,7 @@ def transducer_log_likelihood(
     first_nodes: Tensor,
 ) -> Tensor:
     """The first result of `transducer_occupancies`, for half the work."""
-    _check("log_blank", log_blank)
-    return torch.ops.effasr_c.transducer_lattice(
-        log_blank, log_label, None, None, cu_frames, cu_labels, first_nodes
-    )
+    return _transducer(log_blank, log_label, None, cu_frames, cu_labels, first_nodes)
 
 
 def ctc_occupancies(
@@ -120,11 +134,8 @@ def ctc_occupancies(
         ValueError: An argument is not as above.
         BackendUnavailable: The extension is not built; see `unsupported_reason`.
     """
-    _check("scores", scores)
     occupancies = scores if in_place else torch.empty_like(scores)
-    total = torch.ops.effasr_c.ctc_lattice(
-        scores, log_normalizer, occupancies, targets, cu_frames, cu_targets
-    )
+    total = _ctc(scores, log_normalizer, occupancies, targets, cu_frames, cu_targets)
     return total, occupancies
 
 
@@ -136,15 +147,85 @@ def ctc_log_likelihood(
     cu_targets: Tensor,
 ) -> Tensor:
     """The first result of `ctc_occupancies`, for half the work."""
-    _check("scores", scores)
-    return torch.ops.effasr_c.ctc_lattice(
-        scores, log_normalizer, None, targets, cu_frames, cu_targets
-    )
+    return _ctc(scores, log_normalizer, None, targets, cu_frames, cu_targets)
 
 
-def _check(name: str, tensor: Tensor) -> None:
-    reason = unsupported_reason()
-    if reason is not None:
-        raise BackendUnavailable(f"lattice: the extension cannot run ({reason}).")
-    if not tensor.is_cpu:
-        raise ValueError(f"lattice: `{name}` must be on a CPU, but is on {tensor.device}.")
+def _transducer(
+    log_blank: Tensor,
+    log_label: Tensor,
+    occupancies: tuple[Tensor, Tensor] | None,
+    cu_frames: Tensor,
+    cu_labels: Tensor,
+    first_nodes: Tensor,
+) -> Tensor:
+    op = "transducer_lattice"
+    if log_blank.dim() != 1:
+        raise wrong(op, "log_blank", "have shape (nodes,)", tuple(log_blank.shape))
+    check(op, "log_blank", log_blank, torch.float32)
+    check(op, "log_label", log_label, torch.float32, log_blank.shape)
+    sequences = _check_offsets(op, "cu_frames", cu_frames)
+    check(op, "cu_labels", cu_labels, torch.int32, cu_frames.shape)
+    check(op, "first_nodes", first_nodes, torch.int64, (sequences,))
+    frames, labels = _lengths(op, "cu_frames", cu_frames), _lengths(op, "cu_labels", cu_labels)
+    counts = [t * (u + 1) for t, u in zip(frames, labels, strict=True)]
+    _check_ranges(op, "first_nodes", first_nodes.tolist(), counts, log_blank.numel())
+    total = log_blank.new_empty(sequences, dtype=torch.float64)
+    tensors = log_blank, log_label, *(occupancies or (None, None)), total
+    lattice = _Transducer(*map(pointer, (*tensors, cu_frames, cu_labels, first_nodes)), sequences)
+    native.run(op, "transducer_lattice_cpu", lattice)
+    return total
+
+
+def _ctc(
+    scores: Tensor,
+    log_normalizer: Tensor | None,
+    occupancies: Tensor | None,
+    targets: Tensor,
+    cu_frames: Tensor,
+    cu_targets: Tensor,
+) -> Tensor:
+    op = "ctc_lattice"
+    if scores.dim() != 2 or not 0 < scores.shape[1] < _INT32_MAX:
+        rule = "have shape (T, K + 1), with K + 1 below 2**31 - 1"
+        raise wrong(op, "scores", rule, tuple(scores.shape))
+    check(op, "scores", scores, torch.float32)
+    if log_normalizer is not None:
+        check(op, "log_normalizer", log_normalizer, torch.float32, scores.shape[:1])
+    is_wide = targets.dtype != torch.int32
+    check(op, "targets", targets, torch.int64 if is_wide else torch.int32)
+    sequences = _check_offsets(op, "cu_frames", cu_frames)
+    check(op, "cu_targets", cu_targets, torch.int32, cu_frames.shape)
+    frames, labels = _lengths(op, "cu_frames", cu_frames), _lengths(op, "cu_targets", cu_targets)
+    _check_ranges(op, "cu_frames", cu_frames.tolist(), frames, scores.shape[0])
+    _check_ranges(op, "cu_targets", cu_targets.tolist(), labels, targets.numel())
+    if labels and max(labels) >= scores.shape[1]:
+        rule = f"have more columns than the {max(labels)} labels of the longest transcript"
+        raise wrong(op, "scores", rule, tuple(scores.shape))
+    total = scores.new_empty(sequences, dtype=torch.float64)
+    shares = None if occupancies is None else torch.empty_like(scores)
+    tensors = scores, log_normalizer, occupancies, shares, total, targets, cu_frames, cu_targets
+    lattice = _Ctc(*map(pointer, tensors), sequences, scores.shape[1], is_wide)
+    native.run(op, "ctc_lattice_cpu", lattice)
+    return total
+
+
+def _check_offsets(op: str, name: str, offsets: Tensor) -> int:
+    """Check the form of offsets, and count their sequences."""
+    if offsets.dim() != 1 or not offsets.numel():
+        raise wrong(op, name, "have shape (N + 1,)", tuple(offsets.shape))
+    check(op, name, offsets, torch.int32)
+    return offsets.numel() - 1
+
+
+def _lengths(op: str, name: str, offsets: Tensor) -> list[int]:
+    lengths = offsets.diff().tolist()
+    if lengths and min(lengths) < 0:
+        raise wrong(op, name, "not fall", offsets.tolist())
+    return lengths
+
+
+def _check_ranges(op: str, name: str, begins: list[int], lengths: list[int], rows: int) -> None:
+    for begin, length in zip(begins, lengths, strict=False):
+        if begin < 0 or begin + length > rows:
+            rule = f"lie in the {rows} elements there are"
+            raise wrong(op, name, rule, f"of a sequence from {begin} to {begin + length}")

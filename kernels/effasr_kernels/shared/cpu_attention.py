@@ -1,0 +1,233 @@
+"""Packed attention by the kernels of ``csrc/``: what `attention` and `guided_attention` share.
+
+Nothing of the size T_q x T_k is stored: the backward computes the scores again from what the
+forward keeps of each query's softmax. Results and gradients of a sequence depend on that sequence
+alone, with dropout also on its number in the batch, and on no number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime import native
+from effasr_kernels.runtime.checks import wrong
+from effasr_kernels.runtime.native import FLOAT, INT32, INT64, POINTER, check, pointer
+from effasr_kernels.shared import cpp
+
+_INT32_MAX = torch.iinfo(torch.int32).max
+_BEST_INSTRUCTIONS = 0
+
+
+class _Heads(ctypes.Structure):
+    """PackedHeads of csrc/attention.h."""
+
+    _fields_ = [("data", POINTER), ("row", INT64), ("head", INT64)]
+
+
+class _Attention(ctypes.Structure):
+    """PackedAttention of csrc/attention.h."""
+
+    _fields_ = [
+        *((name, _Heads) for name in ("q", "k", "v", "out")),
+        *((name, POINTER) for name in ("softmax", "content_bias", "position_bias", "table")),
+        *((name, POINTER) for name in ("penalty", "cu_q", "cu_k")),
+        *((name, INT64) for name in ("rows_q", "rows_k", "seed")),
+        *((name, FLOAT) for name in ("scale", "sigma", "dropout")),
+        *((name, INT32) for name in ("sequences", "heads", "width", "reach", "causal")),
+        ("instructions", INT32),
+    ]
+
+
+class _Gradients(ctypes.Structure):
+    """AttentionGradients of csrc/attention.h."""
+
+    _fields_ = [
+        ("out", _Heads),
+        ("penalty", POINTER),
+        *((name, _Heads) for name in ("q", "k", "v")),
+        *((name, POINTER) for name in ("content_bias", "position_bias", "table")),
+    ]
+
+
+def refusal(q: Tensor) -> str | None:
+    """Why the kernels cannot attend with queries like these, or None."""
+    reason = cpp.refusal(q)
+    if reason is None and q.dtype != torch.float32:
+        return f"serves float32, not {q.dtype}"
+    return reason
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the kernels; all floating tensors are float32.
+
+    Attributes:
+        op: The operation, for messages.
+        q: (T_q, H, D). As of ``k`` and ``v`` its rows and heads may lie apart, such as those of
+            parts of one projection; where its channels do too, it is copied.
+        k: (T_k, H, D).
+        v: (T_k, H, D).
+        layout_q: The sequences of ``q``.
+        layout_k: Those of ``k`` and ``v``.
+        scale: Of the scores.
+        dropout: The share of the weights that is dropped.
+        seed: Of the dropout, int64 (); None without.
+        causal: Whether query i sees the keys 0 to i alone.
+        sigma: Of the penalty of `effasr_kernels.guided_attention`; None for no penalty.
+        position: The three tensors of a `RelativeBias`: (H, D), (H, D), (2L-1, H, D); or none.
+    """
+
+    op: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout_q: PackedLayout
+    layout_k: PackedLayout
+    scale: float
+    dropout: float
+    seed: Tensor | None
+    causal: bool = False
+    sigma: float | None = None
+    position: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The output, what `backward` needs of the softmax, and the penalty with ``sigma``.
+
+        Returns:
+            (T_q, H, D), (T_q, H, 2) and (T_q, H).
+
+        Raises:
+            ValueError: A tensor or a layout is not as above.
+        """
+        inputs = self._inputs()
+        q = inputs[0]
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        # The kernels leave rows without keys and the tail as they are: two runs shall save the same.
+        softmax, penalty = saved_like(q).zero_(), None
+        if self.sigma is not None:
+            penalty = q.new_empty(q.shape[:2])
+        described = self._describe(inputs, out, softmax, penalty)
+        native.run(self.op, "attention_forward_cpu", described)
+        return out, softmax, penalty
+
+    def backward(
+        self,
+        d_out: Tensor,
+        d_penalty: Tensor | None,
+        out: Tensor,
+        softmax: Tensor,
+        penalty: Tensor | None,
+    ) -> list[Tensor]:
+        """The gradients of q, k and v, and of the tensors of the position if there is one.
+
+        Args:
+            d_out: The gradient of the output, (T_q, H, D), contiguous.
+            d_penalty: That of the penalty, (T_q, H), contiguous; None for zero.
+            out: What `forward` returned first.
+            softmax: What it returned second.
+            penalty: What it returned third.
+
+        Raises:
+            ValueError: A tensor or a layout is not as above.
+        """
+        inputs = self._inputs()
+        shape = inputs[0].shape
+        for name, x, expected in (
+            ("d_out", d_out, shape),
+            ("d_penalty", d_penalty, shape[:2]),
+            ("out", out, shape),
+            ("softmax", softmax, (*shape[:2], 2)),
+            ("penalty", penalty, shape[:2]),
+        ):
+            if x is not None:
+                check(self.op, name, x, torch.float32, expected)
+        found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+        described = self._describe(inputs, out, softmax, penalty)
+        gradients = _Gradients(
+            *(_heads(d_out), pointer(d_penalty)),
+            *map(_heads, found[:3]),
+            *map(pointer, found[3:]),
+        )
+        native.run(self.op, "attention_backward_cpu", described, gradients)
+        return found
+
+    def _inputs(self) -> list[Tensor]:
+        """The tensors as the kernels can read them, checked."""
+        rows, heads, width = self.q.shape
+        of_keys = self.layout_k.rows, heads, width
+        named = {"q": (self.q, (rows, heads, width)), "k": (self.k, of_keys)}
+        named["v"] = self.v, of_keys
+        for name, (x, shape) in named.items():
+            check(self.op, name, x, torch.float32, shape, contiguous=False)
+            if x.numel() >= _INT32_MAX:
+                rule = 'have less than 2**31 - 1 elements (backend="reference" takes more)'
+                raise wrong(self.op, name, rule, tuple(x.shape))
+        lengths = _lengths(self.op, "layout_q", self.layout_q)
+        if self.layout_k is not self.layout_q:
+            of_k = _lengths(self.op, "layout_k", self.layout_k)
+            if len(of_k) != len(lengths):
+                rule = f"have {len(lengths)} sequences, as `layout_q` does"
+                raise wrong(self.op, "layout_k", rule, len(of_k))
+            lengths = [*lengths, *of_k]
+        rowed = [
+            x if x.stride(2) == 1 or width <= 1 else x.contiguous()
+            for x in (self.q, self.k, self.v)
+        ]
+        return [*rowed, *self._checked_position(heads, width, max(lengths, default=0))]
+
+    def _checked_position(self, heads: int, width: int, longest: int) -> list[Tensor]:
+        if self.position is None:
+            return []
+        content_bias, position_bias, table = (x.contiguous() for x in self.position)
+        check(self.op, "position.content_bias", content_bias, torch.float32, (heads, width))
+        check(self.op, "position.position_bias", position_bias, torch.float32, (heads, width))
+        check(self.op, "position.table", table, torch.float32, (len(table), heads, width))
+        if len(table) % 2 == 0 or len(table) < 2 * longest - 1:
+            rule = f"have at least 2 * {longest} - 1 rows, for the longest sequence, oddly many"
+            raise wrong(self.op, "position.table", rule, tuple(table.shape))
+        return [content_bias, position_bias, table]
+
+    def _describe(
+        self, inputs: list[Tensor], out: Tensor, softmax: Tensor, penalty: Tensor | None
+    ) -> _Attention:
+        q, k, _, *position = inputs
+        a = _Attention(*map(_heads, (*inputs[:3], out)), pointer(softmax))
+        if position:
+            a.content_bias, a.position_bias, a.table = map(pointer, position)
+            a.reach = (len(position[2]) + 1) // 2
+        a.penalty = pointer(penalty)
+        a.cu_q, a.cu_k = (pointer(x.cu_seqlens) for x in (self.layout_q, self.layout_k))
+        a.rows_q, a.rows_k = len(q), len(k)
+        a.seed = 0 if self.seed is None else int(self.seed)
+        a.scale, a.dropout = self.scale, self.dropout
+        a.sigma = 1.0 if self.sigma is None else self.sigma
+        a.sequences, a.heads, a.width = self.layout_q.num_sequences, q.shape[1], q.shape[2]
+        a.causal, a.instructions = self.causal, _BEST_INSTRUCTIONS
+        return a
+
+
+def saved_like(q: Tensor) -> Tensor:
+    """An empty tensor for what the forward keeps of the softmax of these queries: (T_q, H, 2)."""
+    return q.new_empty((q.shape[0], q.shape[1], 2))
+
+
+def _heads(x: Tensor) -> Any:
+    return _Heads(x.data_ptr(), x.stride(0), x.stride(1))
+
+
+def _lengths(op: str, name: str, layout: PackedLayout) -> list[int]:
+    """The length of each sequence; checked, as the kernels would read past the tensors."""
+    offsets = layout.cu_seqlens
+    check(op, f"{name}.cu_seqlens", offsets, torch.int32)
+    ends = offsets.tolist()
+    if not ends or ends[0] != 0 or ends[-1] > layout.rows or sorted(ends) != ends:
+        rule = f"rise from 0 to at most {layout.rows} rows"
+        raise wrong(op, f"{name}.cu_seqlens", rule, ends)
+    return [end - begin for begin, end in pairwise(ends)]
