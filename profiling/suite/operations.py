@@ -47,7 +47,7 @@ def warm_up(setting: Setting, gate: Gate) -> Steps:
     size = ["--frames", "40", "--processes", "2"] if setting.dry else ["--frames", "8448"]
     if "attention" in ops and not setting.dry:
         size += ["--head-width", "64", "128", "256"]
-    script = setting.script("launch_kernels.py", "--compile")
+    script = setting.script("kernels/launch_kernels.py", "--compile")
     if not setting.dry and ops and not setting.trains and "transducer_loss" in ops:
         # The joint of the large batches has a width of its own.
         large = ["--op", "transducer_loss", "--kind", "large 8x", "--processes", "4"]
@@ -62,7 +62,7 @@ def operations(setting: Setting, gate: Gate) -> Steps:
     names = sorted(OPERATIONS, key=lambda x: _ORDER.index(x) if x in _ORDER else len(_ORDER))
     steps: list[Step | LeftOut] = []
     if "attention" not in reasons:
-        tiles = setting.script("attention_tiles.py", *tiny)
+        tiles = setting.script("kernels/attention_tiles.py", *tiny)
         output = ["--output", str(setting.output / "attention_tiles.csv")]
         note = gate.note(["attention"])
         steps.append(
@@ -112,7 +112,7 @@ def transducer(setting: Setting, gate: Gate) -> Steps:
     command = setting.script("bench_ops.py", *large, "--output", setting.output / "ops.csv")
     ours = [*command, "--no-peers"]
     memory = setting.script(
-        "transducer_memory.py", "--output", setting.output / "transducer_memory.csv"
+        "studies/transducer_memory.py", "--output", setting.output / "transducer_memory.csv"
     )
     if setting.dry:
         memory += ["--batch", "2", "--joint", "8", "--classes", "16", "--repeats", "1"]
@@ -161,7 +161,7 @@ def counters(setting: Setting, gate: Gate) -> Steps:
         size = ["--frames", "40"] if setting.dry else ["--frames", "8448", "--head-width", "128"]
         backend = ["--backend", "reference"] if setting.dry else []
         once = ["--once", "--op", op, "--kind", kind, *size, *backend]
-        command = setting.script("launch_kernels.py", *once)
+        command = setting.script("kernels/launch_kernels.py", *once)
         if setting.dry:
             return [Step("ncu, the command alone", command)]
         log = setting.output / "ncu" / f"{kernel}.csv"

@@ -275,7 +275,7 @@ def test_tools_are_used_where_they_are(
 def test_the_kernels_whose_counters_are_read_exist() -> None:
     for op, _, kernel in operations.MATTER:
         folder = parts.ROOT / "kernels" / "effasr_kernels"
-        sources = [*folder.glob("*.py"), *(folder / op).glob("*.py")]
+        sources = [*(folder / "shared").glob("*.py"), *(folder / op).rglob("*.py")]
         text = "\n".join(path.read_text() for path in sources)
         assert re.search(rf"@triton\.jit[^\n]*(?:\n@[^\n]*)*\ndef {kernel}\(", text), kernel
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,6 @@ import launch_kernels
 import pytest
 import torch
 from suite import models, operations
-from suite.gate import Gate
-from suite.parts import ROOT
-from suite.suite import base_environment
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
