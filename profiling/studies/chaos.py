@@ -24,22 +24,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import soundfile
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from real_run import compare
+from straggler.corpus import write_corpus
 
 from effasr import config as configuration
 from effasr.data.config import DataConfig
-from effasr.data.tokenizer import train_tokenizer
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.training.config import LoopConfig, TrainConfig
 from effasr.training.run_dir.run_directory import read_lines
 
-_WORDS = {"low": 300.0, "middle": 700.0, "high": 1500.0}
 _PACE_S = 0.05
 _EVERY = 5
 _GOOD = "the same weights, moments and metrics, to the last bit, from the same utterances"
@@ -74,7 +70,7 @@ def chaos(folder: Path, *, seconds: float, steps: int, seed: int, ranks: int = 2
         seed: Of who is killed when.
         ranks: Processes that train.
     """
-    _synthesise(folder)
+    write_corpus(folder, utterances=40, held_out=0)
     with _torchrun(folder, "straight", steps, ranks) as process:
         _finished(process, folder)
     draw, kills = random.Random(seed), {"rank": 0, "data worker": 0}
@@ -99,23 +95,6 @@ def _wait_for_a_step(folder: Path, process: subprocess.Popen[bytes], until: floa
         if not files >= set(folder.glob("killed.seen.*")):
             return
         time.sleep(0.05)
-
-
-def _synthesise(folder: Path) -> None:
-    """A corpus in which every word is a tone."""
-    generator = np.random.default_rng(0)
-    lines = []
-    for number in range(40):
-        words = generator.choice(list(_WORDS), size=int(generator.integers(1, 5)))
-        seconds = [np.arange(int(generator.integers(3_200, 6_400))) / 16_000 for _ in words]
-        tones = [np.sin(2 * np.pi * _WORDS[w] * s) for w, s in zip(words, seconds, strict=True)]
-        audio = (0.3 * np.concatenate(tones)).astype(np.float32)
-        soundfile.write(folder / f"u{number}.wav", audio, 16_000)
-        line = {"audio_filepath": f"u{number}.wav", "duration": len(audio) / 16_000}
-        lines.append(line | {"text": " ".join(words)})
-    manifest = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "train.jsonl").write_text(manifest)
-    train_tokenizer({"en": [line["text"] for line in lines]}, folder / "tokenizer", vocab_size=30)
 
 
 def _config(folder: Path, name: str, steps: int, ranks: int) -> TrainConfig:

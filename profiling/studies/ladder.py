@@ -16,8 +16,6 @@ trials of the small model.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import itertools
 import math
 import sys
@@ -28,6 +26,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench import rows as csv_rows
 
 from effasr import config
 from effasr.data.atomic_files import write_atomically
@@ -305,7 +306,6 @@ def table(found: Sequence[Rung]) -> str:
 
 def write_csv(path: Path, name: str, scale: float, found: Sequence[Rung]) -> None:
     """A row for each strategy."""
-    text = io.StringIO()
     rows = [
         {
             "lengths": name,
@@ -320,10 +320,7 @@ def write_csv(path: Path, name: str, scale: float, found: Sequence[Rung]) -> Non
         }
         for rung in found
     ]
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, text.getvalue().encode())
+    csv_rows.write(path, list(rows[0]), rows)
 
 
 def write_picture(path: Path, title: str, subtitle: str, found: Sequence[Rung]) -> None:

@@ -15,8 +15,6 @@ neither wait nor communicate. It says nothing about how well a model converges.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import sys
 from collections.abc import Sequence
@@ -24,6 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scale.check import check_table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench import rows as csv_rows
 from scale.cluster import Cluster, Link
 from scale.gossip import GossipCosts
 from scale.strategies import Prediction, Strategy, predict
@@ -164,7 +165,6 @@ def _mixing(study: Study, predictions: Sequence[Prediction]) -> list[str]:
 
 def write_csv(path: Path, study: Study, found: Sequence[Sequence[Prediction]]) -> None:
     """A row for each prediction."""
-    text = io.StringIO()
     rows = [
         {"scenario": scenario.name}
         | {
@@ -174,10 +174,7 @@ def write_csv(path: Path, study: Study, found: Sequence[Sequence[Prediction]]) -
         for scenario, predictions in zip(study.scenarios, found, strict=True)
         for one in predictions
     ]
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, text.getvalue().encode())
+    csv_rows.write(path, list(rows[0]), rows)
 
 
 def write_picture(path: Path, study: Study, found: Sequence[Sequence[Prediction]]) -> None:
