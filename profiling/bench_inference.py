@@ -16,7 +16,6 @@ tokens are now and then equally likely up to rounding; from there on an utteranc
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import statistics
 import sys
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench import rows
 from bench.peer_features import parakeet_features
 from bench.provenance import provenance
 from bench.workload import LISTED, read_durations
@@ -386,15 +386,8 @@ class _Table:
             f"{one['p50_s']:.3f} s  {parts}\n"
         )
         sys.stdout.flush()
-        if self._output is None:
-            return
-        self._output.parent.mkdir(parents=True, exist_ok=True)
-        new = not self._output.exists()
-        with self._output.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if new:
-                writer.writeheader()
-            writer.writerow(one)
+        if self._output is not None:
+            rows.append(self._output, COLUMNS, one)
 
 
 if __name__ == "__main__":

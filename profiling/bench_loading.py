@@ -19,7 +19,6 @@ less in it.
 from __future__ import annotations
 
 import argparse
-import csv
 import resource
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import soundfile
+from bench import rows as csv_rows
 from bench.workload import LISTED, read_durations
 from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 
@@ -318,18 +318,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )  # fmt: skip
     sys.stdout.write(show(rows) + "\n")
     if options.output is not None:
-        _append(options.output, rows)
+        for row in rows:
+            csv_rows.append(options.output, COLUMNS, row)
     return 0
-
-
-def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

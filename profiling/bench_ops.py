@@ -24,20 +24,12 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from bench import (
-    attention,
-    convolution,
-    decoding,
-    guided,
-    losses,
-    relative,
-    revisions,
-    rows,
-    transducer,
-)
+from bench import revisions, rows
 from bench.contender import Case, Contender, Gold, error, judge
+from bench.operations import attention, convolution, decoding, guided, losses, relative
 from bench.provenance import provenance
 from bench.timing import OutOfTime, Timing, measure, time_limit
+from bench.transducer import loss as transducer
 from bench.workload import LISTED, Widths, Workload, drawn_durations, read_durations
 
 from effasr_kernels import OPERATIONS

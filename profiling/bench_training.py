@@ -35,11 +35,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import rows, step_categories, training_jobs
+from bench import rows
 from bench.provenance import provenance
-from bench.training_corpus import Workload, batches_of
-from bench.training_jobs import MODES, STATIC, Job, Verdict
-from bench.training_systems import Effasr, Timed, Transformers, loss_difference
+from bench.training import jobs as training_jobs
+from bench.training import step_categories
+from bench.training.corpus import Workload, batches_of
+from bench.training.jobs import MODES, STATIC, Job, Verdict
+from bench.training.systems import Effasr, Timed, Transformers, loss_difference
 
 from effasr.data.batch import Batch, StaticShape
 from effasr.model.asr import ASRModel, ModelConfig

@@ -104,7 +104,7 @@ def chosen(options: argparse.Namespace) -> list[Part]:
 
 def setting_of(options: argparse.Namespace, output: Path, parts: Sequence[Part]) -> Setting:
     """What the parts need to know."""
-    uses = {name for part in parts for name in (*part.uses, *part.also)}
+    uses = {name for part in parts for name in part.uses}
     # Tests alone are all tests.
     measures = any(part.uses for part in parts)
     return Setting(

@@ -11,14 +11,14 @@ the longest of its micro-batch, and hold what fills the same frame budget.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from bench import rows as csv_rows
 
 from effasr.data.atomic_files import write_atomically
 from effasr.planning.picture import Panel, draw
@@ -126,13 +126,12 @@ def table(rows: Sequence[Row]) -> str:
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """All figures; the columns are those of the row that has most."""
     columns = max((row.figures for row in rows), key=len)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, ["lengths", "strategy", *columns], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        figures = {name: _rounded(value) for name, value in row.figures.items()}
-        writer.writerow({"lengths": row.lengths, "strategy": row.strategy, **figures})
-    write_atomically(path, text.getvalue().encode())
+    rounded = [
+        {"lengths": row.lengths, "strategy": row.strategy}
+        | {name: _rounded(value) for name, value in row.figures.items()}
+        for row in rows
+    ]
+    csv_rows.write(path, ["lengths", "strategy", *columns], rounded)
 
 
 def write_picture(path: Path, rows: Sequence[Row]) -> None:

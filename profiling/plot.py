@@ -232,7 +232,7 @@ def transducer_pictures(rows: Sequence[Row]) -> list[Picture]:
     lines = []
     for row in sorted(rows, key=lambda row: (int(row["classes"]), int(row["batch"]))):
         values = [_number(row["peak_bytes"], 2**-20), _number(row["p50_ms"])]
-        command = f"python profiling/transducer_memory.py --batch {row['batch']}"
+        command = f"python profiling/studies/transducer_memory.py --batch {row['batch']}"
         command += f" --joint {row['joint']} --classes {row['classes']} --dtype {row['dtype']}"
         name = f"B {row['batch']}, V {row['classes']}: {row['backend'].removeprefix('peer: ')}"
         lines.append(Line(name, values, row, command))

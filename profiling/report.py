@@ -25,7 +25,7 @@ from typing import Any
 
 from analysis import perfetto, summary
 from analysis.comparison import compare
-from analysis.sources import gather, is_run
+from analysis.readers.sources import gather, is_run
 from report_page.page import render
 
 _VERSION = 1

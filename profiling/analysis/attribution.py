@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis import steps as step_ranges
-from analysis.nesting import Nest
-from analysis.table import NONE, Kind, Table
+from analysis.readers.nesting import Nest
+from analysis.readers.table import NONE, Kind, Table
 
 RULES = ("none", "launch", "forward", "time", "external id", "operator")
 _NO_RULE, _LAUNCH, _FORWARD, _TIME, _EXTERNAL, _OPERATOR = range(6)

@@ -25,8 +25,8 @@ import numpy as np
 from analysis import intervals
 from analysis.attribution import Attribution, Launches
 from analysis.categories import COMMUNICATION
+from analysis.readers.table import NONE, Kind, Table
 from analysis.steps import DATA, Steps
-from analysis.table import NONE, Kind, Table
 
 PARTS = ("compute", "communication", "copies", "data_wait", "host_gap", "idle")
 IDLE = ("queued", "synchronizing", "outside")

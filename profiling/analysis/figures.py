@@ -17,7 +17,7 @@ from analysis import intervals
 from analysis.attribution import RULES, Attribution
 from analysis.budget import PARTS, Lane
 from analysis.categories import shorten
-from analysis.table import Kind, Table
+from analysis.readers.table import Kind, Table
 
 
 @dataclass(frozen=True, slots=True)

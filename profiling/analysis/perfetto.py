@@ -18,9 +18,9 @@ import numpy as np
 from analysis import intervals
 from analysis.attribution import RULES, Attribution
 from analysis.budget import PARTS, Lane
-from analysis.kineto import MARK
 from analysis.ranks import lane_labels
-from analysis.table import Table
+from analysis.readers.kineto import MARK
+from analysis.readers.table import Table
 from analysis.verdict import NAMES
 
 MOST = 50_000

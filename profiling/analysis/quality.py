@@ -9,7 +9,7 @@ import numpy as np
 from analysis import intervals
 from analysis.attribution import Launches
 from analysis.budget import Lane
-from analysis.table import Kind, Note, Table
+from analysis.readers.table import Kind, Note, Table
 from analysis.verdict import percent
 
 _FEW_STEPS = 3

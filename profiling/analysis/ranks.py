@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from analysis.budget import Lane
-from analysis.table import Table
+from analysis.readers.table import Table
 
 
 def summarize(table: Table, lanes: list[Lane]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis import intervals
-from analysis.table import NONE, Note, Table
+from analysis.readers.table import NONE, Note, Table
 
 STEP = re.compile(
     r"^(ProfilerStep#\d+|(train(ing)?[ _]?)?(step|iteration|iter|train_batch)(?![a-z]))", re.I

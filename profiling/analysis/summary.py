@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from analysis import attribution as labels
-from analysis import figures, quality, ranks, run_log, steps, timeline, verdict
+from analysis import figures, quality, ranks, steps, timeline, verdict
 from analysis.attribution import Attribution
 from analysis.budget import IDLE, PARTS, Lane, classes
 from analysis.budget import lanes as find_lanes
 from analysis.categories import CATEGORIES, PATTERNS, categorize
-from analysis.sources import Subject
-from analysis.table import Note, Table
+from analysis.readers import run_log
+from analysis.readers.sources import Subject
+from analysis.readers.table import Note, Table
 
 
 @dataclass(frozen=True, slots=True)

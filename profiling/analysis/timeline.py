@@ -13,7 +13,7 @@ from analysis import intervals
 from analysis.attribution import Attribution
 from analysis.budget import PARTS, Lane
 from analysis.categories import CATEGORIES
-from analysis.table import Table
+from analysis.readers.table import Table
 
 COLUMNS = 900
 _MOST_ROWS = 6

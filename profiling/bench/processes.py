@@ -97,11 +97,11 @@ def run(
     return Ended(code, time.monotonic() - began, list(lines))
 
 
-def end(process: subprocess.Popen[Any]) -> None:
-    """Ask the process group to end, and kill what does not within a few seconds."""
+def end(process: subprocess.Popen[Any], grace_s: float = _GRACE_S) -> None:
+    """Ask the process group to end, and kill what does not within ``grace_s`` seconds."""
     if not _signal(process.pid, signal.SIGTERM):
         return
-    until = time.monotonic() + _GRACE_S
+    until = time.monotonic() + grace_s
     while time.monotonic() < until:
         process.poll()
         if not _signal(process.pid, 0):

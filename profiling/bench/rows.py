@@ -1,9 +1,10 @@
-"""Tables of results: CSV files that grow by a row at a time."""
+"""Tables of results: CSV files that grow by a row at a time, or are written as a whole."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,18 @@ def append(path: Path, columns: Sequence[str], row: Mapping[str, Any]) -> None:
         if new:
             writer.writeheader()
         writer.writerow(row)
+
+
+def write(path: Path, columns: Sequence[str], found: Iterable[Mapping[str, Any]]) -> None:
+    """Write a table as a whole, in place of an earlier one."""
+    # The GPU suite itself appends only, and runs where effasr is not installed.
+    from effasr.data.atomic_files import write_atomically
+
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+    write_atomically(path, text.getvalue().encode())
 
 
 def header(path: Path) -> list[str]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from suite import models, operations
-from suite.gate import EXTENSION, GROUPS, INFERENCE, LOADER, TRAINING, Gate
-from suite.parts import Part, Setting, Steps, environment, missing
+from suite.gate import GROUPS, INFERENCE, LOADER, TRAINING, Gate
+from suite.parts import Part, Setting, Steps, environment, missing, tests
 from suite.steps import LeftOut, Step
 
 
@@ -39,11 +39,10 @@ def _part(
     make: Callable[[Setting, Gate], Steps],
     calls: dict[int, tuple[float, float]],
     uses: Collection[str],
-    also: Collection[str] = (),
     needs: Sequence[str] = (),
 ) -> Part:
     made = _behind(name, tuple(uses), needs, make)
-    return Part(name, about, made, calls, tuple(uses), tuple(also))
+    return Part(name, about, made, calls, tuple(uses))
 
 
 _REAL = (*TRAINING, LOADER)
@@ -53,7 +52,7 @@ PARTS = (
     Part(
         "tests",
         "the GPU tests on which the call rests, but those that earlier calls have run",
-        operations.tests_and_extension,
+        tests,
         {1: (200, 330), 2: (30, 60), 3: (30, 60)},
     ),
     Part(
@@ -94,7 +93,6 @@ PARTS = (
         operations.transducer,
         {3: (130, 120)},
         ["transducer_loss"],
-        [EXTENSION],
     ),
     _part("wide heads", "attention at D 256", operations.wide_heads, {3: (30, 30)}, ["attention"]),
     Part(

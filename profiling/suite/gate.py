@@ -17,8 +17,6 @@ ENGINE = "decoding engine"
 LOADER = "data loader"
 GOSSIP = "gossip"
 """Asynchronous averaging over a network, which nothing here measures."""
-EXTENSION = "extension"
-"""The compiled lattices: rows of backend ``cuda`` rest on it, and no other ones."""
 ADAPTERS = {f"attention: {x}": x for x in ("varlen", *(f"flash_attn_{n}" for n in (2, 3, 4)))}
 """Other projects' attention behind ours: for each group, the backend whose rows rest on it."""
 _FORWARD = ("attention", "depthwise_conv", "strided_depthwise", "subsampling_stem")
@@ -29,7 +27,7 @@ INFERENCE = (
     *(MODEL, ENGINE),
 )
 """What its inference uses."""
-GROUPS = (*OPERATIONS, MODEL, ENGINE, LOADER, GOSSIP, EXTENSION, *ADAPTERS)
+GROUPS = (*OPERATIONS, MODEL, ENGINE, LOADER, GOSSIP, *ADAPTERS)
 _OF_OPERATIONS = ("gpu", "ops")
 
 
@@ -82,17 +80,16 @@ class Group:
 
 @cache
 def _users(module: str) -> tuple[str, ...]:
-    """The operations that import a module of `effasr_kernels` which they share."""
-    if not (_PACKAGE / f"{module}.py").exists():
+    """The operations that import a module of `effasr_kernels.shared`."""
+    if not (_PACKAGE / "shared" / f"{module}.py").exists():
         return ()
-    words = f"effasr_kernels.{module} import", f"effasr_kernels import {module}"
-    sources = ((path.parent.name, path) for path in sorted(_PACKAGE.glob("*/*.py")))
-    found = {
-        name
-        for name, path in sources
-        if any(word in path.read_text(encoding="utf-8") for word in words)
-    }
-    return tuple(name for name in OPERATIONS if name in found)
+    words = f"effasr_kernels.shared.{module} import", f"effasr_kernels.shared import {module}"
+
+    def imports(name: str) -> bool:
+        sources = (path.read_text(encoding="utf-8") for path in (_PACKAGE / name).rglob("*.py"))
+        return any(word in source for source in sources for word in words)
+
+    return tuple(name for name in OPERATIONS if imports(name))
 
 
 def groups_of(test: str) -> tuple[str, ...]:
@@ -104,15 +101,13 @@ def groups_of(test: str) -> tuple[str, ...]:
     file, _, name = test.partition("::")
     path = Path(file)
     topic = path.stem.removeprefix("test_")
-    if path.parent.name == "csrc" or topic == "transducer_cuda":
-        return (EXTENSION,)
     if topic == "attention_packages":
         return _adapters(name)
     if topic.startswith("gossip"):
         return (GOSSIP,)
     if path.parent.name == "data":
         return (LOADER,)
-    if topic in ("decoding_engine", "engine"):
+    if topic in ("decoding_engine", "continuous_batching"):
         return (ENGINE,)
     if path.parent.name not in _OF_OPERATIONS or topic.startswith("training"):
         return (MODEL,)

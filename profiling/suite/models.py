@@ -77,7 +77,7 @@ def inference(setting: Setting, gate: Gate) -> Steps:
 
 def memory(setting: Setting, gate: Gate) -> Steps:
     """Memory over many steps."""
-    command = setting.script("memory_trace.py", "--output", setting.output / "memory.csv")
+    command = setting.script("studies/memory_trace.py", "--output", setting.output / "memory.csv")
     return [Step("memory", [*command, *TINY, "--steps", "6"] if setting.dry else command)]
 
 

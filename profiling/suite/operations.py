@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from suite.gate import EXTENSION, OPERATIONS, TRAINING, Gate
+from suite.gate import OPERATIONS, TRAINING, Gate
 from suite.models import FRAME_BUDGET, MODELS, TINY, compiled
-from suite.parts import KERNELS, PROFILING, Setting, Steps, no_interpreter, pytest, tests
+from suite.parts import KERNELS, Setting, Steps, no_interpreter, pytest
 from suite.steps import LeftOut, Step
 
 MATTER = (
@@ -33,32 +33,6 @@ _ORDER = ("attention", "linear_cross_entropy", "depthwise_conv", "subsampling_st
 _WEIGHTS = {"attention": 4.0, "linear_cross_entropy": 3.0, "transducer_loss": 2.0}
 
 
-def _with_extension(setting: Setting, gate: Gate, command: list[str]) -> list[str]:
-    """The command with the compiled extension, where that has been built and is right."""
-    if not setting.extension.exists() or gate.reasons([EXTENSION]):
-        return command
-    python, script, *arguments = command
-    use = [str(PROFILING / "with_extension.py"), "--use", str(setting.extension)]
-    return [python, *use, script, *arguments]
-
-
-def tests_and_extension(setting: Setting, gate: Gate) -> Steps:
-    """The tests, and beside them the extension, which is built, tested, and kept."""
-    found = list(tests(setting, gate))
-    built = setting.extension.exists() and not gate.lacking([EXTENSION])
-    if EXTENSION not in setting.wanted or built:
-        return found
-    folder, (_, outcomes) = setting.extension.parent, setting.outcomes
-    command = setting.script("with_extension.py", "--build", folder, "--outcomes", outcomes)
-    tool = "g++" if setting.dry else "nvcc"
-    if find_tool(tool) is None:
-        return [*found, LeftOut("extension", f"needs {tool}: backend cuda is not measured")]
-    if setting.dry:
-        return [*found, Step("extension", [*command, "--cpp"])]
-    # It begins first, and is waited for at the end of the part.
-    return [Step("extension", command, beside=True), *found]
-
-
 def warm_up(setting: Setting, gate: Gate) -> Steps:
     """Compiles what this call measures, on all cores: benchmarks would compile one by one."""
     wanted = setting.wanted
@@ -73,7 +47,7 @@ def warm_up(setting: Setting, gate: Gate) -> Steps:
     size = ["--frames", "40", "--processes", "2"] if setting.dry else ["--frames", "8448"]
     if "attention" in ops and not setting.dry:
         size += ["--head-width", "64", "128", "256"]
-    script = setting.script("launch_kernels.py", "--compile")
+    script = setting.script("kernels/launch_kernels.py", "--compile")
     if not setting.dry and ops and not setting.trains and "transducer_loss" in ops:
         # The joint of the large batches has a width of its own.
         large = ["--op", "transducer_loss", "--kind", "large 8x", "--processes", "4"]
@@ -88,7 +62,7 @@ def operations(setting: Setting, gate: Gate) -> Steps:
     names = sorted(OPERATIONS, key=lambda x: _ORDER.index(x) if x in _ORDER else len(_ORDER))
     steps: list[Step | LeftOut] = []
     if "attention" not in reasons:
-        tiles = setting.script("attention_tiles.py", *tiny)
+        tiles = setting.script("kernels/attention_tiles.py", *tiny)
         output = ["--output", str(setting.output / "attention_tiles.csv")]
         note = gate.note(["attention"])
         steps.append(
@@ -106,7 +80,7 @@ def operations(setting: Setting, gate: Gate) -> Steps:
         command = setting.script("bench_ops.py", *options)
         if name == "transducer_loss":
             kinds = [] if setting.dry else ["--kind", *TRANSDUCER_KINDS]
-            command = _with_extension(setting, gate, [*command, *kinds])
+            command = [*command, *kinds]
         floor = 20.0 if name in _WEIGHTS else 6.0
         steps.append(
             Step(
@@ -136,9 +110,9 @@ def transducer(setting: Setting, gate: Gate) -> Steps:
     """The batch of the published mark, and memory by the batch."""
     large = ["--op", "transducer_loss", "--kind", "large 8x", "large 4x"]
     command = setting.script("bench_ops.py", *large, "--output", setting.output / "ops.csv")
-    ours = _with_extension(setting, gate, [*command, "--no-peers"])
+    ours = [*command, "--no-peers"]
     memory = setting.script(
-        "transducer_memory.py", "--output", setting.output / "transducer_memory.csv"
+        "studies/transducer_memory.py", "--output", setting.output / "transducer_memory.csv"
     )
     if setting.dry:
         memory += ["--batch", "2", "--joint", "8", "--classes", "16", "--repeats", "1"]
@@ -187,7 +161,7 @@ def counters(setting: Setting, gate: Gate) -> Steps:
         size = ["--frames", "40"] if setting.dry else ["--frames", "8448", "--head-width", "128"]
         backend = ["--backend", "reference"] if setting.dry else []
         once = ["--once", "--op", op, "--kind", kind, *size, *backend]
-        command = setting.script("launch_kernels.py", *once)
+        command = setting.script("kernels/launch_kernels.py", *once)
         if setting.dry:
             return [Step("ncu, the command alone", command)]
         log = setting.output / "ncu" / f"{kernel}.csv"

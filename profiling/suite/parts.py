@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from suite.gate import EXTENSION, GROUPS, OPERATIONS, Gate, groups_of, outcomes_in
+from suite.gate import GROUPS, OPERATIONS, Gate, groups_of, outcomes_in
 from suite.steps import LeftOut, Step
 
 ROOT = Path(__file__).parents[2]
@@ -53,19 +53,14 @@ class Setting:
     trains: bool = False
 
     @property
-    def outcomes(self) -> tuple[Path, Path]:
-        """Of the tests: those of kernels, or in a dry run of references; of the extension."""
-        return self.output / "tests.jsonl", self.output / "tests_extension.jsonl"
+    def outcomes(self) -> Path:
+        """The outcomes of the tests of kernels, or in a dry run of those of references."""
+        return self.output / "tests.jsonl"
 
     @property
     def poisoned(self) -> Path:
         """Which files of tests have cost a process its GPU, see `suite.poison`."""
         return self.output / "tests_poisoned"
-
-    @property
-    def extension(self) -> Path:
-        """Where the compiled kernels are, once they have been built."""
-        return self.output / "extension" / "lib"
 
     def script(self, name: str, *arguments: str | Path) -> list[str]:
         """A command."""
@@ -86,7 +81,6 @@ class Part:
         calls: In which calls it runs; for each the floor in seconds that earlier parts leave it,
             and its weight in what is spare.
         uses: Groups of tests on which its rows rest.
-        also: Groups on which some of its rows rest, and the others do not.
     """
 
     name: str
@@ -94,7 +88,6 @@ class Part:
     steps: Callable[[Setting, Gate], Steps]
     calls: Mapping[int, tuple[float, float]]
     uses: Sequence[str] = ()
-    also: Sequence[str] = ()
 
 
 def environment(setting: Setting, gate: Gate) -> Steps:
@@ -113,18 +106,14 @@ def pytest(*arguments: str | Path) -> list[str]:
 
 
 def gpu_tests(wanted: Collection[str] = GROUPS) -> tuple[list[Path], list[LeftOut]]:
-    """The files with GPU tests of some groups; those of the data where its packages are there.
-
-    Without the extension's: it is built and tested beside the others.
-    """
+    """The files with GPU tests of some groups; those of the data where its packages are there."""
     absent = [name for name in DATA_PACKAGES if importlib.util.find_spec(name) is None]
     found, left_out = [], []
     for path in sorted(TESTS.rglob("test_*.py")):
         # Those of kernels are marked when collected, where no word in the files says so.
         if KERNELS not in path.parents and "mark.gpu" not in path.read_text(encoding="utf-8"):
             continue
-        groups = groups_of(str(path))
-        if groups == (EXTENSION,) or not set(groups) & set(wanted):
+        if not set(groups_of(str(path))) & set(wanted):
             continue
         if absent and TESTS / "data" in path.parents:
             left_out.append(LeftOut(path.name, f"needs {', '.join(absent)}"))
@@ -157,14 +146,13 @@ def _bounded() -> list[str]:
 
 
 def _record(setting: Setting) -> list[str | Path]:
-    kernels, _ = setting.outcomes
-    return ["-p", "suite.outcomes", "--outcomes", kernels, "--done", setting.output / "tests_done"]
+    done = setting.output / "tests_done"
+    return ["-p", "suite.outcomes", "--outcomes", setting.outcomes, "--done", done]
 
 
 def _list_done(setting: Setting) -> None:
     """Write down which tests are not to be run again; all others are, also of an earlier call."""
-    kernels, _ = setting.outcomes
-    _, outcomes = outcomes_in(kernels)
+    _, outcomes = outcomes_in(setting.outcomes)
     (setting.output / "tests_done").write_text(json.dumps(sorted(outcomes)), encoding="utf-8")
 
 
@@ -188,7 +176,7 @@ def _dry_tests(setting: Setting, lacking: Sequence[str]) -> Steps:
     """Of references, and of a kernel in the emulator of compiled kernels, which needs no GPU."""
     files = [TESTS / "ops" / f"test_{name}.py" for name in OPERATIONS if name in lacking]
     files += [TESTS / "model" / "test_asr.py"] * ("model" in lacking)
-    files += [TESTS / "inference" / "test_engine.py"] * ("decoding engine" in lacking)
+    files += [TESTS / "decoding" / "test_continuous_batching.py"] * ("decoding engine" in lacking)
     if not any(importlib.util.find_spec(name) is None for name in DATA_PACKAGES):
         files += [TESTS / "data" / "test_loader.py"] * ("data loader" in lacking)
     before = lambda: _list_done(setting)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from bench import processes
 
 from suite import orphans
 
@@ -216,16 +216,7 @@ class Running:
         Args:
             at_once: Whether there is little time: the suite itself is being ended.
         """
-        if _signal(self._process.pid, signal.SIGTERM):
-            until = time.monotonic() + (_GRACE / 4 if at_once else _GRACE)
-            while time.monotonic() < until:
-                self._process.poll()
-                if not _signal(self._process.pid, 0):
-                    break
-                time.sleep(0.05)
-            else:
-                _signal(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+        processes.end(self._process, _GRACE / 4 if at_once else _GRACE)
         orphans.kill(self._token, orphans.VARIABLE + "_STEP")
 
 
@@ -243,11 +234,3 @@ def run(
 
 def _joined(*said: str) -> str:
     return "; ".join(filter(None, said))
-
-
-def _signal(group: int, number: int) -> bool:
-    """Whether there is still something in the group to get a signal."""
-    with suppress(ProcessLookupError):
-        os.killpg(group, number)
-        return True
-    return False

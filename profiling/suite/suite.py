@@ -153,7 +153,7 @@ class Suite:
         if part.name == "environment":
             self._see_where()
         elif part.name == "tests":
-            self._gate = Gate.read(self.setting.outcomes)
+            self._gate = Gate.read([self.setting.outcomes])
             self._gate.save(self.setting.output / "tests.json", self._key())
         else:
             summary.set_aside(self.setting.output, self._gate)
@@ -193,9 +193,9 @@ class Suite:
         output = self.setting.output
         self.where = json.loads((output / "environment.json").read_text(encoding="utf-8"))
         if not is_of(output / "tests.json", self._key()):
-            for path in (*self.setting.outcomes, self.setting.poisoned):
+            for path in (self.setting.outcomes, self.setting.poisoned):
                 path.unlink(missing_ok=True)
-        self._gate = Gate.read(self.setting.outcomes)
+        self._gate = Gate.read([self.setting.outcomes])
         self._gate.save(output / "tests.json", self._key())
 
     def _key(self) -> Mapping[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench import rows as table
 
-from suite.gate import ADAPTERS, EXTENSION, Gate
+from suite.gate import ADAPTERS, Gate
 from suite.steps import Result
 
 BOTH = "forward+backward"
@@ -60,8 +60,8 @@ def recent(folder: Path, since: str) -> dict[str, list[Row]]:
 def set_aside(folder: Path, gate: Gate) -> int:
     """Move rows of backends whose own tests are not green to ``folder/unproven``.
 
-    They are of other projects' attention and of the compiled extension: backends that are measured
-    along with ours, and gate nothing else.
+    They are of other projects' attention: backends that are measured along with ours, and gate
+    nothing else.
 
     Returns:
         How many rows were moved.
@@ -69,7 +69,6 @@ def set_aside(folder: Path, gate: Gate) -> int:
     path = folder / "ops.csv"
     unproven = [backend for group, backend in ADAPTERS.items() if gate.reasons([group])]
     backends = {("attention", backend) for backend in unproven}
-    backends |= {("transducer_loss", "cuda")} if gate.reasons([EXTENSION]) else set()
     found = list(table.read(path))
     moved = [row for row in found if (row["op"], row["backend"]) in backends]
     if not moved:

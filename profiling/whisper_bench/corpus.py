@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from bench.training_corpus import TOKENS_PER_SECOND, Workload
+from bench.training.corpus import TOKENS_PER_SECOND, Workload
 from bench.workload import read_durations
 
 from effasr.data.batch import Batch, StaticShape

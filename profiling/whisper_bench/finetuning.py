@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from bench.training_systems import Effasr
+from bench.training.systems import Effasr
 from torch import nn
 
 from effasr.data.batch import IGNORED

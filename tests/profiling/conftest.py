@@ -2,4 +2,5 @@ import sys
 from pathlib import Path
 
 # Scripts find their own folder when they run; so must tests that import them.
-sys.path.append(str(Path(__file__).parents[2] / "profiling"))
+PROFILING = Path(__file__).parents[2] / "profiling"
+sys.path += [str(PROFILING), str(PROFILING / "studies"), str(PROFILING / "kernels")]

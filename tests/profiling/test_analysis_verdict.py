@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from analysis import run_log, summary
+from analysis import summary
 from analysis.comparison import compare
-from analysis.sources import Subject, gather, read_metrics
+from analysis.readers import run_log
+from analysis.readers.sources import Subject, gather, read_metrics
 from hypothesis import given
 from hypothesis import strategies as st
 

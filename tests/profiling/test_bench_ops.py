@@ -15,8 +15,10 @@ from typing import Any
 import bench_ops
 import pytest
 import torch
-from bench import losses, timing, transducer
+from bench import timing
 from bench.contender import Case, Contender, Padding, error, judge
+from bench.operations import losses
+from bench.transducer import loss as transducer
 from bench.workload import LISTED, Widths, drawn_durations, read_durations
 from torch import Tensor
 

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import report
 import torch
-from bench import rows, training_jobs
+from bench import rows
 from bench.peer_features import parakeet_features
-from bench.training_corpus import Workload, plan_of, random_batches
+from bench.training import jobs as training_jobs
+from bench.training.corpus import Workload, plan_of, random_batches
 from torch._dynamo.utils import counters
 
 from effasr.data.features.log_mel import FeatureConfig
@@ -256,7 +257,7 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 import bench_inference, bench_ops, bench_training, memory_trace, report, transducer_memory
-from bench.training_corpus import Workload, plan_of
+from bench.training.corpus import Workload, plan_of
 workload = Workload.of(30, 100, 8.0)
 for system in ("packed_static", "packed", "random"):
     assert plan_of(system, workload, workload.shape(200))

@@ -14,9 +14,12 @@ from typing import Any
 import bench_ops
 import pytest
 import torch
-from bench import transducer, transducer_batch, transducer_packages, transducer_torch
 from bench.contender import Case, error, judge
-from bench.transducer_lattice import Nodes
+from bench.transducer import batch as transducer_batch
+from bench.transducer import loss as transducer
+from bench.transducer import packages as transducer_packages
+from bench.transducer import torch_losses as transducer_torch
+from bench.transducer.lattice import Nodes
 from torch import Tensor
 
 from effasr_kernels import PackedLayout

@@ -9,7 +9,7 @@ from pathlib import Path
 import bench_whisper
 import pytest
 from bench import rows
-from bench.training_corpus import TOKENS_PER_SECOND
+from bench.training.corpus import TOKENS_PER_SECOND
 from bench.workload import LISTED
 
 pytest.importorskip("tokenizers")

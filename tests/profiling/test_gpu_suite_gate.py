@@ -14,7 +14,6 @@ from suite import calls, models, operations, parts, summary
 from suite.gate import (
     ADAPTERS,
     ENGINE,
-    EXTENSION,
     GOSSIP,
     GROUPS,
     INFERENCE,
@@ -64,8 +63,6 @@ def command(name: str, setting: Setting, gate: Gate = GREEN, step: str = "") -> 
         ("tests/gpu/test_decoding_engine.py::test_a", (ENGINE,)),
         ("tests/data/test_loader.py::test_a", (LOADER,)),
         # What fails of these closes nothing but rows of its own.
-        ("tests/csrc/test_extension.py::test_a", (EXTENSION,)),
-        ("tests/gpu/test_transducer_cuda.py::test_a", (EXTENSION,)),
         ("tests/distributed/test_gossip_cuda.py::test_a", (GOSSIP,)),
         ("tests/ops/test_attention_packages.py::test_a[varlen-1]", ("attention: varlen",)),
         (
@@ -172,7 +169,7 @@ def test_a_red_group_closes_what_uses_it_and_nothing_else(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["guided_attention", "ctc_loss", "transducer_loss", GOSSIP, EXTENSION, *ADAPTERS]
+    "name", ["guided_attention", "ctc_loss", "transducer_loss", GOSSIP, *ADAPTERS]
 )
 def test_training_does_not_rest_on_what_it_does_not_use(name: str, tmp_path: Path) -> None:
     for part in ("training", "peers", "inference", "memory", "profile"):
@@ -197,7 +194,7 @@ def test_rows_of_an_adapter_whose_tests_failed_are_set_aside(tmp_path: Path) -> 
         {"op": op, "backend": backend}
         for op, backend in [
             *[("attention", "triton"), ("attention", "varlen"), ("attention", "flash_attn_2")],
-            *[("transducer_loss", "cuda"), ("transducer_loss", "triton")],
+            ("transducer_loss", "triton"),
         ]
     ]
     with path.open("w", newline="") as file:
@@ -212,10 +209,8 @@ def test_rows_of_an_adapter_whose_tests_failed_are_set_aside(tmp_path: Path) -> 
     assert summary.set_aside(tmp_path, GREEN) == 0
     gate = without("attention: varlen")
     assert summary.set_aside(tmp_path, gate) == 1
-    assert backends(path) == ["triton", "flash_attn_2", "cuda", "triton"]
-    assert backends(tmp_path / "unproven" / "ops.csv") == ["varlen"]
-    assert summary.set_aside(tmp_path, without(EXTENSION, Group())) == 1
     assert backends(path) == ["triton", "flash_attn_2", "triton"]
+    assert backends(tmp_path / "unproven" / "ops.csv") == ["varlen"]
 
 
 def test_a_step_uses_what_its_gate_asks_for(
@@ -241,20 +236,6 @@ def test_a_step_uses_what_its_gate_asks_for(
     capsys.readouterr()
 
 
-def test_the_extension_is_used_where_it_is_right(tmp_path: Path) -> None:
-    setting = Setting(tmp_path)
-    plain = command("transducer", setting)
-    assert "--use" not in plain
-    setting.extension.mkdir(parents=True)
-    for part, step in (("transducer", "transducer"), ("ops", "ops transducer_loss")):
-        with_it = command(part, setting, step=step)
-        assert with_it[1:4] == [
-            *(str(parts.PROFILING / "with_extension.py"), "--use", str(setting.extension)),
-        ]
-        assert with_it[4] == str(parts.PROFILING / "bench_ops.py")
-    assert command("transducer", setting, without(EXTENSION)) == plain
-
-
 def test_tests_of_the_data_need_its_packages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -263,8 +244,6 @@ def test_tests_of_the_data_need_its_packages(
     # What most rows rest on begins.
     assert groups_of(str(found[0])) == OPERATIONS or groups_of(str(found[0])) == ("attention",)
     assert found[-1].name in ("test_gossip_cuda.py", "test_loader.py", "test_attention_packages.py")
-    # It is built and tested beside the others.
-    assert not {"test_extension.py", "test_transducer_cuda.py"} & {path.name for path in found}
     for name in ("data/test_a.py", "nn/test_b.py", "nn/test_c.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("" if "c" in name else f"pytest.{'mark'}.gpu")
@@ -289,7 +268,7 @@ def test_a_later_call_runs_only_the_tests_that_it_rests_on_and_that_lack(tmp_pat
     (only,) = planned("tests", setting, without("attention")).values()
     assert isinstance(only, LeftOut)
     every = [Path(x) for x in command("tests", Setting(tmp_path), Gate()) if x.endswith(".py")]
-    assert {name for path in every for name in groups_of(str(path))} == set(GROUPS) - {EXTENSION}
+    assert {name for path in every for name in groups_of(str(path))} == set(GROUPS)
 
 
 def test_tests_run_side_by_side_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,8 @@
-"""Kernels compiled ahead of the benchmarks, tiles of attention, and the extension that is kept."""
+"""Kernels compiled ahead of the benchmarks, and tiles of attention."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,7 @@ import attention_tiles
 import launch_kernels
 import pytest
 import torch
-import with_extension
 from suite import models, operations
-from suite.gate import Gate
-from suite.parts import ROOT
-from suite.suite import base_environment
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -155,67 +149,6 @@ def test_tiles_differ_in_the_kernel_that_is_asked_for() -> None:
     (kernel,) = (x for x in launched if x.kernel.fn.__name__ == "attention_backward_kv")
     assert (kernel.constants["BLOCK_M"], kernel.constants["BLOCK_N"]) == (32, 128)
     assert kernel.options["num_warps"] == 8
-
-
-def test_the_extension_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        if "build_ext" in command:
-            built = options["cwd"] / "lib" / "effasr_kernels"
-            built.mkdir(parents=True)
-            (built / "_cpu.so").touch()
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    folder, outcomes = tmp_path / "extension", tmp_path / "outcomes.jsonl"
-    options = ["--build", str(folder), "--outcomes", str(outcomes)]
-    assert with_extension.main(options) == 0
-    assert ["build_ext" in x for x in commands] == [True, False, False]
-    # The tests of the backend that rests on it run with it.
-    assert "test_transducer_cuda.py" in commands[2][-1]
-    assert with_extension.main(options) == 0
-    assert ["build_ext" in x for x in commands[3:]] == [False, False]
-    assert with_extension.main([*options, "--cpp"]) == 0
-    assert "build_ext" in commands[5]
-    gate = Gate.read([outcomes])
-    assert gate.groups["extension"].passed == 1
-
-
-def test_a_build_that_fails_is_said_and_proves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(command: list[str], **_: Any) -> None:
-        raise subprocess.CalledProcessError(7, command)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    outcomes = tmp_path / "outcomes.jsonl"
-    options = ["--build", str(tmp_path / "extension"), "--outcomes", str(outcomes)]
-    assert with_extension.main(options) == 1
-    assert "the build failed with exit code 7" in capsys.readouterr().err
-    assert Gate.read([outcomes]).reasons(["extension"])
-
-
-def test_a_script_finds_the_extension_that_it_is_run_with(tmp_path: Path) -> None:
-    package = tmp_path / "lib" / "effasr_kernels"
-    package.mkdir(parents=True)
-    (package / "_C.py").write_text("WHERE = __file__\n")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\nfrom effasr_kernels import _C\nif __name__ == '__main__':\n"
-        "    print(_C.WHERE, sys.argv[1:])\n"
-    )
-    use = [sys.executable, str(Path(with_extension.__file__)), "--use", str(tmp_path / "lib")]
-    done = subprocess.run(
-        [*use, str(script), "--op", "x"],
-        env=base_environment(dry=True),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.stdout == f"{package / '_C.py'} ['--op', 'x']\n", done.stderr
 
 
 def test_the_matrix_is_of_models_that_exist() -> None:

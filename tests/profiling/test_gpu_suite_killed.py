@@ -324,7 +324,7 @@ def test_tests_of_an_earlier_call_count_for_the_same_sources(
     first = Setting(tmp_path / "first")
 
     def tests(setting: Setting, gate: object) -> list[Step]:
-        file = str(setting.outcomes[0])
+        file = str(setting.outcomes)
         return [Step("tests", [sys.executable, "-c", write, file, line])]
 
     run(first, environment_of("same"), Part("tests", "", tests, {1: (1, 1)}))
@@ -338,4 +338,4 @@ def test_tests_of_an_earlier_call_count_for_the_same_sources(
 
     run(second, environment_of(fingerprint), Part("look", "", look, {1: (1, 1)}))
     assert seen == [1 if fingerprint == "same" else 0]
-    assert second.outcomes[0].exists() == (fingerprint == "same")
+    assert second.outcomes.exists() == (fingerprint == "same")

@@ -153,7 +153,7 @@ def test_without_xdist_the_suite_goes_on_with_the_tests_that_are_left(
     suite = Suite(setting, [part], 2.0, call=1)
     assert suite.run() == 1
     assert [result.code for result in suite.results] == [POISONED, POISONED, 0]
-    assert found_in(setting.outcomes[0]) == {
+    assert found_in(setting.outcomes) == {
         f"test_{'bad' if n in {1, 4} else 'good'}_{n}": "failed" if n in {1, 4} else "passed"
         for n in range(7)
     }

@@ -109,7 +109,7 @@ class Call:
         inputs = self._inputs()
         q = inputs[0]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        # The kernels leave rows without keys and the tail as they are: two runs shall save the same.
+        # The kernels leave rows without keys and the tail as they are: so that runs are equal.
         softmax, penalty = saved_like(q).zero_(), None
         if self.sigma is not None:
             penalty = q.new_empty(q.shape[:2])

@@ -1,0 +1,1 @@
+"""Captures and run directories, read into one table whatever wrote them."""

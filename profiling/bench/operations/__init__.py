@@ -1,0 +1,1 @@
+"""Each operation beside the ways in which others compute it."""

@@ -1,0 +1,1 @@
+"""Systems whose training is timed, on batches of the same corpus."""
