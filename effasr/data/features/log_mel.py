@@ -315,7 +315,7 @@ class LogMel(nn.Module):
 
     def _to_mel(self, power: Tensor) -> Tensor:
         """Project power spectra to the mel bands: (rows, bins) to (rows, mel_bins)."""
-        if power.device.type != "cpu" or not has_onednn() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or power.device.type != "cpu" or not has_onednn():
             return power @ self.filterbank
         if (packed := _PACKED.get(self.filterbank)) is None:
             packed = _PACKED[self.filterbank] = onednn_packed(self.filterbank.T.contiguous())

@@ -53,12 +53,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _is_served(x: Tensor, weight: Tensor) -> bool:
     return (
-        torch.is_grad_enabled()
+        not torch.compiler.is_compiling()
+        and torch.is_grad_enabled()
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and x.numel() * weight.shape[0] >= _LEAST
         and has_onednn()
-        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
     )
 
