@@ -125,7 +125,7 @@ def without_chance(config: TrainConfig) -> TrainConfig:
     assert isinstance(model.encoder, FastConformerConfig)
     quiet = replace(
         model,
-        augment=replace(model.spec_augment, freq_masks=0, time_masks=0),
+        spec_augment=replace(model.spec_augment, freq_masks=0, time_masks=0),
         encoder=replace(model.encoder, **off),
         decoder=replace(model.decoder, **off),
     )

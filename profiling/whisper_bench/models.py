@@ -16,7 +16,7 @@ def effasr_model(settings: Settings, minimum_s: float) -> ASRModel:
     config = replace(
         config,
         features=replace(config.features, minimum_s=float(minimum_s)),
-        augment=replace(config.spec_augment, freq_masks=0, time_masks=0),
+        spec_augment=replace(config.spec_augment, freq_masks=0, time_masks=0),
     )
     return ASRModel.from_state_dict(config, classes, state)
 

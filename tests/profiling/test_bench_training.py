@@ -264,7 +264,8 @@ for system in ("packed_static", "packed", "random"):
 import effasr.training.build
 assert not absent & set(sys.modules)
 """
-    profiling = str(Path(bench_training.__file__).parent)
-    run = [sys.executable, "-c", f"import sys; sys.path.insert(0, {profiling!r})\n{code}"]
+    profiling = Path(bench_training.__file__).parent
+    folders = [str(profiling), str(profiling / "studies")]
+    run = [sys.executable, "-c", f"import sys; sys.path[:0] = {folders!r}\n{code}"]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

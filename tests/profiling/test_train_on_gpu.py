@@ -219,7 +219,7 @@ def test_wheels_are_all_that_training_imports(tmp_path: Path) -> None:
     recipe.write_text(configuration.dump(config))
     code = f"""
 import importlib.metadata, json, sys
-from effasr.cli import main
+from effasr.cli.main import main
 assert main(["train", {str(recipe)!r}, "training.max_steps=2", "data.workers=0"]) == 0
 owners = importlib.metadata.packages_distributions()
 tops = {{name.split(".")[0] for name in sys.modules}}

@@ -70,7 +70,7 @@ def measured(tmp_path_factory) -> tuple[list[dict], dict, str]:
     """What was said, the figures, and what was printed."""
     pytest.importorskip("espeakng_loader")
     folder = tmp_path_factory.mktemp("times")
-    path = os.pathsep.join([str(ROOT), str(ROOT / "profiling")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "profiling" / "studies")])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder)], cwd=ROOT, text=True,
         env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=60, check=False,
