@@ -74,13 +74,13 @@ def test_what_one_rank_finds_wrong_is_not_lost_among_what_follows(workplace, tmp
     """The other rank sees a closed connection, and that is no news."""
     (tmp_path / "gone.py").write_text(
         "import os, sys\n"
-        "from effasr.data import loader\n"
+        "from effasr.data.loader import Loader\n"
         "from effasr.data.audio.waveform import AudioError, AudioProblem\n"
         "from effasr.cli.main import main\n"
         "if os.environ['RANK'] == '1':\n"
-        "    def checked(item):\n"
+        "    def joined(self, items):\n"
         "        raise AudioError(AudioProblem.MISSING, 'u7: it is gone.')\n"
-        "    loader.checked = checked\n"
+        "    Loader._joined = joined\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     command = [*TORCHRUN, "--nproc-per-node", "2", "gone.py", "train", workplace.recipe]
