@@ -19,7 +19,7 @@ from suite.gate import GROUPS, INFERENCE, LOADER, OPERATIONS, TRAINING, Gate, Gr
 from suite.parts import Part, Setting
 from suite.steps import LeftOut, Step
 
-from effasr_kernels.shared import lattice
+from effasr_kernels.runtime import native
 
 GREEN = Gate({name: Group(passed=3) for name in GROUPS})
 LIMIT_S = 60 * gpu_suite.MINUTES
@@ -72,8 +72,8 @@ def test_a_dry_run_of_the_first_call(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "ops.csv")
     assert {row["op"] for row in rows} == set(OPERATIONS)
     backends = {"triton", "reference", "peer: torch eager"}
-    # The suite builds no extension, but measures one that is installed.
-    backends |= {"cpp"} if lattice.unsupported_reason() is None else set()
+    # The suite builds no CPU kernels, but measures those that are installed.
+    backends |= {"cpp"} if native.unsupported_reason() is None else set()
     assert backends <= {row["backend"] for row in rows}
     assert {row["kernel"] for row in rows_of(tmp_path / "attention_tiles.csv")} == {
         *("backward_kv", "backward_q"),
