@@ -17,7 +17,7 @@ from effasr_kernels import (
     ReferenceOnGPUWarning,
     RelativeBias,
     allow_reference_on_gpu,
-    attention,
+    linear_cross_entropy,
 )
 from effasr_kernels.runtime.dispatch import Dispatcher
 from tests.support.attention_arguments import attention_arguments
@@ -168,11 +168,14 @@ def test_every_operation_has_a_reference(name: str) -> None:
 
 
 def test_an_operation_refuses_what_it_does_not_have() -> None:
-    q = torch.zeros(3, 1, 4)
-    layout = PackedLayout.from_lengths([3])
-    missing = next(b for b in Backend if b not in OPERATIONS["attention"].backends)
-    with pytest.raises(BackendUnavailable, match=f"attention: .*{missing}: not implemented"):
-        attention(q, q, q, layout, backend=missing)
+    hidden, weight, targets = (
+        torch.zeros(3, 4),
+        torch.zeros(5, 4),
+        torch.zeros(3, dtype=torch.int64),
+    )
+    missing = next(b for b in Backend if b not in OPERATIONS["linear_cross_entropy"].backends)
+    with pytest.raises(BackendUnavailable, match=f"entropy: .*{missing}: not implemented"):
+        linear_cross_entropy(hidden, weight, targets, backend=missing)
 
 
 def test_an_operation_is_not_served_by_its_reference_on_a_gpu() -> None:
