@@ -7,6 +7,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from effasr_kernels.shared import cpu_linear
 from tests.csrc.build import build
 
 
@@ -20,6 +21,12 @@ def one_thread() -> None:
 def interruptible() -> None:
     """A shell that runs tests in the background has them ignore SIGINT, which some tests send."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager linear layers round as those of compiled graphs do."""
+    monkeypatch.setattr(cpu_linear, "_is_built", lambda: False)
 
 
 @pytest.fixture(scope="session")

@@ -320,7 +320,15 @@ def test_parts_by_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 def test_make_gpu_uses_what_is_installed() -> None:
     done = subprocess.run(
-        ["make", "--dry-run", "--always-make", "gpu", "PYTHON=some_python", "CALL=2"],
+        [
+            "make",
+            "--no-print-directory",
+            "--dry-run",
+            "--always-make",
+            "gpu",
+            "PYTHON=some_python",
+            "CALL=2",
+        ],
         cwd=parts.ROOT,
         capture_output=True,
         text=True,

@@ -68,7 +68,9 @@ def test_frozen_batch_norms_use_their_running_statistics(make_train_state, batch
     """So that the loss of an utterance depends on no other, though the rest is in training."""
     model, train_state = make_train_state(training=loop("encoder", "decoder"))
     before = [statistic.clone() for statistic in train_state.statistics]
-    model.config = replace(model.config, augment=replace(model.config.spec_augment, freq_masks=0))
+    model.config = replace(
+        model.config, spec_augment=replace(model.config.spec_augment, freq_masks=0)
+    )
     with torch.no_grad():
         trained = model.encode(batches[0]).values
         frozen = model.eval().encode(batches[0]).values

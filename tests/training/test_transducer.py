@@ -39,7 +39,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 # Torch's tracer of autograd functions does so itself.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("_fresh_compiler", "without_onednn")
 def test_the_model_compiles_once_and_without_a_break(hybrid: ModelConfig) -> None:
     assert hybrid.transducer is not None
     quiet = replace(

@@ -22,9 +22,16 @@ _LEAST = 1_500_000
 """Multiply-adds of a product from which on oneDNN is faster; of the weight's gradient, twice."""
 
 
-@functools.cache
 def has_onednn() -> bool:
-    """Whether this torch has oneDNN's linear layer for an x86-64 processor."""
+    """Whether oneDNN's linear layer for x86-64 processors is there, and not turned off.
+
+    ``torch.backends.mkldnn.flags(enabled=False)`` turns it off.
+    """
+    return _is_built() and torch.backends.mkldnn.enabled
+
+
+@functools.cache
+def _is_built() -> bool:
     is_x86 = platform.machine().lower() in {"x86_64", "amd64"}
     return (
         is_x86
@@ -99,7 +106,7 @@ def onednn_packed(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight)
 
 
-if has_onednn():
+if _is_built():
 
     @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
     def _flops(x: Any, weight: Any, *_: object, out_shape: Any = None, **__: object) -> int:
