@@ -27,7 +27,7 @@ def has_onednn() -> bool:
 
     ``torch.backends.mkldnn.flags(enabled=False)`` turns it off.
     """
-    return _is_built() and torch.backends.mkldnn.enabled
+    return _is_built() and bool(torch.backends.mkldnn.enabled)
 
 
 @functools.cache
