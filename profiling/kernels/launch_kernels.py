@@ -166,6 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--longest", type=float, default=30.0)
     parser.add_argument("--processes", type=int, help="one for each core, by default")
     parser.add_argument("--share", help=argparse.SUPPRESS)
+    parser.set_defaults(precision=None)
     options = parser.parse_args(given)
     if options.once:
         return run_once(options)

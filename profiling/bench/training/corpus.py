@@ -11,7 +11,7 @@ import numpy as np
 from bench.workload import LISTED, read_durations
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
-from effasr.data.features.frame_geometry import Framing
+from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sampling.shuffle import shuffled
@@ -31,22 +31,26 @@ class Workload:
         seconds: Of each utterance.
         lengths: The same as frames and tokens.
         classes: Tokens of the vocabulary.
+        framing: From samples to encoder frames.
     """
 
     seconds: list[float]
     lengths: UtteranceLengths
     classes: int
+    framing: Framing = FASTCONFORMER
 
     @classmethod
-    def of(cls, count: int, classes: int, longest: float) -> Workload:
+    def of(
+        cls, count: int, classes: int, longest: float, framing: Framing = FASTCONFORMER
+    ) -> Workload:
         """Utterances of the list's durations, in a random order that is always the same."""
         rng = np.random.default_rng(0)
         listed = np.minimum(np.array(read_durations(LISTED)), longest)
         seconds = rng.choice(listed, count)
-        frames = [Framing().frames(round(x * 16_000)) for x in seconds]
+        frames = [framing.frames(round(x * 16_000)) for x in seconds]
         tokens = [len(PROMPT) + max(1, round(TOKENS_PER_SECOND * x)) for x in seconds]
         lengths = UtteranceLengths(np.array(frames, np.int32), np.array(tokens, np.int32))
-        return cls(seconds.tolist(), lengths, classes)
+        return cls(seconds.tolist(), lengths, classes, framing)
 
     def example(self, index: int) -> Example:
         """A stretch of the noise, and random tokens."""
@@ -63,9 +67,10 @@ class Workload:
         return StaticShape(
             frame_budget,
             suggest_token_budget(self.lengths, frame_budget),
-            max(8, frame_budget // 8),
+            max(8, frame_budget * self.framing.subsampling // 64),
             longest_frames=int(self.lengths.frames.max()),
             longest_tokens=int(self.lengths.tokens.max()),
+            framing=self.framing,
         )
 
 
@@ -119,4 +124,11 @@ def batches_of(system: str, workload: Workload, shape: StaticShape, steps: int) 
         examples = [workload.example(index) for index in plan[step % len(plan)]]
         static = shape if system == "packed_static" else None
         padded = not system.startswith("packed")
-        yield collate(examples, static, eos_id=EOS, pad_id=PAD, padded=padded)
+        yield collate(
+            examples,
+            static,
+            eos_id=EOS,
+            pad_id=PAD,
+            padded=padded,
+            framing=workload.framing,
+        )

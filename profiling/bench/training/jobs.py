@@ -71,7 +71,7 @@ def jobs(models: Sequence[str | None], systems: Sequence[str], modes: Sequence[s
     return [*static, *others]
 
 
-def why_not(job: Job, *, on_gpu: bool) -> str | None:
+def unsupported_reason(job: Job, *, on_gpu: bool) -> str | None:
     """Why a job cannot be done on this device; None where it can."""
     if "graph" in job.mode and not on_gpu:
         return "`training.cuda_graph` needs a GPU, and there is none"
