@@ -287,6 +287,7 @@ def test_other_shapes_are_trained_by_both(model: str, tmp_path: Path) -> None:
     arguments = ["--model", model, "--frame-budget", "150", "--utterances", "20", "--steps", "1"]
     chosen = ["--longest", "2", "--systems", "packed_static", "transformers"]
     assert bench_training.main([*arguments, *chosen, "--output", str(output)]) == 0
-    ours, theirs = csv.DictReader(output.open())
+    with output.open() as table:
+        ours, theirs = csv.DictReader(table)
     assert (ours["model"], ours["system"]) == (model, "packed_static")
     assert float(theirs["loss_difference"]) < 1e-3
