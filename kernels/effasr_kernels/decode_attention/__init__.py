@@ -56,16 +56,16 @@ def decode_attention(
         splits: Programs among which the keys of a sequence and head are divided, to be merged by
             a second kernel where there are several; by default as few as fill the GPU. The
             reference has no use for it.
-        backend: Implementation to use; the fastest that can serve the call by default.
+        backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
         (N, H, D), the dtype of ``q``.
 
     Raises:
-        ValueError: An argument is not as above. The values of ``page_table`` and ``lengths`` are
+        ValueError: An argument is invalid. The values of ``page_table`` and ``lengths`` are
             checked on a CPU only, as a check would wait for a GPU: there, a needed page that does
             not exist makes its row NaN, and a longer length counts as ``M * B``.
-        RuntimeError: A tensor requires a gradient, and autograd is on.
+        RuntimeError: A tensor requires a gradient and grad mode is enabled.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 
     References:

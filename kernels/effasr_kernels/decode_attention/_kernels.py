@@ -78,22 +78,22 @@ def attend_one(
         pages: P.
         size: B.
         columns: M.
-        table_row: Elements from one row of the table to the next.
-        table_column: Likewise, of its columns.
+        table_row: Row stride of ``page_table`` in elements.
+        table_column: Column stride of ``page_table`` in elements.
         rows: N.
         heads: H.
-        q_row: Elements from one row of ``q`` to the next.
-        q_head: From one head to the next.
+        q_row: Row stride of ``q`` in elements.
+        q_head: Head stride of ``q`` in elements.
         k_page: From one page of ``k_pages`` to the next.
         k_key: From one key to the next.
-        k_head: From one head to the next.
-        v_page: Of ``v_pages``.
-        v_key: Of ``v_pages``.
-        v_head: Of ``v_pages``.
-        new_k_row: Of ``new_k``.
-        new_k_head: Of ``new_k``.
-        new_v_row: Of ``new_v``.
-        new_v_head: Of ``new_v``.
+        k_head: Head stride of ``k`` in elements.
+        v_page: Page stride of ``v_pages``.
+        v_key: Row stride within a page of ``v_pages``.
+        v_head: Head stride of ``v_pages``.
+        new_k_row: Row stride of ``new_k``.
+        new_k_head: Head stride of ``new_k``.
+        new_v_row: Row stride of ``new_v``.
+        new_v_head: Head stride of ``new_v``.
         scale_log2: Factor of the scores, for powers of two.
         GROUP: N / S, queries of a sequence.
         WIDTH: D.

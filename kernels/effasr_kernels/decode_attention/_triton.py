@@ -62,7 +62,7 @@ def default_splits(columns: int, size: int, heads: int, processors: int) -> int:
 
 
 def unsupported_reason(a: DecodeArguments) -> str | None:
-    """The reason for which these arguments cannot be served, or None."""
+    """The reason why this backend does not support these arguments, or None."""
     if a.q.shape[2] > _WIDEST:
         return f"has heads of at most {_WIDEST} channels"
     return refusal(a.q) or refuse_pages(a.k_pages, a.v_pages)

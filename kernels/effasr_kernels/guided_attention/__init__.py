@@ -42,21 +42,21 @@ def guided_attention(
         q: (U, H, D), floating point.
         k: (T, H, D), the dtype of ``q``.
         v: (T, H, D), the dtype of ``q``.
-        layout_q: The sequences of ``q``.
-        layout_k: Those of ``k`` and ``v``, as many.
+        layout_q: Layout of ``q``.
+        layout_k: Layout of ``k`` and ``v``, with the same number of sequences.
         sigma: Width of the diagonal, as a share of the whole; positive.
         scale: Factor of the scores, ``D ** -0.5`` by default.
         dropout: Probability, in [0, 1), to drop an attention weight on its way to the output.
-        seed: Where dropout starts to draw; from torch's global generator by default. Equal
-            calls drop equal weights, with one implementation on one kind of device.
-        backend: Implementation to use; the fastest that can serve the call by default.
+        seed: Seed of the dropout; drawn from torch's global generator by default. Equal calls with
+            the same seed, implementation and kind of device drop the same weights.
+        backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
         The output (U, H, D), the dtype of ``q``, and the penalty (U, H), float32 (float64 for
         float64), in [0, 1).
 
     Raises:
-        ValueError: An argument is not as above.
+        ValueError: An argument is invalid.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 
     References:

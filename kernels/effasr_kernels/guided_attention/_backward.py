@@ -69,7 +69,7 @@ def guided_backward_q(
     - ``grad_out`` (U, H, D) and ``grad_penalty`` float32 (U, H), contiguous;
     - ``per_query``, float32 (2, H, U), contiguous, written for `guided_backward_kv`: delta, and the
       gradient of the penalty, heads first, so that queries lie side by side;
-    - ``grad_q`` (U, H, D), contiguous, written; zeros where a row has no key;
+    - ``grad_q`` (U, H, D), contiguous, written; zeros for rows without keys;
     - ``scale``, the factor of the scores.
     """
     sequence, first_q, length_q, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]

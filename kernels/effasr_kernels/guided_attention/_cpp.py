@@ -9,7 +9,7 @@ from effasr_kernels.shared import cpu_attention
 
 
 def unsupported_reason(a: GuidedArguments) -> str | None:
-    """The reason for which these arguments cannot be served, or None."""
+    """The reason why this backend does not support these arguments, or None."""
     return cpu_attention.refusal(a.q)
 
 
@@ -21,7 +21,7 @@ def forward(a: GuidedArguments) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
 
 
 def saved_like(a: GuidedArguments) -> tuple[Tensor]:
-    """As `forward` saves."""
+    """Empty tensors with the shapes and dtypes of what `forward` saves."""
     return (cpu_attention.saved_like(a.q),)
 
 

@@ -45,13 +45,13 @@ def guided_forward(
     one more sum beside the output: that of the weights times their distance from the diagonal.
 
     Args:
-        q: (U, H, D), a pointer, as are all up to ``lse``.
+        q: (U, H, D), a pointer, like all up to ``lse``.
         k: (T, H, D).
         v: (T, H, D).
         cu_seqlens_q: int32 (N + 1,).
         cu_seqlens_k: int32 (N + 1,).
         seed: int64 (1,); None without dropout.
-        out: (U, H, D), contiguous, written; zeros where a row has no key.
+        out: (U, H, D), contiguous, written; zeros for rows without keys.
         penalty: float32 (U, H), contiguous, written; zeros likewise.
         lse: float32 (H, U), contiguous, written: the logarithm to base 2 of each row's sum.
         sequences: N.
@@ -59,13 +59,13 @@ def guided_forward(
         heads: H.
         q_row: Elements from one row of ``q`` to the next, divided by 8.
         q_head: Elements from one head to the next, divided by 8.
-        k_row: Of ``k``.
-        k_head: Of ``k``.
-        v_row: Of ``v``.
-        v_head: Of ``v``.
+        k_row: Row stride of ``k``.
+        k_head: Head stride of ``k``.
+        v_row: Row stride of ``v``.
+        v_head: Head stride of ``v``.
         scale_log2: Factor of the scores, for powers of two.
         narrowness: ``1 / (2 sigma^2)``.
-        probability: To drop a weight.
+        probability: Probability to drop a weight.
         WIDTH: D, a multiple of 8.
         BLOCK_D: The power of two, at least 16, that D is padded to.
         BLOCK_M: Queries of a tile.

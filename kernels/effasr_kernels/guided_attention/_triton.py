@@ -23,7 +23,7 @@ _WIDEST = 256
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How one kernel is cut: queries and keys of a tile, warps, stages of its loads."""
+    """Queries and keys of a tile, warps, and pipeline stages of the loads of a kernel."""
 
     block_m: int
     block_n: int
@@ -38,7 +38,7 @@ def configs(dtype: torch.dtype, block_d: int, major: int) -> tuple[Config, Confi
     through them takes few at a time.
 
     Args:
-        dtype: Of the queries.
+        dtype: Dtype of the queries.
         block_d: The padded width of a head, a power of two.
         major: Compute capability, the first number.
     """
@@ -59,9 +59,9 @@ def configs(dtype: torch.dtype, block_d: int, major: int) -> tuple[Config, Confi
 
 
 def unsupported_reason(a: GuidedArguments) -> str | None:
-    """The reason for which these arguments cannot be served, or None."""
+    """The reason why this backend does not support these arguments, or None."""
     if a.q.shape[-1] > _WIDEST:
-        return f"serves head widths up to {_WIDEST}, not {a.q.shape[-1]}"
+        return f"supports head widths up to {_WIDEST}, not {a.q.shape[-1]}"
     return refusal(a.q)
 
 

@@ -91,13 +91,13 @@ def transducer_loss(
             else may need it after this backward, which there is but once. What autograd still needs
             of it is an error there, as after any operation in place. Not in compiled code, where
             the compiler alone decides what is written where.
-        backend: Implementation to use; the fastest that can serve the call by default.
+        backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
         The loss of each sequence, (N,), float32 (float64 for float64).
 
     Raises:
-        ValueError: An argument is not as above. The values of ``targets`` are checked on a CPU
+        ValueError: An argument is invalid. The values of ``targets`` are checked on a CPU
             only, as a check would wait for a GPU.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 

@@ -34,7 +34,7 @@ _PLANE_BYTES = 12
 
 
 def unsupported_reason(a: TransducerArguments) -> str | None:
-    """The reason for which these arguments cannot be served, or None."""
+    """The reason why this backend does not support these arguments, or None."""
     if a.durations is not None:
         return "has no lattice of durations"
     return refusal(a.encoded)
