@@ -296,7 +296,7 @@ def test_a_signature_that_changed_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_torch_may_run_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.current_flash_attention_impl", lambda: "FA3")
-    assert "activate_flash_attention_impl has put another" in _unsupported_reason(Backend.VARLEN)
+    assert "activate_flash_attention_impl has replaced" in _unsupported_reason(Backend.VARLEN)
     monkeypatch.undo()
     packages.find.cache_clear()
     monkeypatch.setattr(packages, "capability", lambda device: (9, 0))

@@ -241,26 +241,26 @@ def attend_several(
         pages: P.
         size: B.
         columns: M.
-        table_row: As there.
-        table_column: As there.
-        rows: As there.
+        table_row: See `attend_one`.
+        table_column: See `attend_one`.
+        rows: See `attend_one`.
         heads: H.
-        q_row: As there.
-        q_head: As there.
-        k_page: As there.
-        k_key: As there.
-        k_head: As there.
-        v_page: As there.
-        v_key: As there.
-        v_head: As there.
-        scale_log2: As there.
-        GROUP: As there.
+        q_row: See `attend_one`.
+        q_head: See `attend_one`.
+        k_page: See `attend_one`.
+        k_key: See `attend_one`.
+        k_head: See `attend_one`.
+        v_page: See `attend_one`.
+        v_key: See `attend_one`.
+        v_head: See `attend_one`.
+        scale_log2: See `attend_one`.
+        GROUP: See `attend_one`.
         BLOCK_G: Queries of a program.
         WIDTH: D.
-        BLOCK_D: As there.
-        BLOCK_N: As there.
-        WITHIN: As there.
-        MERGED: As there.
+        BLOCK_D: See `attend_one`.
+        BLOCK_N: See `attend_one`.
+        WITHIN: See `attend_one`.
+        MERGED: See `attend_one`.
     """
     sequence = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
