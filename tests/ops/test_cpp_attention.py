@@ -167,7 +167,7 @@ def test_is_the_first_for_float32_on_a_cpu() -> None:
         found = attention_op.select(attention_arguments(q, q, q, layout, layout))
         assert found.__name__.rsplit(".", 1)[1] == serving
     wide, half = torch.zeros(3, HEADS, WIDTH).double(), torch.zeros(3, HEADS, WIDTH).bfloat16()
-    for x, reason in ((wide, "float64 is for the reference"), (half, "serves float32, not ")):
+    for x, reason in ((wide, "float64 is for the reference"), (half, "supports float32, not ")):
         with pytest.raises(BackendUnavailable, match=f"cpp: {reason}"):
             attention(x, x, x, layout, backend="cpp")
         with pytest.raises(BackendUnavailable, match=f"cpp: {reason}"):
@@ -240,11 +240,11 @@ BIAS = torch.zeros(HEADS, WIDTH)
         ({"layout_k": _layout(0, 9)}, "`layout_k` must have 5 sequences, as `layout_q` does"),
         (
             {"position": (BIAS, BIAS, torch.zeros(137, HEADS, WIDTH))},
-            r"`position.table` must have at least 2 \* 70 - 1 rows",
+            r"`position.table` must have an odd number of at least 2 \* 70 - 1 rows",
         ),
         (
             {"position": (BIAS, BIAS, torch.zeros(142, HEADS, WIDTH))},
-            r"`position.table` must have at least 2 \* 70 - 1 rows, .* oddly many",
+            r"`position.table` must have an odd number of at least 2 \* 70 - 1 rows",
         ),
         (
             {"position": (BIAS[:1], BIAS, torch.zeros(139, HEADS, WIDTH))},

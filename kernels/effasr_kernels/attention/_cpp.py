@@ -1,6 +1,6 @@
-"""`attention` on a CPU, in float32, by the kernels of ``csrc/``.
+"""`attention` on a CPU, in float32, with the kernels of ``csrc/``.
 
-With rotary positions, queries and keys are rotated before, and their gradients back again after.
+With rotary positions, torch rotates queries and keys before, and rotates their gradients back.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from effasr_kernels.shared import cpu_attention
 
 
 def unsupported_reason(a: AttentionArguments) -> str | None:
-    """The reason for which these arguments cannot be served, or None."""
+    """The reason why this backend does not support these arguments, or None."""
     return cpu_attention.refusal(a.q)
 
 
 def forward(a: AttentionArguments) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
     """See `effasr_kernels.attention.attention`.
 
-    Saves what is left of the softmax and, with rotary positions, the rotated queries and keys, and
-    the angles of either.
+    It saves the softmax statistics and, with rotary positions, the rotated queries and keys and
+    the angles of both.
     """
     if a.rotary is None:
         out, softmax, _ = _call(a, a.q, a.k).forward()
         return (out,), (softmax,)
-    of_q = angles(a.layout_q, a.rotary, a.q)
-    of_k = angles(a.layout_k, a.rotary, a.k) if a.layout_k is not a.layout_q else of_q
-    q, k = rotate(a.q, *of_q), rotate(a.k, *of_k)
+    angles_q = angles(a.layout_q, a.rotary, a.q)
+    angles_k = angles(a.layout_k, a.rotary, a.k) if a.layout_k is not a.layout_q else angles_q
+    q, k = rotate(a.q, *angles_q), rotate(a.k, *angles_k)
     out, softmax, _ = _call(a, q, k).forward()
-    return (out,), (softmax, q, k, torch.stack(of_q), torch.stack(of_k))
+    return (out,), (softmax, q, k, torch.stack(angles_q), torch.stack(angles_k))
 
 
 def saved_like(a: AttentionArguments) -> tuple[Tensor, ...]:
-    """As `forward` saves."""
+    """Empty tensors with the shapes and dtypes of what `forward` saves."""
     softmax = cpu_attention.saved_like(a.q)
     if a.rotary is None:
         return (softmax,)
     half = a.rotary.rotated(a.q.shape[-1]) // 2
     rotated = (x.new_empty(x.shape) for x in (a.q, a.k))
-    turned = (x.new_empty((2, x.shape[0], 1, half)) for x in (a.q, a.k))
-    return softmax, *rotated, *turned
+    both_angles = (x.new_empty((2, x.shape[0], 1, half)) for x in (a.q, a.k))
+    return softmax, *rotated, *both_angles
 
 
 def backward(
@@ -51,22 +51,22 @@ def backward(
     results: tuple[Tensor],
     saved: tuple[Tensor, ...],
 ) -> dict[str, Tensor | None]:
-    """The gradients of all tensors, zero in the tail."""
+    """Compute the gradients of all tensors, zero in the tail."""
     softmax, *rotary = saved
     q, k = rotary[:2] or (a.q, a.k)
     d_q, d_k, d_v, *shared = _call(a, q, k).backward(grads[0], None, results[0], softmax, None)
     if rotary:
-        # A rotation's gradient is the rotation back.
+        # The gradient of a rotation is the inverse rotation.
         (cos_q, sin_q), (cos_k, sin_k) = rotary[2:]
         d_q, d_k = rotate(d_q, cos_q, -sin_q), rotate(d_k, cos_k, -sin_k)
-    found: dict[str, Tensor | None] = {"q": d_q, "k": d_k, "v": d_v}
+    gradients: dict[str, Tensor | None] = {"q": d_q, "k": d_k, "v": d_v}
     names = "content_bias", "position_bias", "position_table"
-    return found | (dict(zip(names, shared, strict=True)) if shared else {})
+    return gradients | (dict(zip(names, shared, strict=True)) if shared else {})
 
 
 def _call(a: AttentionArguments, q: Tensor, k: Tensor) -> cpu_attention.Call:
-    given = q, k, a.v, a.layout_q, a.layout_k, a.scale, a.dropout, a.seed
+    arguments = q, k, a.v, a.layout_q, a.layout_k, a.scale, a.dropout, a.seed
     position = None
     if a.relative is not None:
         position = a.relative.content_bias, a.relative.position_bias, a.relative.table
-    return cpu_attention.Call("attention", *given, causal=a.causal, position=position)
+    return cpu_attention.Call("attention", *arguments, causal=a.causal, position=position)

@@ -9,19 +9,19 @@ from effasr_kernels.shared import cpu_attention
 
 
 def unsupported_reason(a: GuidedArguments) -> str | None:
-    """The reason for which these arguments cannot be served, or None."""
+    """The reason why this backend does not support these arguments, or None."""
     return cpu_attention.refusal(a.q)
 
 
 def forward(a: GuidedArguments) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
     """See `effasr_kernels.guided_attention.guided_attention`."""
     out, softmax, penalty = _call(a).forward()
-    assert penalty is not None  # as there is a sigma
+    assert penalty is not None  # `sigma` is given
     return (out, penalty), (softmax,)
 
 
 def saved_like(a: GuidedArguments) -> tuple[Tensor]:
-    """As `forward` saves."""
+    """Empty tensors with the shapes and dtypes of what `forward` saves."""
     return (cpu_attention.saved_like(a.q),)
 
 
@@ -31,11 +31,11 @@ def backward(
     results: tuple[Tensor, Tensor],
     saved: tuple[Tensor],
 ) -> dict[str, Tensor | None]:
-    """The gradients of queries, keys and values, zero in the tail."""
-    found = _call(a).backward(*grads, results[0], saved[0], results[1])
-    return dict(zip(("q", "k", "v"), found, strict=True))
+    """Compute the gradients of queries, keys and values, zero in the tail."""
+    gradients = _call(a).backward(*grads, results[0], saved[0], results[1])
+    return dict(zip(("q", "k", "v"), gradients, strict=True))
 
 
 def _call(a: GuidedArguments) -> cpu_attention.Call:
-    given = a.q, a.k, a.v, a.layout_q, a.layout_k, a.scale, a.dropout, a.seed
-    return cpu_attention.Call("guided_attention", *given, sigma=a.sigma)
+    arguments = a.q, a.k, a.v, a.layout_q, a.layout_k, a.scale, a.dropout, a.seed
+    return cpu_attention.Call("guided_attention", *arguments, sigma=a.sigma)

@@ -1,4 +1,4 @@
-"""What the references share: one sequence at a time, in a dtype wide enough to sum in."""
+"""Helpers of the references, which process one sequence at a time in a wide dtype."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from effasr_kernels.packed import PackedLayout
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which sums over ``x`` are taken: float64 stays, the rest is float32."""
+    """The dtype for sums over ``x``: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def widen(x: Tensor) -> Tensor:
-    """The same values in that dtype."""
+    """Cast ``x`` to `wide_dtype`."""
     return x.to(wide_dtype(x))
 
 
 def split_rows(x: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
-    """One view per sequence. The tail is left out, so its gradient is zero whatever it holds."""
+    """One view per sequence, without the tail, whose gradient is therefore zero."""
     pieces = x.split([*layout.lengths, layout.rows - layout.total])
     return pieces[:-1]
 
@@ -30,9 +30,9 @@ def join_rows(pieces: Sequence[Tensor], layout: PackedLayout, like: Tensor) -> T
     """The inverse of `split_rows`, with zeros in the tail.
 
     Args:
-        pieces: One tensor per sequence, (length, ...), in the wide dtype.
-        layout: The layout of the result.
-        like: A tensor whose dtype the result takes, and whose device.
+        pieces: One tensor per sequence, (length, ...), in the dtype of `wide_dtype`.
+        layout: Layout of the result.
+        like: A tensor with the dtype and device of the result.
     """
     width = pieces[0].shape[1:] if pieces else like.shape[1:]
     tail = like.new_zeros(layout.rows - layout.total, *width, dtype=wide_dtype(like))
@@ -49,5 +49,5 @@ def split_attention(
 
 
 def zeroed(x: Tensor) -> Tensor:
-    """Zeros that still depend on ``x``, with zero gradient; NaN times zero would be NaN."""
+    """Zeros with a zero gradient to ``x``, also where ``x`` is NaN, which ``0 * x`` would keep."""
     return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
