@@ -49,7 +49,7 @@ define demonstrate
 	$(BIN)/effasr transcribe --run runs/$(1) $(DEMO)/test/audio/en-0420[0-2].wav
 	@echo; echo "Where the time of a training step went:"; echo
 	$(BIN)/python profiling/report.py runs/$(1) --output runs/$(1)/report
-	@echo; echo "What comes next: README.md, \"Your own recordings\"."
+	@echo; echo "What comes next: README.md, \"Train on your own recordings\"."
 endef
 
 demo: $(VENV)/.demo

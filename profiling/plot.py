@@ -1,4 +1,4 @@
-"""Pictures and tables of the rows in profiling/results: for the README.
+"""Pictures and tables of the rows in profiling/results.
 
     python profiling/plot.py [--results DIR] [--output DIR] [--device NAME]
     python profiling/plot.py --table

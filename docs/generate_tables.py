@@ -1,0 +1,256 @@
+"""Writes the tables of README.md and docs/benchmarks.md from profiling/results/*.csv.
+
+    python docs/generate_tables.py [--check]
+
+Each table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``; text around it is
+kept. --check writes nothing, and exits with 1 if a page is not up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "profiling"), str(ROOT / "profiling/studies")]
+
+from bench import rows as results  # noqa: E402 (found on the path above)
+from plot import newest  # noqa: E402
+
+PAGES = ("README.md", "docs/benchmarks.md")
+_TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.S)
+_SYSTEMS = ("packed_static", "packed", "sync_bucketed_2d", "random", "transformers")
+_NAMES = {
+    "librispeech_dev-clean+librispeech_test-clean": "LibriSpeech dev+test-clean",
+    "librispeech_train-clean-100_ge3s": "LibriSpeech train-clean-100, 3 s and longer",
+    "earnings22_sentences": "Earnings-22, sentences",
+    "ami_only_words_segments": "AMI, segments",
+}
+Row = dict[str, str]
+
+
+def markdown(titles: Sequence[str], lines: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """Format a table; the first ``texts`` columns are aligned to the left."""
+    rule = ["---"] * texts + ["---:"] * (len(titles) - texts)
+    return "".join(f"| {' | '.join(line)} |\n" for line in [titles, rule, *lines])
+
+
+def read(name: str, *keys: str) -> list[Row]:
+    """Read the rows of a file of results; of rows with equal keys, only the newest."""
+    found = list(results.read(ROOT / "profiling/results" / f"{name}.csv"))
+    if not found:
+        raise ValueError(f"profiling/results/{name}.csv must have rows, but has none.")
+    return [dict(row) for row in newest(found, keys)] if keys else found
+
+
+def training_rows() -> list[Row]:
+    """Return the rows of training on a CPU."""
+    keys = ("device", "system", "model", "precision", "threads", "frame_budget", "mode")
+    return [row for row in read("training", *keys) if row["device"].startswith("cpu")]
+
+
+def training_summary() -> str:
+    """Throughput of the small model by frame budget, for the README."""
+    found = {
+        (row["frame_budget"], row["system"]): float(row["audio_s_per_s"])
+        for row in training_rows()
+        if (row["model"], row["precision"], row["threads"]) == ("small", "float32", "1")
+    }
+    titles = [
+        *("frame budget", "effasr (packed)", "2D buckets, padded", "random batches, padded"),
+        "transformers, random batches",
+    ]
+    lines = []
+    for budget in sorted({budget for budget, _ in found}, key=int):
+        rates = [
+            found[budget, name]
+            for name in ("packed_static", "sync_bucketed_2d", "random", "transformers")
+        ]
+        audio = int(budget) * 0.08
+        lines.append([f"{int(budget):,} ({audio:.0f} s)", *(f"{rate:.0f}" for rate in rates)])
+    return markdown(titles, lines)
+
+
+def training() -> str:
+    """Throughput, step time and padding of every system."""
+    titles = ["model", "frame budget", "system", "audio s / s", "step, s", "audio s / step"]
+    titles += ["padding: frames %", "tokens %", "useful TFLOP/s", "precision, threads", "revision"]
+    order = {name: n for n, name in enumerate(_SYSTEMS)}
+    models = list(dict.fromkeys(row["model"] for row in training_rows()))
+
+    def key(row: Row) -> tuple[int, int, int]:
+        return models.index(row["model"]), int(row["frame_budget"]), order[row["system"]]
+
+    lines = [
+        [
+            *(row["model"], f"{int(row['frame_budget']):,}", row["system"]),
+            f"{float(row['audio_s_per_s']):.0f}" if float(row["audio_s_per_s"]) > 50
+            else f"{float(row['audio_s_per_s']):.1f}",
+            f"{float(row['step_s']):.3f} ({float(row['p20_s']):.3f} to {float(row['p80_s']):.3f})",
+            f"{float(row['audio_s']):.0f}",
+            *(percent(row[f"padding_{kind}"]) for kind in ("frames", "tokens")),
+            row["tflops_useful"],
+            f"{row['precision']}, {row['threads']}",
+            f"{row['git'][:7]}, {row['date'][:10]}",
+        ]
+        for row in sorted(training_rows(), key=key)
+    ]  # fmt: skip
+    return markdown(titles, lines, texts=3)
+
+
+def padding() -> str:
+    """Padding by corpus, frame budget and strategy."""
+    titles = ["lengths", "frame budget", "strategy", "frames %", "tokens %", "FLOPs %", "T x U %"]
+    titles += ["imbalance p99 %", "utterances a batch"]
+    kinds = ("frames", "tokens", "flops", "cells")
+    lines = [
+        [
+            *(_NAMES.get(row["lengths"], row["lengths"]), f"{int(row['frame_budget']):,}"),
+            row["strategy"],
+            *(percent(row[f"padding_{kind}"]) for kind in kinds),
+            percent(row["rank_imbalance_p99"]),
+            f"{float(row['batch_utterances']):.0f}",
+        ]
+        for row in read("padding")
+    ]
+    return markdown(titles, lines, texts=3)
+
+
+def ladder() -> str:
+    """Padding and measured time by strategy."""
+    titles = ["strategy", "padding: frames / tokens / FLOPs %"]
+    titles += ["mean batch: utterances / audio s", "imbalance p99 %", "TFLOP / audio h"]
+    titles += ["CPU s / audio h"]
+    lines = [
+        [
+            row["strategy"],
+            " / ".join(percent(row[f"padding_{kind}"]) for kind in ("frames", "tokens", "flops")),
+            f"{float(row['batch_utterances']):.0f} / {float(row['batch_audio_seconds']):.0f}",
+            percent(row["rank_imbalance_p99"]),
+            f"{float(row['flops_per_audio_hour']) / 1e12:.1f}",
+            f"{float(row['cpu_seconds_per_audio_hour']):.1f}",
+        ]
+        for row in read("ladder")
+    ]
+    return markdown(titles, lines)
+
+
+def whisper() -> str:
+    """Training and transcription with Whisper."""
+    titles = ["task", "system", "silence up to", "audio s / s", "time, s", "peak GB"]
+    titles += ["frames computed", "revision"]
+    keys = ("task", "system", "model", "minimum_s", "batch", "lengths", "device")
+    lines = [
+        [
+            *(row["task"], row["system"], f"{row['minimum_s']} s"),
+            f"{float(row['audio_s_per_s']):.1f}",
+            f"{float(row['step_s']):.2f} ({float(row['p20_s']):.2f} to {float(row['p80_s']):.2f})",
+            f"{float(row['peak_bytes']) / 1e9:.1f}" if row["peak_bytes"] else "",
+            f"{float(row['frames']):,.0f}" if row["frames"] else "",
+            f"{row['git'][:7]}, {row['date'][:10]}",
+        ]
+        for row in read("whisper", *keys)
+    ]
+    return markdown(titles, lines, texts=3)
+
+
+def decoder_depth() -> str:
+    """Word error rate of each seed, and mean RTFx, by depth and search."""
+    searches = ("greedy", "--beam 4 --ctc-weight 0.3")
+    titles = ["encoder / decoder layers"]
+    for search in searches:
+        titles += [f"{search if search == 'greedy' else f'`{search}`'}, WER %", "RTFx"]
+    found: dict[str, dict[str, list[Row]]] = {}
+    for row in read("decoder_depth"):
+        depth = f"{row['encoder_layers']} / {row['decoder_layers']}"
+        found.setdefault(depth, {}).setdefault(row["search"], []).append(row)
+    lines = []
+    for depth, by_search in found.items():
+        line = [depth]
+        for search in searches:
+            group = by_search[search]
+            line.append(", ".join(row["wer"] for row in group))
+            line.append(f"{statistics.mean(float(row['rtfx']) for row in group):.0f}")
+        lines.append(line)
+    return markdown(titles, lines)
+
+
+def inference() -> str:
+    """RTFx by depth and batch, against transformers."""
+    found: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in read("inference", "system", "shape", "size", "batch", "dtype", "device"):
+        key = (row["shape"], row["batch"], row["dtype"])
+        found.setdefault(key, {})[row["system"]] = row
+    lines = []
+    for (shape, batch, dtype), rows in sorted(found.items(), key=lambda one: int(one[0][1])):
+        rates = [float(rows[name]["rtfx"]) for name in ("effasr", "transformers")]
+        lines.append(
+            [shape, batch, dtype, *(f"{rate:.0f}" for rate in rates)]
+            + [f"{rates[0] / rates[1]:.2f}", rows["effasr"]["git"][:7]]
+        )
+    titles = ["encoder / decoder layers", "batch", "precision", "effasr, RTFx"]
+    return markdown([*titles, "transformers, RTFx", "ratio", "revision"], lines)
+
+
+def straggler() -> str:
+    """Throughput and loss with a slow node, as `profiling/studies/straggler_study.py` shows it."""
+    import straggler_study
+
+    return straggler_study.table(read("straggler"))
+
+
+def percent(share: str) -> str:
+    """A share as percent, to three digits."""
+    return f"{100 * float(share):.3g}" if float(share) else "0"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    table.__name__: table
+    for table in (
+        *(training_summary, training, padding, ladder, whisper, decoder_depth, inference),
+        straggler,
+    )
+}
+
+
+def updated(text: str) -> str:
+    """The text of a page with current tables.
+
+    Raises:
+        ValueError: A mark names no table.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        if match[1] not in TABLES:
+            names = ", ".join(TABLES)
+            raise ValueError(f"`table: {match[1]}` must be one of {names}.")
+        return f"{match[1]}{match[2]}\n{TABLES[match[1]]()}\n"
+
+    return _TABLE.sub(table, text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the tables, or check them; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="only report outdated pages")
+    options = parser.parse_args(arguments)
+    outdated = []
+    for name in PAGES:
+        before = (ROOT / name).read_text(encoding="utf-8")
+        if (after := updated(before)) != before:
+            outdated.append(name)
+            if not options.check:
+                (ROOT / name).write_text(after, encoding="utf-8")
+    for name in outdated:
+        sys.stdout.write(f"{name}: {'outdated' if options.check else 'written'}\n")
+    return 1 if options.check and outdated else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
