@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from effasr.cli.options import (
     MANIFEST_HELP,
     AddCommand,
     add_language,
+    add_subsampling,
     at_least,
     folder,
     print_line,
     progress_counter,
 )
+
+if TYPE_CHECKING:
+    from effasr.data.features.frame_geometry import Framing
+    from effasr.data.statistics.survey import Survey
+    from effasr.data.tokenizer import Tokenizer
 
 
 def add(command: AddCommand) -> None:
@@ -27,6 +34,7 @@ def add(command: AddCommand) -> None:
         "--tokenizer", type=Path, metavar="FOLDER", help="also check the texts against it"
     )
     add_language(parser)
+    add_subsampling(parser)
     parser.add_argument(
         "--jobs",
         type=at_least(1),
@@ -38,17 +46,29 @@ def add(command: AddCommand) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check a manifest; print what was kept and what was dropped."""
-    from effasr.data.manifest.prepare import prepare
-    from effasr.data.tokenizer import load_tokenizer
+    from effasr.data.features.frame_geometry import Framing
+    from effasr.data.filters.limits import Limits
+    from effasr.data.filters.rules import Reason
+    from effasr.data.manifest.prepare import Share, prepare
+    from effasr.data.statistics.survey import Survey
+    from effasr.data.tokenizer import WhisperTokenizer, load_tokenizer
 
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    # A Whisper has no CTC head, and may have many tokens for a word.
+    ctc, framing = not isinstance(tokenizer, WhisperTokenizer), Framing()
+    if options.subsampling is not None:
+        framing = Framing(subsampling=options.subsampling)
+    survey = Survey()
     with progress_counter("utterances") as show:
         report = prepare(
             options.source,
             options.out,
-            tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
+            tokenizer=tokenizer,
+            limits=Limits(ctc=ctc, framing=framing),
             language=options.language,
             jobs=options.jobs,
             progress=show,
+            note=survey.add_cut,
         )
     print_line(f"kept {report.kept.utterances} utterances, {report.kept.hours:.2f} h")
     for language, share in sorted(report.by_language.items()):
@@ -59,4 +79,32 @@ def run(options: argparse.Namespace) -> int:
         print_line(f"  {reason:28} {share.utterances:8} {share.hours:10.2f} h")
     if not report.kept.utterances:
         raise ValueError(f"{options.source}: no utterance is left; {listed} says why.")
+    impossible = report.by_reason.get(Reason.CTC_INFEASIBLE, Share()).utterances
+    _describe(survey, tokenizer if ctc else None, framing, impossible)
     return 0
+
+
+def _describe(
+    survey: Survey, tokenizer: Tokenizer | None, framing: Framing, impossible: int
+) -> None:
+    """Print what the corpus is like, and warn where CTC would be hard to train on it.
+
+    ``impossible`` is how many utterances were dropped because CTC cannot align them.
+    """
+    from effasr.data.features.frame_geometry import Framing
+    from effasr.data.statistics import guidance
+
+    letters = guidance.describe_letters(survey.characters, len(survey.speakers))
+    print_line(letters)
+    found = survey.counted(framing, excluded=impossible)
+    if tokenizer is None or found is None:
+        return
+    print_line(guidance.describe_alignment(found, framing))
+    warning = guidance.warn_about_alignment(
+        found,
+        framing,
+        with_subsampling=lambda other: survey.counted(Framing(subsampling=other)),
+        survey=lambda: survey,
+    )
+    if warning:
+        print_line("\n".join(warning))
