@@ -57,7 +57,7 @@ class Recognizer:
         self.model, self.tokenizer = model, tokenizer
         config = DecodingConfig() if config is None else config
         self._features = model.config.features
-        budget = config.frame_budget * 8 // self._features.subsampling
+        budget = config.frame_budget * 8 // self._features.rows_per_frame
         self.config = replace(config, frame_budget=budget)
         self._frame_samples = self._features.framing.samples
         self._method = check_config(model, self.config)

@@ -95,7 +95,7 @@ def test_frames() -> None:
     ("changes", "message"),
     [
         ({"kind": "mfcc"}, "`kind` must be parakeet or whisper, but is 'mfcc'"),
-        ({"subsampling": 4}, "`subsampling` must be 8 (FastConformer) or 2 (Transformer)"),
+        ({"subsampling": 3}, "`subsampling` must be 4 or 8 (FastConformer) or 2 (Transformer)"),
         ({"preemphasis": 0.97}, "`preemphasis` must be 0.0 for features of kind whisper"),
         ({"normalize": True}, "`normalize` must be False for features of kind whisper"),
         ({"n_fft": 512}, "`window` must be 512 for features of kind whisper, but is 400"),

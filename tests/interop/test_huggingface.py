@@ -45,11 +45,21 @@ DECODER = {
 }
 
 
+@pytest.fixture(scope="module", params=[8, 4])
+def subsampling(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def theirs() -> Any:
+def encoder_config(subsampling: int) -> dict[str, Any]:
+    return {**ENCODER, "subsampling_factor": subsampling}
+
+
+@pytest.fixture(scope="module")
+def theirs(encoder_config: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     config = transformers.CanaryConfig(
-        encoder_config=ENCODER, decoder_config=DECODER, vocab_size=VOCABULARY
+        encoder_config=encoder_config, decoder_config=DECODER, vocab_size=VOCABULARY
     )
     model = transformers.CanaryForConditionalGeneration(config).eval()
     shake(model)
@@ -138,9 +148,11 @@ def test_a_sharded_checkpoint_is_the_same(theirs: Any, directory: Path, tmp_path
     assert all(torch.equal(sharded[2][name], value) for name, value in whole[2].items())
 
 
-def test_an_untied_output_layer_goes_both_ways(tmp_path: Path) -> None:
+def test_an_untied_output_layer_goes_both_ways(
+    tmp_path: Path, encoder_config: dict[str, Any]
+) -> None:
     config = transformers.CanaryConfig(
-        encoder_config=ENCODER,
+        encoder_config=encoder_config,
         decoder_config=DECODER,
         vocab_size=VOCABULARY,
         tie_word_embeddings=False,
@@ -157,11 +169,14 @@ def test_an_untied_output_layer_goes_both_ways(tmp_path: Path) -> None:
 
 
 def test_parakeet_ctc_is_the_same_function(
-    tmp_path: Path, examples: Sequence[Example], make_batch: Callable[..., Batch]
+    tmp_path: Path,
+    encoder_config: dict[str, Any],
+    examples: Sequence[Example],
+    make_batch: Callable[..., Batch],
 ) -> None:
     torch.manual_seed(0)
     config = transformers.ParakeetCTCConfig(
-        encoder_config=ENCODER,
+        encoder_config=encoder_config,
         vocab_size=VOCABULARY + 1,
         pad_token_id=VOCABULARY,
         ctc_loss_reduction="sum",

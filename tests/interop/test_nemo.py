@@ -221,16 +221,22 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list[SentencePieceTo
     return [one, train_tokenizer(TEXTS, folder / "two", vocab_size=30, sources=["fr"])]
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(("name", "subsampling"), [*((name, 8) for name in OWN), ("ctc", 4)])
 @torch.no_grad()
 def test_a_model_of_our_own_goes_out_with_its_tokenizer(
-    name: str, tokenizers: list[SentencePieceTokenizer], tmp_path: Path
+    name: str, subsampling: int, tokenizers: list[SentencePieceTokenizer], tmp_path: Path
 ) -> None:
     """NeMo's own check of such files is in `nemo/check.py`; here they come back."""
     tokenizer = tokenizers[name in ("rnnt", "canary")]
     # NeMo has biases in all layers or in none.
     encoder = FastConformerConfig(
-        width=16, layers=1, heads=2, feed_forward=32, subsampling_channels=6, convolution_bias=False
+        width=16,
+        layers=1,
+        heads=2,
+        feed_forward=32,
+        subsampling=subsampling,
+        subsampling_channels=6,
+        convolution_bias=False,
     )
     config = ModelConfig(**{"encoder": encoder, "decoder": None, **OWN[name]})
     torch.manual_seed(0)
@@ -240,10 +246,12 @@ def test_a_model_of_our_own_goes_out_with_its_tokenizer(
     export_nemo(ours, tokenizer, tmp_path / "own.nemo")
     found = import_nemo(tmp_path / "own.nemo")
     theirs = model_of(found)
+    assert theirs.config.encoder.subsampling == subsampling
 
     first = len(tokenizer.specials)
     text, other = tokenizer.encode("a red dog", "en"), found.tokenizer.encode("a red dog", "en")
-    batches = [batch_of(np.array([ids[:4]] * 3)) for ids in (text, other)]
+    framing = config.features.framing
+    batches = [batch_of(np.array([ids[:4]] * 3), framing) for ids in (text, other)]
     encoded = [one.encode(batch) for one, batch in zip((ours, theirs), batches, strict=True)]
     assert torch.allclose(encoded[0].values, encoded[1].values, atol=1e-5)
     if name == "canary":
