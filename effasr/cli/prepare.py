@@ -20,7 +20,6 @@ from effasr.cli.options import (
 if TYPE_CHECKING:
     from effasr.data.features.frame_geometry import Framing
     from effasr.data.statistics.survey import Survey
-    from effasr.data.tokenizer import Tokenizer
 
 
 def add(command: AddCommand) -> None:
@@ -47,25 +46,20 @@ def add(command: AddCommand) -> None:
 def run(options: argparse.Namespace) -> int:
     """Check a manifest; print what was kept and what was dropped."""
     from effasr.data.features.frame_geometry import Framing
-    from effasr.data.filters.limits import Limits
     from effasr.data.filters.rules import Reason
     from effasr.data.manifest.prepare import Share, prepare
     from effasr.data.statistics.survey import Survey
     from effasr.data.tokenizer import WhisperTokenizer, load_tokenizer
 
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
-    # A Whisper has no CTC head, and may have many tokens for a word.
-    ctc, framing = not isinstance(tokenizer, WhisperTokenizer), Framing()
-    if options.subsampling is not None:
-        framing = Framing(subsampling=options.subsampling)
-    survey = Survey()
+    framing, survey = Framing(subsampling=options.subsampling or 8), Survey()
     with progress_counter("utterances") as show:
         report = prepare(
             options.source,
             options.out,
             tokenizer=tokenizer,
-            limits=Limits(ctc=ctc, framing=framing),
             language=options.language,
+            framing=framing,
             jobs=options.jobs,
             progress=show,
             note=survey.add_cut,
@@ -80,16 +74,20 @@ def run(options: argparse.Namespace) -> int:
     if not report.kept.utterances:
         raise ValueError(f"{options.source}: no utterance is left; {listed} says why.")
     impossible = report.by_reason.get(Reason.CTC_INFEASIBLE, Share()).utterances
-    _describe(survey, tokenizer if ctc else None, framing, impossible)
+    # A Whisper has no CTC head, and may have many tokens for a word.
+    has_ctc = tokenizer is not None and not isinstance(tokenizer, WhisperTokenizer)
+    _describe(survey, framing, impossible, has_ctc=has_ctc)
     return 0
 
 
-def _describe(
-    survey: Survey, tokenizer: Tokenizer | None, framing: Framing, impossible: int
-) -> None:
+def _describe(survey: Survey, framing: Framing, impossible: int, *, has_ctc: bool) -> None:
     """Print what the corpus is like, and warn where CTC would be hard to train on it.
 
-    ``impossible`` is how many utterances were dropped because CTC cannot align them.
+    Args:
+        survey: What was kept.
+        framing: Of the model to train.
+        impossible: How many utterances were dropped because CTC cannot align them.
+        has_ctc: Whether there are tokens, and they are for a model that can have a CTC head.
     """
     from effasr.data.features.frame_geometry import Framing
     from effasr.data.statistics import guidance
@@ -97,7 +95,7 @@ def _describe(
     letters = guidance.describe_letters(survey.characters, len(survey.speakers))
     print_line(letters)
     found = survey.counted(framing, excluded=impossible)
-    if tokenizer is None or found is None:
+    if not has_ctc or found is None:
         return
     print_line(guidance.describe_alignment(found, framing))
     warning = guidance.warn_about_alignment(

@@ -78,13 +78,14 @@ class Survey:
         speakers: Names of the speakers; empty where the manifests name none.
         utterances: Utterances with audio.
         hours: Their hours.
+        longest: Seconds of the longest.
     """
 
     def __init__(self) -> None:
         self.languages: dict[str, LanguageSurvey] = {}
         self.speakers: set[str] = set()
         self.utterances = 0
-        self.hours = 0.0
+        self.hours = self.longest = 0.0
         self._generator = random.Random(0)
         self._seconds, self._tokens, self._needed = array("d"), array("i"), array("i")
 
@@ -110,6 +111,7 @@ class Survey:
         found.hours += seconds / 3600
         self.utterances += 1
         self.hours += seconds / 3600
+        self.longest = max(self.longest, seconds)
         if speaker:
             self.speakers.add(speaker)
         if tokens and follows is not None:
@@ -159,6 +161,11 @@ class Survey:
         tokens = np.array([len(one) for one in ids])
         needed = np.array([frames_for_ctc(one) for one in ids])
         return FramesPerToken.of(frames_in(seconds, framing), tokens, needed)
+
+    def sample_seconds(self) -> np.ndarray:
+        """Durations of the sampled texts that follow the speech: float64 (n,)."""
+        spoken = (found.seconds for found in self.languages.values() if found.has_speech)
+        return np.array(list(chain.from_iterable(spoken)))
 
     def sample_tokens(self, tokenizer: Tokenizer) -> tuple[np.ndarray, list[list[int]]]:
         """Durations, float64 (n,), and token ids of the sampled texts that follow the speech."""
