@@ -61,6 +61,7 @@ def add(command: AddCommand) -> None:
 def run(options: argparse.Namespace) -> int:
     """Survey the corpus, write the recipe and print what to do next."""
     from effasr.data.atomic_files import write_atomically
+    from effasr.data.statistics.guidance import fold
     from effasr.planning.initial import Initial
 
     output: Path = options.output
@@ -90,8 +91,11 @@ def run(options: argparse.Namespace) -> int:
         time = initial.expected_time()
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, initial.text(time).encode())
-    print_line(f"{output}: {initial.summary()}")
-    print_line(f"expected time: {time or 'not measured (--no-timing)'}")
+    for line in (
+        f"{output}: {initial.summary()}",
+        f"expected time: {time or 'not measured (--no-timing)'}",
+    ):
+        print_line("\n".join(fold(line)))
     print_line("next:")
     for command in _next(options, initial):
         print_line(f"  {shlex.join(command)}")

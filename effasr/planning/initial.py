@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,8 +163,8 @@ class Initial:
             return f"unknown, because this machine's {device.type} has not enough memory for it"
         seconds = self.request.audio_hours * 3600 / speed
         return (
-            f"{duration_text(seconds)} on this machine's {device.type}, without validation "
-            f"({TIMED} steps measured: {speed:.0f} s of audio a second)"
+            f"{duration_text(seconds)} on this machine's {device.type}, as {TIMED} micro-batches "
+            f"took ({speed:.3g} s of audio a second{_busy()})"
         )
 
     def _workload(self) -> tuple[int, np.ndarray, np.ndarray]:
@@ -188,6 +189,15 @@ class Initial:
             )
         frames = frames_in(seconds[fitting], self.framing)
         return size, frames, tokens[fitting] + PROMPT_TOKENS
+
+
+def _busy() -> str:
+    """A remark where other programs compute beside the measurement."""
+    if not hasattr(os, "getloadavg"):
+        return ""
+    load, processors = os.getloadavg()[0], os.cpu_count() or 1
+    # The measurement itself makes one of each processor.
+    return f"; other programs ran, load {load:.0f}" if load > 2 * processors else ""
 
 
 def _framing_for(found: Survey, tokenizer: Tokenizer) -> Framing:

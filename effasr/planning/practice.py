@@ -1,6 +1,8 @@
 """Published practice for corpora of about 1, 10, 100 and 1,000 hours, as `effasr init` uses it.
 
-Values between published ones are interpolated; `sources` say where each row comes from.
+Published recipes are for larger batches on several GPUs: batches, steps and warm-up here are those
+of effasr's own recipes for such sizes, where there is one. `Practice.sources` has what was
+published.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import yaml
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.statistics.frames_per_token import FramesPerToken
+from effasr.data.statistics.guidance import fold
 from effasr.planning.practice import Practice
 
 SPEEDS = (0.9, 1.0, 1.1)
@@ -21,6 +22,10 @@ LITTLE = 100.0
 
 _MICRO_BATCH_SECONDS = {"cpu": 40.0, "cuda": 960.0}
 """Audio that is computed at a time at most: more is no faster."""
+
+_LEAST_STEPS_OF_EPOCH = 8
+_FINE_TUNING_PASSES = 10
+"""Over the corpus: a trained model needs no more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +70,7 @@ class RecipeRequest:
         second = 1 / Framing(subsampling=self.subsampling).seconds
         longest = min(self.longest, DataConfig().max_duration) / min(SPEEDS)
         at_once = max(min(_MICRO_BATCH_SECONDS[self.device], self._batch_seconds), longest)
-        # 500 frames of 80 ms are 40 s: round numbers are easier to compare.
-        budget = 100 * math.ceil(at_once * second / 100)
+        budget = 10 * math.ceil(at_once * second / 10)
         return budget, max(1, round(self._batch_seconds * second / budget))
 
     @property
@@ -74,8 +78,7 @@ class RecipeRequest:
         """Steps of the run."""
         if self.init_from is None:
             return self.practice.steps(self.hours)
-        # A trained model needs some ten passes.
-        wanted = 10 * self.hours * 3600 / self._batch_seconds
+        wanted = _FINE_TUNING_PASSES * self.hours * 3600 / self._batch_seconds
         return int(float(f"{min(max(500, wanted), 20_000):.2g}"))
 
     @property
@@ -91,7 +94,9 @@ class RecipeRequest:
 
     @property
     def _batch_seconds(self) -> float:
-        return self.practice.batch_seconds
+        """Audio of a step as usual, or less, so that an epoch of a tiny corpus has some steps."""
+        every = self.hours * 3600 * len(SPEEDS)
+        return min(self.practice.batch_seconds, every / _LEAST_STEPS_OF_EPOCH)
 
 
 def recipe_text(request: RecipeRequest, time: str | None = None) -> str:
@@ -111,7 +116,7 @@ def _head(request: RecipeRequest, time: str | None) -> Iterator[str]:
         f"# Written by effasr init for {request.hours:,.2f} h in {request.utterances:,} utterances."
     )
     if time is not None:
-        yield f"# Expected time: {time}."
+        yield from fold(f"# Expected time: {time}.", "#   ")
     if request.init_from is None:
         if request.hours < LITTLE:
             yield "# Starting from a trained model gives far fewer errors from so little speech:"

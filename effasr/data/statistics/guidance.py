@@ -78,10 +78,10 @@ def warn_about_alignment(
     return fold(f"warning: {cause} {remedy}")
 
 
-def fold(text: str) -> list[str]:
-    """Lines of at most `COLUMNS`, all but the first indented."""
+def fold(text: str, indent: str = "  ") -> list[str]:
+    """Lines of at most `COLUMNS`, all but the first after ``indent``."""
     return textwrap.wrap(
-        text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
