@@ -10,7 +10,7 @@ import pytest
 from effasr import config
 
 COMMANDS = [
-    "prepare", "tokenizer", "demo-data", "plan", "calibrate", "train", "evaluate", "compare",
+    "prepare", "tokenizer", "init", "demo-data", "plan", "calibrate", "train", "evaluate", "compare",
     "transcribe",
     "import", "export", "doctor",
 ]  # fmt: skip
