@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_MOST_STEPS = 300_000
+"""Of a run: for more hours, more ranks rather than more steps."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Practice:
@@ -69,11 +72,12 @@ class Practice:
     def steps(self, hours: float) -> int:
         """Steps for a corpus of so many hours, with two significant digits."""
         wanted = max(self.least_steps, self.epochs * hours * 3600 / self.batch_seconds)
+        wanted = min(wanted, _MOST_STEPS)
         return int(float(f"{wanted:.2g}"))
 
     def ema_decay(self, steps: int) -> float:
         """Decay of an average over about the last twentieth of a run."""
-        return round(max(0.9, 1 - 20 / steps), 4)
+        return round(min(max(0.9, 1 - 20 / steps), 0.9999), 4)
 
 
 PRACTICE = (

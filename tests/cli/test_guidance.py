@@ -8,22 +8,7 @@ import soundfile
 
 from effasr.data.tokenizer import load_tokenizer
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "lazy",
-    "dogs",
-    "while",
-    "seven",
-    "wizards",
-    "blow",
-    "bright",
-    "horns",
-]
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards")
 
 
 @pytest.fixture(scope="module")
