@@ -20,7 +20,7 @@ def add(command: AddCommand) -> None:
     parser = command(
         "init",
         run,
-        "Write a recipe for a corpus, with comments, from published practice for its size.",
+        "Write a recipe for a corpus, from published practice for its size.",
         "It prints the commands to run next. To start from a trained model is better than to train",
         "from scratch where there are fewer than about 100 hours: --init-from MODEL.",
     )
