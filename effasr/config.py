@@ -141,7 +141,8 @@ def _translated(cls: type, mapping: Mapping[str, Any], *, fill: bool = False) ->
         if field.init and field.name in result:
             result[field.name] = _translated_value(hints[field.name], result[field.name], fill)
         elif field.init and fill and field.default is not dataclasses.MISSING:
-            result[field.name] = _plain(field.default)
+            # What versions without the field did may not be its default.
+            result[field.name] = _plain(field.metadata.get("before", field.default))
         elif field.init and fill and field.default_factory is not dataclasses.MISSING:
             result[field.name] = _plain(field.default_factory())
     return result

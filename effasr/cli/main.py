@@ -23,6 +23,7 @@ from effasr.cli import (
     convert,
     demo_data,
     evaluate,
+    init,
     plan,
     prepare,
     tokenizer,
@@ -156,6 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
     for add in (
         prepare.add,
         tokenizer.add,
+        init.add,
         demo_data.add,
         plan.add,
         calibrate.add,

@@ -52,6 +52,17 @@ def add_language(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_subsampling(parser: argparse.ArgumentParser) -> None:
+    """Add ``--subsampling``; None where it is not given."""
+    parser.add_argument(
+        "--subsampling",
+        type=int,
+        choices=(4, 8),
+        help="model.encoder.subsampling of the model to train, for the frames per token "
+        "(default: 8)",
+    )
+
+
 def add_recipe(parser: argparse.ArgumentParser, recipe_help: str, override_help: str) -> None:
     """Add a recipe and its overrides."""
     parser.add_argument("recipe", metavar="RECIPE", help=recipe_help)
@@ -121,7 +132,7 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         default=4096,
         metavar="N",
-        help="encoder frames of 80 ms to decode together (default: 4096); fewer need less memory",
+        help="audio to decode together, in frames of 80 ms (default: 4096); less needs less memory",
     )
 
 

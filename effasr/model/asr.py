@@ -72,10 +72,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         needed, given = self.encoder.subsampling, self.features.subsampling
-        if needed != given:
+        if given is None:
+            object.__setattr__(self, "features", replace(self.features, subsampling=needed))
+        elif needed != given:
             raise ValueError(
-                f"`features.subsampling` must be {needed} for an encoder of kind "
-                f"{self.encoder.kind}, but is {given}: set it, or `encoder.kind`."
+                f"`features.subsampling` must be {needed} for this encoder of kind "
+                f"{self.encoder.kind}, but is {given}: leave it out, or change `encoder`."
             )
         if self.decoder is None and not self.ctc and self.transducer is None:
             raise ValueError(

@@ -121,15 +121,16 @@ def _more(layers: int, every: int) -> int:
 def subsampling_cost(config: ModelConfig) -> int:
     """FLOPs per frame before the first encoder layer: features and convolutions."""
     encoder, width, bins = config.encoder, config.encoder.width, config.features.mel_bins
-    features = 2 * config.features.subsampling * (config.features.n_fft // 2 + 1) * bins
+    features = 2 * config.features.rows_per_frame * (config.features.n_fft // 2 + 1) * bins
     if isinstance(encoder, WhisperEncoderConfig):
         # Two rows of the first convolution, one of the second; 3 taps each.
         return features + 2 * 3 * width * (2 * bins + width)
     channels = encoder.subsampling_channels
-    # Places of a frame after each convolution: 4 x F/2, 2 x F/4, 1 x F/8; 3 x 3 taps each.
-    taps = 2 * 9 * channels * (4 * (bins // 2) + 2 * (bins // 4) + bins // 8)
-    pointwise = 2 * channels**2 * (2 * (bins // 4) + bins // 8)
-    return features + taps + pointwise + 2 * channels * (bins // 8) * width
+    # Places of a frame after each convolution, of 3 x 3 taps: for 8, 4 x F/2, 2 x F/4, 1 x F/8.
+    factors = (2, 4, 8) if encoder.subsampling == 8 else (2, 4)
+    places = [encoder.subsampling // factor * (bins // factor) for factor in factors]
+    taps, pointwise = 2 * 9 * channels * sum(places), 2 * channels**2 * sum(places[1:])
+    return features + taps + pointwise + 2 * channels * places[-1] * width
 
 
 def _encoder(config: ModelConfig) -> tuple[int, int]:

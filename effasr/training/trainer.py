@@ -38,7 +38,7 @@ from effasr.training.mixture_stats import MixtureStats
 from effasr.training.profiler import PROFILE_FOLDER, StepProfiler
 from effasr.training.run_dir.run_directory import RunDirectory
 from effasr.training.run_dir.run_log import RunLog
-from effasr.training.run_dir.summary import describe_data, describe_model
+from effasr.training.run_dir.summary import describe_alignment, describe_data, describe_model
 from effasr.training.step import train_step
 from effasr.training.strategies.asynchronous import make_strategy
 from effasr.training.strategies.parallelism import average_over_ranks, full_weights, is_sharded
@@ -406,5 +406,12 @@ class Trainer:
         dropped = self.log.directory.path / "dropped.jsonl"
         epoch = self.progress.position[0]
         lines = describe_data(corpus, self.data.loader, self.config.data, epoch, dropped)
+        fixed = self.config.init_from is not None
+        aligned = describe_alignment(
+            corpus, self.config.data, self.config.model, self.data.tokenizer, fixed=fixed
+        )
         for line in (*self.strategy.describe(), *lines):
             self.log.say(line)
+        if context.is_main:
+            for line in aligned:
+                self.log.say(line)

@@ -73,6 +73,7 @@ class Corpus:
     text: TextCorpus | None
     _audio: AudioColumns
     _tokens: Ragged
+    _speakers: np.ndarray
     _rows: np.ndarray
     _speeds: np.ndarray
     """Number of each utterance's speed in ``_all_speeds``."""
@@ -160,6 +161,29 @@ class Corpus:
             drawn = text.mixture.count(text.sources, text.lengths.frames, text_plan.indices)
             summaries.append(text.mixture.summary(drawn))
         return summaries
+
+    @property
+    def speakers(self) -> int:
+        """Number of speakers, of those that the manifests name."""
+        found = np.unique(self._speakers[self._rows])
+        return int((found >= 0).sum())
+
+    @property
+    def text_lengths(self) -> np.ndarray:
+        """Tokens of each text without its prompt, int32 (n,)."""
+        return self.lengths.tokens - self._prompt_lengths
+
+    @property
+    def monotonic(self) -> np.ndarray:
+        """Whether each text follows the speech in order, so that CTC applies: bool (n,)."""
+        return self._monotonic
+
+    def token_ids(self, vocab_size: int) -> np.ndarray:
+        """The different token ids of prompts and texts, sorted."""
+        seen = np.zeros(vocab_size, dtype=bool)
+        for tokens in self._tokens.blocks(self._rows):
+            seen[tokens] = True
+        return np.flatnonzero(seen)
 
     def audio(self, index: int) -> AudioSegment | Cut:
         """Where the audio of an utterance is: a part of a file, or a cut that lhotse must read.
@@ -266,6 +290,7 @@ class _Derivation:
             text=None,
             _audio=table.audio,
             _tokens=table.tokens,
+            _speakers=table.speakers,
             _rows=rows,
             _speeds=table.speeds[kept],
             _all_speeds=config.speed_perturbation,

@@ -30,6 +30,7 @@ class UtteranceTable:
     Attributes:
         audio: Where the audio of each manifest line is.
         tokens: int32, prompt and text of each line.
+        speakers: int32, the number of each line's speaker; -1 where it is unknown.
         rows: int32 (n,), the line of each utterance; several may share one.
         speeds: uint8 (n,), the number of each utterance's speed in `Limits.speed_perturbation`.
         token_lengths: int32 (n,), tokens of prompt and text.
@@ -46,6 +47,7 @@ class UtteranceTable:
 
     audio: AudioColumns
     tokens: Ragged
+    speakers: np.ndarray
     rows: np.ndarray
     speeds: np.ndarray
     token_lengths: np.ndarray
@@ -69,6 +71,7 @@ class IndexBuilder:
     def __init__(self) -> None:
         self.audio = AudioColumnsBuilder()
         self.tokens = RaggedBuilder("i")
+        self.speakers = array("i")
         self.rows = array("i")
         self.speeds = array("B")
         self.token_lengths = array("i")
@@ -81,6 +84,7 @@ class IndexBuilder:
         self.dropped_before = array("i")
         self.dropped: list[Dropped] = []
         self.prompts: dict[Prompt, int] = {}
+        self.speaker_ids: dict[str, int] = {}
 
     def add(
         self, name: str, utterance: Utterance, limits: Limits, tokenizer: Tokenizer, source: int
@@ -101,6 +105,9 @@ class IndexBuilder:
         assert tokens is not None
         self.audio.append(cut)
         self.tokens.append(tokens.prompt + tokens.text)
+        speaker = cut.supervisions[0].speaker
+        known = self.speaker_ids.setdefault(speaker, len(self.speaker_ids)) if speaker else -1
+        self.speakers.append(known)
         prompt = self.prompts.setdefault(request(cut), len(self.prompts))
         for number in fitting:
             speed = limits.speed_perturbation[number]
@@ -122,6 +129,10 @@ class IndexBuilder:
         """Add the utterances of another builder."""
         lines, utterances = len(self.audio), len(self.rows)
         ids = [self.prompts.setdefault(prompt, len(self.prompts)) for prompt in other.prompts]
+        speakers = [
+            self.speaker_ids.setdefault(name, len(self.speaker_ids)) for name in other.speaker_ids
+        ]
+        self.speakers.extend(speakers[number] if number >= 0 else -1 for number in other.speakers)
         self.rows.extend(row + lines for row in other.rows)
         self.prompt_ids.extend(ids[number] for number in other.prompt_ids)
         self.dropped_before.extend(number + utterances for number in other.dropped_before)
@@ -129,7 +140,7 @@ class IndexBuilder:
         self.audio.extend(other.audio)
         self.tokens.extend(other.tokens)
         for name, values in vars(other).items():
-            shifted = name in ("rows", "prompt_ids", "dropped_before")
+            shifted = name in ("speakers", "rows", "prompt_ids", "dropped_before")
             if isinstance(values, array) and not shifted:
                 getattr(self, name).extend(values)
 

@@ -21,6 +21,7 @@ _ENCODER = Fields(
         "heads": ("num_attention_heads", 8),
         "feed_forward": ("intermediate_size", 4096),
         "conv_kernel": ("conv_kernel_size", 9),
+        "subsampling": ("subsampling_factor", 8),
         "subsampling_channels": ("subsampling_conv_channels", 256),
         "scale_input": ("scale_input", True),
         "bias": ("attention_bias", True),
@@ -32,10 +33,10 @@ _ENCODER = Fields(
     },
     {
         "hidden_act": "silu",
-        "subsampling_factor": 8,
         "subsampling_conv_kernel_size": 3,
         "subsampling_conv_stride": 2,
     },
+    {"subsampling_factor": (4, 8)},
 )
 _DECODER = Fields(
     "decoder_config",

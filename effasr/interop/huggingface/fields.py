@@ -16,17 +16,19 @@ class Fields:
         table: By our field: the field of transformers, and the value that transformers 5.23 fills
             in where a file leaves it out.
         fixed: Fields of transformers that can have only one value here.
+        choices: Fields of transformers, all of the table, that can have only these values here.
     """
 
     section: str
     table: Mapping[str, tuple[str, Any]]
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def read(self, mapping: Mapping[str, Any]) -> dict[str, Any]:
         """Our fields of a section.
 
         Raises:
-            ValueError: A fixed field has another value.
+            ValueError: A field has a value that is not possible here.
         """
         for key, only in self.fixed.items():
             if mapping.get(key, only) != only:
@@ -34,6 +36,9 @@ class Fields:
         values = {}
         for ours, (theirs, default) in self.table.items():
             value = mapping.get(theirs, default)
+            if value not in self.choices.get(theirs, (value,)):
+                rule = " or ".join(map(str, self.choices[theirs]))
+                raise ValueError(f"`{self.section}.{theirs}` must be {rule}, but is {value}.")
             values[ours] = float(value or 0.0) if isinstance(default, float) else value
         return values
 

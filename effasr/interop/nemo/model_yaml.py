@@ -169,7 +169,6 @@ def _encoder(encoder: FastConformerConfig, bands: int) -> dict[str, Any]:
         "feat_out": -1,
         "use_bias": encoder.bias or encoder.convolution_bias,
         "subsampling": "dw_striding",
-        "subsampling_factor": 8,
         "causal_downsampling": False,
         "reduction": None,
         "reduction_position": None,

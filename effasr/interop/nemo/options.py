@@ -96,6 +96,18 @@ def integer(where: str, value: Any) -> int:
     return value
 
 
+def one_of(*choices: int) -> Callable[[str, Any], int]:
+    """A check that an option is one of these integers."""
+
+    def check(where: str, value: Any) -> int:
+        if isinstance(value, bool) or value not in choices:
+            rule = " or ".join(map(str, choices))
+            raise ValueError(f"`{where}` must be {rule}, but is {_shown(value)}.")
+        return value
+
+    return check
+
+
 def number(where: str, value: Any) -> float:
     """Check that an option is a number; null is 0."""
     if value is None:

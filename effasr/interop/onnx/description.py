@@ -31,7 +31,7 @@ def describe(
     features = model.config.features
     rows: dict[str, Any] = {
         "features": {**asdict(features), "definition": _FEATURES[features.kind]},
-        "subsampling_factor": features.subsampling,
+        "subsampling_factor": features.rows_per_frame,
         "vocabulary": model.vocab_size,
         "encoder": {
             "file": "encoder.onnx",
