@@ -105,6 +105,7 @@ def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
     ours: ASRModel,
     examples: Sequence[Example],
     make_batch: Callable[..., Batch],
+    subsampling: int,
 ) -> None:
     theirs.zero_grad()
     expected = torch.zeros(())
@@ -117,7 +118,9 @@ def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
     losses = ours(make_batch(examples, static=True))
     losses.cross_entropy.backward()
     assert_same(losses.cross_entropy, expected, "loss")
-    assert_same_gradients(ours, theirs, CANARY)
+    # The bias of keys has no gradient but what is rounded, and more frames round more.
+    least = None if subsampling == 8 else 1e-3
+    assert_same_gradients(ours, theirs, CANARY, least=least)
 
 
 def test_export_is_the_inverse_of_import(ours: ASRModel, tmp_path: Path) -> None:
@@ -258,8 +261,11 @@ def test_models_without_the_part_are_refused(ours: ASRModel, tmp_path: Path) -> 
     ],
 )
 def test_a_directory_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, directory: Path, tmp_path: Path
+    change: dict[str, Any], message: str, subsampling: int, directory: Path, tmp_path: Path
 ) -> None:
+    if "encoder_config" in change:
+        encoder = {"subsampling_factor": subsampling, **change["encoder_config"]}
+        change = {**change, "encoder_config": encoder}
     with pytest.raises(ValueError, match=message):
         import_canary(copy_with(directory, tmp_path, change))
 
