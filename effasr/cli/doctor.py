@@ -16,7 +16,7 @@ from rich.text import Text
 
 import effasr_kernels
 from effasr.evaluation.tables import to_text
-from effasr.optim.adamw import why_not_apex
+from effasr.optim.adamw import apex_unsupported_reason
 from effasr_kernels import OPERATIONS, Backend, BackendUnavailable, TorchOp
 from effasr_kernels.runtime import native
 from effasr_kernels.runtime.example import Example, ExampleInputs
@@ -131,7 +131,7 @@ def _packages() -> list[Row]:
     for name, purpose in _PACKAGES.items():
         absent = "missing" if name in _REQUIRED else "not installed"
         rows.append(Row("packages", name, _version(name) or absent, purpose))
-    reason = why_not_apex(torch.device("cuda"))
+    reason = apex_unsupported_reason(torch.device("cuda"))
     note = "fused optimizers" if reason is None else f"not used: {reason}"
     rows.append(Row("packages", "apex", _version("apex") or "not installed", note))
     return rows
