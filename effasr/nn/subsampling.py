@@ -38,7 +38,7 @@ class ConvSubsampling(nn.Module):
             mel.layout,
             mel.lengths,
         )
-        # What the two products make of rows that are not real is not seen by the next convolution.
+        # The products at padding rows are finite and not read by the next convolution.
         x = self.pointwise1(x).relu_()
         quarter = (mel.lengths + 3) // 4
         x = strided_depthwise(x, *_taps(self.depthwise2), mel.layout, quarter)

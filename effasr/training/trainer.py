@@ -83,7 +83,7 @@ def run(config: TrainConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """What a run is trained on: tokenizer, utterances, and the loader of its micro-batches."""
+    """Data of a run: tokenizer, utterances, and the loader of its micro-batches."""
 
     tokenizer: Tokenizer
     corpus: Corpus

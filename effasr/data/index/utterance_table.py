@@ -134,7 +134,7 @@ class IndexBuilder:
                 getattr(self, name).extend(values)
 
     def table(self) -> UtteranceTable:
-        """The table, which shares the memory of this; nothing can be added any more."""
+        """Return the table, which shares the memory of this; nothing can be added any more."""
         columns = {
             name: to_numpy(values)
             for name, values in vars(self).items()
