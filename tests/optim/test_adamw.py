@@ -59,7 +59,7 @@ def test_apex_is_told_apart_from_its_namesake(monkeypatch, tmp_path) -> None:
     # Importing it would fail: it is recognised without being imported.
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert "another package" in str(apex_unsupported_reason(CUDA))
+    assert "package of that name" in str(apex_unsupported_reason(CUDA))
     (package / "optimizers").mkdir()
     (package / "optimizers" / "fused_adam.py").touch()
     assert "without its CUDA extensions" in str(apex_unsupported_reason(CUDA))
