@@ -32,7 +32,7 @@ def folder(text: str) -> Path:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A parser of integers from ``least`` to 2**31 - 1."""
+    """Return a parser of integers from ``least`` to 2**31 - 1."""
 
     def number(text: str) -> int:
         if not (text.isascii() and text.isdecimal()) or not least <= int(text) < 2**31:
@@ -137,7 +137,7 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
 
 
 def decoding_config(options: argparse.Namespace, *, words: bool = False) -> DecodingConfig:
-    """The decoding configuration that the options of `add_decoding` ask for."""
+    """Return the decoding configuration that the options of `add_decoding` ask for."""
     from effasr.decoding.config import DecodingConfig
 
     names = (

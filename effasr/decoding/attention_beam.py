@@ -56,7 +56,7 @@ def attention_beam(
     log-probability of the language model is added (shallow fusion).
 
     Args:
-        model: With a decoder, and for ``ctc_weight`` with a CTC head.
+        model: Model with a decoder, and for ``ctc_weight`` with a CTC head.
         encoded: (T, C), from ``model.encode``; sequences past ``len(prompts)`` are not decoded.
         prompts: At least one token each; they may differ in length.
         limits: Most tokens of each transcript after its prompt, at least one.
@@ -64,10 +64,11 @@ def attention_beam(
         classes: Number of the model's classes that are tokens; all by default.
         beam: K, hypotheses of each sequence.
         length_penalty: 0 for the likeliest transcript; more favours longer ones.
-        coverage_penalty: At least 0; more favours transcripts that omit less speech.
-        ctc_weight: From 0 to 1.
-        lm: Over the same tokens; None for no language model.
-        lm_weight: At least 0.
+        coverage_penalty: Weight of coverage, at least 0; more favours transcripts that omit less
+            speech.
+        ctc_weight: Weight of CTC, from 0 to 1.
+        lm: Language model over the same tokens; None for no language model.
+        lm_weight: Weight of the language model, at least 0.
 
     Returns:
         One result for each prompt.
@@ -124,7 +125,7 @@ def attention_beam(
 
 @dataclass(frozen=True, slots=True)
 class _Scoring:
-    """How hypotheses are scored and ranked; see `attention_beam`.
+    """Scoring and ranking of hypotheses; see `attention_beam`.
 
     ``candidates`` is C, the number of tokens that may extend a hypothesis.
     """
@@ -200,7 +201,7 @@ class _Search:
         ctc: bool,
         coverage: bool,
     ) -> _Search:
-        """One hypothesis without tokens for each of these utterances."""
+        """Return one hypothesis without tokens for each of these utterances."""
         device, shape = encoded.values.device, (len(prompts), beam)
         starts = [len(prompt) for prompt in prompts]
         frames = encoded.layout.lengths[: len(prompts)]
@@ -246,8 +247,8 @@ def _advance(
 
     Args:
         logits: (N K, V), after ``position`` tokens.
-        search: Before the step; its hypotheses have not ended.
-        scoring: What to rank by.
+        search: Search before the step; its hypotheses have not ended.
+        scoring: Weights of the scores.
         position: Tokens that were read, the prompt's included.
 
     Returns:

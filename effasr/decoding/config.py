@@ -22,7 +22,7 @@ LM_WEIGHT = 0.3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodingConfig:
-    """How recordings are split, batched and decoded.
+    """Splitting, batching and decoding of recordings.
 
     Attributes:
         method: ``attention``, ``transducer``, ``ctc``, or ``auto``: the first of them that the
@@ -48,7 +48,7 @@ class DecodingConfig:
         max_sequences: Utterances of a batch.
         chunk_seconds: Longer recordings are split at pauses into chunks of at most this length, or
             of what ``encoder.max_frames`` allows, if that is less.
-        search_seconds: How far a cut may move towards a pause.
+        search_seconds: Most seconds by which a cut moves towards a pause.
         gap_seconds: Stretches without speech of this length or more are not decoded, as an
             attention decoder may hallucinate words there. Detected by loudness: see
             `effasr.transcription.inputs.vad`. None to decode everything.
@@ -56,7 +56,7 @@ class DecodingConfig:
             decoder may repeat itself forever: ``tokens_per_frame * frames + extra_tokens``. A
             `effasr.transcription.recognizer.Recognizer` takes half of it for frames of 40 ms.
         extra_tokens: See ``tokens_per_frame``.
-        precision: Of matrix products, as autocast.
+        precision: Autocast precision of matrix products.
         workers: Threads that load audio.
         words: Whether to compute word timestamps; needs a model with a CTC head.
     """

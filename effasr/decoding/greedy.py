@@ -121,8 +121,8 @@ def decode(
 
     Args:
         model: The model.
-        tokenizer: Of this model.
-        batch: Its ``tokens`` and ``text`` are unused.
+        tokenizer: Tokenizer of the model.
+        batch: Batch whose ``tokens`` and ``text`` are unused.
         prompts: Tokens that the attention decoder reads first, for each utterance of the batch.
         config: The default configuration by default.
         lm: The result of `load_lm` for the configuration, to read it once for many batches; read
@@ -163,7 +163,7 @@ def decode(
 
 
 def is_plain_greedy(config: DecodingConfig) -> bool:
-    """Whether the attention decoder alone takes the best token of each step."""
+    """Return whether the attention decoder alone takes the best token of each step."""
     return config.beam == 1 and config.ctc_weight == 0 and config.lm is None
 
 
@@ -228,13 +228,13 @@ def attention_greedy(
     """Decode sequences of encoder output by the attention decoder and its caches.
 
     Args:
-        model: With a decoder.
+        model: Model with a decoder.
         encoded: (T, C), from ``model.encode``; sequences past ``len(prompts)`` are not decoded.
         prompts: At least one token each; they may differ in length.
         limits: Most tokens of each transcript after its prompt, at least one.
         eos_id: The end token.
         classes: Number of the model's classes that are tokens; all by default.
-        slots: How many are decoded at a time; all by default.
+        slots: Sequences decoded at a time; all by default.
 
     Returns:
         One result for each prompt.
@@ -255,7 +255,7 @@ def attention_greedy(
 
 
 def limit_of(model: ASRModel, prompt: Sequence[int], wanted: int) -> int:
-    """Number of tokens that may follow the prompt, within the decoder's positions.
+    """Return the number of tokens that may follow the prompt, within the decoder's positions.
 
     Raises:
         ValueError: The prompt is empty or leaves no room for a transcript.

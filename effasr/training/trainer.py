@@ -1,4 +1,4 @@
-"""A training run, from its first step to its last, over any number of interruptions."""
+"""A training run from its first step to its last, with any number of interruptions."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def run(config: TrainConfig) -> int:
                 with trainer.log.display, trainer.checkpoints:
                     trainer.train(stop)
             except TrainingFailed as error:
-                trainer.log.say(f"failed: {error}")
+                trainer.log.show(f"failed: {error}")
                 return 1
     return 0
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """What a run is trained on: tokenizer, utterances, and the loader of its micro-batches."""
+    """Data of a run: tokenizer, utterances, and the loader of its micro-batches."""
 
     tokenizer: Tokenizer
     corpus: Corpus
@@ -100,7 +100,8 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, context: DistributedContext, directory: RunDirectory
     ) -> None:
-        # A rank that replaces rank 0 recognizes the lock of this start of the run by the name.
+        # All processes of this start of the run share the name in the lock, so that a rank that
+        # replaces rank 0 recognizes it.
         self.log = RunLog(directory, context.broadcast(uuid.uuid4().hex))
         self.checkpoints = RunCheckpoints(
             directory.checkpoints, config.training.keep, background=config.training.async_save
@@ -143,11 +144,11 @@ class Trainer:
         settings, strategy, progress = self.config.training, self.strategy, self.progress
         self._describe()
         if self._is_finished:
-            self.log.say(
-                f"all {settings.max_steps} steps have been made: training.max_steps allows more"
+            self.log.show(
+                f"all {settings.max_steps} steps have been made: raise training.max_steps for more"
             )
         elif progress.step:
-            self.log.say(f"going on from step {progress.step} of {settings.max_steps}")
+            self.log.show(f"continuing from step {progress.step} of {settings.max_steps}")
         steps_of_rank = strategy.steps(self.data.loader, self.state, progress)
         with closing(self.profiler), steps_of_rank as steps, self.watchdog:
             if progress.must_validate:
@@ -159,7 +160,7 @@ class Trainer:
                     is_sync_point = self._advance(steps, stop)
                 if not is_sync_point:
                     continue
-                # A request to stop does not wait for it: it comes first when the run continues.
+                # A request to stop takes precedence; the validation follows when the run continues.
                 if progress.must_validate and not strategy.is_stopping:
                     self._validate()
                 must_save = self._is_due(settings.checkpoint_every)
@@ -167,12 +168,12 @@ class Trainer:
                     self._save()
         self.checkpoints.wait()
         if not self._is_finished:
-            self.log.say(f"stopped at step {progress.step}; the same command goes on from there")
+            self.log.show(f"stopped at step {progress.step}; the same command continues from there")
         else:
-            self.log.say(f"done: {self.log.directory.path}")
+            self.log.show(f"done: {self.log.directory.path}")
 
     def _advance(self, steps: Iterator[StepBatch | None], stop: StopRequest) -> bool:
-        """Make a step, or synchronize; return whether all ranks are at the same step now."""
+        """Make a step or synchronize; return whether all ranks are at the same step now."""
         self.checkpoints.check()
         strategy, progress, metrics = self.strategy, self.progress, self.metrics
         started = time.perf_counter()
@@ -212,7 +213,7 @@ class Trainer:
         self.strategy.finish(data, self.progress, stopping=self.metrics.stopping)
 
     def _synchronize(self) -> None:
-        """Make ranks equal that have made steps apart."""
+        """Synchronize ranks that have made different steps."""
         self._handle_nonfinite(leave=0)
         was_main = self.strategy.context.is_main
         if self.strategy.synchronize(self.state, self.progress):
@@ -226,9 +227,9 @@ class Trainer:
         logging.getLogger("effasr").setLevel(logging.NOTSET)
         self.log.lock(succeeds=True)
         self._open_log()
-        self.log.say(
-            f"rank 0 is lost: from step {self.progress.step} on, another writes the files of the "
-            "run"
+        self.log.show(
+            f"rank 0 is lost: from step {self.progress.step} on, another rank writes the files of "
+            "the run"
         )
 
     def _is_due(self, every: int) -> bool:
@@ -236,31 +237,31 @@ class Trainer:
 
     def _must_log(self, is_sync_point: bool) -> bool:
         every = self.config.training.log_every
-        # A rank may not see every step.
+        # A rank may skip over step numbers.
         is_due = self.progress.step // every > self.log.step // every or self._is_finished
         return is_due or (is_sync_point and self.strategy.logs_sync_points)
 
     @property
     def _is_finished(self) -> bool:
-        """Whether the last step was made; with AdaScale, as many reference steps as are known.
+        """Return whether the last step was made; with AdaScale, enough reference steps.
 
-        The gain of a step is known when the next one has been made.
+        The gain of a step is available after the next one.
         """
         adascale, last = self.state.adascale, self.config.training.max_steps
         return self.progress.step >= last or (adascale is not None and adascale.progress >= last)
 
     def _handle_nonfinite(self, *, leave: int) -> None:
-        """Read the reports but the newest ``leave``, and handle those without an update."""
+        """Read the reports but the newest ``leave`` and handle the skipped updates among them."""
         reports = self.metrics.collect(leave=leave)
         if self.metrics.oom_splits:
             self.log.warn_of_splits(self.progress.step)
         if reports:
-            # All ranks look at the utterances.
+            # All ranks take part, because each has its own utterances.
             with full_weights(self.state, self.model):
                 self.guard.handle(reports, self.metrics.in_a_row)
 
     def _validate(self) -> None:
-        """Validate, and record whether no validation before was as good."""
+        """Validate and record whether the result is the best so far."""
         self.progress.must_validate = False
         if self.validator is None:
             return
@@ -314,12 +315,12 @@ class Trainer:
         self.log.mixture(self.progress.step, blends)
 
     def _restore(self, saved: Saved) -> None:
-        """Continue from a checkpoint; the model has the published weights already."""
+        """Continue from a checkpoint; the model has its published weights already."""
         progress, state = self.progress, saved.state
         progress.load_state_dict(state)
         progress.must_validate = progress.must_validate and self.validator is not None
         if progress.is_best and self.strategy.context.is_main:
-            # The run may have been killed between the checkpoint and its mark.
+            # The run may have been killed between writing the checkpoint and marking it.
             self.checkpoints.mark_best(progress.step)
         self._optimizer_state().load(state["optimizer"], saved.path / TENSORS)
         for name, component in self._components().items():
@@ -329,7 +330,7 @@ class Trainer:
             self.state.adascale.begin_at(progress.step)
 
     def _components(self) -> dict[str, Stateful | None]:
-        """Return the components with state, by their names in a checkpoint."""
+        """Return the stateful components by their names in a checkpoint."""
         return {
             "objective": self.state.objective,
             "meter": self.metrics,
@@ -354,7 +355,7 @@ class Trainer:
         if context.is_main:
             self.log.lock()
             if restart and (aside := directory.set_aside()):
-                log.warning("what was in %s is now in %s", directory.path, aside)
+                log.warning("renamed the earlier run %s to %s", directory.path, aside)
             found = self.checkpoints.newest()
         path = context.broadcast(found and found[0])
         if path is None:
@@ -364,7 +365,7 @@ class Trainer:
     def _load_data(
         self, tokenizer: Tokenizer, saved: Saved | None, context: DistributedContext
     ) -> RunData:
-        """Load the corpus; where filters drop too much of it, list that all the same."""
+        """Load the corpus; if filters drop too much of it, list the dropped utterances first."""
         config, directory = self.config, self.log.directory
         try:
             corpus = build.load_corpus(config, tokenizer, saved)
@@ -397,9 +398,9 @@ class Trainer:
         self.log.open(self.config, is_main, step, self.metrics.ranks, dropped)
 
     def _describe(self) -> None:
-        """Show what is trained on what."""
+        """Report the data, the model and the ranks."""
         context, corpus = self.strategy.context, self.data.corpus
-        self.log.say(
+        self.log.show(
             f"{len(corpus)} utterances, {corpus.seconds / 3600:.2f} h, "
             f"{describe_model(self.model)}, {context.size} x {context.device}"
         )
@@ -411,7 +412,7 @@ class Trainer:
             corpus, self.config.data, self.config.model, self.data.tokenizer, fixed=fixed
         )
         for line in (*self.strategy.describe(), *lines):
-            self.log.say(line)
+            self.log.show(line)
         if context.is_main:
             for line in aligned:
-                self.log.say(line)
+                self.log.show(line)

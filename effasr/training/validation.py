@@ -22,7 +22,7 @@ class Validator:
 
     Raises:
         ValueError: A manifest cannot be read, the normaliser is unknown, or the model does not
-            support the decoding: before training, not after hours of it.
+            support the decoding: raised before training starts.
     """
 
     def __init__(

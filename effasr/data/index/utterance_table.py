@@ -25,24 +25,24 @@ from effasr.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UtteranceTable:
-    """Utterances of manifests, in their order; made by `IndexBuilder`, or mapped from a file.
+    """Utterances of manifests in manifest order; built by `IndexBuilder` or mapped from a file.
 
     Attributes:
-        audio: Where the audio of each manifest line is.
-        tokens: int32, prompt and text of each line.
-        speakers: int32, the number of each line's speaker; -1 where it is unknown.
-        rows: int32 (n,), the line of each utterance; several may share one.
-        speeds: uint8 (n,), the number of each utterance's speed in `Limits.speed_perturbation`.
+        audio: Audio location of each manifest line.
+        tokens: int32, prompt and text tokens of each line.
+        speakers: int32, speaker number of each line; -1 where it is unknown.
+        rows: int32 (n,), the line of each utterance; several utterances may share one.
+        speeds: uint8 (n,), index of each utterance's speed in `Limits.speed_perturbation`.
         token_lengths: int32 (n,), tokens of prompt and text.
         prompt_lengths: int32 (n,), tokens of the prompt.
-        prompt_ids: int32 (n,), the number of each utterance's request in ``prompts``.
+        prompt_ids: int32 (n,), index of each utterance's prompt in ``prompts``.
         frames: int32 (n,), encoder frames.
         durations: float64 (n,), seconds.
-        sources: uint16 (n,), the number of each utterance's source.
-        opened: bool (n,), whether its audio file was opened; a cut has its duration in itself.
-        dropped_before: int32, for each of ``dropped``, how many utterances came before it.
-        dropped: What cannot be trained on, whatever the token budget is.
-        prompts: The different requests, in the order in which they first appear.
+        sources: uint16 (n,), source number of each utterance.
+        opened: bool (n,), whether the audio file was opened; lhotse cuts carry their duration.
+        dropped_before: int32, for each of ``dropped`` the number of utterances before it.
+        dropped: Utterances that cannot be trained on with any token budget.
+        prompts: The different prompts, in order of first appearance.
     """
 
     audio: AudioColumns
@@ -66,7 +66,7 @@ class UtteranceTable:
 
 
 class IndexBuilder:
-    """An `UtteranceTable` while it is made."""
+    """Builds an `UtteranceTable`."""
 
     def __init__(self) -> None:
         self.audio = AudioColumnsBuilder()
@@ -89,7 +89,7 @@ class IndexBuilder:
     def add(
         self, name: str, utterance: Utterance, limits: Limits, tokenizer: Tokenizer, source: int
     ) -> None:
-        """Add an utterance at every speed, or list why it cannot be trained on."""
+        """Add an utterance at every speed, or record why it was dropped."""
         try:
             cut = utterance.cut(name)
         except AudioError as error:
@@ -145,7 +145,7 @@ class IndexBuilder:
                 getattr(self, name).extend(values)
 
     def table(self) -> UtteranceTable:
-        """The table, which shares the memory of this; nothing can be added any more."""
+        """Return the table, which shares the memory of this; nothing can be added any more."""
         columns = {
             name: to_numpy(values)
             for name, values in vars(self).items()

@@ -59,7 +59,7 @@ class Share:
 
 @dataclass(slots=True)
 class PrepareReport:
-    """What `prepare` kept and left out; the same as OUT/report.json.
+    """Numbers of kept and dropped utterances; the same as OUT/report.json.
 
     Attributes:
         source: The manifest.

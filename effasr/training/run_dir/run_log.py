@@ -1,4 +1,4 @@
-"""What a run writes to its directory and shows to the user, from whichever rank does so."""
+"""Output of a run: the files of its directory and the messages for the user."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Writes the files of a run and reports to the user, on rank 0; other ranks keep their lines.
+    """Writes the files of a run and reports to the user on rank 0; other ranks keep their lines.
 
     Attributes:
         directory: Directory of the run.
-        display: What the user sees.
+        display: Progress display.
         step: Step of the last line of metrics.
     """
 
@@ -46,7 +46,7 @@ class RunLog:
     def open(
         self, config: TrainConfig, is_main: bool, step: int, ranks: int, dropped: Sequence[Dropped]
     ) -> None:
-        """Begin to write and to report, if this rank is to."""
+        """Open the files and the display, if this rank is to write."""
         self.step = step
         self._is_main = is_main
         if not is_main:
@@ -56,9 +56,9 @@ class RunLog:
         self.dropped(dropped)
         self.display = ProgressDisplay(config.training.max_steps, step, ranks)
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Show a line."""
-        self.display.say(text)
+        self.display.show(text)
 
     def dropped(self, utterances: Iterable[Dropped]) -> None:
         """Write dropped.jsonl."""
@@ -66,7 +66,7 @@ class RunLog:
         self.directory.dropped(map(asdict, utterances))
 
     def metrics(self, line: dict[str, Any]) -> None:
-        """Write a line of metrics.jsonl, and show it."""
+        """Write a line of metrics.jsonl and show it."""
         self.step = line["step"]
         if self._is_main:
             self.directory.metrics(line)
@@ -75,7 +75,7 @@ class RunLog:
     def validation(self, step: int, epoch: int, name: str, evaluation: Evaluation) -> None:
         """Write and show the results of a set."""
         errors = evaluation.errors
-        self.say(
+        self.show(
             f"step {step}: {name}: WER {100 * errors.wer:.2f} % of {errors.words} words, "
             f"RTFx {evaluation.rtfx:.0f}, {len(evaluation.failures)} failed"
         )
@@ -97,7 +97,7 @@ class RunLog:
             self._skipped.append(line)
 
     def write_skipped(self, context: DistributedContext) -> None:
-        """Write what the other ranks have kept for skipped.jsonl; all ranks call this."""
+        """Write the lines for skipped.jsonl that the other ranks kept; all ranks call this."""
         gathered = context.all_gather(self._skipped)
         self._skipped = []
         if self._is_main:
@@ -110,14 +110,14 @@ class RunLog:
         self._unreadable += [{"step": step} | asdict(dropped) for dropped in utterances]
 
     def write_unreadable(self, context: DistributedContext) -> None:
-        """Write what all ranks have kept for unreadable.jsonl; all ranks call this."""
+        """Write the lines for unreadable.jsonl that all ranks kept; all ranks call this."""
         gathered = context.all_gather(self._unreadable)
         self._unreadable = []
         if self._is_main:
             self.directory.unreadable(line for lines in gathered for line in lines)
 
     def warn_of_splits(self, step: int) -> None:
-        """Warn, once, that a run became slow because memory ran out."""
+        """Warn once that the run is slow because memory ran out."""
         if not self._has_warned:
             self._has_warned = True
             log.warning(

@@ -50,7 +50,7 @@ def describe_batches(
 
 
 def describe_model(model: nn.Module) -> str:
-    """Return the number of parameters, and of those that are trained if not all are."""
+    """Return the number of parameters, and of the trained ones if not all are."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     of_these = f" ({trained / 1e6:.2f} M trained)" if trained < parameters else ""
@@ -65,7 +65,7 @@ def describe_data(
     yield describe_batches(plan, loader.shape, corpus.lengths, config)
     if config.speed_perturbation != (1.0,):
         speeds = ", ".join(map(str, config.speed_perturbation))
-        yield f"each utterance at the speeds {speeds}, as one of its own"
+        yield f"each utterance at the speeds {speeds}, each as an utterance of its own"
     if augmentation := loader.augmentation:
         yield f"of the utterances, {augmentation}"
     if (text := corpus.text) is not None:
