@@ -15,6 +15,9 @@ WIDTH = 100
 _LINES = 4
 """Most lines of a text; a looping hypothesis has no end."""
 
+_MARGIN = 19
+"""Columns of the label before a text, and of the dots after one that goes on."""
+
 _CONSOLE = Console(width=WIDTH, quiet=True)
 
 
@@ -40,7 +43,7 @@ def lines(utterance: ScoredUtterance) -> Iterator[str]:
     """Yield the id, and reference and hypothesis one under the other."""
     yield f"  {utterance.id}"
     for label, text in (("reference ", utterance.reference), ("hypothesis", utterance.hypothesis)):
-        folded = fold(text or "(empty)", WIDTH - 15)
+        folded = fold(text or "(empty)", WIDTH - _MARGIN)
         if len(folded) > _LINES:
             folded = [*folded[: _LINES - 1], f"{folded[_LINES - 1]} ..."]
         for number, line in enumerate(folded):
