@@ -265,6 +265,8 @@ def test_insertions_against_deletions() -> None:
     assert [detector.check(little) is None for _ in range(3)] == [True, False, False]
     assert "coverage_penalty" in detector.check(little).remedy
     assert detector.check(validation(counts=errors(deletions=14))) is None
+    beginning = validation(counts=errors(deletions=60, substitutions=30))
+    assert [detector.check(beginning) for _ in range(3)] == [None] * 3
     assert detector.check(validation(counts=errors(0))) is None
 
 

@@ -13,7 +13,10 @@ _TIMES = 3.0
 """How many times as frequent as the other kind."""
 
 _STREAK = 2
-"""Validations in a row, because the first has an error rate of nearly 100 % anyway."""
+"""Validations in a row."""
+
+_RECOGNISED = 0.8
+"""Word error rate above which deletions say nothing: every model begins with few words."""
 
 
 class ErrorBalance:
@@ -36,6 +39,8 @@ class ErrorBalance:
         for more, less in (("insertions", "deletions"), ("deletions", "insertions")):
             count, other = getattr(errors, more), getattr(errors, less)
             holds = errors.words and count >= least and count >= _TIMES * other
+            if more == "deletions":
+                holds = holds and errors.wer < _RECOGNISED
             self._streaks[more] = self._streaks[more] + 1 if holds else 0
         for kind, streak in self._streaks.items():
             if streak >= _STREAK:
@@ -58,8 +63,9 @@ class ErrorBalance:
             return "check that references are complete, and that audio ends where its text does."
         if self._method == "attention":
             return (
-                "decode with evaluation.decoding.beam=4 and coverage_penalty=0.5, which favour "
-                "transcripts that leave out less; check that texts have no more than is spoken."
+                "decode with evaluation.decoding.beam=4 and "
+                "evaluation.decoding.coverage_penalty=0.5, which favour transcripts that leave out "
+                "less; check that texts have no more than is spoken."
             )
         return (
             "train longer, or give tokens more frames: a larger vocabulary or less subsampling; "
