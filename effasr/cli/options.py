@@ -111,6 +111,13 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
         help="share of CTC in the scores of the attention decoder, 0 to 1; needs both (default: 0)",
     )
     parser.add_argument(
+        "--no-repeat-ngram",
+        type=at_least(2),
+        metavar="N",
+        help="with the attention decoder: no N tokens in a row come twice, which ends loops "
+        "(default: all repetitions are allowed)",
+    )
+    parser.add_argument(
         "--lm",
         type=Path,
         metavar="FILE",
@@ -142,6 +149,7 @@ def decoding_config(options: argparse.Namespace, *, words: bool = False) -> Deco
 
     names = (
         *("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight"),
+        "no_repeat_ngram",
         *("lm", "lm_weight", "frame_budget"),
     )
     return DecodingConfig(

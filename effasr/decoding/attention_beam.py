@@ -12,6 +12,7 @@ from effasr.decoding.coverage import Coverage
 from effasr.decoding.ctc_prefix_scorer import CTCPrefixScorer
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.lm.ngram import TokenLM
+from effasr.decoding.repetition import repeats_ngram
 from effasr.decoding.suppression import FORBIDDEN, Suppression
 from effasr.model.asr import ASRModel
 from effasr.nn.cache.decoder_state import KEPT_SHARE
@@ -20,7 +21,8 @@ from effasr_kernels import PackedSequence
 _NONE = -torch.inf
 
 _FEWEST_CANDIDATES = 8
-"""Tokens of each hypothesis that CTC or a language model score, or twice the beam if more."""
+"""Tokens of each hypothesis where something else than the decoder has a say, or twice the beam if
+more."""
 
 
 def attention_beam(
@@ -35,6 +37,7 @@ def attention_beam(
     length_penalty: float = 0.0,
     coverage_penalty: float = 0.0,
     ctc_weight: float = 0.0,
+    no_repeat_ngram: int | None = None,
     lm: TokenLM | None = None,
     lm_weight: float = 0.0,
 ) -> list[Decoded]:
@@ -55,6 +58,9 @@ def attention_beam(
     CTC prefix score, over the tokens that the decoder ranks highest. ``lm_weight`` times the
     log-probability of the language model is added (shallow fusion).
 
+    With ``no_repeat_ngram`` n, no token ends an n-gram that its transcript has already. Where every
+    token that the decoder ranks highest would, the transcript ends.
+
     Args:
         model: Model with a decoder, and for ``ctc_weight`` with a CTC head.
         encoded: (T, C), from ``model.encode``; sequences past ``len(prompts)`` are not decoded.
@@ -67,6 +73,7 @@ def attention_beam(
         coverage_penalty: Weight of coverage, at least 0; more favours transcripts that omit less
             speech.
         ctc_weight: Weight of CTC, from 0 to 1.
+        no_repeat_ngram: n, at least 2; None to allow all repetitions.
         lm: Language model over the same tokens; None for no language model.
         lm_weight: Weight of the language model, at least 0.
 
@@ -82,7 +89,7 @@ def attention_beam(
     if not found:
         return found
     classes = model.vocab_size if classes is None else classes
-    alone = ctc_weight == 0 and lm is None
+    alone = ctc_weight == 0 and lm is None and no_repeat_ngram is None
     candidates = min(beam if alone else max(_FEWEST_CANDIDATES, 2 * beam), classes - 1)
     assert model.decoder is not None
     scoring = _Scoring(
@@ -95,6 +102,7 @@ def attention_beam(
         lm,
         lm_weight,
         Suppression.of(model.decoder, classes),
+        no_repeat_ngram,
     )
     room = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
     # Where a prompt is longer than the shortest, steps read the rest of it.
@@ -139,6 +147,7 @@ class _Scoring:
     lm: TokenLM | None
     lm_weight: float
     suppression: Suppression | None
+    no_repeat_ngram: int | None
 
     def rank(self, scores: Tensor, tokens: Tensor, covered: Tensor | float) -> Tensor:
         """Ranks of scores of hypotheses with this many tokens and this share of covered frames."""
@@ -268,6 +277,9 @@ def _advance(
     if scoring.suppression is not None:
         pool = pool.masked_fill(spoken <= FORBIDDEN / 2, _NONE)
     pool = pool.masked_fill(search.scores[..., None] == _NONE, _NONE)
+    if scoring.no_repeat_ngram is not None:
+        repeated = repeats_ngram(search.labels, symbols, scoring.no_repeat_ngram)
+        pool[..., :-1].masked_fill_(repeated, _NONE)
     full = search.counts >= search.limits
     pool[..., :-1].masked_fill_(full[:, None, None], _NONE)
     counts = (position + 1 - search.starts).clamp(min=0)

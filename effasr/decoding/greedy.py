@@ -69,6 +69,10 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
         check(attends, "ctc_weight", rule, config.ctc_weight, f"{remedy}: use method attention")
         rule = "be 0 for a model without CTC head"
         check(model.config.ctc, "ctc_weight", rule, config.ctc_weight)
+    if config.no_repeat_ngram is not None:
+        rule, remedy = f"be left out for the method {method}", "only the attention decoder loops"
+        attends = method == "attention"
+        check(attends, "no_repeat_ngram", rule, config.no_repeat_ngram, remedy)
     if config.lm is not None:
         rule = "be left out for the method transducer"
         remedy = "only the attention decoder and CTC can be joined with a language model"
@@ -164,7 +168,8 @@ def decode(
 
 def is_plain_greedy(config: DecodingConfig) -> bool:
     """Return whether the attention decoder alone takes the best token of each step."""
-    return config.beam == 1 and config.ctc_weight == 0 and config.lm is None
+    alone = config.ctc_weight == 0 and config.lm is None
+    return config.beam == 1 and alone and config.no_repeat_ngram is None
 
 
 def _aligned(
@@ -206,6 +211,7 @@ def _attention(
         length_penalty=(LENGTH_PENALTY if config.length_penalty is None else config.length_penalty),
         coverage_penalty=config.coverage_penalty or 0.0,
         ctc_weight=config.ctc_weight,
+        no_repeat_ngram=config.no_repeat_ngram,
         lm=lm,
         lm_weight=_lm_weight(config),
     )

@@ -19,6 +19,7 @@ from effasr.nn.lora import LoRAConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training.calibration.settings import CalibrationConfig
+from effasr.training.diagnostics.config import DiagnosticsConfig
 from effasr.training.loss import (
     DEFAULT_CTC_WEIGHT,
     DEFAULT_TRANSDUCER_WEIGHT,
@@ -88,6 +89,7 @@ class LoopConfig:
             and replayed, so that the host launches no kernels; needs a GPU. Several ranks then
             exchange gradients after the backward, and not during it.
         tensorboard: Whether to write curves for TensorBoard.
+        diagnostics: Warnings about a model that does not learn as it should; null for none.
         profile: Steps to profile.
     """
 
@@ -120,6 +122,7 @@ class LoopConfig:
     gossip: GossipConfig = field(default_factory=GossipConfig)
     cuda_graph: bool = False
     tensorboard: bool = True
+    diagnostics: DiagnosticsConfig | None = field(default_factory=DiagnosticsConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:

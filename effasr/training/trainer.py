@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 
 import torch
@@ -29,6 +31,8 @@ from effasr.training.checkpointing.resume import Saved, check_resumable, check_s
 from effasr.training.checkpointing.run_checkpoints import TENSORS, RunCheckpoints
 from effasr.training.checkpointing.state import OptimizerState, RunProgress, Stateful
 from effasr.training.config import ASYNCHRONOUS, TrainConfig
+from effasr.training.diagnostics import examples
+from effasr.training.diagnostics.build import build_diagnostics
 from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard
 from effasr.training.fault_tolerance.phase_tracker import WAITING
 from effasr.training.fault_tolerance.stop import StopRequest, listening
@@ -123,6 +127,7 @@ class Trainer:
         self.validator = self._make_validator()
         self.metrics = TrainingMetrics(context.device, group.size)
         self.mixture_stats = MixtureStats(self.data.corpus)
+        self.diagnostics = build_diagnostics(config, self.model, self.data.corpus)
         autocast, on_nan = self.state.config.autocast, config.training.on_nan
         self.guard = NonFiniteGuard(self.model, autocast, on_nan, group, self.log.skipped)
         limits = config.training.timeout_s, config.training.data_timeout_s
@@ -195,11 +200,14 @@ class Trainer:
         self.log.display.advance(progress.step)
         if must_log:
             line = metrics.line(progress.step, progress.epoch)
+            changes = [] if self.diagnostics is None else self.diagnostics.observe(line)
+            line |= {} if self.diagnostics is None else self.diagnostics.flags()
             if is_sync_point:
                 self._write_unreadable()
             if strategy.context.is_main:
                 line |= strategy.metrics(progress, self.watchdog, data)
             self.log.metrics(line)
+            self.log.changes(progress.step, progress.epoch, changes)
         return is_sync_point
 
     def _train(self, data: StepBatch, stop: StopRequest) -> None:
@@ -268,9 +276,17 @@ class Trainer:
         self.state.phases.begin("validating")
         average_over_ranks(self.state, self.strategy.context)
         with ranges.range("validation"), self._published_weights(), merged(self.model):
-            evaluations = self.validator()
-        for name, evaluation in evaluations.items():
-            self.log.validation(self.progress.step, self.progress.epoch, name, evaluation)
+            results = self.validator()
+        evaluations = {name: result.evaluation for name, result in results.items()}
+        settings = self.config.training.diagnostics
+        step, epoch = self.progress.step, self.progress.epoch
+        shown = {} if settings is None else examples.choose(evaluations, settings.examples)
+        for name, result in results.items():
+            self.log.validation(step, epoch, name, result, shown.get(name, ()))
+        if self.diagnostics is not None:
+            probe = reduce(add, (result.probe for result in results.values()))
+            changes = self.diagnostics.validated(evaluations, probe, epoch)
+            self.log.changes(step, epoch, changes)
         self.progress.record_error_rate(merge(list(evaluations.values())).wer)
 
     @contextmanager
@@ -336,6 +352,7 @@ class Trainer:
             "meter": self.metrics,
             "blend": self.mixture_stats,
             "adascale": self.state.adascale,
+            "diagnostics": self.diagnostics,
         }
 
     def _optimizer_state(self) -> OptimizerState:

@@ -210,7 +210,7 @@ class Recognizer:
         self, search: Search, pieces: list[Piece], on_audio: Callable[[float], None] | None
     ) -> None:
         """Decode a batch, or without pieces what a search still holds."""
-        with _evaluating(self.model):
+        with evaluating(self.model):
             done = self._decode(search, pieces)
         if on_audio is not None and done:
             on_audio(done)
@@ -307,7 +307,7 @@ def _check(audio: np.ndarray) -> None:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for the length of a context; restores the mode of each module."""
     training = [module for module in model.modules() if module.training]
     model.eval()

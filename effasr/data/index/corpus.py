@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import itemgetter
@@ -200,6 +200,18 @@ class Corpus:
     def name(self, index: int) -> str:
         """Return the id of an utterance, with its speed factor as a suffix unless it is 1."""
         return name_at(self._audio.name(self._rows[index]), self.speed(index))
+
+    def transcripts(self, limit: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Encoder frames and token ids, int (U,), of at most so many transcriptions.
+
+        They are evenly spaced over the corpus; translations are left out.
+        """
+        chosen = np.flatnonzero(self._monotonic)
+        if len(chosen) > limit:
+            chosen = chosen[np.arange(limit) * len(chosen) // limit]
+        for index in chosen.tolist():
+            tokens = self._tokens[self._rows[index]][self._prompt_lengths[index] :]
+            yield int(self.lengths.frames[index]), tokens
 
     def duration(self, index: int) -> float:
         """Return the duration of an utterance at its speed, in seconds."""

@@ -12,9 +12,10 @@ from effasr.training.run_dir.run_lock import LOCK, RunLock
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-METRICS, VALIDATION, SKIPPED, UNREADABLE, DROPPED, BLEND = (
+METRICS, VALIDATION, WARNINGS, SKIPPED, UNREADABLE, DROPPED, BLEND = (
     "metrics.jsonl",
     "validation.jsonl",
+    "warnings.jsonl",
     "skipped.jsonl",
     "unreadable.jsonl",
     "dropped.jsonl",
@@ -28,6 +29,7 @@ class RunDirectory:
     config.yaml        resolved configuration
     metrics.jsonl      one object per logged step
     validation.jsonl   one object per validation
+    warnings.jsonl     one object per condition that began or ended, with cause and remedy
     skipped.jsonl      one object per skipped update, with its utterances
     unreadable.jsonl   one object per utterance or noise that could not be read
     dropped.jsonl      one object per utterance that cannot be trained on
@@ -85,7 +87,7 @@ class RunDirectory:
         """Open the files for writing from a step on; remove later lines."""
         self.path.mkdir(parents=True, exist_ok=True)
         _replace(self.path / "config.yaml", config)
-        for name in (METRICS, VALIDATION, SKIPPED, UNREADABLE):
+        for name in (METRICS, VALIDATION, WARNINGS, SKIPPED, UNREADABLE):
             _truncate(self.path / name, step)
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -111,6 +113,12 @@ class RunDirectory:
         """Add a line to validation.jsonl."""
         self._append(VALIDATION, line)
         self._draw("validation", line)
+
+    def warning(self, line: Mapping[str, Any], text: str) -> None:
+        """Add a line to warnings.jsonl, and its text to TensorBoard."""
+        self._append(WARNINGS, line)
+        if self._tensorboard is not None:
+            self._tensorboard.add_text("warnings", text, line["step"])
 
     def skipped(self, line: Mapping[str, Any]) -> None:
         """Add a line to skipped.jsonl."""

@@ -11,11 +11,14 @@ from effasr import config as configuration
 from effasr.data.filters.rules import Dropped
 from effasr.data.mixture_summary import MixtureSummary
 from effasr.distributed.process_group import DistributedContext
-from effasr.evaluation.result import Evaluation
+from effasr.evaluation.result import ScoredUtterance
 from effasr.evaluation.result import save as save_evaluation
 from effasr.training.config import TrainConfig
+from effasr.training.diagnostics import examples
+from effasr.training.diagnostics.monitor import Change
 from effasr.training.run_dir.progress import ProgressDisplay, SilentDisplay
 from effasr.training.run_dir.run_directory import RunDirectory
+from effasr.training.validation import SetResult
 
 log = logging.getLogger(__name__)
 
@@ -72,17 +75,43 @@ class RunLog:
             self.directory.metrics(line)
         self.display.metrics(line)
 
-    def validation(self, step: int, epoch: int, name: str, evaluation: Evaluation) -> None:
-        """Write and show the results of a set."""
+    def validation(
+        self,
+        step: int,
+        epoch: int,
+        name: str,
+        result: SetResult,
+        shown: Sequence[ScoredUtterance] = (),
+    ) -> None:
+        """Write and show the results of a set, and some of its hypotheses."""
+        evaluation = result.evaluation
         errors = evaluation.errors
         self.show(
             f"step {step}: {name}: WER {100 * errors.wer:.2f} % of {errors.words} words, "
             f"RTFx {evaluation.rtfx:.0f}, {len(evaluation.failures)} failed"
         )
+        for utterance in shown:
+            for text in examples.lines(utterance):
+                self.say(text)
         if self._is_main:
             line = {"step": step, "epoch": epoch, "set": name}
-            self.directory.validation(line | evaluation.summary())
+            line |= evaluation.summary() | result.probe.summary()
+            if shown:
+                line["examples"] = [
+                    {name: getattr(utterance, name) for name in ("id", "reference", "hypothesis")}
+                    for utterance in shown
+                ]
+            self.directory.validation(line)
             save_evaluation(evaluation, self.directory.path / "evaluation" / name)
+
+    def changes(self, step: int, epoch: int, changes: Iterable[Change]) -> None:
+        """Write and show conditions that have begun or ended."""
+        for change in changes:
+            text = f"step {step}: {change}"
+            for number, line in enumerate(examples.fold(text, examples.WIDTH - 4)):
+                self.say(line if not number else f"    {line}")
+            if self._is_main:
+                self.directory.warning({"step": step, "epoch": epoch} | change.row(), text)
 
     def mixture(self, step: int, blends: Sequence[MixtureSummary]) -> None:
         """Write blend.json, if there is a mixture."""

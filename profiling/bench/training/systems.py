@@ -201,7 +201,7 @@ class Transformers:
 
 
 def without_chance(config: ModelConfig) -> ModelConfig:
-    """Return the same without dropout and SpecAugment, and with Whisper's silence, as the peer has it."""
+    """Return the same without dropout and SpecAugment, and with the silence of Whisper's peer."""
     off = {
         name: 0.0
         for name in ("input_dropout", "residual_dropout", "activation_dropout", "attention_dropout")
