@@ -85,7 +85,7 @@ class Setup:
     """What is trained, and on what.
 
     Attributes:
-        config: Of the run.
+        config: Configuration of the run.
         classes: Tokens of the vocabulary.
         workload: The corpus.
         shape: The static shape of its batches.
@@ -143,7 +143,7 @@ class Setup:
         return model.cpu()
 
     def with_mode(self, mode: str) -> Setup:
-        """The same, whose micro-batches are a CUDA graph, compiled, both, or neither."""
+        """Return the same, whose micro-batches are a CUDA graph, compiled, both, or neither."""
         training = replace(
             self.config.training, cuda_graph="graph" in mode, compile="compile" in mode
         )
@@ -152,12 +152,12 @@ class Setup:
         return replace(self, config=replace(self.config, training=training))
 
     def batches(self, system: str, count: int) -> list[Batch]:
-        """The first micro-batches of a system, where the trainer's loader leaves them."""
+        """Return the first micro-batches of a system, where the trainer's loader leaves them."""
         made = batches_of(system, self.workload, self.shape, count)
         return [batch.pin_memory() if self.device.type == "cuda" else batch for batch in made]
 
     def copy(self) -> ASRModel:
-        """A model with these weights, on the device."""
+        """Return a model with these weights, on the device."""
         state = {name: value.clone() for name, value in self.model.state_dict().items()}
         model = ASRModel.from_state_dict(self.model.config, self.model.vocab_size, state)
         return model.to(self.device).train()
@@ -168,7 +168,7 @@ class Measured:
     """What a job found.
 
     Attributes:
-        row: Of the table.
+        row: Row of the table.
         categories: Rows of the table of categories; none where it was not asked for.
     """
 
@@ -262,7 +262,7 @@ def record(system: str, setup: Setup, steps: int, folder: Path) -> Path:
 
 
 def row(system: str, setup: Setup, batches: Sequence[Batch], timed: Timed) -> dict[str, Any]:
-    """What was measured, as a row of the table."""
+    """Return the measurement as a row of the table."""
     config, device = setup.config, setup.device
     cost = cost_model(config.model, setup.classes)
     audio = statistics.mean(batch.audio_seconds for batch in batches)
@@ -396,13 +396,13 @@ def _write(found: Measured, output: Path | None) -> None:
 
 
 def _reason(error: BaseException, most: int = 400) -> str:
-    """An error on one line: some begin with an empty one."""
+    """Return an error on one line: some begin with an empty one."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:most]}"
 
 
 def _command(job: Job, options: argparse.Namespace) -> list[str]:
-    """Of a process that runs one job."""
+    """Return the command of a process that runs one job."""
     command = [sys.executable, __file__, "--systems", job.system, "--modes", job.mode]
     if job.model is not None:
         command += ["--model", job.model]

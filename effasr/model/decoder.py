@@ -74,7 +74,7 @@ class Decoder(nn.Module):
         Args:
             tokens: int64 (U,).
             encoded: (T, width), as many sequences.
-            sigma: Of guided attention; None for no penalty.
+            sigma: Width of guided attention; None for no penalty.
 
         Returns:
             Hidden states (U, width), and the penalty of each token, averaged over layers and heads:
@@ -103,7 +103,7 @@ class Decoder(nn.Module):
         return self.norm(x), mean
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of every token: (..., width) to (..., V)."""
+        """Return logits of every token: (..., width) to (..., V)."""
         return F.linear(hidden, self.output_weight, self.output_bias)
 
     def likeliest(self, hidden: Tensor, classes: int | None = None) -> Tensor:
@@ -155,13 +155,13 @@ class Decoder(nn.Module):
         paged: bool | None = None,
         pages: tuple[int, int] | None = None,
     ) -> DecoderState:
-        """A state for sequences that start and end at different times; see `DecoderState`.
+        """Return a state for sequences that start and end at different times; see `DecoderState`.
 
         Args:
             sequences: The most at a time.
             max_tokens: Most tokens per sequence, at most ``config.max_positions``.
             max_frames: Most encoder frames per sequence.
-            paged: By default on a GPU, whose kernels read pages.
+            paged: Whether caches are paged; by default on a GPU, whose kernels read pages.
             pages: See `DecoderState`.
 
         Raises:
@@ -192,7 +192,7 @@ class Decoder(nn.Module):
         One forward reads the first tokens of all of them.
 
         Args:
-            state: From `new_state`.
+            state: State from `new_state`.
             rows: The row of each.
             encoded: (T, width), as many sequences.
             read: The tokens that each has read before its first step; may be empty.
@@ -234,7 +234,7 @@ class Decoder(nn.Module):
     def _keys_values(
         self, encoded: PackedSequence, read: Sequence[Sequence[int]], sizes: CacheSizes
     ) -> Iterator[Sequence[KeysValues]]:
-        """Keys and values of each layer for `DecoderState.admit`."""
+        """Yield keys and values of each layer for `DecoderState.admit`."""
         if not any(map(len, read)):
             for layer in self._decoder_layers():
                 yield (layer.encoder_attn.keys_values(encoded.values),)
@@ -248,7 +248,7 @@ class Decoder(nn.Module):
             speech = layer.encoder_attn.keys_values(encoded.values)
             x, own = layer.read(x, layout, speech, encoded.layout)
             yield speech, own
-        # No step needs what the last layer makes of these tokens.
+        # No step needs the last layer's output for these tokens.
         own = last.self_attn.keys_values(last.input_layernorm(x))
         yield last.encoder_attn.keys_values(encoded.values), own
 
@@ -266,5 +266,5 @@ class Decoder(nn.Module):
     def _places(self, positions: Tensor) -> Tensor:
         if self.embed_positions is None:
             return decoder_sinusoids(positions, self.config.width)
-        # Past the last one there are only rows of no sequence.
+        # Positions past the last one belong to rows without a sequence.
         return self.embed_positions(positions.clamp(max=self.config.max_positions - 1))

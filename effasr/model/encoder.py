@@ -26,7 +26,7 @@ _REACH_STEP = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastConformerConfig:
-    """A FastConformer: subsampling by eight, then Conformer layers.
+    """A FastConformer: subsampling, then Conformer layers.
 
     Attributes:
         kind: Distinguishes it from the other encoders: see `effasr.model.whisper_encoder`.
@@ -35,6 +35,9 @@ class FastConformerConfig:
         heads: Attention heads; they divide the width.
         feed_forward: Channels inside a feed-forward network.
         conv_kernel: Kernel size of the depthwise convolution, odd.
+        subsampling: Mel rows of an encoder frame, 4 or 8: with a hop of 10 ms, frames of 40 or
+            80 ms. CTC needs more frames than tokens, so that 4 suits small vocabularies and fast
+            speech; it costs about twice the time and memory of 8, and more in attention.
         subsampling_channels: Channels of the subsampling convolutions.
         position: Relative positions as in Transformer-XL and published models, rotary embedding
             (RoPE), or none.
@@ -45,11 +48,11 @@ class FastConformerConfig:
         scale_input: Multiply the input by the square root of the width.
         bias: Whether linear layers of attention and feed-forward have biases.
         convolution_bias: Whether layers of the convolution module have biases.
-        input_dropout: On the input of the first layer.
-        residual_dropout: On the output of each module, before it is added.
+        input_dropout: Dropout of the input of the first layer.
+        residual_dropout: Dropout of the output of each module, before it is added.
         activation_dropout: Inside the feed-forward networks.
-        attention_dropout: On attention weights.
-        position_dropout: On the embeddings of relative positions.
+        attention_dropout: Dropout of attention weights.
+        position_dropout: Dropout of the embeddings of relative positions.
         max_frames: Fixed reach of the table of relative positions, for a static shape; by default
             the longest utterance of the batch, rounded up.
     """
@@ -60,6 +63,7 @@ class FastConformerConfig:
     heads: int = 8
     feed_forward: int = 2048
     conv_kernel: int = 9
+    subsampling: int = 8
     subsampling_channels: int = 256
     position: Literal["relative", "rotary", "none"] = "relative"
     conv_norm: Literal["batch_norm", "layer_norm"] = "batch_norm"
@@ -90,6 +94,13 @@ class FastConformerConfig:
         )
         rule = f"be a multiple of 2 and of heads = {self.heads}"
         check(self.width % 2 == self.width % self.heads == 0, "width", rule, self.width)
+        check(
+            self.subsampling in (4, 8),
+            "subsampling",
+            "be 4 or 8",
+            self.subsampling,
+            "8 gives frames of 80 ms, 4 of 40 ms",
+        )
         check(self.conv_kernel % 2 == 1, "conv_kernel", "be odd", self.conv_kernel)
         for name, choices in (
             ("position", ("relative", "rotary", "none")),
@@ -102,11 +113,6 @@ class FastConformerConfig:
         if self.max_frames is not None:
             check(self.max_frames >= 1, "max_frames", "be at least 1 or null", self.max_frames)
 
-    @property
-    def subsampling(self) -> int:
-        """Mel rows of an encoder frame."""
-        return 8
-
 
 @dataclass(frozen=True, slots=True)
 class _Context:
@@ -115,7 +121,8 @@ class _Context:
     Attributes:
         layout: The sequences, T rows.
         mask: bool (T, 1), True for real rows; None if there is no tail.
-        embeddings: Of the distances, (2 L - 1, width); None unless positions are relative.
+        embeddings: Embeddings of the distances, (2 L - 1, width); None unless positions are
+            relative.
     """
 
     layout: PackedLayout
@@ -167,12 +174,17 @@ class FastConformerEncoder(nn.Module):
         """Build the layers."""
         super().__init__()
         self.config = config
-        self.subsampling = ConvSubsampling(mel_bins, config.subsampling_channels, config.width)
-        self.subsampling_norm = nn.LayerNorm(config.width) if config.subsampling_norm else None
+        width = config.width
+        self.subsampling = ConvSubsampling(
+            mel_bins, config.subsampling_channels, width, config.subsampling
+        )
+        self.subsampling_norm = nn.LayerNorm(width) if config.subsampling_norm else None
         self.layers = nn.ModuleList(ConformerLayer(config) for _ in range(config.layers))
 
     def forward(self, mel: MelFrames) -> PackedSequence:
-        """Encode (8 T, mel_bins) into (T, width); rows of the tail are finite, without meaning.
+        """Encode (s T, mel_bins), s = ``config.subsampling``, into (T, width).
+
+        Rows of the tail are finite, without meaning.
 
         Raises:
             ValueError: An utterance is longer than ``config.max_frames``.

@@ -1,6 +1,8 @@
-"""Convolutional subsampling of mel rows by 8, over a packed batch."""
+"""Convolutional subsampling of mel rows by 4 or 8, over a packed batch."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from effasr_kernels.shared.cpu_linear import linear
 
 
 class ConvSubsampling(nn.Module):
-    """Three convolutions of stride 2 in time and frequency, then a linear layer.
+    """Two or three convolutions of stride 2 in time and frequency, then a linear layer.
 
     The function is transformers' ``ParakeetEncoderSubsamplingConv2D`` (NeMo's ``dw_striding``) of
     each utterance alone, with zeros beyond its real rows after every layer. Channels are last
@@ -19,15 +21,17 @@ class ConvSubsampling(nn.Module):
     layer's activation, by far the largest of the model, exists only within `subsampling_stem`.
     """
 
-    def __init__(self, mel_bins: int, channels: int, width: int):
-        """Build the layers; ``mel_bins`` is a multiple of 8."""
+    def __init__(self, mel_bins: int, channels: int, width: int, factor: int = 8):
+        """Build the layers; ``mel_bins`` is a multiple of ``factor``, which is 4 or 8."""
         super().__init__()
+        self.factor = factor
         self.conv = nn.Conv2d(1, channels, 3, stride=2, padding=1)
         self.depthwise1 = nn.Conv2d(channels, channels, 3, stride=2, padding=1, groups=channels)
         self.pointwise1 = Linear(channels, channels)
-        self.depthwise2 = nn.Conv2d(channels, channels, 3, stride=2, padding=1, groups=channels)
-        self.pointwise2 = Linear(channels, channels)
-        self.linear = Linear(channels * (mel_bins // 8), width)
+        if factor == 8:
+            self.depthwise2 = nn.Conv2d(channels, channels, 3, stride=2, padding=1, groups=channels)
+            self.pointwise2 = Linear(channels, channels)
+        self.linear = Linear(channels * (mel_bins // factor), width)
 
     def forward(self, mel: MelFrames) -> Tensor:
         """Subsample mel rows to (T, width); rows of the tail are finite."""
@@ -37,13 +41,21 @@ class ConvSubsampling(nn.Module):
             *_taps(self.depthwise1),
             mel.layout,
             mel.lengths,
+            rows_per_slot=self.factor,
         )
-        # What the two products make of rows that are not real is not seen by the next convolution.
+        # The products at padding rows are finite and not read by the next convolution.
         x = self.pointwise1(x).relu_()
-        quarter = (mel.lengths + 3) // 4
-        x = strided_depthwise(x, *_taps(self.depthwise2), mel.layout, quarter)
-        x = self.pointwise2(x).relu_()
+        if self.factor == 8:
+            quarter = (mel.lengths + 3) // 4
+            x = strided_depthwise(x, *_taps(self.depthwise2), mel.layout, quarter)
+            x = self.pointwise2(x).relu_()
         return self.project(x.flatten(1))
+
+    def stages(self) -> Iterator[tuple[nn.Conv2d, Linear]]:
+        """The depthwise and pointwise convolutions after the first one, in order."""
+        yield self.depthwise1, self.pointwise1
+        if self.factor == 8:
+            yield self.depthwise2, self.pointwise2
 
     def project(self, x: Tensor) -> Tensor:
         """Apply the last layer: (T, frequencies times channels) to (T, width)."""

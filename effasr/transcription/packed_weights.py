@@ -15,7 +15,7 @@ from effasr.nn.linear import whole_bias
 from effasr.nn.subsampling import ConvSubsampling
 
 _FEWEST_WEIGHTS = 2**15
-"""Of layers in decoder steps, with few rows: a call of oneDNN takes longer than one of MKL."""
+"""Least weights of layers in decoder steps, with few rows: oneDNN's calls cost more than MKL's."""
 
 
 class PackedWeights:

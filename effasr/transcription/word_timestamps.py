@@ -14,11 +14,13 @@ from effasr.transcription.inputs.vad import HOP_SECONDS
 _PAUSE_SECONDS = 0.1
 """Least pause between words; the closure of a stop consonant is shorter."""
 _TAIL_SECONDS = 0.6
-"""How long a word may continue after CTC has recognised it."""
+"""Longest time that a word continues after CTC has recognised it, in seconds."""
 _DELAY_FRAMES = 1.0
 """From the start of a word to the centre of its first frame, if no pause shows it."""
-_LEAST_DELAY, _MOST_DELAY = 0.5, 4.0
-"""A frame is as much what precedes its centre as what follows; more than the most is a guess."""
+_LEAST_DELAY = 0.5
+"""Frames: a frame is as much what precedes its centre as what follows."""
+_MOST_DELAY, _MOST_DELAY_SECONDS = 4.0, 0.32
+"""More than so many frames and seconds is a guess: a token is not recognised so late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Word:
     Attributes:
         text: Written form.
         start: Seconds from the beginning of the recording.
-        end: Likewise.
+        end: Seconds from the beginning of the recording.
     """
 
     text: str
@@ -54,10 +56,10 @@ def word_timestamps(
     last frame of the previous word. A word ends where the next one or a pause starts.
 
     Args:
-        tokens: Of a transcript.
+        tokens: Tokens of a transcript.
         spans: Frames of each; frame f is centred at ``f * frame_seconds``.
         decode: The tokenizer's, from tokens to text.
-        frame_seconds: Between the centres of encoder frames.
+        frame_seconds: Seconds between the centres of encoder frames.
         speech: bool (hops,), from `effasr.transcription.inputs.vad`.
         offset: Added to all times; seconds.
         spaces: Whether spaces separate words; else each character is one.
@@ -66,9 +68,9 @@ def word_timestamps(
     centres = [group.first * frame_seconds for group in groups]
     # To the middle between the last frame of the word before and the frame behind it.
     bounds = [0.0, *((group.last - 0.5) * frame_seconds for group in groups)][: len(groups)]
-    longest = _MOST_DELAY * frame_seconds
+    longest = max(_MOST_DELAY * frame_seconds, _MOST_DELAY_SECONDS)
     onsets = [_onset(speech, *ends, longest) for ends in zip(bounds, centres, strict=True)]
-    delay = _delay(centres, onsets, frame_seconds)
+    delay = _delay(centres, onsets, frame_seconds, longest)
     starts = [
         max(bound, centre - delay) if onset is None else onset
         for bound, centre, onset in zip(bounds, centres, onsets, strict=True)
@@ -110,17 +112,19 @@ def _groups(
     return groups
 
 
-def _delay(centres: Sequence[float], onsets: Sequence[float | None], frame_seconds: float) -> float:
+def _delay(
+    centres: Sequence[float], onsets: Sequence[float | None], frame_seconds: float, longest: float
+) -> float:
     """Median seconds from the start of words after a pause to their first frame."""
     known = [
         centre - onset for centre, onset in zip(centres, onsets, strict=True) if onset is not None
     ]
-    frames = statistics.median(known) / frame_seconds if known else _DELAY_FRAMES
-    return frame_seconds * min(max(frames, _LEAST_DELAY), _MOST_DELAY)
+    delay = statistics.median(known) if known else _DELAY_FRAMES * frame_seconds
+    return min(max(delay, _LEAST_DELAY * frame_seconds), longest)
 
 
 def _onset(speech: np.ndarray, earliest: float, latest: float, longest: float) -> float | None:
-    """The time between these two at which speech starts after a pause, or None.
+    """Return the time between these two at which speech starts after a pause, or None.
 
     It is at most ``longest`` before the second.
     """
@@ -140,7 +144,7 @@ def _onset(speech: np.ndarray, earliest: float, latest: float, longest: float) -
 
 
 def _pause(speech: np.ndarray, earliest: float, latest: float) -> float:
-    """The time between these two at which a pause starts; the second if there is none."""
+    """Return the time between these two at which a pause starts; the second if there is none."""
     begin, end = round(earliest / HOP_SECONDS), round(latest / HOP_SECONDS)
     hops = round(_PAUSE_SECONDS / HOP_SECONDS)
     run = 0

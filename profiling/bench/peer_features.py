@@ -21,7 +21,7 @@ def parakeet_features(
     """Padded log-mel features as ``ParakeetFeatureExtractor`` returns them.
 
     Args:
-        config: Of kind parakeet.
+        config: Configuration of kind parakeet.
         audio: float32 samples of each utterance, at ``config.sample_rate``.
         device: Where they are computed.
 
@@ -48,7 +48,7 @@ def parakeet_features(
     counts = [config.mel_frames(length) for length in lengths]
     features = mel.values.new_zeros(len(audio), 1 + max(lengths) // config.hop, config.mel_bins)
     for row, (count, begin) in enumerate(zip(counts, frames.cu_seqlens_host, strict=False)):
-        first = begin * config.subsampling
+        first = begin * config.rows_per_frame
         features[row, :count] = mel.values[first : first + count]
     column = torch.arange(features.shape[1], device=device)
     mask = column < torch.tensor(counts, device=device)[:, None]

@@ -1,6 +1,7 @@
 import random
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,23 +25,25 @@ def _launches(
     channels: int = 256,
     layout: PackedLayout | None = None,
     lengths_dtype: torch.dtype = torch.int64,
+    per_slot: int = 8,
 ) -> list[launch.Launch]:
     layout = PackedLayout.from_lengths((150, 300), rows=512) if layout is None else layout
-    arguments = {
-        "x": torch.empty(8 * layout.rows, bins, dtype=dtype),
+    arguments: dict[str, Any] = {
+        "x": torch.empty(per_slot * layout.rows, bins, dtype=dtype),
         "weight": torch.empty(channels, 9, dtype=dtype),
         "bias": torch.empty(channels, dtype=dtype),
         "depthwise_weight": torch.empty(channels, 9, dtype=dtype),
         "depthwise_bias": torch.empty(channels, dtype=dtype),
         "layout": layout,
         "lengths": torch.zeros(layout.num_sequences, dtype=lengths_dtype),
+        "rows_per_slot": per_slot,
     }
     with launch.recording((architecture // 10, architecture % 10)) as launches:
         assert _triton.unsupported_reason(StemArguments(**arguments)) is None
         results, saved = _triton.forward(StemArguments(**arguments))
         assert saved == _triton.saved_like(StemArguments(**arguments))
         gradients = _triton.backward(StemArguments(**arguments), results, results, saved)
-    assert results[0].shape == (2 * layout.rows, bins // 4, channels)
+    assert results[0].shape == (per_slot // 4 * layout.rows, bins // 4, channels)
     for name, gradient in gradients.items():
         assert gradient is not None
         assert gradient.shape == arguments[name].shape
@@ -48,9 +51,13 @@ def _launches(
     return launches
 
 
+@pytest.mark.parametrize("per_slot", [4, 8])
 @pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_compiles_for_every_architecture(architecture: int, compiled_ok: Check) -> None:
-    found = compiled_ok(_launches(architecture), architecture, products=PRODUCTS)
+def test_compiles_for_every_architecture(
+    architecture: int, per_slot: int, compiled_ok: Check
+) -> None:
+    launches = _launches(architecture, per_slot=per_slot)
+    found = compiled_ok(launches, architecture, products=PRODUCTS)
     assert set(found) == NAMES
     for needs in found.values():
         assert re.search(r"arith\.muli.*i64", needs.ttir), "offsets are not 64-bit"
@@ -91,9 +98,9 @@ def test_partial_sums_stay_small() -> None:
 def test_layouts_never_compile_anything() -> None:
     draw = random.Random(0)
     keys = set()
-    for _ in range(200):
+    for number in range(200):
         lengths = [draw.randrange(40) for _ in range(draw.randrange(20))]
         layout = PackedLayout.from_lengths(lengths, rows=sum(lengths) + draw.randrange(20))
-        launches = _launches(90, bins=8, channels=16, layout=layout)
+        launches = _launches(90, bins=8, channels=16, layout=layout, per_slot=4 + number % 2 * 4)
         keys |= {aot.key(one) for one in launches}
     assert len(keys) == len(NAMES)

@@ -16,14 +16,15 @@ def log_mel(
 ) -> MelFrames:
     lengths = [config.encoder_frames(len(wave)) for wave in audio]
     count = len(audio) + extra
-    packed = pack(audio, rows=sum(map(len, audio)) + 1280 * spare, num_sequences=count)
+    spare_samples = config.framing.samples * spare
+    packed = pack(audio, rows=sum(map(len, audio)) + spare_samples, num_sequences=count)
     rows = sum(lengths) + spare
     frames = PackedLayout.from_lengths(lengths, rows=rows, num_sequences=count)
     return LogMel(config)(packed, frames)
 
 
 def real_rows(mel: MelFrames) -> list[torch.Tensor]:
-    starts = [8 * start for start in mel.layout.cu_seqlens_host]
+    starts = [mel.subsampling * start for start in mel.layout.cu_seqlens_host]
     return [
         mel.values[start : start + int(length)]
         for start, length in zip(starts, mel.lengths, strict=False)
@@ -54,33 +55,42 @@ def test_filterbank_is_that_of_transformers(mel_bins: int, n_fft: int) -> None:
     np.testing.assert_allclose(ours, expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("subsampling", [8, 4])
 @pytest.mark.parametrize("mel_bins", [80, 128])
-def test_a_pack_gives_what_transformers_gives_for_each_utterance(mel_bins: int) -> None:
+def test_a_pack_gives_what_transformers_gives_for_each_utterance(
+    mel_bins: int, subsampling: int
+) -> None:
     transformers = pytest.importorskip("transformers")
     extractor = transformers.ParakeetFeatureExtractor(feature_size=mel_bins)
     audio = utterances(7000, 1439, 320, 16_001, 1280)
-    mel = log_mel(FeatureConfig(mel_bins=mel_bins), audio, spare=3, extra=2)
+    mel = log_mel(
+        FeatureConfig(mel_bins=mel_bins, subsampling=subsampling), audio, spare=3, extra=2
+    )
     for wave, ours in zip(audio, real_rows(mel), strict=False):
         expected = extractor(wave.numpy(), sampling_rate=16_000, return_tensors="pt")
         theirs = expected.input_features[0][expected.attention_mask[0]]
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_rows_that_are_not_real_are_zero() -> None:
-    mel = log_mel(FeatureConfig(), utterances(1600, 100, 2000), spare=2, extra=1)
+@pytest.mark.parametrize(("subsampling", "frames"), [(8, 2 + 2), (4, 3 + 3)])
+def test_rows_that_are_not_real_are_zero(subsampling: int, frames: int) -> None:
+    config = FeatureConfig(subsampling=subsampling)
+    mel = log_mel(config, utterances(1600, 100, 2000), spare=2, extra=1)
     assert mel.lengths.tolist() == [10, 0, 12, 0]
     assert mel.mask.sum() == 22
     assert mel.values[~mel.mask].abs().max() == 0
-    assert mel.values.shape == (8 * 6, 80)
+    assert mel.values.shape == (subsampling * (frames + 2), 80)
 
 
-def test_features_do_not_depend_on_the_neighbours() -> None:
+@pytest.mark.parametrize("subsampling", [8, 4])
+def test_features_do_not_depend_on_the_neighbours(subsampling: int) -> None:
+    config = FeatureConfig(subsampling=subsampling)
     first, second, third = utterances(3000, 2719, 5000)
-    packed = real_rows(log_mel(FeatureConfig(), [first, second, third], spare=4))[1]
-    alone = real_rows(log_mel(FeatureConfig(), [second]))[0]
+    packed = real_rows(log_mel(config, [first, second, third], spare=4))[1]
+    alone = real_rows(log_mel(config, [second]))[0]
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
     loud = [torch.full_like(first, torch.nan), second, torch.full_like(third, torch.nan)]
-    assert torch.equal(real_rows(log_mel(FeatureConfig(), loud, spare=4))[1], packed)
+    assert torch.equal(real_rows(log_mel(config, loud, spare=4))[1], packed)
 
 
 def test_short_and_silent_utterances_are_finite() -> None:

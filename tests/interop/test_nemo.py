@@ -11,6 +11,7 @@ from torch import Tensor
 
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
+from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import SentencePieceTokenizer, train_tokenizer
 from effasr.decoding.transducer_greedy import transducer_greedy
@@ -54,7 +55,7 @@ def model_of(found: NemoModel) -> ASRModel:
     return ASRModel.from_state_dict(found.config, found.vocab_size, found.state).eval()
 
 
-def batch_of(texts: np.ndarray | None = None) -> Batch:
+def batch_of(texts: np.ndarray | None = None, framing: Framing = FASTCONFORMER) -> Batch:
     """The utterances of `nemo/make.py`, packed, and what their decoder or predictor reads."""
     generator = np.random.RandomState(0)
     examples = [
@@ -66,7 +67,7 @@ def batch_of(texts: np.ndarray | None = None) -> Batch:
         )
         for number, samples in enumerate(LENGTHS)
     ]
-    return collate(examples, None, eos_id=0, pad_id=0)
+    return collate(examples, None, eos_id=0, pad_id=0, framing=framing)
 
 
 def parts(values: Tensor, offsets: Any) -> list[Tensor]:
@@ -221,16 +222,22 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list[SentencePieceTo
     return [one, train_tokenizer(TEXTS, folder / "two", vocab_size=30, sources=["fr"])]
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(("name", "subsampling"), [*((name, 8) for name in OWN), ("ctc", 4)])
 @torch.no_grad()
 def test_a_model_of_our_own_goes_out_with_its_tokenizer(
-    name: str, tokenizers: list[SentencePieceTokenizer], tmp_path: Path
+    name: str, subsampling: int, tokenizers: list[SentencePieceTokenizer], tmp_path: Path
 ) -> None:
     """NeMo's own check of such files is in `nemo/check.py`; here they come back."""
     tokenizer = tokenizers[name in ("rnnt", "canary")]
     # NeMo has biases in all layers or in none.
     encoder = FastConformerConfig(
-        width=16, layers=1, heads=2, feed_forward=32, subsampling_channels=6, convolution_bias=False
+        width=16,
+        layers=1,
+        heads=2,
+        feed_forward=32,
+        subsampling=subsampling,
+        subsampling_channels=6,
+        convolution_bias=False,
     )
     config = ModelConfig(**{"encoder": encoder, "decoder": None, **OWN[name]})
     torch.manual_seed(0)
@@ -240,10 +247,12 @@ def test_a_model_of_our_own_goes_out_with_its_tokenizer(
     export_nemo(ours, tokenizer, tmp_path / "own.nemo")
     found = import_nemo(tmp_path / "own.nemo")
     theirs = model_of(found)
+    assert theirs.config.encoder.subsampling == subsampling
 
     first = len(tokenizer.specials)
     text, other = tokenizer.encode("a red dog", "en"), found.tokenizer.encode("a red dog", "en")
-    batches = [batch_of(np.array([ids[:4]] * 3)) for ids in (text, other)]
+    framing = config.features.framing
+    batches = [batch_of(np.array([ids[:4]] * 3), framing) for ids in (text, other)]
     encoded = [one.encode(batch) for one, batch in zip((ours, theirs), batches, strict=True)]
     assert torch.allclose(encoded[0].values, encoded[1].values, atol=1e-5)
     if name == "canary":

@@ -16,6 +16,11 @@ VOCABULARY = 40
 Make = Callable[..., Batch]
 
 
+@pytest.fixture(scope="module", params=[8, 4])
+def subsampling(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 def total(losses: Losses) -> torch.Tensor:
     return losses.cross_entropy + losses.ctc + losses.guided
 
@@ -321,11 +326,15 @@ def test_an_empty_shell_can_be_reset(tiny_config: ModelConfig) -> None:
 
 
 def test_utterances_over_the_limits_are_refused(
-    tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
+    tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make, subsampling: int
 ) -> None:
-    encoder = dataclasses.replace(tiny_config.encoder, max_frames=10)
+    frames = make_batch(examples).frames.max_seqlen
+    assert frames == {8: 11, 4: 22}[subsampling]
+    encoder = dataclasses.replace(tiny_config.encoder, max_frames=frames - 1)
     model = ASRModel(dataclasses.replace(tiny_config, encoder=encoder), VOCABULARY)
-    with pytest.raises(ValueError, match=r"`max_frames` must be at least the 11 frames.*is 10"):
+    with pytest.raises(
+        ValueError, match=rf"`max_frames` must be at least the {frames} frames.*is {frames - 1}"
+    ):
         model(make_batch(examples))
     decoder = dataclasses.replace(tiny_config.decoder, max_positions=11)
     model = ASRModel(dataclasses.replace(tiny_config, decoder=decoder), VOCABULARY)

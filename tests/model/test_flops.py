@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from effasr.data.batch import Batch
@@ -11,6 +12,11 @@ from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 
 
+@pytest.fixture(scope="module", params=[8, 4])
+def subsampling(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 def _linear(rows: int, inputs: int, outputs: int, *, inputs_learn: bool = True) -> int:
     """A matrix product and its gradients: to the weight, and to the inputs where they learn."""
     return 2 * rows * inputs * outputs * (3 if inputs_learn else 2)
@@ -18,6 +24,14 @@ def _linear(rows: int, inputs: int, outputs: int, *, inputs_learn: bool = True) 
 
 def _subsampling(config: FastConformerConfig, bins: int, rows: int, frames: int) -> int:
     channels = config.subsampling_channels
+    if config.subsampling == 4:
+        # 3 x 3 taps at 2 x F/2 places of a frame, and again at 1 x F/4.
+        stem = 2 * 9 * channels * frames * (2 * (bins // 2) + bins // 4)
+        return (
+            3 * stem
+            + _linear(rows * (bins // 4), channels, channels)
+            + _linear(rows, channels * (bins // 4), config.width)
+        )
     # The stem: 3 x 3 taps at 4 x F/2 places of a frame, and again at 2 x F/4.
     stem = 2 * 9 * channels * frames * (4 * (bins // 2) + 2 * (bins // 4))
     depthwise = 2 * 9 * channels * frames * (bins // 8)
@@ -84,7 +98,7 @@ def test_torch_counts_what_a_hand_counts(
         model.encoder._embeddings(batch.frames, next(model.parameters()).dtype).shape[0] // 2 + 1
     )
     # Features: the power spectrum into bands, which learns nothing.
-    by_hand = 2 * rows * 8 * (config.features.n_fft // 2 + 1) * bins
+    by_hand = 2 * rows * config.encoder.subsampling * (config.features.n_fft // 2 + 1) * bins
     by_hand += _subsampling(encoder, bins, rows, sum(frames))
     by_hand += encoder.layers * _encoder_layer(encoder, rows, frames, reach)
     by_hand += _linear(sum(frames), encoder.width, model.vocab_size + 1)

@@ -21,6 +21,11 @@ from effasr.nn.stack import apply_activation_checkpointing
 VOCABULARY = 40
 
 
+@pytest.fixture(scope="module", params=[8, 4])
+def subsampling(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 @pytest.fixture
 def config(tiny_config: ModelConfig) -> ModelConfig:
     """Of rotary positions, without a table; wide enough for the first layers to weigh little."""
@@ -41,7 +46,7 @@ def predicted(model: ASRModel, batch: Batch) -> float:
     for frames, tokens in zip(batch.frames.lengths, batch.tokens.layout.lengths, strict=True):
         whole += 3 * int(cost.of(np.array([frames]), np.array([tokens]))[0])
     features = model.config.features
-    mel = 2 * 8 * (features.n_fft // 2 + 1) * features.mel_bins
+    mel = 2 * features.rows_per_frame * (features.n_fft // 2 + 1) * features.mel_bins
     # Where the backward comes to the convolutions, features count as if they learnt.
     learns = any(p.requires_grad for p in model.encoder.subsampling.parameters())
     return whole - 2 * mel * sum(batch.frames.lengths) * learns

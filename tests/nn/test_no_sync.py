@@ -45,15 +45,17 @@ def test_the_guard_notices(wrong: Any) -> None:
         wrong(torch.ones(3))
 
 
-def test_nothing_waits_for_the_device() -> None:
+@pytest.mark.parametrize("factor", [4, 8])
+def test_nothing_waits_for_the_device(factor: int) -> None:
     examples = [
         Example(id=str(n), audio=torch.randn(n).numpy(), prompt=[1], text=[2, 3], monotonic=True)
         for n in (4000, 100, 2600)
     ]
-    shape = StaticShape(frame_budget=12, token_budget=15, max_sequences=5)
+    config = FeatureConfig(mel_bins=16, subsampling=factor)
+    shape = StaticShape(24, token_budget=15, max_sequences=5, framing=config.framing)
     batch = collate(examples, shape, eos_id=4, pad_id=0)
-    features, norm = LogMel(FeatureConfig(mel_bins=16)), BatchNorm(6)
-    subsampling = ConvSubsampling(16, 4, 6)
+    features, norm = LogMel(config), BatchNorm(6)
+    subsampling = ConvSubsampling(16, 4, 6, factor)
     augment = SpecAugmentConfig(freq_masks=2, freq_width=3, time_masks=2)
     with NoWaiting():
         mel = features(batch.audio, batch.frames)

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -9,47 +10,53 @@ BINS, CHANNELS, WIDTH = 16, 6, 10
 LENGTHS = (37, 1, 0, 8, 9, 64, 3)
 
 
-def mel_frames(lengths: tuple[int, ...], spare: int = 3, extra: int = 2) -> MelFrames:
+@pytest.fixture(params=[4, 8])
+def factor(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+def mel_frames(lengths: tuple[int, ...], factor: int, spare: int = 3, extra: int = 2) -> MelFrames:
     torch.manual_seed(1)
-    frames = [-(-length // 8) for length in lengths]
+    frames = [-(-length // factor) for length in lengths]
     layout = PackedLayout.from_lengths(
         frames, rows=sum(frames) + spare, num_sequences=len(lengths) + extra
     )
     mel = MelFrames(
-        torch.randn(8 * layout.rows, BINS),
+        torch.randn(factor * layout.rows, BINS),
         layout,
         torch.tensor([*lengths, *[0] * extra], dtype=torch.int64),
+        factor,
     )
     mel.values.masked_fill_(~mel.mask[:, None], 0.0)
     return mel
 
 
-def subsampling() -> ConvSubsampling:
+def subsampling(factor: int) -> ConvSubsampling:
     torch.manual_seed(0)
-    module = ConvSubsampling(BINS, CHANNELS, WIDTH)
+    module = ConvSubsampling(BINS, CHANNELS, WIDTH, factor)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
     return module
 
 
 def rows_of(mel: MelFrames, n: int) -> torch.Tensor:
-    start = 8 * mel.layout.cu_seqlens_host[n]
+    start = mel.subsampling * mel.layout.cu_seqlens_host[n]
     return mel.values[start : start + int(mel.lengths[n])]
 
 
 def alone(module: ConvSubsampling, rows: torch.Tensor) -> torch.Tensor:
     """The layers of one utterance without any padding: (L, BINS) to (n, WIDTH)."""
     x = module.conv(rows[None, None]).relu()
-    for depthwise, pointwise in (
-        (module.depthwise1, module.pointwise1),
-        (module.depthwise2, module.pointwise2),
-    ):
+    stages = [(module.depthwise1, module.pointwise1)]
+    if module.factor == 8:
+        stages.append((module.depthwise2, module.pointwise2))
+    for depthwise, pointwise in stages:
         x = pointwise(depthwise(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2).relu()
     return module.linear(x[0].transpose(0, 1).flatten(1))
 
 
-def test_a_pack_is_each_utterance_alone() -> None:
-    module, mel = subsampling(), mel_frames(LENGTHS)
+def test_a_pack_is_each_utterance_alone(factor: int) -> None:
+    module, mel = subsampling(factor), mel_frames(LENGTHS, factor)
     out = module(mel)
     assert out.shape == (mel.layout.rows, WIDTH)
     assert torch.isfinite(out).all()
@@ -59,8 +66,8 @@ def test_a_pack_is_each_utterance_alone() -> None:
             torch.testing.assert_close(pieces[n], alone(module, rows_of(mel, n)))
 
 
-def test_gradients_are_those_of_each_utterance_alone() -> None:
-    module, mel = subsampling(), mel_frames(LENGTHS)
+def test_gradients_are_those_of_each_utterance_alone(factor: int) -> None:
+    module, mel = subsampling(factor), mel_frames(LENGTHS, factor)
     module(mel)[: mel.layout.total].square().sum().backward()
     packed = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
     module.zero_grad()
@@ -71,10 +78,10 @@ def test_gradients_are_those_of_each_utterance_alone() -> None:
         torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-4, atol=1e-3, msg=name)
 
 
-def test_a_neighbour_is_never_seen() -> None:
-    module, mel = subsampling(), mel_frames(LENGTHS)
+def test_a_neighbour_is_never_seen(factor: int) -> None:
+    module, mel = subsampling(factor), mel_frames(LENGTHS, factor)
     expected = module(mel)
-    start, end = (8 * mel.layout.cu_seqlens_host[n] for n in (3, 4))
+    start, end = (factor * mel.layout.cu_seqlens_host[n] for n in (3, 4))
     poisoned = mel.values.clone()
     poisoned[:start] = torch.nan
     poisoned[end:] = torch.nan
@@ -82,9 +89,15 @@ def test_a_neighbour_is_never_seen() -> None:
     assert torch.equal(module(mel.with_values(poisoned))[begin:stop], expected[begin:stop])
 
 
-def test_parameters_are_those_of_plain_convolutions() -> None:
+def test_parameters_are_those_of_plain_convolutions(factor: int) -> None:
     """Checkpoints and the weights of Hugging Face have these names and shapes."""
-    shapes = {name: tuple(x.shape) for name, x in subsampling().state_dict().items()}
+    shapes = {name: tuple(x.shape) for name, x in subsampling(factor).state_dict().items()}
+    second = {
+        "depthwise2.weight": (CHANNELS, 1, 3, 3),
+        "depthwise2.bias": (CHANNELS,),
+        "pointwise2.weight": (CHANNELS, CHANNELS),
+        "pointwise2.bias": (CHANNELS,),
+    }
     assert shapes == {
         "conv.weight": (CHANNELS, 1, 3, 3),
         "conv.bias": (CHANNELS,),
@@ -92,17 +105,14 @@ def test_parameters_are_those_of_plain_convolutions() -> None:
         "depthwise1.bias": (CHANNELS,),
         "pointwise1.weight": (CHANNELS, CHANNELS),
         "pointwise1.bias": (CHANNELS,),
-        "depthwise2.weight": (CHANNELS, 1, 3, 3),
-        "depthwise2.bias": (CHANNELS,),
-        "pointwise2.weight": (CHANNELS, CHANNELS),
-        "pointwise2.bias": (CHANNELS,),
-        "linear.weight": (WIDTH, CHANNELS * BINS // 8),
+        **(second if factor == 8 else {}),
+        "linear.weight": (WIDTH, CHANNELS * BINS // factor),
         "linear.bias": (WIDTH,),
     }
 
 
-def test_under_autocast_products_are_narrow() -> None:
-    module, mel = subsampling(), mel_frames(LENGTHS)
+def test_under_autocast_products_are_narrow(factor: int) -> None:
+    module, mel = subsampling(factor), mel_frames(LENGTHS, factor)
     expected = module(mel)
     with torch.autocast("cpu", torch.bfloat16):
         out = module(mel)
@@ -112,10 +122,10 @@ def test_under_autocast_products_are_narrow() -> None:
     assert 0 < error < 0.05 * expected[:total].abs().max()
 
 
-def test_a_batch_of_nothing_has_no_frames() -> None:
-    module = subsampling()
-    assert module(mel_frames((0, 0), spare=0)).shape == (0, WIDTH)
-    assert module(mel_frames((), spare=0, extra=0)).shape == (0, WIDTH)
-    out = module(mel_frames((0,), spare=4))
+def test_a_batch_of_nothing_has_no_frames(factor: int) -> None:
+    module = subsampling(factor)
+    assert module(mel_frames((0, 0), factor, spare=0)).shape == (0, WIDTH)
+    assert module(mel_frames((), factor, spare=0, extra=0)).shape == (0, WIDTH)
+    out = module(mel_frames((0,), factor, spare=4))
     assert out.shape == (4, WIDTH)
     out.sum().backward()

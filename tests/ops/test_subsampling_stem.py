@@ -12,8 +12,11 @@ from effasr_kernels.testing.conformance import Case, check_compiler
 BINS, CHANNELS = 8, 3
 
 
-def _case(slots: tuple[int, ...]) -> Case:
-    """Utterances of this many slots, whose last has 8, 7, 6 real mel rows and so on."""
+both = pytest.mark.parametrize("per_slot", [4, 8])
+
+
+def _case(slots: tuple[int, ...], per_slot: int) -> Case:
+    """Utterances of this many slots, whose last has all, one less, two less real mel rows..."""
     return Case(
         lambda packed, shared: subsampling_stem(
             packed["x"].values.flatten(0, 1),
@@ -21,10 +24,13 @@ def _case(slots: tuple[int, ...]) -> Case:
             packed["x"].layout,
             # Where sequences are appended, the test fills up with a negative number.
             packed["length"].values[: packed["x"].layout.num_sequences].clamp(min=0),
-        ).view(packed["x"].layout.rows, BINS // 2, CHANNELS),
+            rows_per_slot=per_slot,
+        ).view(packed["x"].layout.rows, per_slot // 4 * BINS // 4, CHANNELS),
         {
-            "x": [torch.randn(n, 8, BINS, dtype=torch.float64) for n in slots],
-            "length": [torch.tensor([max(0, 8 * n - i % 8)]) for i, n in enumerate(slots)],
+            "x": [torch.randn(n, per_slot, BINS, dtype=torch.float64) for n in slots],
+            "length": [
+                torch.tensor([max(0, per_slot * n - i % per_slot)]) for i, n in enumerate(slots)
+            ],
         },
         {
             "weight": torch.randn(CHANNELS, 9, dtype=torch.float64),
@@ -37,12 +43,16 @@ def _case(slots: tuple[int, ...]) -> Case:
     )
 
 
-def test_keeps_the_contract(check: Callable[[Case], None], lengths: tuple[int, ...]) -> None:
-    check(_case(lengths))
+@both
+def test_keeps_the_contract(
+    check: Callable[[Case], None], lengths: tuple[int, ...], per_slot: int
+) -> None:
+    check(_case(lengths, per_slot))
 
 
-def test_compiles() -> None:
-    check_compiler(_case((5, 0, 2)))
+@both
+def test_compiles(per_slot: int) -> None:
+    check_compiler(_case((5, 0, 2), per_slot))
 
 
 def _alone(x: Tensor, weight: Tensor, bias: Tensor, taps: Tensor, offset: Tensor) -> Tensor:
@@ -57,34 +67,41 @@ def _parameters() -> list[Tensor]:
     return [torch.randn(*shape, dtype=torch.float64) for shape in shapes]
 
 
+@both
 @pytest.mark.parametrize("rows", [(1, 2, 3, 4), (5, 6, 7, 8), (9, 0, 37, 64)])
-def test_matches_torch_on_each_utterance(rows: tuple[int, ...]) -> None:
+def test_matches_torch_on_each_utterance(rows: tuple[int, ...], per_slot: int) -> None:
     utterances = [torch.randn(n, BINS, dtype=torch.float64) for n in rows]
     parameters = _parameters()
     # What stands in the rows that are not real does not count.
     slots = [
-        F.pad(x, (0, 0, 0, -len(x) % 8), value=torch.nan).view(-1, 8, BINS) for x in utterances
+        F.pad(x, (0, 0, 0, -len(x) % per_slot), value=torch.nan).view(-1, per_slot, BINS)
+        for x in utterances
     ]
     packed = pack(slots)
+    lengths = torch.tensor(rows)
     y = subsampling_stem(
-        packed.values.flatten(0, 1), *parameters, packed.layout, torch.tensor(rows)
+        packed.values.flatten(0, 1), *parameters, packed.layout, lengths, rows_per_slot=per_slot
     )
-    for x_n, y_n in zip(utterances, y.split([2 * n for n in packed.layout.lengths]), strict=True):
+    parts = y.split([per_slot // 4 * n for n in packed.layout.lengths])
+    for x_n, y_n in zip(utterances, parts, strict=True):
         if len(x_n):
             expected = _alone(x_n, *parameters)
             torch.testing.assert_close(y_n[: len(expected)], expected)
             assert not y_n[len(expected) :].any()
 
 
+@both
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
-def test_cutting_a_batch_changes_nothing(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutting_a_batch_changes_nothing(
+    slots: int, per_slot: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout = PackedLayout.from_lengths((4, 1, 0, 7), rows=14)
-    x = torch.randn(8 * 14, BINS, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(per_slot * 14, BINS, dtype=torch.float64, requires_grad=True)
     leaves = [x, *(p.requires_grad_() for p in _parameters())]
-    lengths = torch.tensor([32, 5, 0, 50])
+    lengths = torch.tensor([32, 5, 0, 50]) * per_slot // 8
 
     def run() -> list[Tensor]:
-        y = subsampling_stem(*leaves, layout, lengths)
+        y = subsampling_stem(*leaves, layout, lengths, rows_per_slot=per_slot)
         grad = torch.arange(y.numel(), dtype=y.dtype).cos().view_as(y)
         return [y, *torch.autograd.grad(y, leaves, grad)]
 
@@ -114,9 +131,11 @@ def test_lengths_beyond_the_slots_count_as_all_of_them() -> None:
         ("depthwise_bias", torch.zeros(3).double(), "`depthwise_bias` must be torch.float32"),
         ("lengths", torch.tensor([16, 0]), r"`lengths` must have shape \(N,\) = \(1,\)"),
         ("lengths", torch.tensor([16.0]), "`lengths` must be int32 or int64"),
+        ("rows_per_slot", 6, "`rows_per_slot` must be a positive multiple of 4, but is 6"),
+        ("rows_per_slot", 4, r"`x` must have shape \(4 T, F\) = \(8, any\)"),
     ],
 )
-def test_says_what_is_wrong(name: str, value: Tensor, message: str) -> None:
+def test_says_what_is_wrong(name: str, value: object, message: str) -> None:
     arguments = {
         "x": torch.zeros(16, 8),
         "weight": torch.zeros(3, 9),

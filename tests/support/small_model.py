@@ -6,6 +6,7 @@ import torch
 
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
+from effasr.data.features.frame_geometry import Framing
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
@@ -33,24 +34,41 @@ def examples() -> list[Example]:
     ]
 
 
+@pytest.fixture(scope="session")
+def subsampling() -> int:
+    """Mel rows of an encoder frame of `tiny_config` and `make_batch`."""
+    return 8
+
+
 @pytest.fixture
-def make_batch() -> Callable[..., Batch]:
+def make_batch(subsampling: int) -> Callable[..., Batch]:
     """Collate, exactly or in a static shape with a tail and empty sequences."""
 
     def make(examples: Sequence[Example], *, static: bool = False) -> Batch:
-        shape = StaticShape(frame_budget=40, token_budget=50, max_sequences=6)
-        return collate(list(examples), shape if static else None, **BATCH)
+        shape = StaticShape(
+            frame_budget=40 * 8 // subsampling,
+            token_budget=50,
+            max_sequences=6,
+            framing=Framing(subsampling=subsampling),
+        )
+        framing = None if static else shape.framing
+        return collate(list(examples), shape if static else None, framing=framing, **BATCH)
 
     return make
 
 
 @pytest.fixture
-def tiny_config() -> ModelConfig:
+def tiny_config(subsampling: int) -> ModelConfig:
     """A decoder and a CTC head; batch normalisation and relative positions."""
     return ModelConfig(
         features=FeatureConfig(mel_bins=16),
         encoder=FastConformerConfig(
-            width=32, layers=2, heads=4, feed_forward=48, subsampling_channels=8
+            width=32,
+            layers=2,
+            heads=4,
+            feed_forward=48,
+            subsampling=subsampling,
+            subsampling_channels=8,
         ),
         decoder=DecoderConfig(
             width=24, layers=2, heads=2, head_dim=8, feed_forward=40, max_positions=64

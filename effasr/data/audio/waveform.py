@@ -35,7 +35,7 @@ _LOUDEST = 2.0**31
 
 @dataclass(frozen=True, slots=True)
 class AudioHeader:
-    """What the header of an audio file says."""
+    """Properties in the header of an audio file."""
 
     sample_rate: int
     num_samples: int
@@ -78,8 +78,8 @@ def read_audio(
     Args:
         path: A WAV, FLAC, Ogg or MP3 file, or one inside a tar file.
         sample_rate: Rate of the result in Hz; other rates are resampled by soxr.
-        offset: Where to begin, in seconds.
-        duration: How much to read, in seconds; up to the end by default.
+        offset: Start in seconds.
+        duration: Seconds to read; up to the end by default.
         channels: The channels to average; all by default.
 
     Returns:
@@ -107,7 +107,7 @@ class AudioSegment:
         path: The file, or where in a tar file it is.
         start: Seconds.
         duration: Seconds.
-        channels: Those that are averaged.
+        channels: Channels to average.
     """
 
     path: str | TarMember
@@ -117,7 +117,7 @@ class AudioSegment:
 
     @classmethod
     def of(cls, cut: Cut) -> AudioSegment | None:
-        """The segment that a lhotse cut is; None if only lhotse can read its audio.
+        """Return the segment that a lhotse cut is; None if only lhotse can read its audio.
 
         That is so of in-memory and remote recordings, mixed cuts and recordings with transforms.
         """
@@ -135,7 +135,7 @@ class AudioSegment:
 
 
 def load_audio(source: Cut | AudioSegment, sample_rate: float = SAMPLE_RATE) -> np.ndarray:
-    """The waveform of a lhotse cut, or of a part of a file, as one channel.
+    """Return the waveform of a lhotse cut, or of a part of a file, as one channel.
 
     Files are read with soundfile and soxr; lhotse reads only what has no `AudioSegment`.
 
@@ -183,7 +183,7 @@ def audio_path(source: Cut | AudioSegment) -> str | None:
 def place(
     file: soundfile.SoundFile, path: str | Path | TarMember, offset: float, duration: float | None
 ) -> tuple[int, int]:
-    """The first sample of a part of a file, and how many it has.
+    """Return the first sample of a part of a file, and how many it has.
 
     Raises:
         AudioError: The file ends before.

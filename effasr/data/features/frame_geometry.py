@@ -18,7 +18,7 @@ Count = TypeVar("Count", int, np.ndarray)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Framing:
-    """From samples to encoder frames; the default is that of a FastConformer.
+    """From samples to encoder frames; the default is that of a FastConformer that subsamples by 8.
 
     Attributes:
         hop: Samples between two mel rows.
@@ -53,4 +53,4 @@ class Framing:
 
 
 FASTCONFORMER = Framing()
-"""A frame for each 80 ms."""
+"""A frame for each 80 ms: that of a FastConformer, unless it subsamples by 4."""

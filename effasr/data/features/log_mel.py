@@ -24,7 +24,7 @@ _NORM_EPS = 1e-5
 # Mel rows whose spectra exist at a time: what a CPU's cache holds, what a GPU fills itself with.
 _CHUNK_ROWS = {"cpu": 512}
 _CHUNK_ROWS_ELSEWHERE = 16_384
-_MOST_HOPS = {8: 14, 2: 3}
+_MOST_HOPS = {8: 14, 4: 6, 2: 3}
 """That a window may span, by the mel rows of the slot which keeps utterances apart."""
 
 # Filterbanks in oneDNN's order; beside the modules, because it cannot be copied or pickled.
@@ -39,11 +39,13 @@ class FeatureConfig:
         kind: As transformers' ``ParakeetFeatureExtractor``, which is NeMo's, or as its
             ``WhisperFeatureExtractor``.
         sample_rate: Hz.
-        subsampling: Mel rows of an encoder frame: 8 for a FastConformer, 2 for a Transformer.
+        subsampling: Mel rows of an encoder frame: 4 or 8 for a FastConformer, 2 for a Transformer;
+            null for what the encoder of the model needs, and without a model for 8.
         minimum_s: Seconds that an utterance lasts at least: silence follows a shorter one, and the
             encoder sees it. 30 is what Whisper models were trained with; 0 for none, so that
             nothing is computed but the utterance.
-        mel_bins: Mel bands from 0 Hz to half the sample rate; for a FastConformer a multiple of 8.
+        mel_bins: Mel bands from 0 Hz to half the sample rate; for a FastConformer a multiple of
+            ``subsampling``.
         n_fft: Points of the Fourier transform.
         window: Samples of the Hann window, centred in the transform.
         hop: Samples between two mel rows.
@@ -53,7 +55,8 @@ class FeatureConfig:
 
     kind: Literal["parakeet", "whisper"] = "parakeet"
     sample_rate: int = SAMPLE_RATE
-    subsampling: int = 8
+    # Before it could be null it was 8, also where a stored configuration does not have it.
+    subsampling: int | None = field(default=None, metadata={"before": 8})
     minimum_s: float = 0.0
     mel_bins: int = 80
     n_fft: int = 512
@@ -68,15 +71,17 @@ class FeatureConfig:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
         if self.kind not in ("parakeet", "whisper"):
             raise ValueError(f"`kind` must be parakeet or whisper, but is {self.kind!r}.")
-        if self.subsampling not in (2, 8):
+        rows = self.rows_per_frame
+        if rows not in (2, 4, 8):
             raise ValueError(
-                f"`subsampling` must be 8 (FastConformer) or 2 (Transformer), but is "
-                f"{self.subsampling}."
+                f"`subsampling` must be 4 or 8 (FastConformer) or 2 (Transformer), but is {rows}: "
+                "leave it out to take the encoder's."
             )
-        if self.subsampling == 8 and self.mel_bins % 8:
+        if rows > 2 and self.mel_bins % rows:
+            times = {4: "twice", 8: "three times"}[rows]
             raise ValueError(
-                "`mel_bins` must be a multiple of 8, because the encoder halves the "
-                f"bands three times, but is {self.mel_bins}: use 64, 80 or 128."
+                f"`mel_bins` must be a multiple of {rows}, because the encoder halves the "
+                f"bands {times}, but is {self.mel_bins}: use 64, 80 or 128."
             )
         if not 0 <= self.minimum_s < math.inf:
             raise ValueError(
@@ -92,7 +97,7 @@ class FeatureConfig:
                 f"`window` must be at most n_fft = {self.n_fft}, but is {self.window}: "
                 "raise `n_fft`."
             )
-        most = _MOST_HOPS[self.subsampling]
+        most = _MOST_HOPS[rows]
         if self.window > most * self.hop:
             raise ValueError(
                 f"`window` must be at most {most} hops = {most * self.hop}, so that a window meets "
@@ -113,16 +118,21 @@ class FeatureConfig:
                 )
 
     @property
+    def rows_per_frame(self) -> int:
+        """Mel rows of an encoder frame: ``subsampling``, or 8 where that is null."""
+        return 8 if self.subsampling is None else self.subsampling
+
+    @property
     def framing(self) -> Framing:
         """How many encoder frames utterances have."""
         minimum = round(self.minimum_s * self.sample_rate)
-        plain = Framing(hop=self.hop, subsampling=self.subsampling)
+        plain = Framing(hop=self.hop, subsampling=self.rows_per_frame)
         return replace(plain, minimum=plain.frames(minimum))
 
     def mel_frames(self, samples: int) -> int:
         """Mel frames of an utterance of this many samples; Whisper's fill encoder frames."""
         if self.kind == "whisper":
-            return self.encoder_frames(samples) * self.subsampling
+            return self.encoder_frames(samples) * self.rows_per_frame
         return samples // self.hop
 
     def encoder_frames(self, samples: int) -> int:
@@ -239,7 +249,7 @@ class LogMel(nn.Module):
         with torch.autocast(audio.values.device.type, enabled=False):
             values, lengths = self._log_mel(audio, frames), self._lengths(audio.layout, frames)
             spoken = self._spoken(audio.layout, lengths)
-            mel = MelFrames(values, frames, lengths, self.config.subsampling, spoken)
+            mel = MelFrames(values, frames, lengths, self.config.rows_per_frame, spoken)
             values = self._normalized(mel) if self.config.normalize else mel.values
             mel.values.copy_(values.masked_fill_(~mel.mask[:, None], 0.0))
             return mel
@@ -253,7 +263,7 @@ class LogMel(nn.Module):
     def _lengths(self, audio: PackedLayout, frames: PackedLayout) -> Tensor:
         """Real mel rows of each utterance: int64 (N,)."""
         if self.config.kind == "whisper":
-            return frames.cu_seqlens.long().diff() * self.config.subsampling
+            return frames.cu_seqlens.long().diff() * self.config.rows_per_frame
         return torch.div(audio.cu_seqlens.long().diff(), self.config.hop, rounding_mode="floor")
 
     def _check(self, audio: PackedLayout, frames: PackedLayout) -> None:
@@ -270,7 +280,7 @@ class LogMel(nn.Module):
         if frames.rows == 0:
             # The library of Fourier transforms refuses a batch of none.
             return audio.values.new_zeros(0, self.config.mel_bins)
-        size, slot = self._chunk_rows(frames), self.config.subsampling
+        size, slot = self._chunk_rows(frames), self.config.rows_per_frame
         if self.config.kind == "whisper":
             return self._whisper(audio, frames, size)
         if frames.device.type == "cpu" and frames.known_on_host and audio.layout.known_on_host:
@@ -286,7 +296,7 @@ class LogMel(nn.Module):
 
     def _whisper(self, audio: PackedSequence, frames: PackedLayout, size: int) -> Tensor:
         config = self.config
-        slot = config.subsampling
+        slot = config.rows_per_frame
         windows = ReflectedWindows(
             audio,
             frames,
@@ -353,7 +363,7 @@ class LogMel(nn.Module):
         rows of an utterance are a strided view of it.
         """
         config = self.config
-        rows = config.subsampling * frames.rows
+        rows = config.rows_per_frame * frames.rows
         windows, runs = self._spread_on_host(audio, frames)
         bands = audio.values.new_empty(rows, config.mel_bins)
         # The transform pads windows by itself, but with a copy.
@@ -378,8 +388,8 @@ class LogMel(nn.Module):
     def _spread_on_host(
         self, audio: PackedSequence, frames: PackedLayout
     ) -> tuple[Tensor, list[tuple[int, int]]]:
-        """All windows as a view, and the first and last of each utterance that has any."""
-        config, slot = self.config, self.config.subsampling
+        """Return all windows as a view, and the first and last of each utterance that has any."""
+        config, slot = self.config, self.config.rows_per_frame
         pairs = zip(
             audio.layout.lengths, frames.lengths, audio.layout.cu_seqlens_host, strict=False
         )
@@ -421,7 +431,7 @@ def _utterance_sum(values: Tensor, mel: MelFrames) -> Tensor:
 
 
 def spread_layout(frames: PackedLayout) -> PackedLayout:
-    """The layout in which one spare row follows each sequence; row t moves to t + its id."""
+    """Return the layout in which one spare row follows each sequence; row t moves to t + its id."""
     return frames.lengthened(1)
 
 

@@ -22,6 +22,7 @@ from lhotse.cut import Cut
 
 from effasr.data.atomic_files import atomic_file, write_atomically
 from effasr.data.audio.waveform import AudioError, AudioProblem, load_audio
+from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.filters.rules import (
     Dropped,
     Limits,
@@ -58,7 +59,7 @@ class Share:
 
 @dataclass(slots=True)
 class PrepareReport:
-    """What `prepare` kept and left out; the same as OUT/report.json.
+    """Numbers of kept and dropped utterances; the same as OUT/report.json.
 
     Attributes:
         source: The manifest.
@@ -85,10 +86,12 @@ def prepare(
     *,
     tokenizer: Tokenizer | None = None,
     limits: Limits | None = None,
+    framing: Framing = FASTCONFORMER,
     language: str = "en",
     decode: bool = True,
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
+    note: Callable[[Cut, list[int] | None], None] | None = None,
 ) -> PrepareReport:
     """Check a manifest and write what can be trained on.
 
@@ -109,11 +112,15 @@ def prepare(
         tokenizer: For the checks that need tokens.
         limits: Durations, budgets and rates; by default `Limits()`, without CTC's for the tokenizer
             of a Whisper, which has no CTC head, and may have many tokens for a word.
+        framing: How many encoder frames the model will have, where no ``limits`` say so.
         language: The language of utterances that name none.
         decode: Decode all audio. Without, headers alone are read: faster, but damage inside a
             file goes unseen.
         jobs: Threads; the number of processors by default.
         progress: Called with the number of utterances checked so far.
+        note: Called in the order of the source with each utterance that passes the checks, and the
+            tokens of its text, None without a tokenizer. Outliers, which are known at the end, are
+            among them.
 
     Returns:
         The counts.
@@ -125,7 +132,8 @@ def prepare(
     if folder.exists() and (not folder.is_dir() or folder.resolve() == Path(source).resolve()):
         raise ValueError(f"{folder}: `out` must be a folder of its own: choose another name.")
     if limits is None:
-        limits = Limits(ctc=not isinstance(tokenizer, WhisperTokenizer))
+        ctc = not isinstance(tokenizer, WhisperTokenizer)
+        limits = Limits(ctc=ctc, framing=framing)
     check_one = _Check(tokenizer, limits, decode)
     utterances = named(source, language=language)
     with _made(folder), TemporaryFile(dir=folder) as file:
@@ -137,6 +145,8 @@ def prepare(
                 dropped.append((place, outcome))
             else:
                 kept.add(place, outcome)
+                if note is not None:
+                    note(outcome.cut, outcome.tokens)
             if progress is not None:
                 progress(place + 1)
         if not len(kept) and not dropped:
@@ -160,8 +170,10 @@ def _made(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """A kept utterance: its cut as JSON, and what the counts and the outliers need."""
+    """A kept utterance: its cut, also as JSON, and what the counts and the outliers need."""
 
+    cut: Cut
+    tokens: list[int] | None
     line: bytes
     language: str
     duration: float
@@ -192,6 +204,8 @@ class _Check:
             return Dropped(name, error.reason, str(error), utterance.audio, duration)
         asked = request(cut)
         return _Fit(
+            cut,
+            None if tokens is None else tokens.text,
             json.dumps(cut.to_dict(), ensure_ascii=False).encode(),
             asked.source if asked.monotonic else f"{asked.source}>{asked.target}",
             duration,

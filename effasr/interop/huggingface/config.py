@@ -21,6 +21,7 @@ _ENCODER = Fields(
         "heads": ("num_attention_heads", 8),
         "feed_forward": ("intermediate_size", 4096),
         "conv_kernel": ("conv_kernel_size", 9),
+        "subsampling": ("subsampling_factor", 8),
         "subsampling_channels": ("subsampling_conv_channels", 256),
         "scale_input": ("scale_input", True),
         "bias": ("attention_bias", True),
@@ -32,10 +33,10 @@ _ENCODER = Fields(
     },
     {
         "hidden_act": "silu",
-        "subsampling_factor": 8,
         "subsampling_conv_kernel_size": 3,
         "subsampling_conv_stride": 2,
     },
+    {"subsampling_factor": (4, 8)},
 )
 _DECODER = Fields(
     "decoder_config",
@@ -115,8 +116,8 @@ def read_features(mapping: Mapping[str, Any], mel_bins: int) -> FeatureConfig:
     """Read the settings of a ``ParakeetFeatureExtractor``.
 
     Args:
-        mapping: Of ``preprocessor_config.json``; empty if there is none.
-        mel_bins: Of the encoder.
+        mapping: Content of ``preprocessor_config.json``; empty if there is none.
+        mel_bins: Mel bins of the encoder.
 
     Raises:
         ValueError: The two have different numbers of bins.
@@ -130,7 +131,7 @@ def read_features(mapping: Mapping[str, Any], mel_bins: int) -> FeatureConfig:
 
 
 def encoder_mapping(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a ``ParakeetEncoderConfig``.
+    """Return the fields of a ``ParakeetEncoderConfig``.
 
     Raises:
         ValueError: transformers cannot express the encoder or its features; the message lists all
@@ -162,7 +163,7 @@ def encoder_mapping(config: ModelConfig) -> dict[str, Any]:
 
 
 def decoder_mapping(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """The fields of a ``CanaryDecoderConfig``.
+    """Return the fields of a ``CanaryDecoderConfig``.
 
     Raises:
         ValueError: transformers cannot express the decoder; the message lists all reasons.
@@ -192,7 +193,7 @@ def decoder_mapping(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def transducer_mapping(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a ``ParakeetRNNTConfig`` or a ``ParakeetTDTConfig`` about its layers.
+    """Return the fields of a ``ParakeetRNNTConfig`` or a ``ParakeetTDTConfig`` about its layers.
 
     Raises:
         ValueError: transformers cannot express the transducer; the message lists all reasons.
@@ -221,7 +222,7 @@ def transducer_mapping(config: ModelConfig) -> dict[str, Any]:
 
 
 def feature_mapping(config: FeatureConfig) -> dict[str, Any]:
-    """The content of ``preprocessor_config.json``."""
+    """Return the content of ``preprocessor_config.json``."""
     return {
         "feature_extractor_type": "ParakeetFeatureExtractor",
         "feature_size": config.mel_bins,

@@ -1,11 +1,11 @@
-"""What each section of NeMo's configurations may say; see `effasr.interop.nemo.options.Section`."""
+"""Supported values in each section of NeMo's configurations; see `effasr.interop.nemo.options`."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from effasr.interop.nemo.options import Section, integer, number, only, switch
+from effasr.interop.nemo.options import Section, integer, number, one_of, only, switch
 
 _UNLIMITED = ([-1, -1], [[-1, -1]], None)
 PREPROCESSOR = Section(
@@ -49,6 +49,7 @@ ENCODER = Section(
         "n_layers": None,
         "d_model": None,
         "feat_out": -1,
+        "subsampling_factor": 4,
         "subsampling_conv_channels": -1,
         "ff_expansion_factor": 4,
         "n_heads": 4,
@@ -70,6 +71,7 @@ ENCODER = Section(
         "layers": ("n_layers", integer),
         "heads": ("n_heads", integer),
         "conv_kernel": ("conv_kernel_size", integer),
+        "subsampling": ("subsampling_factor", one_of(4, 8)),
         "subsampling_channels": ("subsampling_conv_channels", integer),
         "scale_input": ("xscaling", switch),
         "bias": ("use_bias", switch),
@@ -80,7 +82,6 @@ ENCODER = Section(
     },
     fixed={
         "subsampling": only("dw_striding", default="striding"),
-        "subsampling_factor": only(8, default=4),
         "causal_downsampling": only(False),
         "self_attention_model": only("rel_pos"),
         "att_context_size": (None, lambda size: size in _UNLIMITED, "[-1, -1], unlimited"),

@@ -24,14 +24,14 @@ def describe(
 
     Args:
         model: The exported model.
-        directory: Of the graphs.
+        directory: Folder of the graphs.
         outputs: Names of the outputs of the encoder's graph.
         texts: Further fields, such as the prompt and the end token.
     """
     features = model.config.features
     rows: dict[str, Any] = {
         "features": {**asdict(features), "definition": _FEATURES[features.kind]},
-        "subsampling_factor": features.subsampling,
+        "subsampling_factor": features.rows_per_frame,
         "vocabulary": model.vocab_size,
         "encoder": {
             "file": "encoder.onnx",

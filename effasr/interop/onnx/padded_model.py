@@ -103,10 +103,10 @@ class PaddedDecoderStep(nn.Module):
             tokens: int64 (B,), the next token of each.
             positions: int64 (B,), P; an exporter would make a constant of a size.
             past_keys: (layers, B, heads, P, head_dim), of the P earlier tokens, none at first.
-            past_values: Likewise.
-            cross_keys: From the encoder.
-            cross_values: Likewise.
-            encoded_lengths: Likewise.
+            past_values: Values, as ``past_keys``.
+            cross_keys: Keys of the encoder output.
+            cross_values: Values, as ``cross_keys``.
+            encoded_lengths: Lengths of the encoder output.
 
         Returns:
             Logits (B, V), and keys and values with those of the new token.
@@ -134,7 +134,7 @@ class PaddedDecoderStep(nn.Module):
 def _fastconformer(
     encoder: FastConformerEncoder, x: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(B, T, mel_bins) to (B, T / 8, width)."""
+    """(B, T, mel_bins) to (B, T / subsampling, width)."""
     config = encoder.config
     x, lengths = _subsampled(encoder.subsampling, x, lengths)
     if encoder.subsampling_norm is not None:
@@ -169,7 +169,10 @@ def _whisper(encoder: WhisperEncoder, x: Tensor, lengths: Tensor) -> tuple[Tenso
 
 
 def _subsampled(module: ConvSubsampling, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T, mel_bins) to (B, T / 8, width), with zeros behind each utterance after every layer."""
+    """(B, T, mel_bins) to (B, T / subsampling, width).
+
+    Behind each utterance are zeros after every layer.
+    """
 
     def masked(x: Tensor, lengths: Tensor) -> Tensor:
         return x.masked_fill(~_mask(lengths, x.shape[2])[:, None, :, None], 0.0)
@@ -177,10 +180,7 @@ def _subsampled(module: ConvSubsampling, x: Tensor, lengths: Tensor) -> tuple[Te
     x = masked(x[:, None], lengths)
     lengths = (lengths + 1) // 2
     x = masked(F.relu(module.conv(x)), lengths)
-    for depthwise, pointwise in (
-        (module.depthwise1, module.pointwise1),
-        (module.depthwise2, module.pointwise2),
-    ):
+    for depthwise, pointwise in module.stages():
         lengths = (lengths + 1) // 2
         y = pointwise(masked(depthwise(x), lengths).movedim(1, -1))
         x = masked(F.relu(y).movedim(-1, 1), lengths)

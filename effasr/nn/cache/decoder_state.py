@@ -12,7 +12,7 @@ from effasr.nn.cache.paged import PagedCache, pages_of
 from effasr_kernels import PackedLayout
 
 KeysValues = tuple[Tensor, Tensor]
-"""Of packed rows: (rows, H, D) each."""
+"""Keys and values of packed rows: (rows, H, D) each."""
 
 KEPT_SHARE = 7 / 8
 """Finished sequences are dropped once at most this share remains, because the rest is copied."""
@@ -26,11 +26,11 @@ class DecoderState:
     the encoder output. The hypotheses of a sequence are neighbouring rows.
 
     Attributes:
-        hypotheses: K, of each sequence.
+        hypotheses: K, number of hypotheses of each sequence.
         max_tokens: Largest number of tokens of a sequence.
         length: Steps so far; for sequences that started together, their tokens.
-        self_cache: Of the tokens.
-        cross_cache: Of the encoder output.
+        self_cache: Cache of the tokens.
+        cross_cache: Cache of the encoder output.
         watched: The layer whose cross-attention weights each step computes; None for none.
         weights: Attention of each row to each frame in the last step, averaged over the heads:
             float64 (N K, at least the longest), 0 past the end. None if no layer is watched.
@@ -49,13 +49,13 @@ class DecoderState:
         """Start with idle sequences.
 
         Args:
-            sizes: Of the decoder.
+            sizes: Sizes of the decoder.
             sequences: N.
             max_tokens: Largest number of tokens of a sequence.
             max_frames: Largest number of encoder frames of a sequence.
             paged: Whether the caches have pages, with shapes that never change; else they are
                 contiguous and grow.
-            pages: For all tokens and for all frames; by default as many as could be needed.
+            pages: Pages for all tokens and for all frames; by default as many as could be needed.
         """
         self.sizes, self.max_tokens = sizes, max_tokens
         self.hypotheses, self.length, self._together = 1, 0, False
@@ -127,9 +127,10 @@ class DecoderState:
             rows: The row of each.
             frames: Encoder frames of each.
             tokens: The most that each will read.
-            keys_values: For each layer, packed: those of the encoder output, at least (sum of the
-                frames, H, D) each, and then, where any token has been read, those of the tokens.
-            read: How many tokens each has read; none by default.
+            keys_values: Packed keys and values of each layer: those of the encoder output, at least
+                (sum of the frames, H, D) each, and then, where any token has been read, those of
+                the tokens.
+            read: Tokens that each has read; none by default.
         """
         read = [0] * len(rows) if read is None else read
         if isinstance(self.self_cache, PagedCache):
@@ -176,7 +177,7 @@ class DecoderState:
         self.watched = self.sizes.layers - 1
 
     def speech(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys of the encoder output, (N, H, places, D), and frames of each, int64 (N,)."""
+        """Return keys of the encoder output, (N, H, places, D), and frames of each, int64 (N,)."""
         return self.cross_cache.keys(layer), self.sizes.integers(self._frames)
 
     def look(self) -> None:
@@ -198,7 +199,7 @@ class DecoderState:
 
     def advance(self) -> None:
         """Count the tokens that a step has read."""
-        # A token that is read before the host sees the end of the sequence takes the last place.
+        # A token read before the host sees the end of the sequence uses the last place.
         moved = self.positions + self.going
         self.positions.copy_(moved.clamp_(max=self.max_tokens - 1 + self._together))
         self.length += 1

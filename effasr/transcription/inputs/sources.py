@@ -32,12 +32,12 @@ class Source:
 
     Attributes:
         id: Identifies the result.
-        name: Of the result's file, without suffix, relative to the output folder.
+        name: Name of the result's file, without suffix, relative to the output folder.
         audio: The file; empty for a cut that only lhotse can read.
         offset: Start in the file, in seconds.
-        duration: In seconds; None if it ends with the file.
-        channels: Of the file, to be averaged; None for all.
-        cut: Its cut, if it was found in a manifest of cuts.
+        duration: Duration in seconds; None if it ends with the file.
+        channels: Channels of the file to average; None for all.
+        cut: Cut of a manifest of cuts, if it has one.
         prompt: Requested by its manifest.
         problem: Why there is nothing to transcribe.
     """
@@ -54,7 +54,7 @@ class Source:
 
 
 def find(arguments: Iterable[str]) -> list[Source]:
-    """The recordings of files, folders and patterns, as given on a command line.
+    """Return the recordings of files, folders and patterns, as given on a command line.
 
     A folder stands for all recordings below it, recognised by their suffixes. A pattern has ``*``,
     ``?`` or ``[...]``, and ``**`` for folders at any depth. Names that begin with a dot are found
@@ -74,11 +74,11 @@ def find(arguments: Iterable[str]) -> list[Source]:
 
 
 def of_manifest(path: Path, *, language: str) -> list[Source]:
-    """The recordings of a manifest of any kind that `effasr.data.manifest.reader` reads.
+    """Return the recordings of a manifest of any kind that `effasr.data.manifest.reader` reads.
 
     Args:
         path: The manifest.
-        language: Of lines that name none.
+        language: Default language of lines.
 
     Raises:
         ValueError: It is no manifest, or a line is malformed.
@@ -157,7 +157,7 @@ def _matches(root: str, pattern: str) -> Iterator[str]:
 
 
 def _split(pattern: str) -> tuple[str, str]:
-    """The folder before the first wildcard, and the rest."""
+    """Return the folder before the first wildcard, and the rest."""
     parts = PurePath(pattern).parts
     first = next(index for index, part in enumerate(parts) if glob.has_magic(part))
     return os.path.join("", *parts[:first]), os.path.join(*parts[first:])
@@ -198,5 +198,5 @@ def _stem(path: Path) -> str:
 
 
 def _file_name(name: str) -> str:
-    """An utterance's name as a file name, without path separators."""
+    """Return an utterance's name as a file name, without path separators."""
     return name.replace("/", "_").replace("\0", "_") or "recording"

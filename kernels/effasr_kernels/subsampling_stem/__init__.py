@@ -21,6 +21,7 @@ def subsampling_stem(
     layout: PackedLayout,
     lengths: Tensor,
     *,
+    rows_per_slot: int = 8,
     backend: Backend | str | None = None,
 ) -> Tensor:
     r"""Quarter time and frequency by two 3 x 3 convolutions of stride 2, within each utterance.
@@ -34,25 +35,26 @@ def subsampling_stem(
     for an utterance of L mel rows; what lies outside it, or outside the bands, counts as zero, and
     so do the rows of x past L, whatever they hold. These are the first layers of Hugging Face's
     ``ParakeetEncoderSubsamplingConv2D`` with their masks, for each utterance alone. An utterance
-    of n encoder frames has 8 n rows of x, and 2 n rows of y.
+    of n encoder frames has s n rows of x, and s n / 4 rows of y.
 
     Sums are taken in float32 (in float64 for float64), and z is never rounded. It is as large as
-    2^31 numbers at 52,000 encoder frames of 80 bands with 256 channels; kernels recompute it. They
-    give no gradient to x: the reference does. Under autocast the floating arguments are cast as
-    for a matrix product.
+    2^31 numbers at 420,000 rows of 80 bands with 256 channels; kernels recompute it. They give no
+    gradient to x: the reference does. Under autocast the floating arguments are cast as for a
+    matrix product.
 
     Args:
-        x: (8 T, F), floating point; F is a multiple of 4.
+        x: (s T, F), floating point; F is a multiple of 4.
         weight: w, (C, 9), the dtype of ``x``, as are all up to ``depthwise_bias``.
         bias: b, (C,).
         depthwise_weight: w', (C, 9).
         depthwise_bias: b', (C,).
         layout: The encoder frames of each utterance, T in all.
-        lengths: L, (N,), int32 or int64, on the device of ``x``. One over 8 n counts as 8 n.
+        lengths: L, (N,), int32 or int64, on the device of ``x``. One over s n counts as s n.
+        rows_per_slot: s, rows of x of an encoder frame: a multiple of 4.
         backend: Implementation to use; the fastest that can serve the call by default.
 
     Returns:
-        (2 T, F / 4, C), the dtype of ``x``. Zeros in the tail.
+        (s T / 4, F / 4, C), the dtype of ``x``. Zeros in the tail.
 
     Raises:
         ValueError: An argument is not as above.
@@ -61,7 +63,9 @@ def subsampling_stem(
     x, weight, bias, depthwise_weight, depthwise_bias = checks.under_autocast(
         x, weight, bias, depthwise_weight, depthwise_bias
     )
-    checks.check_shape(_NAME, "x", x, "(8 T, F)", 8 * layout.rows, None)
+    if rows_per_slot < 4 or rows_per_slot % 4:
+        raise checks.wrong(_NAME, "rows_per_slot", "be a positive multiple of 4", rows_per_slot)
+    checks.check_shape(_NAME, "x", x, f"({rows_per_slot} T, F)", rows_per_slot * layout.rows, None)
     if x.shape[1] % 4:
         raise checks.wrong(_NAME, "x", "have a multiple of 4 bands", tuple(x.shape))
     checks.check_shape(_NAME, "weight", weight, "(C, 9)", None, 9)
@@ -81,5 +85,7 @@ def subsampling_stem(
         raise checks.wrong(_NAME, "layout", f"be on {x.device}, as `x` is", layout.device)
     checks.check_shape(_NAME, "lengths", lengths, "(N,)", layout.num_sequences)
     checks.check_integers(_NAME, "lengths", lengths, "x", x)
-    arguments = StemArguments(x, weight, bias, depthwise_weight, depthwise_bias, layout, lengths)
+    arguments = StemArguments(
+        x, weight, bias, depthwise_weight, depthwise_bias, layout, lengths, rows_per_slot
+    )
     return OPERATION(arguments, backend)

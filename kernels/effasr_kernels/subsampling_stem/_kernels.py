@@ -32,8 +32,8 @@ def _find_places(
     """
     sequence, first, count, start = find_tile(cu_places, sequences, places, tile, SPAN)
     length = tl.load(lengths + sequence, mask=sequence < sequences, other=0).to(tl.int32)
-    # A slot is 8 mel rows, and 2 rows of BINS / 4 places.
-    return first, count, start, length, first // (BINS // 2) * 8
+    # A row of BINS / 4 places stands for 4 mel rows.
+    return first, count, start, length, first // (BINS // 4) * 4
 
 
 @triton.jit(do_not_specialize=["sequences", "places"])
@@ -54,12 +54,12 @@ def stem_patches(
     All are zeros where the row is not real, so that the convolution is, too.
 
     Args:
-        x: (8 T, F), a pointer, as are all up to ``patches``, and contiguous.
+        x: (s T, F), a pointer, as are all up to ``patches``, and contiguous.
         cu_places: int32 (N + 1,), where the places of the result of each utterance begin.
         lengths: (N,), real mel rows.
-        patches: (4 T, F / 2, 16), the dtype of ``x``, written but for the tail.
+        patches: (s T / 2, F / 2, 16), the dtype of ``x``, written but for the tail.
         sequences: N.
-        places: 2 T F / 4, a quarter of the first convolution's.
+        places: s T / 4 times F / 4, a quarter of the first convolution's.
         BINS: F.
         BLOCK_Q: Places of a tile, of the first convolution.
         SPAN: Places of a program, of the result.
@@ -145,16 +145,16 @@ def stem_forward(
     in registers.
 
     Args:
-        patches: (4 T, F / 2, 16), a pointer, as are all up to ``y``, and contiguous.
+        patches: (s T / 2, F / 2, 16), a pointer, as are all up to ``y``, and contiguous.
         weight: (C, 9), of the first convolution.
         bias: (C,).
         taps: (C, 9), of the second.
         offset: (C,), its bias.
         cu_places: int32 (N + 1,), where the places of each utterance begin.
         lengths: (N,), real mel rows.
-        y: (2 T, F / 4, C), written; zeros where a row is not real.
+        y: (s T / 4, F / 4, C), written; zeros where a row is not real.
         sequences: N.
-        places: 2 T F / 4.
+        places: s T / 4 times F / 4.
         BINS: F.
         CHANNELS: C.
         BLOCK_P: Places of a tile.
@@ -259,17 +259,17 @@ def stem_backward(
     factor of the product is rounded, since a gradient is either taken as it is or left out.
 
     Args:
-        patches: (4 T, F / 2, 16), a pointer, as are all up to ``partials``, and contiguous.
+        patches: (s T / 2, F / 2, 16), a pointer, as are all up to ``partials``, and contiguous.
         weight: (C, 9), of the first convolution.
         bias: (C,).
         taps: (C, 9), of the second.
         cu_places: int32 (N + 1,), where the places of each utterance begin.
         lengths: (N,), real mel rows.
-        grad_y: (2 T, F / 4, C).
+        grad_y: (s T / 4, F / 4, C).
         partials: float32 (programs, C, 20), written: of each channel the gradients of the nine
             weights, the bias, the nine taps and their bias.
         sequences: N.
-        places: 2 T F / 4.
+        places: s T / 4 times F / 4.
         spans: How many spans there are.
         BINS: F.
         CHANNELS: C.

@@ -53,19 +53,19 @@ def unsupported_reason(a: StemArguments) -> str | None:
     # Whatever the mode: torch.library calls this without recording, and wants gradients later.
     if a.x.requires_grad:
         return "gives no gradient to x, which are features"
-    if a.layout.rows * (a.x.shape[1] // 2) > _INT32_MAX:
+    if a.x.shape[0] // 4 * (a.x.shape[1] // 4) > _INT32_MAX:
         return "counts places of the result in int32"
     return refusal(a.x)
 
 
 def forward(a: StemArguments) -> tuple[tuple[Tensor], tuple[()]]:
     """See `effasr_kernels.subsampling_stem.subsampling_stem`; saves nothing."""
-    x, layout = a.x, a.layout
-    bins, channels, sequences = x.shape[1], a.weight.shape[0], layout.num_sequences
+    x, bins = a.x, a.x.shape[1]
+    channels, sequences = a.weight.shape[0], a.layout.num_sequences
     cut, _ = configs(x.dtype, channels, capability(x.device)[0])
-    y = x.new_empty(2 * layout.rows, bins // 4, channels)
-    places = layout.rows * (bins // 2)
-    cu_places, lengths = layout.cu_seqlens * (bins // 2), a.lengths.contiguous()
+    y = x.new_empty(x.shape[0] // 4, bins // 4, channels)
+    cu_places, places = _places(a)
+    lengths = a.lengths.contiguous()
     launch(
         stem_forward,
         (count_tiles(places, sequences, cut.span), -(-channels // cut.block_c)),
@@ -94,13 +94,13 @@ def backward(
     saved: Sequence[Tensor],
 ) -> dict[str, Tensor | None]:
     """The gradients of both weights and both biases."""
-    x, layout = a.x, a.layout
-    bins, channels, sequences = x.shape[1], a.weight.shape[0], layout.num_sequences
+    x, bins = a.x, a.x.shape[1]
+    channels, sequences = a.weight.shape[0], a.layout.num_sequences
     _, cut = configs(x.dtype, channels, capability(x.device)[0])
-    places = layout.rows * (bins // 2)
+    cu_places, places = _places(a)
     spans = count_tiles(places, sequences, cut.span)
     partials = x.new_empty(min(spans, _PROGRAMS), channels, 20, dtype=torch.float32)
-    cu_places, lengths = layout.cu_seqlens * (bins // 2), a.lengths.contiguous()
+    lengths = a.lengths.contiguous()
     launch(
         stem_backward,
         (partials.shape[0], -(-channels // cut.block_c)),
@@ -123,8 +123,14 @@ def backward(
     }
 
 
+def _places(a: StemArguments) -> tuple[Tensor, int]:
+    """Where the places of the result of each utterance begin, int32 (N + 1,); how many are all."""
+    per_slot = a.rows_per_slot // 4 * (a.x.shape[1] // 4)
+    return a.layout.cu_seqlens * per_slot, a.layout.rows * per_slot
+
+
 def _patches(x: Tensor, cu_places: Tensor, lengths: Tensor) -> Tensor:
-    """What the first convolution multiplies: (4 T, F / 2, 16), a sixteenth of what it makes."""
+    """What the first convolution multiplies: (s T / 2, F / 2, 16), a sixteenth of what it makes."""
     rows, bins = x.shape
     patches = x.new_empty(rows // 2, bins // 2, 16)
     sequences, places = lengths.shape[0], rows * bins // 16

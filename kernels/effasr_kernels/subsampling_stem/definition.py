@@ -24,15 +24,17 @@ class StemArguments:
     depthwise_bias: Tensor
     layout: PackedLayout
     lengths: Tensor
+    rows_per_slot: int = 8
 
 
 def _outputs(a: StemArguments) -> Tensor:
-    return a.x.new_empty(2 * a.layout.rows, a.x.shape[1] // 4, a.weight.shape[0])
+    return a.x.new_empty(a.x.shape[0] // 4, a.x.shape[1] // 4, a.weight.shape[0])
 
 
 def _flops(a: StemArguments) -> int:
-    slots, bins, channels = sum(known_lengths(a.layout)), a.x.shape[1], a.weight.shape[0]
-    places = 4 * slots * (bins // 2) + 2 * slots * (bins // 4)
+    rows, bins = a.rows_per_slot * sum(known_lengths(a.layout)), a.x.shape[1]
+    channels = a.weight.shape[0]
+    places = rows // 2 * (bins // 2) + rows // 4 * (bins // 4)
     return 2 * 9 * channels * places
 
 

@@ -23,18 +23,19 @@ _SLOTS = 1_024
 def run(a: StemArguments) -> Tensor:
     """See `effasr_kernels.subsampling_stem.subsampling_stem`."""
     x, weight, bias, layout = a.x, a.weight, a.bias, a.layout
-    slots = widen(x).view(layout.rows, 8, x.shape[1])
+    slots = widen(x).view(layout.rows, a.rows_per_slot, x.shape[1])
     # Contiguous: the gradient of a transposed view would be a product in a slow order.
     filters = widen(torch.cat([weight.T, bias[None]])).contiguous()
     taps, offset = widen(a.depthwise_weight.T).reshape(3, 3, -1), widen(a.depthwise_bias)
-    first, left = slot_table(layout, a.lengths, 8)
+    first, left = slot_table(layout, a.lengths, a.rows_per_slot)
 
     def compute(part: slice) -> Tensor:
         begins, rest = first[part], left[part]
         patches = _patches(slots[part], begins, rest)
         activation = (patches.flatten(1).T @ filters).relu_()
         quarters = activation.view(*patches.shape[1:], weight.shape[0])
-        rows = first_rows(begins, 2), unreal_rows(rest, 2, 4)
+        quarter = a.rows_per_slot // 4
+        rows = first_rows(begins, quarter), unreal_rows(rest, quarter, 4)
         return StridedTaps.apply(quarters, taps, offset, *rows).to(x.dtype)
 
     return by_pieces(layout.rows, _SLOTS, compute)
@@ -46,20 +47,21 @@ def _patches(slots: Tensor, first: Tensor, left: Tensor) -> Tensor:
     All ten numbers are zero where the row is not real, so that the result is, too.
 
     Args:
-        slots: (T, 8, F), where rows that are not real may hold anything.
+        slots: (T, s, F), where rows that are not real may hold anything.
         first: Whether each slot is the first of its sequence: (T,).
         left: Real mel rows from each slot on: (T,).
 
     Returns:
-        (10, 2, 2, 2 T, F / 4): places in the order of `StridedTaps`.
+        (10, 2, 2, s T / 4, F / 4): places in the order of `StridedTaps`.
     """
-    bins = slots.shape[2]
-    x = slots.flatten(0, 1).index_fill(0, unreal_rows(left, 8, 1), 0)
+    rows_per_slot, bins = slots.shape[1:]
+    x = slots.flatten(0, 1).index_fill(0, unreal_rows(left, rows_per_slot, 1), 0)
     even, odd = x.view(-1, 2, bins).unbind(1)
-    unreal = unreal_rows(left, 4, 2)
+    half = rows_per_slot // 2
+    unreal = unreal_rows(left, half, 2)
     # Of the three rows only this one may be real where the row of the result is not.
     before = F.pad(odd, (0, 0, 1, 0))[:-1]
-    before = before.index_fill_(0, first_rows(first, 4), 0).index_fill_(0, unreal, 0)
+    before = before.index_fill_(0, first_rows(first, half), 0).index_fill_(0, unreal, 0)
     rows = F.pad(torch.stack([before, even, odd]), (1, 0)).unfold(2, 3, 2)
     rows = rows.view(3, -1, 2, bins // 4, 2, 3).permute(0, 5, 2, 4, 1, 3)
     patches = x.new_empty(10, *rows.shape[2:])

@@ -28,7 +28,7 @@ class Workload:
     """A corpus that exists only as lengths.
 
     Attributes:
-        seconds: Of each utterance.
+        seconds: Seconds of each utterance.
         lengths: The same as frames and tokens.
         classes: Tokens of the vocabulary.
         framing: From samples to encoder frames.
@@ -53,7 +53,7 @@ class Workload:
         return cls(seconds.tolist(), lengths, classes, framing)
 
     def example(self, index: int) -> Example:
-        """A stretch of the noise, and random tokens."""
+        """Return a stretch of the noise, and random tokens."""
         rng = np.random.default_rng(index)
         begin = int(rng.integers(_NOISE_STARTS))
         noise = _noise(_NOISE_STARTS + round(max(self.seconds) * 16_000))
@@ -63,7 +63,7 @@ class Workload:
         return Example(str(index), audio, list(PROMPT), text, True)
 
     def shape(self, frame_budget: int) -> StaticShape:
-        """The static shape of a budget."""
+        """Return the static shape of a budget."""
         return StaticShape(
             frame_budget,
             suggest_token_budget(self.lengths, frame_budget),
@@ -81,7 +81,7 @@ def _noise(samples: int) -> np.ndarray:
 
 
 def plan_of(system: str, workload: Workload, shape: StaticShape) -> list[list[int]]:
-    """One epoch of a system: the utterances of each micro-batch, of which a step has one."""
+    """Return an epoch of a system: the utterances of each micro-batch, of which a step has one."""
     lengths = workload.lengths
     if system in ("random", "transformers"):
         return random_batches(lengths.frames, shape.frame_budget)
@@ -102,7 +102,7 @@ def random_batches(frames: np.ndarray, budget: int) -> list[list[int]]:
     That one asks lhotse; this one is for where it is not installed. A test compares them.
 
     Args:
-        frames: Of each utterance, (n,), none above the budget.
+        frames: Frames of each utterance, (n,), none above the budget.
         budget: Frames of a padded batch, at most.
     """
     batches: list[list[int]] = [[]]
@@ -118,7 +118,7 @@ def random_batches(frames: np.ndarray, budget: int) -> list[list[int]]:
 
 
 def batches_of(system: str, workload: Workload, shape: StaticShape, steps: int) -> Iterator[Batch]:
-    """The micro-batches of the first steps, on the host."""
+    """Yield the micro-batches of the first steps, on the host."""
     plan = plan_of(system, workload, shape)
     for step in range(steps):
         examples = [workload.example(index) for index in plan[step % len(plan)]]

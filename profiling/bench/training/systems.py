@@ -33,7 +33,7 @@ class Timed:
     """What the steps of a system took.
 
     Attributes:
-        seconds: Of each step.
+        seconds: Seconds of each step.
         peak_bytes: The most memory that the GPU held; None on a CPU.
     """
 
@@ -201,7 +201,7 @@ class Transformers:
 
 
 def without_chance(config: ModelConfig) -> ModelConfig:
-    """The same without dropout and SpecAugment, and with Whisper's silence, as the peer has it."""
+    """Return the same without dropout and SpecAugment, and with the silence of Whisper's peer."""
     off = {
         name: 0.0
         for name in ("input_dropout", "residual_dropout", "activation_dropout", "attention_dropout")
