@@ -189,8 +189,10 @@ def inference() -> str:
     for (shape, batch, dtype), rows in sorted(found.items(), key=lambda one: int(one[0][1])):
         rates = [float(rows[name]["rtfx"]) for name in ("effasr", "transformers")]
         lines.append(
-            [shape, batch, dtype, *(f"{rate:.0f}" for rate in rates)]
-            + [f"{rates[0] / rates[1]:.2f}", rows["effasr"]["git"][:7]]
+            [
+                *(shape, batch, dtype, *(f"{rate:.0f}" for rate in rates)),
+                *(f"{rates[0] / rates[1]:.2f}", rows["effasr"]["git"][:7]),
+            ]
         )
     titles = ["encoder / decoder layers", "batch", "precision", "effasr, RTFx"]
     return markdown([*titles, "transformers, RTFx", "ratio", "revision"], lines)

@@ -22,6 +22,7 @@ def add(command: AddCommand) -> None:
         "Find the budgets that fit this machine, by a few short trials.",
         "What it finds is kept in ~/.cache/effasr/calibration, where `effasr train` with",
         "data.frame_budget=auto looks for it; without one, training calibrates by itself.",
+        example="effasr calibrate small data.train=data/train",
     )
     add_recipe(parser, "a YAML file, or the name of a recipe", "a field to change, as for train")
     target = parser.add_mutually_exclusive_group()

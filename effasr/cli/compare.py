@@ -18,6 +18,7 @@ def add(command: AddCommand) -> None:
         "A run is runs/NAME, with all sets on which `effasr evaluate` tested it, or the folder of",
         "`effasr evaluate --output`. The first system of each set is the one to compare with:",
         "utterances are drawn again and again, alike for both, to see how often it is beaten.",
+        example="effasr compare runs/A runs/B --set dev",
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="at least one")
     parser.add_argument(

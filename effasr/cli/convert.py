@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effasr.cli.options import RUN_HELP, AddCommand, at_least, folder, log, print_line
+from effasr.cli.progress import working
 
 if TYPE_CHECKING:
     from effasr.checkpoint import LoadedModel
@@ -24,6 +25,7 @@ def add_import(command: AddCommand) -> None:
         "Make a model directory of NeMo's or Hugging Face's model.",
         "A .nemo file may hold a FastConformer with CTC, a transducer (RNN-T or TDT) or both, or a",
         "Canary; NeMo need not be installed. What is trained otherwise here is named.",
+        example="effasr import canary-1b-flash.nemo models/canary",
     )
     parser.add_argument(
         "source",
@@ -36,6 +38,14 @@ def add_import(command: AddCommand) -> None:
 
 def run_import(options: argparse.Namespace) -> int:
     """Convert a .nemo file or a Hugging Face folder to a model directory."""
+    with working(f"importing {options.source}"):
+        parameters = _import(options)
+    print_line(f"{options.out}: {parameters / 1e6:.1f} M parameters")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    """Write the model directory; return the number of parameters."""
     from effasr.checkpoint import save_model
     from effasr.interop.nemo.archive import CONFIG
     from effasr.model.asr import ASRModel
@@ -50,10 +60,7 @@ def run_import(options: argparse.Namespace) -> int:
     else:
         model, tokenizer = _import_hugging_face(source)
     save_model(options.out, model, tokenizer, prompt)
-    print_line(
-        f"{options.out}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
-    )
-    return 0
+    return sum(p.numel() for p in model.parameters())
 
 
 def _import_hugging_face(source: Path) -> tuple[ASRModel, Tokenizer]:
@@ -94,6 +101,7 @@ def add_export(command: AddCommand) -> None:
         "With --format nemo, or where OUT ends in .nemo: that file, which NeMo's",
         "ASRModel.restore_from loads. The tokenizer must be that of a .nemo file, or of",
         "`effasr tokenizer`.",
+        example="effasr export runs/mine mine.nemo",
     )
     parser.add_argument("model", type=Path, metavar="RUN_OR_MODEL", help=RUN_HELP)
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder or .nemo file to write")
@@ -130,11 +138,12 @@ def run_export(options: argparse.Namespace) -> int:
     else:
         sources = newest_checkpoints(options.model, options.averaged)
         loaded = average(sources)
-    if format_ == "onnx":
-        return _onnx(options, loaded)
-    if format_ == "nemo":
-        return _nemo(options, loaded)
-    return _hugging_face(options, loaded, sources)
+    with working(f"exporting {options.model}"):
+        if format_ == "onnx":
+            return _onnx(options, loaded)
+        if format_ == "nemo":
+            return _nemo(options, loaded)
+        return _hugging_face(options, loaded, sources)
 
 
 def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> int:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from effasr.cli.options import AddCommand, at_least, folder, print_line, progress_counter
+from effasr.cli.options import AddCommand, at_least, folder, print_line
+from effasr.cli.progress import progress_counter
 
 
 def add(command: AddCommand) -> None:
     """Add the command to the parser."""
-    parser = command("demo-data", run, "Synthesise a small speech corpus, without any download.")
+    parser = command(
+        "demo-data",
+        run,
+        "Synthesise a small speech corpus, without any download.",
+        example="effasr demo-data data/demo",
+    )
     parser.add_argument(
         "out", type=folder, metavar="OUT", help="folder for recordings and manifests"
     )

@@ -16,13 +16,18 @@ from effasr.cli.options import (
     folder,
     log,
     print_line,
-    progress_counter,
 )
+from effasr.cli.progress import progress_counter
 
 
 def add(command: AddCommand) -> None:
     """Add the command to the parser."""
-    parser = command("evaluate", run, "Transcribe a manifest and count the errors, by language.")
+    parser = command(
+        "evaluate",
+        run,
+        "Transcribe a manifest and count the errors, by language.",
+        example="effasr evaluate --run runs/mine --manifest data/dev --beam 4",
+    )
     parser.add_argument("--run", type=Path, required=True, help=RUN_HELP)
     parser.add_argument("--manifest", type=Path, required=True, help=MANIFEST_HELP)
     parser.add_argument(

@@ -23,6 +23,7 @@ def add(command: AddCommand) -> None:
         "Write a recipe for a corpus, from published practice for its size.",
         "It prints the commands to run next. To start from a trained model is better than to train",
         "from scratch where there are fewer than about 100 hours: --init-from MODEL.",
+        example="effasr init data/train --dev data/dev --output mine.yaml",
     )
     parser.add_argument("train", type=Path, nargs="+", metavar="TRAIN", help=MANIFEST_HELP)
     parser.add_argument(

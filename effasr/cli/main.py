@@ -30,7 +30,8 @@ from effasr.cli import (
     train,
     transcribe,
 )
-from effasr.cli.options import AddCommand, print_line
+from effasr.cli.installation import completion, doctor, recipes
+from effasr.cli.options import print_line
 
 _BAD_INPUT = (
     ValueError,
@@ -147,9 +148,14 @@ def build_parser() -> argparse.ArgumentParser:
     described = [parser.description, "", "commands:"]
 
     def command(
-        name: str, action: Callable[[argparse.Namespace], int], text: str, *epilog: str
+        name: str,
+        action: Callable[[argparse.Namespace], int],
+        text: str,
+        *epilog: str,
+        example: str = "",
     ) -> argparse.ArgumentParser:
-        made = parsers.add_parser(name, description=text, epilog="\n".join(epilog))
+        lines = [*epilog, *([""] if epilog else []), "example:", f"  {example}"]
+        made = parsers.add_parser(name, description=text, epilog="\n".join(lines))
         made.set_defaults(action=action, parser=made)
         described.append(f"  {name:11} {text}")
         return made
@@ -167,23 +173,13 @@ def build_parser() -> argparse.ArgumentParser:
         transcribe.add,
         convert.add_import,
         convert.add_export,
-        _add_doctor,
+        recipes.add,
+        completion.add,
+        doctor.add,
     ):
         add(command)
     parser.description = "\n".join(described)
     return parser
-
-
-def _add_doctor(command: AddCommand) -> None:
-    command("doctor", _doctor, "Show what is installed, and what serves each operation.")
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    # The report imports torch, for which --help must not wait.
-    from effasr.cli.doctor import report
-
-    print_line(report().text())
-    return 0
 
 
 if __name__ == "__main__":

@@ -8,17 +8,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from effasr.cli.progress import erase_line
 
 if TYPE_CHECKING:
     from effasr.decoding.config import DecodingConfig
 
 AddCommand = Callable[..., argparse.ArgumentParser]
-"""Adds a command: takes its name, its action, its description and lines for the end of its help."""
+"""Adds a command: takes its name, its action, its description, lines for the end of its help, and
+``example``, a command line that is the last line of the help."""
 
 RUN_HELP = "a run (runs/NAME: its best checkpoint), or a model directory"
 MANIFEST_HELP = "NeMo JSONL, lhotse cuts, a Kaldi, audio or prepared folder"
@@ -161,30 +162,13 @@ def decoding_config(options: argparse.Namespace, *, words: bool = False) -> Deco
 
 def print_line(text: str) -> None:
     """Write to standard output, with one line feed at the end."""
+    if sys.stdout.isatty():
+        erase_line()
     sys.stdout.write(text.rstrip("\n") + "\n")
 
 
 def log(command: str, text: str) -> None:
     """Write a line to standard error, after the name of the command."""
+    erase_line()
     sys.stderr.write(f"effasr {command}: {text}\n")
     sys.stderr.flush()
-
-
-@contextmanager
-def progress_counter(unit: str) -> Iterator[Callable[..., None]]:
-    """Give a function that shows how many of how many are done, where a terminal is attached."""
-    shown, due = sys.stderr.isatty(), 0.0
-
-    def show(done: int, total: int | None = None) -> None:
-        nonlocal due
-        if shown and time.monotonic() >= due:
-            due = time.monotonic() + 0.1
-            sys.stderr.write(f"\r{done}{'' if total is None else f'/{total}'} {unit}")
-            sys.stderr.flush()
-
-    try:
-        yield show
-    finally:
-        if shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effasr.cli.options import AddCommand, at_least, print_line
+from effasr.cli.progress import working
 
 if TYPE_CHECKING:
     from effasr.planning.listing import Listing
@@ -40,6 +41,7 @@ def add(command: AddCommand) -> None:
         "",
         "All strategies but packed are computed padded: each utterance of a micro-batch at the",
         "length of the longest. A batch is a micro-batch, a step has one of each rank or more.",
+        example="effasr plan --manifest data/train --strategy all",
     )
     parser.add_argument(
         "--manifest",
@@ -144,8 +146,11 @@ def run(options: argparse.Namespace) -> int:
     strategy = options.strategy or request.data.strategy
     _check_strategy(options, strategy)
     study = _study_options(options, request)
-    listing, selection = request.read(options.prompt_tokens)
-    outcomes = compare(selection, LADDER if strategy == "all" else [strategy], request.cost, study)
+    strategies = LADDER if strategy == "all" else [strategy]
+    with working("reading manifests"):
+        listing, selection = request.read(options.prompt_tokens)
+    with working(f"planning {len(selection):,} utterances"):
+        outcomes = compare(selection, strategies, request.cost, study)
     if options.dropped is not None:
         _list_dropped(options.dropped, selection)
     if options.json:

@@ -14,8 +14,8 @@ from effasr.cli.options import (
     at_least,
     folder,
     print_line,
-    progress_counter,
 )
+from effasr.cli.progress import progress_counter
 
 if TYPE_CHECKING:
     from effasr.data.features.frame_geometry import Framing
@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 def add(command: AddCommand) -> None:
     """Add the command to the parser."""
-    parser = command("prepare", run, "Check recordings and transcripts before training.")
+    parser = command(
+        "prepare",
+        run,
+        "Check recordings and transcripts before training.",
+        example="effasr prepare train.jsonl data/train",
+    )
     parser.add_argument("source", type=Path, metavar="SOURCE", help=MANIFEST_HELP)
     parser.add_argument(
         "out", type=folder, metavar="OUT", help="folder for the cuts, and what was dropped and why"

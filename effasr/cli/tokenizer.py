@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from effasr.cli.options import (
     folder,
     print_line,
 )
+from effasr.cli.progress import progress_counter, working
 
 if TYPE_CHECKING:
     from effasr.data.statistics.survey import Survey
@@ -25,7 +27,10 @@ _DEFAULT_SIZE = 1024
 def add(command: AddCommand) -> None:
     """Add the command to the parser."""
     parser = command(
-        "tokenizer", run, "Train a tokenizer: one SentencePiece model for each language."
+        "tokenizer",
+        run,
+        "Train a tokenizer: one SentencePiece model for each language.",
+        example="effasr tokenizer data/train data/tokenizer --vocab-size 256",
     )
     parser.add_argument(
         "manifests", type=Path, nargs="+", metavar="MANIFEST", help="whose texts to learn from"
@@ -56,32 +61,34 @@ def run(options: argparse.Namespace) -> int:
 
     texts: dict[str, list[str]] = {}
     spoken, survey = set(), Survey()
-    for manifest in options.manifests:
-        if is_text_only(manifest):
-            for pair in pairs(manifest):
-                texts.setdefault(pair.prompt.source, []).append(pair.source)
-                texts.setdefault(pair.prompt.target, []).append(pair.text)
-                survey.add_text(pair.prompt.source, pair.source)
-                survey.add_text(pair.prompt.target, pair.text)
-            continue
-        for cut in iterate(manifest, language=options.language):
-            wanted = request(cut)
-            spoken.add(wanted.source)
-            texts.setdefault(wanted.target, []).append(cut.supervisions[0].text or "")
-            survey.add_cut(cut)
+    count = itertools.count(1)
+    with progress_counter("texts") as show:
+        for manifest in options.manifests:
+            if is_text_only(manifest):
+                for pair in pairs(manifest):
+                    show(next(count))
+                    texts.setdefault(pair.prompt.source, []).append(pair.source)
+                    texts.setdefault(pair.prompt.target, []).append(pair.text)
+                    survey.add_text(pair.prompt.source, pair.source)
+                    survey.add_text(pair.prompt.target, pair.text)
+                continue
+            for cut in iterate(manifest, language=options.language):
+                show(next(count))
+                wanted = request(cut)
+                spoken.add(wanted.source)
+                texts.setdefault(wanted.target, []).append(cut.supervisions[0].text or "")
+                survey.add_cut(cut)
     if not texts:
         raise ValueError(f"{', '.join(map(str, options.manifests))}: no utterances to learn from.")
-    size, subsampling = options.vocab_size, options.subsampling
-    if size == "auto":
-        choice = choose_vocabulary(survey, subsampling=subsampling, model_type=options.model_type)
-        size, subsampling = choice.sizes, choice.subsampling
-    tokenizer = train_tokenizer(
-        texts,
-        options.out,
-        vocab_size=size,
-        model_type=options.model_type,
-        sources=sorted(spoken - texts.keys()),
-    )
+    size, subsampling, kind = options.vocab_size, options.subsampling, options.model_type
+    with working("training the tokenizer"):
+        if size == "auto":
+            choice = choose_vocabulary(survey, subsampling=subsampling, model_type=kind)
+            size, subsampling = choice.sizes, choice.subsampling
+        unspoken = sorted(spoken - texts.keys())
+        tokenizer = train_tokenizer(
+            texts, options.out, vocab_size=size, model_type=kind, sources=unspoken
+        )
     print_line(f"{options.out}: {tokenizer.vocab_size} tokens for {', '.join(sorted(texts))}")
     _report(survey, tokenizer, subsampling, chosen=options.vocab_size == "auto")
     return 0

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import itertools
-import textwrap
 
 from effasr import config
+from effasr.cli.installation.recipes import describe
 from effasr.cli.options import AddCommand, add_recipe, print_line
 
 
@@ -19,7 +18,8 @@ def add(command: AddCommand) -> None:
         "On several GPUs: torchrun --nproc-per-node N effasr/train.py RECIPE ...",
         "",
         "recipes:",
-        *(_describe(recipe) for recipe in config.recipes()),
+        *(describe(recipe) for recipe in config.recipes()),
+        example="effasr train small name=mine data.train=data/train",
     )
     add_recipe(
         parser,
@@ -43,13 +43,3 @@ def run(options: argparse.Namespace) -> int:
         print_line(config.dump(settings))
         return 0
     return run(settings)
-
-
-def _describe(recipe: str) -> str:
-    """Return the name of a recipe, and the first sentence of the comment at the top of its file."""
-    comment = itertools.takewhile(
-        lambda line: line.startswith("#"),
-        (config.RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines(),
-    )
-    sentence = " ".join(line.lstrip("# ") for line in comment).split(". ")[0].rstrip(".")
-    return textwrap.fill(sentence, 80, initial_indent=f"  {recipe:18} ", subsequent_indent=" " * 21)

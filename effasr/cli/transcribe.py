@@ -44,6 +44,7 @@ def add(command: AddCommand) -> None:
         "",
         "What cannot be read is reported in a line of its own and the rest goes on; the exit code",
         "is 1 then. Standard output has results alone.",
+        example="effasr transcribe --run runs/mine calls --output texts --format srt",
     )
     parser.add_argument("--run", type=Path, required=True, help=RUN_HELP)
     parser.add_argument(

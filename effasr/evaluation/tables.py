@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+import shutil
+import sys
 
 from rich import box
 from rich.console import Console
@@ -20,7 +22,7 @@ _MOST_FAILURES = 20
 """Failures that are listed; ``wer.json`` has all of them."""
 
 _WIDE = 10_000
-"""Columns; nothing is wrapped, as the terminal does that."""
+"""Columns of a table that is written to a file or a pipe: no row is folded."""
 
 
 def report(evaluation: Evaluation, worst: int = 0) -> str:
@@ -72,10 +74,22 @@ def worst_table(evaluation: Evaluation, count: int) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
-def to_text(table: Table) -> str:
-    """Return a table without colours, one line per row."""
+def display_width() -> int | None:
+    """Return the columns of the terminal to which standard output goes; None if it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def to_text(table: Table, width: int | None = None) -> str:
+    """Return a table without colours.
+
+    Args:
+        table: The table.
+        width: Columns to which cells are folded; by default those of the terminal. Elsewhere each
+            row is one line.
+    """
     file = io.StringIO()
-    Console(file=file, width=_WIDE, color_system=None).print(table)
+    width = width or display_width() or _WIDE
+    Console(file=file, width=width, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines() if line.strip())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ PROFILE_FOLDER = "profile"
 """Folder of the recordings in a run directory."""
 
 _MEMORY_EVENTS = 1_000_000
+
+_KINETO_SILENT = "6"
+"""Above the level of its last kind of message, USDT."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +143,8 @@ class StepProfiler:
             self._on.enter_context(torch.autograd.profiler.emit_nvtx())
 
     def _start_kineto(self, step: int) -> None:
+        # Kineto reads it when it starts, and otherwise logs the start and stop among our lines.
+        os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_SILENT)
         ranges.enable("kineto")
         self._on.callback(ranges.disable)
         activities = [torch.profiler.ProfilerActivity.CPU]

@@ -1,6 +1,7 @@
 """The commands and their options: to change them is to change this list as well."""
 
 import argparse
+import shlex
 
 from effasr.cli.main import build_parser
 
@@ -12,15 +13,23 @@ DECODING = [
     "--length-penalty A",
     "--coverage-penalty B",
     "--ctc-weight W",
+    "--no-repeat-ngram N",
     "--lm FILE",
     "--lm-weight W",
     "--gap S",
     "--frame-budget N",
 ]
 SURFACE = {
-    "prepare": ["SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG", "--jobs N"],
+    "prepare": [
+        "SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG", "--subsampling {4,8}", "--jobs N",
+    ],
     "tokenizer": [
-        "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--model-type {unigram,bpe}",
+        "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--subsampling {4,8}",
+        "--model-type {unigram,bpe}",
+    ],
+    "init": [
+        "TRAIN...", "--dev MANIFEST", "--output FILE.yaml", "--tokenizer FOLDER",
+        "--init-from MODEL", "--no-timing", "--language LANG",
     ],
     "demo-data": ["OUT", "--multilingual", "--utterances N"],
     "plan": [
@@ -52,6 +61,8 @@ SURFACE = {
         "RUN_OR_MODEL", "OUT", "--format {huggingface,nemo,onnx}",
         "--averaged N", "--license LICENCE", "--author NAME",
     ],
+    "recipes": ["ACTION", "RECIPE", "FILE"],
+    "completion": [],
     "doctor": [],
 }  # fmt: skip
 
@@ -59,7 +70,7 @@ SURFACE = {
 def shown(action: argparse.Action) -> str:
     """An argument as a user would write it; ``!`` if an option must be given."""
     value = action.metavar or (
-        f"{{{','.join(action.choices)}}}" if action.choices else action.dest.upper()
+        f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper()
     )
     if not action.option_strings:
         return f"{value}{'...' if action.nargs in ('+', '*') else ''}"
@@ -79,6 +90,17 @@ def test_the_command_line_is_what_was_agreed() -> None:
         "-h --help",
         "--version",
     ]
+
+
+def test_the_help_of_a_command_ends_with_an_example() -> None:
+    parser = build_parser()
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        *_, heading, example = command.format_help().splitlines()
+        assert heading == "example:", name
+        words = shlex.split(example.replace('eval "$(', "").replace(')"', ""))
+        assert words[:2] == ["effasr", name]
+        assert parser.parse_args(words[1:]).command == name
 
 
 def test_everything_is_explained() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from effasr.cli import doctor
+from effasr.cli.installation import report as doctor
 from effasr_kernels import OPERATIONS, Backend
 from effasr_kernels.runtime import native
 

@@ -11,7 +11,7 @@ from effasr import config
 
 COMMANDS = [
     "prepare", "tokenizer", "init", "demo-data", "plan", "calibrate", "train", "evaluate",
-    "compare", "transcribe", "import", "export", "doctor",
+    "compare", "transcribe", "import", "export", "recipes", "completion", "doctor",
 ]  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -136,3 +138,23 @@ def test_what_needs_a_gpu_is_refused_without_one(
 def test_wrong_values(field: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ProfileConfig(**{field: value})
+
+
+def test_kineto_writes_nothing_of_its_own(tmp_path) -> None:
+    """It would log the start and the stop to standard error, in a process that has not used it."""
+    program = f"""
+from pathlib import Path
+import torch
+from effasr.distributed.process_group import DistributedContext
+from effasr.training.profiler import ProfileConfig, StepProfiler
+context = DistributedContext(0, 1, torch.device("cpu"))
+capture = StepProfiler(
+    ProfileConfig(tool="kineto", first_step=1, steps=1), context, Path({str(tmp_path)!r})
+)
+for step in range(3):
+    with capture.step(step):
+        torch.ones(3).sum()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (tmp_path / "rank0.json.gz").is_file()

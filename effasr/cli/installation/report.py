@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 import effasr_kernels
-from effasr.evaluation.tables import to_text
+from effasr.evaluation.tables import display_width, to_text
 from effasr.optim.adamw import apex_unsupported_reason
 from effasr_kernels import OPERATIONS, Backend, BackendUnavailable, TorchOp
 from effasr_kernels.runtime import native
@@ -36,6 +36,8 @@ _PACKAGES = {
     "espeakng-loader": "the speech of the demo",
     "pytorch_optimizer": "LAMB",
 }
+_WIDTH, _WIDEST_VALUE = 100, 30
+"""Columns where there is no terminal, and of the column of versions and backends."""
 _REQUIRED = frozenset({"lhotse", "sentencepiece", "jiwer", "tensorboard", "nvtx"})
 # The other backends are for some operations alone.
 _EXPECTED = (Backend.TRITON, Backend.REFERENCE)
@@ -64,15 +66,24 @@ class Report:
 
     rows: tuple[Row, ...]
 
-    def text(self) -> str:
-        """Return a table for each section."""
+    def text(self, width: int | None = None) -> str:
+        """Return a table for each section.
+
+        Args:
+            width: Columns to fold the tables to; by default those of the terminal, else 100.
+        """
+        if width is None:
+            width = display_width() or _WIDTH
         parts = []
         for section in dict.fromkeys(row.section for row in self.rows):
-            table = Table(section, "", "note", box=box.MARKDOWN)
+            table = Table(box=box.MARKDOWN)
+            table.add_column(section, no_wrap=True)
+            table.add_column(max_width=_WIDEST_VALUE, overflow="fold")
+            table.add_column("note", overflow="fold")
             for row in self.rows:
                 if row.section == section:
                     table.add_row(Text(row.name), Text(row.value), Text(row.note))
-            parts.append(to_text(table))
+            parts.append(to_text(table, width))
         return "\n\n".join(parts) + "\n"
 
 

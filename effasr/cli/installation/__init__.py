@@ -1,0 +1,1 @@
+"""Commands about what is installed: packages and backends, recipes, shell completion."""

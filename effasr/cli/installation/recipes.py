@@ -1,0 +1,90 @@
+"""``effasr recipes``: lists, shows and copies the recipes that come with effasr."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import textwrap
+from pathlib import Path
+
+from effasr import config
+from effasr.cli.options import AddCommand, print_line
+
+
+def add(command: AddCommand) -> None:
+    """Add the command to the parser."""
+    parser = command(
+        "recipes",
+        run,
+        "List the recipes, show one, or copy one to change it.",
+        "Without an action, it lists them. `copy` never overwrites a file, and writes the name of",
+        "the new file as the name of the run.",
+        example="effasr recipes copy small mine.yaml",
+    )
+    parser.add_argument(
+        "action_name",
+        nargs="?",
+        choices=("list", "show", "copy"),
+        default="list",
+        metavar="ACTION",
+        help="list (the default), show or copy",
+    )
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="to show or to copy")
+    parser.add_argument(
+        "file", nargs="?", type=Path, metavar="FILE", help="to write (default: RECIPE.yaml)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """List, show or copy."""
+    action, recipe, file = options.action_name, options.recipe, options.file
+    if (file is not None and action != "copy") or (recipe is not None and action == "list"):
+        raise ValueError(
+            f"`{action}` must have no further arguments than RECIPE for show, and RECIPE and FILE "
+            f"for copy, but has {' '.join(map(str, filter(None, (recipe, file))))!r}."
+        )
+    if action == "list":
+        for name in config.recipes():
+            print_line(describe(name))
+        return 0
+    text = _read(action, recipe)
+    if action == "show":
+        print_line(text)
+        return 0
+    copy(text, recipe, file or Path(f"{recipe}.yaml"))
+    return 0
+
+
+def copy(text: str, recipe: str, file: Path) -> None:
+    """Write a recipe under the name of a new file.
+
+    Raises:
+        ValueError: The file exists already, or is no YAML file.
+    """
+    from effasr.data.atomic_files import write_atomically
+
+    if file.suffix not in (".yaml", ".yml") or file.exists():
+        raise ValueError(
+            f"`FILE` must be a new file that ends in .yaml, but is {str(file)!r}: name another "
+            "one, or remove it."
+        )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, text.replace(f"name: {recipe}\n", f"name: {file.stem}\n", 1).encode())
+    print_line(f"{file}: `effasr train {file}` trains it, into runs/{file.stem}")
+
+
+def describe(recipe: str) -> str:
+    """Return the name of a recipe, and the first sentence of the comment at the top of its file."""
+    comment = itertools.takewhile(
+        lambda line: line.startswith("#"), _read("show", recipe).splitlines()
+    )
+    sentence = " ".join(line.lstrip("# ") for line in comment).split(". ")[0].rstrip(".")
+    return textwrap.fill(sentence, 80, initial_indent=f"  {recipe:18} ", subsequent_indent=" " * 21)
+
+
+def _read(action: str, recipe: str | None) -> str:
+    if recipe not in config.recipes():
+        names = ", ".join(config.recipes())
+        given = "is missing" if recipe is None else f"is {recipe!r}"
+        raise ValueError(f"`RECIPE` must be one of {names} for {action}, but {given}.")
+    return (config.RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")

@@ -1,0 +1,104 @@
+"""Recipes, shell completion, and the width of the doctor's report."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from effasr import config
+from effasr.cli.installation import completion
+from effasr.cli.installation.report import Report, Row
+from effasr.cli.main import build_parser
+from effasr.training.config import TrainConfig
+
+
+def test_recipes_are_listed_with_what_they_train(effasr) -> None:
+    assert effasr("recipes").out == effasr("recipes", "list").out
+    for recipe in config.recipes():
+        assert f"  {recipe} " in effasr("recipes").out
+    assert max(map(len, effasr("recipes").out.splitlines())) <= 80
+
+
+def test_a_recipe_is_shown_as_it_is(effasr) -> None:
+    assert effasr("recipes", "show", "demo").out == (config.RECIPES / "demo.yaml").read_text()
+
+
+@pytest.mark.parametrize("recipe", config.recipes())
+def test_a_copy_is_the_recipe_under_another_name(effasr, tmp_path, recipe) -> None:
+    file = tmp_path / "new" / "mine.yaml"
+    assert f"effasr train {file}" in effasr("recipes", "copy", recipe, file).out
+    original, copied = (config.load(TrainConfig, one) for one in (recipe, file))
+    assert copied.name == "mine"
+    assert config.to_mapping(copied) == {**config.to_mapping(original), "name": "mine"}
+
+
+def test_a_copy_overwrites_nothing(effasr, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert effasr("recipes", "copy", "small").code == 0
+    (tmp_path / "small.yaml").write_text("mine")
+    assert "must be a new file" in effasr("recipes", "copy", "small").error
+    assert (tmp_path / "small.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("show",), "`RECIPE` must be one of canary_180m_flash, "),
+        (("copy", "smal"), "but is 'smal'"),
+        (("list", "small"), "must have no further arguments"),
+        (("show", "small", "mine.yaml"), "must have no further arguments"),
+        (("copy", "small", "mine.txt"), "that ends in .yaml"),
+    ],
+)
+def test_wrong_arguments_of_recipes(effasr, arguments, message) -> None:
+    done = effasr("recipes", *arguments)
+    assert done.code == 2
+    assert message in done.error
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("tr",), {"train", "transcribe"}),
+        (("--v",), {"--version"}),
+        (("train", "demo_t"), {"demo_transducer"}),
+        (("train", "--s"), {"--show"}),
+        (("transcribe", "--format", "s"), {"srt"}),
+        (("plan", "--strategy", "bu"), {"bucketed"}),
+        (("recipes", "c"), {"copy"}),
+        (("recipes", "copy", "sma"), {"small"}),
+        (("evaluate", "--be"), {"--beam"}),
+        (("prepare", "some"), set()),
+    ],
+)
+def test_bash_completes(words, found) -> None:
+    listed = " ".join(f"'{word}'" for word in ("effasr", *words))
+    program = f"""{completion.script(build_parser())}
+        COMP_WORDS=({listed}); COMP_CWORD={len(words)}
+        _effasr
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(
+        ["bash", "-uc", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stderr == ""
+    assert set(done.stdout.split()) == found
+
+
+def test_the_command_prints_the_script(effasr) -> None:
+    assert effasr("completion").out == completion.script(build_parser())
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_report_is_folded_to_a_width(width) -> None:
+    note = "; ".join(f"backend_{n}: not installed (pip install package-{n})" for n in range(9))
+    rows = (
+        Row("system", "platform", "x" * 45, "note"),
+        Row("operations", "attention, relative on cpu", "reference", note),
+    )
+    text = Report(rows).text(width)
+    assert max(map(len, text.splitlines())) <= width
+    cells = "".join(line.split("|")[3].strip() + " " for line in text.splitlines() if "|" in line)
+    assert note in " ".join(cells.split())
+    assert "x" * 30 in text

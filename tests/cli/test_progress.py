@@ -1,0 +1,58 @@
+"""What a terminal shows of a long command."""
+
+import io
+import sys
+import time
+
+import pytest
+
+from effasr.cli import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "seconds", "text"),
+    [
+        (0, 10, 9.0, "0/10 files"),
+        (5, 10, 1.0, "5/10 files"),
+        (5, 10, 10.0, "5/10 files, 0.5/s, 10 s left"),
+        (4000, None, 10.0, "4,000 files, 400/s"),
+        (1000, 100_000, 10.0, "1,000/100,000 files, 100/s, 16:30 min left"),
+        (10, 90_010, 10.0, "10/90,010 files, 1.0/s, 25:00 h left"),
+    ],
+)
+def test_rate_and_time_left(done, total, seconds, text) -> None:
+
+    assert progress.describe(done, total, "files", seconds) == text
+
+
+def test_work_of_unknown_extent_is_shown_after_a_while(monkeypatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)
+    with progress.working("reading"):
+        deadline = time.monotonic() + 30
+        while not stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert stream.getvalue().startswith("\rreading, 0 s")
+    assert stream.getvalue().endswith("\r\x1b[K")
+
+
+def test_nothing_is_shown_without_a_terminal(monkeypatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
+    with progress.working("reading"), progress.progress_counter("files") as show:
+        show(1, 2)
+        time.sleep(0.05)
+    assert stream.getvalue() == ""
+
+
+def test_errors_pass_through(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with pytest.raises(ValueError, match="wrong"), progress.working("reading"):
+        raise ValueError("wrong")
