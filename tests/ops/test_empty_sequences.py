@@ -75,11 +75,12 @@ def test_a_step_has_as_many_operations_with_empty_sequences(name: str) -> None:
         frames = PackedLayout.from_lengths(FRAMES, num_sequences=slots)
         layouts = frames, PackedLayout.from_lengths(TOKENS, num_sequences=slots)
         torch.manual_seed(1)
-        with torch.autograd.profiler.profile() as profile:
+        profiler: Any = torch.autograd.profiler.profile()
+        with profiler as profile:
             total = call(layouts)
             total.backward()
         values.append(total.detach())
-        events: Any = profile.function_events
+        events = profile.function_events
         counts.append(sum(event.name.startswith("aten::") for event in events))
     assert counts[1] > 10
     assert counts[2] == counts[1]
