@@ -20,7 +20,7 @@ from effasr_kernels.runtime.dispatch import BackendUnavailable
 LIBRARY, FAILURE = "_cpu.so", "_cpu_failure.txt"
 """What ``setup.py`` leaves in the package: the library, or the reason why it could not build it."""
 HOW_TO_BUILD = "with a C++ compiler, pip install . builds it: csrc/README.md"
-_INTERFACE = 1
+_INTERFACE = 2
 """Of the structures; as EFFASR_INTERFACE in csrc/interface.h."""
 _NO_MEMORY = 1
 
