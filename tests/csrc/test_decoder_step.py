@@ -58,7 +58,7 @@ class Plain:
             "first": (s.hidden, s.width),
             "second": (s.width, s.hidden),
         }
-        self.layers = [
+        self.layers: list[dict[str, Any]] = [
             {
                 name: (torch.randn(n, k) * k**-0.5, torch.randn(n) if s.bias else None)
                 for name, (n, k) in shapes.items()
@@ -74,16 +74,16 @@ class Plain:
 
     def packed(self) -> DecoderWeights:
         def layer(one: dict[str, Any]) -> Layer:
-            norms = {name: Norm(*one[name], 1e-5) for name in NORMS}
-            rest = {k: PackedMatrix.of(*v) for k, v in one.items() if k not in norms}
-            return Layer(**norms, **rest)
+            parts: dict[str, Any] = {k: PackedMatrix.of(*one[k]) for k in one if k not in NORMS}
+            parts |= {name: _norm(one[name]) for name in NORMS}
+            return Layer(**parts)
 
         return DecoderWeights(
             layers=[layer(one) for one in self.layers],
             tokens=self.tokens,
             positions=self.positions,
-            embedding_norm=Norm(*self.embedding_norm, 1e-5) if self.embedding_norm else None,
-            norm=Norm(*self.norm, 1e-5),
+            embedding_norm=_norm(self.embedding_norm) if self.embedding_norm else None,
+            norm=_norm(self.norm),
             heads=self.sizes.heads,
             head_width=self.sizes.head_width,
             activation=self.sizes.activation,
@@ -94,7 +94,8 @@ class Plain:
         s, out = self.sizes, torch.zeros(len(state.tokens), self.sizes.width, dtype=dtype)
 
         def normed(x: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
-            return F.layer_norm(x, (s.width,), *(part.to(dtype) for part in norm))
+            weight, bias = norm
+            return F.layer_norm(x, (s.width,), weight.to(dtype), bias.to(dtype))
 
         def linear(x: Tensor, matrix: tuple[Tensor, Tensor | None]) -> Tensor:
             weight, bias = matrix
@@ -167,9 +168,14 @@ class State:
         """A state of one of the rows; without hypotheses."""
         assert self.hypotheses == 1
         one = slice(row, row + 1)
-        caches = (x[:, :, one].contiguous() for x in (self.own, self.speech))
-        parts = (x[one].clone() for x in (self.tokens, self.positions, self.active))
-        return State(*parts, self.frames[one], *caches)
+        tokens, positions, active = self.tokens[one], self.positions[one], self.active[one]
+        own, speech = self.own[:, :, one].contiguous(), self.speech[:, :, one].contiguous()
+        return State(tokens, positions.clone(), active, self.frames[one], own, speech)
+
+
+def _norm(norm: tuple[Tensor, Tensor]) -> Norm:
+    weight, bias = norm
+    return Norm(weight, bias, 1e-5)
 
 
 def run(weights: DecoderWeights, state: State, instructions: int = 0, most: int = 99) -> Tensor:
@@ -241,9 +247,12 @@ def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(
     # Small steps take one thread: rows of the same, many times, make it a large one.
     times = 200
     many = State(
-        *(x.repeat(times) for x in (state.tokens, state.positions, state.active)),
+        state.tokens.repeat(times),
+        state.positions.repeat(times),
+        state.active.repeat(times),
         state.frames * times,
-        *(x.repeat(1, 1, times, 1, 1, 1) for x in (state.own, state.speech)),
+        state.own.repeat(1, 1, times, 1, 1, 1),
+        state.speech.repeat(1, 1, times, 1, 1, 1),
     )
     assert torch.equal(run(weights, many, instructions), y.repeat(times, 1))
     assert torch.equal(many.own, together.own.repeat(1, 1, times, 1, 1, 1))

@@ -42,12 +42,16 @@ class _Norm(ctypes.Structure):
     _fields_ = [("weight", POINTER), ("bias", POINTER), ("epsilon", ctypes.c_double)]
 
 
+_NORMS = "self_norm", "cross_norm", "forward_norm"
+_MATRICES = "qkv", "self_out", "q", "cross_out", "first", "second"
+
+
 class _Layer(ctypes.Structure):
     """DecoderLayer of csrc/decoder_step.h."""
 
     _fields_ = [
-        *((name, _Norm) for name in ("self_norm", "cross_norm", "forward_norm")),
-        *((name, _Matrix) for name in ("qkv", "self_out", "q", "cross_out", "first", "second")),
+        *((name, _Norm) for name in _NORMS),
+        *((name, _Matrix) for name in _MATRICES),
     ]
 
 
@@ -241,7 +245,7 @@ class DecoderWeights:
         self._check_norm("norm", norm)
         if embedding_norm is not None:
             self._check_norm("embedding_norm", embedding_norm)
-        names = [name for name, _ in _Layer._fields_]
+        names = *_NORMS, *_MATRICES
         described = (_Layer * len(layers))(
             *(_Layer(*(getattr(one, name)._described() for name in names)) for one in layers)
         )
@@ -330,7 +334,7 @@ class DecoderWeights:
         return out
 
     def _check(self, layer: Layer, number: int, inner: int) -> None:
-        for name in ("self_norm", "cross_norm", "forward_norm"):
+        for name in _NORMS:
             self._check_norm(f"layers[{number}].{name}", getattr(layer, name))
         hidden = layer.first.outputs
         for name, inputs, outputs in (
