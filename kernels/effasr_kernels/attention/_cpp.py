@@ -77,7 +77,6 @@ def _call(a: AttentionArguments, q: Tensor, k: Tensor) -> cpu_attention.Call:
     position = None
     if a.relative is not None:
         relative = a.relative
-        position = tuple(
-            widen(x) for x in (relative.content_bias, relative.position_bias, relative.table)
-        )
+        bias = relative.content_bias, relative.position_bias
+        position = widen(bias[0]), widen(bias[1]), widen(relative.table)
     return cpu_attention.Call("attention", *arguments, causal=a.causal, position=position)
