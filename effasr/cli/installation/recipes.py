@@ -47,16 +47,16 @@ def run(options: argparse.Namespace) -> int:
         for name in config.recipes():
             print_line(describe(name))
         return 0
-    text = _read(action, recipe)
+    recipe = _known(action, recipe)
     if action == "show":
-        print_line(text)
-        return 0
-    copy(text, recipe, file or Path(f"{recipe}.yaml"))
+        print_line(read(recipe))
+    else:
+        copy(recipe, file or Path(f"{recipe}.yaml"))
     return 0
 
 
-def copy(text: str, recipe: str, file: Path) -> None:
-    """Write a recipe under the name of a new file.
+def copy(recipe: str, file: Path) -> None:
+    """Write a recipe to a new file, whose name becomes that of the run.
 
     Raises:
         ValueError: The file exists already, or is no YAML file.
@@ -69,22 +69,26 @@ def copy(text: str, recipe: str, file: Path) -> None:
             "one, or remove it."
         )
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, text.replace(f"name: {recipe}\n", f"name: {file.stem}\n", 1).encode())
+    text = read(recipe).replace(f"name: {recipe}\n", f"name: {file.stem}\n", 1)
+    write_atomically(file, text.encode())
     print_line(f"{file}: `effasr train {file}` trains it, into runs/{file.stem}")
 
 
 def describe(recipe: str) -> str:
     """Return the name of a recipe, and the first sentence of the comment at the top of its file."""
-    comment = itertools.takewhile(
-        lambda line: line.startswith("#"), _read("show", recipe).splitlines()
-    )
+    comment = itertools.takewhile(lambda line: line.startswith("#"), read(recipe).splitlines())
     sentence = " ".join(line.lstrip("# ") for line in comment).split(". ")[0].rstrip(".")
     return textwrap.fill(sentence, 80, initial_indent=f"  {recipe:18} ", subsequent_indent=" " * 21)
 
 
-def _read(action: str, recipe: str | None) -> str:
-    if recipe not in config.recipes():
+def read(recipe: str) -> str:
+    """Return the text of a recipe."""
+    return (config.RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
+
+
+def _known(action: str, recipe: str | None) -> str:
+    if recipe is None or recipe not in config.recipes():
         names = ", ".join(config.recipes())
         given = "is missing" if recipe is None else f"is {recipe!r}"
         raise ValueError(f"`RECIPE` must be one of {names} for {action}, but {given}.")
-    return (config.RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
+    return recipe

@@ -1,0 +1,258 @@
+"""Every command in README.md and docs/ is one that exists; those of the quick start are run.
+
+The words after ``sh`` that open a block say what its commands need: ``gpu``, ``download``, or
+``run`` for those that are run here, in their order, on a synthesised corpus.
+"""
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from torch.distributed import run as torchrun
+
+from effasr import config
+from effasr.cli import main as cli
+from effasr.data.manifest import nemo
+from effasr.training.config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / "kernels/README.md", ROOT / "CONTRIBUTING.md", ROOT / "csrc/README.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+NEEDS = {"", "gpu", "download", "run"}
+ELSEWHERE = {"arecord", "find", "hf", "tensorboard"}
+"""Programs of others, whose options are not checked."""
+PLACEHOLDER = "demo"
+"""The recipe that stands for RECIPE, and for one that the reader has yet to write."""
+QUICK = ["training.max_steps=2", "training.device=cpu", "training.tensorboard=false"]
+QUICK += ["data.frame_budget=60", "data.workers=0"]
+
+
+def blocks(page: Path, language: str) -> Iterator[tuple[str, str]]:
+    """The code blocks of a language: what the words after it say, and the text."""
+    found = re.findall(rf"^```{language}\b *([^\n]*)\n(.*?)^```", page.read_text(), re.M | re.S)
+    yield from found
+
+
+def split(line: str) -> list[list[str]]:
+    """The commands of a line, without comments, prompts, pipes and assignments before them."""
+    line = line.split("  #")[0].split(" # ")[0]
+    commands = []
+    for part in re.split(r"&&|\|", line):
+        words = shlex.split(part)
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words = words[1:]
+        if words:
+            commands.append(words)
+    return commands
+
+
+def commands_of(page: Path) -> list[tuple[str, list[str]]]:
+    """All commands in blocks, and those in the text that name a program of ours."""
+    found = [
+        (line, words)
+        for _, text in blocks(page, "sh")
+        for line in text.splitlines()
+        if line.strip() and not line.startswith("#")
+        for words in split(line)
+    ]
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for text in re.findall(r"`((?:effasr|python|torchrun|make|pytest) [^`]+)`", prose):
+        text = " ".join(text.split())
+        found += [(text, words) for words in split(text) if "..." not in words]
+    return found
+
+
+COMMANDS = [
+    pytest.param(words, id=f"{page.relative_to(ROOT)}: {line[:70]}")
+    for page in PAGES
+    for line, words in commands_of(page)
+]
+
+
+def check_training(recipe: str, overrides: list[str]) -> None:
+    known = recipe if recipe in config.recipes() else PLACEHOLDER
+    assert known == recipe or recipe == "RECIPE" or Path(recipe).suffix == ".yaml", recipe
+    given = [one for one in overrides if one not in ("field=value", "...")]
+    config.load(TrainConfig, known, given)
+
+
+def check_effasr(words: list[str]) -> None:
+    if len(words) == 1 and "|" not in words[0]:
+        # In the text a command may be named without its arguments.
+        (parsers,) = (a for a in cli.build_parser()._actions if a.dest == "command")
+        assert words[0] in parsers.choices
+        return
+    options = cli._parse(cli.build_parser(), words)
+    if options.command in ("train", "calibrate"):
+        check_training(options.recipe, options.overrides)
+
+
+def check_torchrun(words: list[str]) -> None:
+    words = ["2" if word == "N" else word for word in words]
+    options = torchrun.get_args_parser().parse_args(words)
+    script = options.training_script
+    if not options.training_script_args:
+        assert script == "effasr/train.py"
+        return
+    assert script == "effasr.train" if options.module else (ROOT / script).is_file(), script
+    check_training(options.training_script_args[0], options.training_script_args[1:])
+
+
+def check_python(words: list[str]) -> None:
+    script = ROOT / words[0]
+    if words[0] == "setup.py":
+        return
+    assert script.is_file(), words[0]
+    text = script.read_text()
+    for word in words[1:]:
+        option = word.split("=")[0]
+        if option.startswith("--") and option != "--help":
+            assert f'"{option}"' in text, f"{words[0]} has no {option}"
+
+
+def check_make(words: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.M)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        assert f"$({name})" in makefile if equals else name in targets.split(), word
+
+
+def check_pip(words: list[str]) -> None:
+    assert words[0] == "install"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for names in re.findall(r"\[(.*?)\]", " ".join(words)):
+        assert set(names.split(",")) <= set(extras["optional-dependencies"])
+
+
+def check_pytest(words: list[str]) -> None:
+    assert any((ROOT / word).exists() for word in words)
+    assert all((ROOT / word).exists() for word in words if word.startswith("tests"))
+
+
+def check_sbatch(words: list[str]) -> None:
+    assert any((ROOT / word).is_file() for word in words)
+
+
+CHECKS = {
+    "effasr": check_effasr,
+    "torchrun": check_torchrun,
+    "python": check_python,
+    "make": check_make,
+    "pip": check_pip,
+    "pytest": check_pytest,
+    "sbatch": check_sbatch,
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_command_exists_with_its_options(words, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    program, *arguments = words
+    if program in ELSEWHERE:
+        return
+    if program in CHECKS:
+        CHECKS[program](arguments)
+        return
+    script = ROOT / program
+    assert script.is_file(), program
+    assert script.stat().st_mode & 0o111, program
+
+
+def test_the_commands_of_every_page_are_found() -> None:
+    assert len(COMMANDS) > 100
+    for page in PAGES:
+        for needs, _ in blocks(page, "sh"):
+            assert needs in NEEDS, page
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["effasr", "transcribe", "--runs", "runs/NAME", "FILE"],
+        ["effasr", "train", "demo", "optimizer.learning_rate=1"],
+        ["effasr", "train", "demos"],
+        ["torchrun", "--nproc-per-node", "2", "effasr/trains.py", "demo"],
+        ["python", "profiling/plot.py", "--tables"],
+        ["make", "demos"],
+        ["pip", "install", ".[hugging]"],
+        ["pytest", "tests/gpus"],
+        ["sbatch", "profiling/slurm/trains.sbatch"],
+        ["effasr", "transcribes"],
+    ],
+)
+def test_wrong_commands_are_found(words, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((AssertionError, ValueError, SystemExit)):
+        CHECKS[words[0]](words[1:])
+
+
+YAML = [(page.name, text) for page in PAGES for _, text in blocks(page, "yaml")]
+
+
+@pytest.mark.parametrize("text", [text for _, text in YAML], ids=[name for name, _ in YAML])
+def test_a_part_of_a_recipe_is_valid(text, tmp_path) -> None:
+    (tmp_path / "part.yaml").write_text(text)
+    config.load(TrainConfig, tmp_path / "part.yaml")
+
+
+def test_the_line_of_a_manifest_is_read() -> None:
+    ((_, text),) = blocks(ROOT / "README.md", "json")
+    (utterance,) = nemo.utterances([(1, text)], ROOT / "train.jsonl", "en")
+    assert (utterance.duration, utterance.text) == (4.2, "Good morning.")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_programs_in_python_run(page) -> None:
+    for _, text in blocks(page, "python"):
+        exec(compile(text, str(page), "exec"), {})
+
+
+def write_corpus(folder: Path, name: str, count: int) -> None:
+    """Write NAME.jsonl, with tones for speech and random words of random letters for texts."""
+    generator = np.random.default_rng(count)
+    lines = []
+    for number in range(count):
+        seconds = generator.uniform(1.0, 3.0)
+        times = np.arange(int(16_000 * seconds)) / 16_000
+        tone = 0.3 * np.sin(2 * np.pi * generator.uniform(200, 3000) * times)
+        soundfile.write(folder / f"{name}-{number}.wav", tone.astype(np.float32), 16_000)
+        letters = generator.choice(list("abcdefghijklmnopqrst "), size=int(6 * seconds))
+        text = "a" + "".join(letters)
+        lines.append({"audio_filepath": f"{name}-{number}.wav", "text": text, "lang": "en"})
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+RUN = [
+    pytest.param(text, id=str(page.relative_to(ROOT)))
+    for page in PAGES
+    for needs, text in blocks(page, "sh")
+    if needs == "run"
+]
+
+
+@pytest.mark.parametrize("text", RUN)
+def test_the_quick_start_runs(text, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("train", 40), ("dev", 4)):
+        write_corpus(tmp_path, name, count)
+    (tmp_path / "recording.wav").write_bytes((tmp_path / "dev-0.wav").read_bytes())
+    for line in text.splitlines():
+        for words in split(line):
+            assert words[0] == "effasr"
+            extra = QUICK if words[1] == "train" else []
+            code = cli.main([*words[1:], *extra])
+            assert code == 0, (words, capsys.readouterr().err)
+    if "transcribe" in text:
+        assert "recording.wav\t" in capsys.readouterr().out
+        assert list(tmp_path.glob("runs/mine/evaluation/*/wer.json"))
+    assert (tmp_path / "data/tokenizer").is_dir()

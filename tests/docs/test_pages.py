@@ -1,0 +1,87 @@
+"""The README is short, pages begin with their purpose, links lead somewhere, tables are current."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = sorted(path for path in (ROOT / "docs").glob("*.md"))
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"),
+    *(ROOT / "kernels/README.md", ROOT / "docs/api/README.md"),
+    *DOCS,
+]
+OF_THE_NOTE = (
+    *("data", "augmentation", "batching", "distributed", "fault-tolerance", "finetuning"),
+    *("conversion", "transcription", "run-directory", "profiling", "kernels", "benchmarks"),
+    *("architecture", "design-log"),
+)
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def load(path: Path):
+    """A script outside of all packages, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_there_are_the_pages_that_were_agreed() -> None:
+    assert {f"{name}.md" for name in OF_THE_NOTE} <= {page.name for page in DOCS}
+
+
+@pytest.mark.parametrize("page", DOCS, ids=named)
+def test_a_page_begins_with_what_its_reader_can_do_after_it(page) -> None:
+    title, blank, first, *_ = page.read_text().splitlines()
+    assert title.startswith("# ")
+    assert not blank
+    assert first.startswith("After this page you ")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", DOCS, ids=named)
+def test_the_readme_leads_to_every_page(page) -> None:
+    assert f"(docs/{page.name})" in (ROOT / "README.md").read_text()
+
+
+def test_the_tables_are_those_of_the_measured_rows() -> None:
+    generate = load(ROOT / "docs/generate_tables.py")
+    assert generate.main(["--check"]) == 0
+
+
+def test_a_changed_table_is_found() -> None:
+    generate = load(ROOT / "docs/generate_tables.py")
+    text = (ROOT / "README.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| 400 "))
+    assert generate.updated(text.replace(row, row.replace("386", "999"))) == text
+    with pytest.raises(ValueError, match="must be one of training_summary, "):
+        generate.updated(text.replace("table: training_summary", "table: nothing"))
