@@ -1,12 +1,12 @@
 """The README is short, pages begin with their purpose, links lead somewhere, tables are current."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.docs.scripts import ROOT, load
+
 DOCS = sorted(path for path in (ROOT / "docs").glob("*.md"))
 PAGES = [
     *(ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"),
@@ -22,16 +22,6 @@ OF_THE_NOTE = (
 
 def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def load(path: Path):
-    """A script outside of all packages, as a module."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def anchors(page: Path) -> set[str]:

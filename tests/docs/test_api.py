@@ -1,0 +1,66 @@
+"""The API pages are those of the docstrings, and their examples run on a CPU."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from effasr_kernels import OPERATIONS
+from tests.docs.scripts import ROOT, load
+
+EXAMPLES = ROOT / "docs/examples"
+
+
+@pytest.fixture(scope="module")
+def generate():
+    return load(ROOT / "docs/generate_api.py")
+
+
+def test_the_pages_are_those_of_the_docstrings(generate) -> None:
+    assert generate.main(["--check"]) == 0
+    assert {path.stem for path in (ROOT / "docs/api").glob("*.md")} == {"README", *OPERATIONS}
+
+
+def test_an_outdated_page_is_found_and_written_anew(generate, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    monkeypatch.setattr(generate, "API", tmp_path / "api")
+    assert generate.main([]) == 0
+    page = tmp_path / "api" / "attention.md"
+    page.write_text(page.read_text().replace("softmax", "softmin"))
+    (tmp_path / "api" / "gone.md").touch()
+    assert generate.main(["--check"]) == 1
+    assert generate.main([]) == 0
+    assert generate.main(["--check"]) == 0
+    assert not (tmp_path / "api" / "gone.md").exists()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_example_of_an_operation_runs(name) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert re.search(rf"from effasr_kernels import .*\b{name}\b", text)
+    assert re.search(r"^(assert|torch.testing)", text, re.M)
+    torch.manual_seed(0)
+    exec(compile(text, str(EXAMPLES / f"{name}.py"), "exec"), {})
+
+
+def test_a_docstring_becomes_markdown(generate) -> None:
+    text = generate.markdown(
+        "Add ``x``.\n\n.. math::\n    y &= x \\\\\n    z &= y\n\nfor all\nrows.\n\n"
+        "Args:\n    x: (T, C), the\n        first.\n    y: See https://example.org/a.\n\n"
+        "Returns:\n    The sum.\n"
+    )
+    assert text == (
+        "Add `x`.\n\n```math\n\\begin{aligned}\ny &= x \\\\\nz &= y\n\\end{aligned}\n```\n\n"
+        "for all rows.\n\n### Arguments\n\n- **`x`**: (T, C), the first.\n"
+        "- **`y`**: See <https://example.org/a>.\n\n### Returns\n\nThe sum."
+    )
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/api").glob("*.md")), ids=lambda p: p.name)
+def test_no_mark_of_a_docstring_is_left(path: Path) -> None:
+    text = path.read_text()
+    assert ".. math" not in text
+    assert "````" not in text
+    assert not re.search(r"(?<!`)``(?!`)", text)
+    assert not re.search(r"^(Args|Returns|Raises):", text, re.M)
