@@ -6,9 +6,11 @@ import io
 import math
 import shutil
 import sys
+from collections.abc import Iterator
 
 from rich import box
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -84,11 +86,40 @@ def to_text(table: Table, width: int | None = None) -> str:
 
     Args:
         table: The table.
-        width: Columns to which cells are folded; by default those of the terminal. Elsewhere each
-            row is one line.
+        width: Columns to which cells are folded. By default cells stay whole, and a table that is
+            too wide for the terminal is continued below, with its first column again.
     """
+    if width is None and (limit := display_width()) is not None:
+        return "\n\n".join(_render(part, _WIDE) for part in _parts(table, limit))
+    return _render(table, width or _WIDE)
+
+
+def _parts(table: Table, limit: int) -> Iterator[Table]:
+    """Divide the columns of a table, so that each part fits; all but the first column are moved."""
+    first, *others = ((column, [column.header, *column.cells]) for column in table.columns)
+    widths = {id(column): max(map(_width, cells)) + 3 for column, cells in (first, *others)}
+    while others:
+        room, taken = limit - 1 - widths[id(first[0])], 0
+        while taken < len(others) and (not taken or room >= widths[id(others[taken][0])]):
+            room -= widths[id(others[taken][0])]
+            taken += 1
+        part = Table(box=table.box)
+        for column, _ in (first, *others[:taken]):
+            part.add_column(column.header, justify=column.justify)
+        for row in zip(
+            first[0].cells, *(column.cells for column, _ in others[:taken]), strict=True
+        ):
+            part.add_row(*row)
+        yield part
+        others = others[taken:]
+
+
+def _width(cell: RenderableType) -> int:
+    return cell_len(cell.plain if isinstance(cell, Text) else str(cell))
+
+
+def _render(table: Table, width: int) -> str:
     file = io.StringIO()
-    width = width or display_width() or _WIDE
     Console(file=file, width=width, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines() if line.strip())
 

@@ -21,7 +21,8 @@ DECODING = [
 ]
 SURFACE = {
     "prepare": [
-        "SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG", "--subsampling {4,8}", "--jobs N",
+        "SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG",
+        "--subsampling {4,8}", "--jobs N",
     ],
     "tokenizer": [
         "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--subsampling {4,8}",

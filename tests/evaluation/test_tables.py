@@ -1,0 +1,48 @@
+"""Tables on a terminal are continued below where they are too wide, and lose no cell."""
+
+import pytest
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from effasr.evaluation import tables
+
+
+def make_table(columns: int) -> Table:
+    table = Table(box=box.MARKDOWN)
+    table.add_column("strategy")
+    for number in range(columns):
+        table.add_column(f"column {number}", justify="right")
+    for row in ("random", "sync_bucketed_2d"):
+        table.add_row(Text(row), *(f"{row[0]}{number}" for number in range(columns)))
+    return table
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_wide_table_is_continued_below(monkeypatch, width) -> None:
+    monkeypatch.setattr(tables, "display_width", lambda: width)
+    text = tables.to_text(make_table(12))
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    words = text.replace("|", " ").split()
+    for number in range(12):
+        assert words.count(f"r{number}") == words.count(f"s{number}") == 1
+    parts = text.split("\n\n")
+    assert len(parts) > 1
+    assert all(part.splitlines()[-1].startswith("| sync_bucketed_2d |") for part in parts)
+
+
+def test_a_table_that_fits_is_the_same_on_a_terminal(monkeypatch) -> None:
+    plain = tables.to_text(make_table(3))
+    monkeypatch.setattr(tables, "display_width", lambda: 80)
+    assert tables.to_text(make_table(3)) == plain
+
+
+def test_elsewhere_a_row_is_a_line(monkeypatch) -> None:
+    monkeypatch.setattr(tables, "display_width", lambda: None)
+    assert len(tables.to_text(make_table(40)).splitlines()) == 4
+
+
+def test_a_column_wider_than_the_terminal_stays_whole(monkeypatch) -> None:
+    monkeypatch.setattr(tables, "display_width", lambda: 10)
+    assert "sync_bucketed_2d |       s0 |" in tables.to_text(make_table(2))
