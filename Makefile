@@ -13,13 +13,15 @@ SHARED := -n 2 --dist worksteal
 .PHONY: demo demo-transducer test lint bench gpu wheels clean help
 
 help:
-	@echo "make demo              set up, synthesise speech, train, resume, evaluate, transcribe (CPU, under 10 minutes)"
-	@echo "make demo-transducer   the same with a transducer in the place of the attention decoder"
-	@echo "make test              set up and run all tests that need no GPU"
-	@echo "make lint              ruff, pyright, import layers"
-	@echo "make bench             padding and speed on this machine"
-	@echo "make wheels            dist/: a wheel for each kind of processor there is a compiler for, with the CPU kernels"
-	@echo "make gpu               tests and benchmarks on an NVIDIA GPU, with the packages of PYTHON=python3; CALL=1|2|3 for a third of it"
+	@echo "make demo              synthesise speech, train, resume, evaluate, transcribe: CPU, under 10 minutes"
+	@echo "make demo-transducer   the same with a transducer in place of the attention decoder"
+	@echo "make test              run all tests that need no GPU"
+	@echo "make lint              run ruff, pyright and import-linter"
+	@echo "make bench             time the operations on this machine"
+	@echo "make wheels            build dist/*.whl with the CPU kernels, for each compiler that is found"
+	@echo "make gpu               run tests and benchmarks on an NVIDIA GPU with the packages of PYTHON=python3;"
+	@echo "                       CALL=1, 2 or 3 runs a third of it"
+	@echo "All but gpu set up .venv first. Documentation: README.md and docs/."
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)

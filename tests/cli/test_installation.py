@@ -102,3 +102,17 @@ def test_the_report_is_folded_to_a_width(width) -> None:
     cells = "".join(line.split("|")[3].strip() + " " for line in text.splitlines() if "|" in line)
     assert note in " ".join(cells.split())
     assert "x" * 30 in text
+
+
+def test_what_all_operations_of_a_device_share_is_said_once() -> None:
+    rows = tuple(
+        Row("operations", f"{name} on {device}", "reference", f"triton: no GPU; cpp: {reason}")
+        for device in ("cpu", "cuda")
+        for name, reason in (("a", "slow"), ("b", "slow" if device == "cuda" else "fast"))
+    )
+    text = Report(rows).text(100)
+    assert text.count("triton: no GPU") == 2
+    assert "\nAll on cpu: triton: no GPU.\n" in text
+    assert text.endswith("\nAll on cuda: triton: no GPU; cpp: slow.\n")
+    assert text.count("cpp: slow") == 2
+    assert text.count("cpp: fast") == 1

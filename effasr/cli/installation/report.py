@@ -6,6 +6,8 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import soundfile
@@ -59,6 +61,16 @@ class Row:
     value: str
     note: str = ""
 
+    @property
+    def notes(self) -> list[str]:
+        """The reasons in the note, one for each backend."""
+        return self.note.split("; ")
+
+    @property
+    def device(self) -> str:
+        """The device of an operation; empty for other rows."""
+        return self.name.rpartition(" on ")[2] if self.section == "operations" else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -80,11 +92,28 @@ class Report:
             table.add_column(section, no_wrap=True)
             table.add_column(max_width=_WIDEST_VALUE, overflow="fold")
             table.add_column("note", overflow="fold")
-            for row in self.rows:
-                if row.section == section:
-                    table.add_row(Text(row.name), Text(row.value), Text(row.note))
-            parts.append(to_text(table, width))
+            rows = [row for row in self.rows if row.section == section]
+            shared = _shared_notes(rows)
+            for row in rows:
+                own = [note for note in row.notes if note not in shared.get(row.device, ())]
+                table.add_row(Text(row.name), Text(row.value), Text("; ".join(own)))
+            lines = [to_text(table, width)]
+            for device, notes in shared.items():
+                text = f"All on {device}: {'; '.join(notes)}."
+                lines.append(textwrap.fill(text, width, subsequent_indent="  "))
+            parts.append("\n".join(lines))
         return "\n\n".join(parts) + "\n"
+
+
+def _shared_notes(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Return the reasons that all operations of a device have, by device."""
+    shared = {}
+    for device in dict.fromkeys(row.device for row in rows if row.device):
+        first, *others = (row.notes for row in rows if row.device == device)
+        found = [note for note in first if note and all(note in other for other in others)]
+        if found and others:
+            shared[device] = found
+    return shared
 
 
 def report() -> Report:
