@@ -13,7 +13,7 @@ SHARED := -n 2 --dist worksteal
 .PHONY: demo demo-transducer test lint bench gpu wheels clean help
 
 help:
-	@echo "make demo              synthesise speech, train, resume, evaluate, transcribe (CPU, 10 minutes)"
+	@echo "make demo              synthesise speech, train, resume, evaluate, transcribe (10 minutes)"
 	@echo "make demo-transducer   the same with a transducer in place of the attention decoder"
 	@echo "make test              run all tests that need no GPU"
 	@echo "make lint              run ruff, pyright and import-linter"
