@@ -19,7 +19,7 @@ help:
 	@echo "make lint              run ruff, pyright and import-linter"
 	@echo "make bench             time the operations on this machine"
 	@echo "make wheels            build dist/*.whl with the CPU kernels, for each compiler that is found"
-	@echo "make gpu               run tests and benchmarks on an NVIDIA GPU with the packages of PYTHON=python3;"
+	@echo "make gpu               run tests and benchmarks on an NVIDIA GPU with the packages of PYTHON;"
 	@echo "                       CALL=1, 2 or 3 runs a third of it"
 	@echo "All but gpu set up .venv first. Documentation: README.md and docs/."
 

@@ -156,7 +156,7 @@ def build_parser() -> argparse.ArgumentParser:
     ) -> argparse.ArgumentParser:
         lines = [*epilog, *([""] if epilog else []), "example:", f"  {example}"]
         made = parsers.add_parser(name, description=text, epilog="\n".join(lines))
-        made.set_defaults(action=action, parser=made)
+        made.set_defaults(action=action, parser=made, root=parser)
         described.append(f"  {name:11} {text}")
         return made
 

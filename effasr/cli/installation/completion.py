@@ -48,10 +48,7 @@ def add(command: AddCommand) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the script."""
-    # The parser of all commands imports this module.
-    from effasr.cli.main import build_parser
-
-    print_line(script(build_parser()))
+    print_line(script(options.root))
     return 0
 
 
