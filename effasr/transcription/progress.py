@@ -10,6 +10,10 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+_LEAST_WIDTH_FOR_BAR = 100
+"""Columns of a terminal; the bar is left out of a narrower one."""
 
 
 class TranscriptionProgress:
@@ -20,13 +24,14 @@ class TranscriptionProgress:
     """
 
     def __init__(self, total: int) -> None:
+        console = Console(stderr=True)
         # Standard output is for results: rich must leave it alone.
         self._bar = Progress(
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
+            *([] if console.width < _LEAST_WIDTH_FOR_BAR else [BarColumn(bar_width=24)]),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
             TextColumn("recordings, {task.fields[audio]} of audio, RTFx {task.fields[rtfx]}"),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=console,
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,

@@ -5,8 +5,10 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 
 from effasr.cli import progress
+from effasr.training.run_dir.progress import ProgressDisplay
 
 
 class Terminal(io.StringIO):
@@ -56,3 +58,19 @@ def test_errors_pass_through(monkeypatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     with pytest.raises(ValueError, match="wrong"), progress.working("reading"):
         raise ValueError("wrong")
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_steps_and_time_left_of_a_training_are_whole(width) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, force_terminal=True, color_system=None)
+    with ProgressDisplay(2200, 1100, 1, console) as display:
+        display.metrics(
+            {"step": 1200, "loss": 4.2556, "audio_seconds": 25.6, "step_s": 0.5}
+            | {"padding_frames": 0.033, "data_wait_s": 0.07, "peak_memory_bytes": 3e9}
+        )
+    shown = stream.getvalue().splitlines()
+    assert any("1200/2200" in line for line in shown)
+    assert any("4.2556" in line for line in shown)
+    assert any("0:0" in line or "-:--:--" in line for line in shown)
+    assert "…" not in stream.getvalue()

@@ -7,6 +7,10 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+_LEAST_WIDTH_FOR_BAR = 110
+"""Columns of a terminal; the bar is left out of a narrower one."""
 
 
 class ProgressDisplay:
@@ -18,11 +22,12 @@ class ProgressDisplay:
         self._ranks = ranks
         self._bar = Progress(
             TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[state]}"),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            *([] if self._console.width < _LEAST_WIDTH_FOR_BAR else [BarColumn(bar_width=24)]),
+            # Of all columns only this one may be folded: steps and time left stay whole.
+            TextColumn("{task.fields[state]}", table_column=Column(overflow="fold")),
             TextColumn("ETA"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
             console=self._console,
             disable=not self._console.is_terminal,
         )
