@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jiwer
@@ -21,15 +22,23 @@ class Alignment:
     hypothesis: tuple[str, ...]
     kinds: tuple[str, ...]
 
-    def lines(self, indent: str = "") -> list[str]:
-        """Three lines, with the words of a pair in one column."""
+    def lines(self, indent: str = "", limit: int | None = None) -> list[str]:
+        """Three lines, with the words of a pair in one column.
+
+        Args:
+            indent: Text before each line.
+            limit: Columns of a line; longer alignments have three more lines for what follows. By
+                default there are three.
+        """
         rows = (("REF:", self.reference), ("HYP:", self.hypothesis), ("Eval:", self.kinds))
         widths = [max(map(len, words)) for words in zip(*(row for _, row in rows), strict=True)]
+        room = None if limit is None else limit - len(indent) - 6
         return [
             f"{indent}{name:5} "
             + " ".join(
-                word.ljust(width) for word, width in zip(words, widths, strict=True)
+                word.ljust(width) for word, width in zip(words[part], widths[part], strict=True)
             ).rstrip()
+            for part in _parts(widths, room)
             for name, words in rows
         ]
 
@@ -37,6 +46,17 @@ class Alignment:
         """Counts of correct, substituted, deleted and inserted words, in sclite's format."""
         counts = [sum(kind == wanted for kind in self.kinds) for wanted in ("", "S", "D", "I")]
         return "Scores: (#C #S #D #I) " + " ".join(map(str, counts))
+
+
+def _parts(widths: Sequence[int], room: int | None) -> Iterator[slice]:
+    """Yield slices of words that fit in so many columns, with a space between them."""
+    start = used = 0
+    for n, width in enumerate(widths):
+        if room is not None and n > start and used + width > room:
+            yield slice(start, n)
+            start, used = n, 0
+        used += width + 1
+    yield slice(start, len(widths))
 
 
 def align(reference: str, hypothesis: str) -> Alignment:

@@ -71,7 +71,7 @@ def worst_table(evaluation: Evaluation, count: int) -> str:
         aligned = align(normalize(utterance.reference), normalize(utterance.hypothesis))
         lines += [
             f"{one_line(utterance.id)}: {errors.errors} errors in {errors.words} words",
-            *aligned.lines("  "),
+            *aligned.lines("  ", display_width()),
         ]
     return "\n".join(lines) + "\n" if lines else ""
 

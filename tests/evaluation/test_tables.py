@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from effasr.evaluation import tables
+from effasr.evaluation.alignment import align
 
 
 def make_table(columns: int) -> Table:
@@ -46,3 +47,19 @@ def test_elsewhere_a_row_is_a_line(monkeypatch) -> None:
 def test_a_column_wider_than_the_terminal_stays_whole(monkeypatch) -> None:
     monkeypatch.setattr(tables, "display_width", lambda: 10)
     assert "sync_bucketed_2d |       s0 |" in tables.to_text(make_table(2))
+
+
+@pytest.mark.parametrize("limit", [30, 80])
+def test_an_alignment_is_continued_below(limit) -> None:
+    reference = " ".join(f"word{n}" for n in range(30))
+    aligned = align(reference, reference.replace("word7", "other").replace("word20 ", ""))
+    lines = aligned.lines("  ", limit)
+    assert max(map(len, lines)) <= limit
+    assert len(lines) % 3 == 0
+    assert len(lines) > 3
+    assert [line.split()[0] for line in lines[:3]] == ["REF:", "HYP:", "Eval:"]
+    whole = aligned.lines()
+    for n in range(3):
+        words = [word for line in lines[n::3] for word in line.split()[1:]]
+        assert words == whole[n].split()[1:]
+    assert len(whole) == 3
