@@ -121,7 +121,7 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         default=4096,
         metavar="N",
-        help="encoder frames of 80 ms to decode together (default: 4096); fewer need less memory",
+        help="audio to decode together, in frames of 80 ms (default: 4096); less needs less memory",
     )
 
 

@@ -71,7 +71,8 @@ def add(command: AddCommand) -> None:
         "--frame-budget",
         type=at_least(1),
         metavar="N",
-        help="encoder frames (80 ms; a Whisper's 20 ms) in a micro-batch (default: 8000)",
+        help="encoder frames in a micro-batch (default: 8000): of 80 ms, of 40 ms where the model "
+        "subsamples by 4, a Whisper's of 20 ms",
     )
     parser.add_argument(
         "--token-budget",

@@ -28,6 +28,14 @@ def add(command: AddCommand) -> None:
     )
     add_language(parser)
     parser.add_argument(
+        "--subsampling",
+        type=int,
+        choices=(4, 8),
+        default=8,
+        help="model.encoder.subsampling of the model: 4 leaves CTC twice as many frames for the "
+        "tokens of --tokenizer (default: 8)",
+    )
+    parser.add_argument(
         "--jobs",
         type=at_least(1),
         default=4,
@@ -38,6 +46,7 @@ def add(command: AddCommand) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check a manifest; print what was kept and what was dropped."""
+    from effasr.data.features.frame_geometry import Framing
     from effasr.data.manifest.prepare import prepare
     from effasr.data.tokenizer import load_tokenizer
 
@@ -47,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
             options.out,
             tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
             language=options.language,
+            framing=Framing(subsampling=options.subsampling),
             jobs=options.jobs,
             progress=show,
         )

@@ -47,9 +47,9 @@ class DataConfig:
         bucket_batch_sizes: JSON file of the buckets and batch sizes of ``sync_bucketed_2d``, see
             `effasr.data.sampling.bucket_table.BucketTable.save`; by default derived from the
             budgets.
-        frame_budget: Encoder frames (80 ms; a Whisper's 20 ms) of a micro-batch. ``auto``: what
-            `effasr calibrate` found for this machine, model and corpus; training finds it out where
-            nobody did.
+        frame_budget: Encoder frames of a micro-batch: of 80 ms, of 40 ms with
+            ``model.encoder.subsampling`` 4, a Whisper's of 20 ms. ``auto``: what `effasr calibrate`
+            found for this machine, model and corpus; training finds it out where nobody did.
         token_budget: Decoder tokens (prompts and texts) of a micro-batch; by default what the
             corpus fills at the same time as the frame budget.
         max_sequences: Utterances of a micro-batch; by default one for each 0.64 s, or for each

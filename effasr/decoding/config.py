@@ -42,8 +42,9 @@ class DecodingConfig:
             model of transformers with the same vocabulary; None for none.
         lm_weight: Factor of its log-probability. None for 0.3, and where there is no ``lm``.
         max_symbols: Most labels per frame in the greedy search of a transducer.
-        frame_budget: Encoder frames of a batch, of 80 ms each; four times as many for Whisper,
-            whose frames are 20 ms.
+        frame_budget: Encoder frames of a batch, of 80 ms each; twice as many for a FastConformer
+            that subsamples by 4, whose frames are 40 ms, and four times as many for Whisper's of
+            20 ms.
         max_sequences: Utterances of a batch.
         chunk_seconds: Longer recordings are split at pauses into chunks of at most this length, or
             of what ``encoder.max_frames`` allows, if that is less.
@@ -52,7 +53,8 @@ class DecodingConfig:
             attention decoder may hallucinate words there. Detected by loudness: see
             `effasr.transcription.inputs.vad`. None to decode everything.
         tokens_per_frame: With ``extra_tokens``, limits the length of a transcript, as the attention
-            decoder may repeat itself forever: ``tokens_per_frame * frames + extra_tokens``.
+            decoder may repeat itself forever: ``tokens_per_frame * frames + extra_tokens``. A
+            `effasr.transcription.recognizer.Recognizer` takes half of it for frames of 40 ms.
         extra_tokens: See ``tokens_per_frame``.
         precision: Of matrix products, as autocast.
         workers: Threads that load audio.

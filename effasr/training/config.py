@@ -217,6 +217,7 @@ class TrainConfig:
             except (checkpoint.CheckpointError, OSError):
                 continue
             whole = configuration.merged(configuration.to_mapping(model), given)
+            _follow_encoder(whole, given)
             return {**mapping, "model": whole}
         return mapping
 
@@ -225,6 +226,14 @@ class TrainConfig:
             raise ValueError(f"`name` must be usable as a folder's name, but is {self.name!r}.")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"`seed` must be at least 0 and fit in 63 bits, but is {self.seed}.")
+
+
+def _follow_encoder(model: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Let the features have the subsampling of the given encoder, if none is given for them."""
+    encoder, features = given.get("encoder"), given.get("features")
+    names = isinstance(encoder, Mapping) and "subsampling" in encoder
+    if names and not (isinstance(features, Mapping) and "subsampling" in features):
+        model["features"] = {**model["features"], "subsampling": None}
 
 
 def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:

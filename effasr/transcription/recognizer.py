@@ -20,6 +20,7 @@ from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.greedy import check_config, is_plain_greedy, load_lm
 from effasr.model.asr import ASRModel
+from effasr.model.encoder import FastConformerConfig
 from effasr.transcription.batching import plan_batches
 from effasr.transcription.decode_queue import BatchSearch, ContinuousSearch, Search
 from effasr.transcription.inputs.audio_stream import AudioStream
@@ -57,8 +58,12 @@ class Recognizer:
         self.model, self.tokenizer = model, tokenizer
         config = DecodingConfig() if config is None else config
         self._features = model.config.features
-        budget = config.frame_budget * 8 // self._features.rows_per_frame
-        self.config = replace(config, frame_budget=budget)
+        rows, encoder = self._features.rows_per_frame, model.config.encoder
+        per_frame = config.tokens_per_frame
+        if isinstance(encoder, FastConformerConfig):
+            per_frame *= rows / 8
+        budget = config.frame_budget * 8 // rows
+        self.config = replace(config, frame_budget=budget, tokens_per_frame=per_frame)
         self._frame_samples = self._features.framing.samples
         self._method = check_config(model, self.config)
         self._lm = load_lm(self.config, model, tokenizer)

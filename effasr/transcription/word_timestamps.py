@@ -17,8 +17,10 @@ _TAIL_SECONDS = 0.6
 """How long a word may continue after CTC has recognised it."""
 _DELAY_FRAMES = 1.0
 """From the start of a word to the centre of its first frame, if no pause shows it."""
-_LEAST_DELAY, _MOST_DELAY = 0.5, 4.0
-"""A frame is as much what precedes its centre as what follows; more than the most is a guess."""
+_LEAST_DELAY = 0.5
+"""Frames: a frame is as much what precedes its centre as what follows."""
+_MOST_DELAY, _MOST_DELAY_SECONDS = 4.0, 0.32
+"""More than so many frames and seconds is a guess: a token is not recognised so late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,9 @@ def word_timestamps(
     centres = [group.first * frame_seconds for group in groups]
     # To the middle between the last frame of the word before and the frame behind it.
     bounds = [0.0, *((group.last - 0.5) * frame_seconds for group in groups)][: len(groups)]
-    longest = _MOST_DELAY * frame_seconds
+    longest = max(_MOST_DELAY * frame_seconds, _MOST_DELAY_SECONDS)
     onsets = [_onset(speech, *ends, longest) for ends in zip(bounds, centres, strict=True)]
-    delay = _delay(centres, onsets, frame_seconds)
+    delay = _delay(centres, onsets, frame_seconds, longest)
     starts = [
         max(bound, centre - delay) if onset is None else onset
         for bound, centre, onset in zip(bounds, centres, onsets, strict=True)
@@ -110,13 +112,15 @@ def _groups(
     return groups
 
 
-def _delay(centres: Sequence[float], onsets: Sequence[float | None], frame_seconds: float) -> float:
+def _delay(
+    centres: Sequence[float], onsets: Sequence[float | None], frame_seconds: float, longest: float
+) -> float:
     """Median seconds from the start of words after a pause to their first frame."""
     known = [
         centre - onset for centre, onset in zip(centres, onsets, strict=True) if onset is not None
     ]
-    frames = statistics.median(known) / frame_seconds if known else _DELAY_FRAMES
-    return frame_seconds * min(max(frames, _LEAST_DELAY), _MOST_DELAY)
+    delay = statistics.median(known) if known else _DELAY_FRAMES * frame_seconds
+    return min(max(delay, _LEAST_DELAY * frame_seconds), longest)
 
 
 def _onset(speech: np.ndarray, earliest: float, latest: float, longest: float) -> float | None:

@@ -184,6 +184,16 @@ def test_a_model_to_begin_with_brings_its_tokenizer(train, model) -> None:
     assert "`data.tokenizer` must be left out where `init_from` is given" in failed.error
 
 
+def test_weights_of_another_subsampling_are_refused_by_name(train, model) -> None:
+    failed = train(f"init_from={model}", "data.tokenizer=''", "model.encoder.subsampling=4")
+    assert failed.code == 2
+    assert "of another architecture, in " in failed.error
+    assert "encoder.subsampling.depthwise2.weight" in failed.error
+    failed = train("model.encoder.subsampling=6")
+    assert failed.code == 2
+    assert "`subsampling` must be 4 or 8, but is 6" in failed.error
+
+
 def test_a_model_to_begin_with_brings_its_architecture(train, model) -> None:
     failed = train(f"init_from={model}", "data.tokenizer=''", "model.encoder.width=32")
     assert failed.code == 2

@@ -8,6 +8,7 @@ import pytest
 import soundfile
 
 from effasr.data.audio.waveform import load_audio
+from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.rules import Limits
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
@@ -120,6 +121,11 @@ def test_checks_that_need_a_tokenizer(
         "en": 2,
         "de>en": 1,
     }
+    prepare(manifest, tmp_path / "four", tokenizer=tokenizer, framing=Framing(subsampling=4))
+    assert [line["reason"] for line in dropped_lines(tmp_path / "four")] == [
+        "unknown_language",
+        "unknown_text",
+    ]
     assert report.unknown_tokens == 1
     assert report.tokens > 6
 

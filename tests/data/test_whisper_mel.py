@@ -89,6 +89,9 @@ def test_frames() -> None:
     assert config.framing.seconds == 0.02
     assert (Framing().seconds, Framing().samples) == (0.08, 1280)
     assert (config.framing.sequences(30_000), Framing().sequences(4000)) == (20, 500)
+    by_four = FeatureConfig(subsampling=4).framing
+    assert (by_four.seconds, by_four.samples, by_four.sequences(4000)) == (0.04, 640, 250)
+    assert [by_four.frames(n) for n in (0, 159, 160, 799, 800)] == [0, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize(

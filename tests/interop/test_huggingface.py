@@ -105,6 +105,7 @@ def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
     ours: ASRModel,
     examples: Sequence[Example],
     make_batch: Callable[..., Batch],
+    subsampling: int,
 ) -> None:
     theirs.zero_grad()
     expected = torch.zeros(())
@@ -117,7 +118,9 @@ def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
     losses = ours(make_batch(examples, static=True))
     losses.cross_entropy.backward()
     assert_same(losses.cross_entropy, expected, "loss")
-    assert_same_gradients(ours, theirs, CANARY)
+    # The bias of keys has no gradient but what is rounded, and more frames round more.
+    least = None if subsampling == 8 else 1e-3
+    assert_same_gradients(ours, theirs, CANARY, least=least)
 
 
 def test_export_is_the_inverse_of_import(ours: ASRModel, tmp_path: Path) -> None:
@@ -251,16 +254,30 @@ def test_models_without_the_part_are_refused(ours: ASRModel, tmp_path: Path) -> 
         ({"model_type": "whisper"}, "must be canary, but is whisper"),
         ({"encoder_config": {**ENCODER, "hidden_act": "gelu"}}, "hidden_act` must be silu"),
         ({"decoder_config": {**DECODER, "num_key_value_heads": 2}}, "grouped queries"),
+        ({"encoder_config": {**ENCODER, "subsampling_factor": 2}}, "must be 4 or 8, but is 2"),
         ({"encoder_config": {**ENCODER, "num_mel_bins": 24}}, "num_mel_bins = 24"),
         ({"encoder_config": {**ENCODER, "num_hidden_layers": 1}}, r"encoder\.layers\.1.*nothing"),
         ({"encoder_config": {**ENCODER, "intermediate_size": 50}}, r"\(50,\), found \(48,\)"),
     ],
 )
 def test_a_directory_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, directory: Path, tmp_path: Path
+    change: dict[str, Any], message: str, subsampling: int, directory: Path, tmp_path: Path
 ) -> None:
+    if "encoder_config" in change:
+        encoder = {"subsampling_factor": subsampling, **change["encoder_config"]}
+        change = {**change, "encoder_config": encoder}
     with pytest.raises(ValueError, match=message):
         import_canary(copy_with(directory, tmp_path, change))
+
+
+def test_weights_of_another_subsampling_are_refused_by_name(
+    subsampling: int, directory: Path, tmp_path: Path
+) -> None:
+    other = copy_with(
+        directory, tmp_path, {"encoder_config": {**ENCODER, "subsampling_factor": 12 - subsampling}}
+    )
+    with pytest.raises(ValueError, match=r"first is encoder\.subsampling\.\w+\.\w+, expected"):
+        import_canary(other)
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
@@ -269,12 +286,13 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
 
 
 def test_the_preprocessor_may_be_part_of_a_processor_or_missing(
-    directory: Path, tmp_path: Path
+    directory: Path, tmp_path: Path, subsampling: int
 ) -> None:
     for file in directory.glob("*.safetensors"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
-    assert import_canary(tmp_path)[0].features == FeatureConfig(mel_bins=BINS)
+    expected = FeatureConfig(mel_bins=BINS, subsampling=subsampling)
+    assert import_canary(tmp_path)[0].features == expected
     processor = {"feature_extractor": {"feature_size": BINS, "preemphasis": 0.9}}
     (tmp_path / "processor_config.json").write_text(json.dumps(processor))
     assert import_canary(tmp_path)[0].features.preemphasis == 0.9

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
+from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import SentencePieceTokenizer, train_tokenizer
 from effasr.decoding.transducer_greedy import transducer_greedy
@@ -54,7 +55,7 @@ def model_of(found: NemoModel) -> ASRModel:
     return ASRModel.from_state_dict(found.config, found.vocab_size, found.state).eval()
 
 
-def batch_of(texts: np.ndarray | None = None) -> Batch:
+def batch_of(texts: np.ndarray | None = None, framing: Framing = FASTCONFORMER) -> Batch:
     """The utterances of `nemo/make.py`, packed, and what their decoder or predictor reads."""
     generator = np.random.RandomState(0)
     examples = [
@@ -66,7 +67,7 @@ def batch_of(texts: np.ndarray | None = None) -> Batch:
         )
         for number, samples in enumerate(LENGTHS)
     ]
-    return collate(examples, None, eos_id=0, pad_id=0)
+    return collate(examples, None, eos_id=0, pad_id=0, framing=framing)
 
 
 def parts(values: Tensor, offsets: Any) -> list[Tensor]:

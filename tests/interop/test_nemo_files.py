@@ -80,7 +80,7 @@ def changed(archives: dict[str, NemoArchive], tmp_path: Path) -> Callable[..., P
         ("rnnt", "encoder.self_attention_model", "rel_pos_local_attn", "must be rel_pos, but"),
         ("rnnt", "encoder.subsampling", "striding", "must be dw_striding, but is striding"),
         ("rnnt", "encoder.subsampling_factor", 2, "must be 4 or 8, but is 2"),
-        ("rnnt", "encoder.subsampling_factor", 4, "encoder.subsampling.linear.weight, expected"),
+        ("rnnt", "encoder.subsampling_factor", 4, "first is encoder.pre_encode.conv.5.bias"),
         ("rnnt", "encoder.conv_norm_type", "group_norm8", "batch_norm or layer_norm, but is group"),
         ("rnnt", "encoder.feat_out", 12, "`encoder.feat_out` must be -1 or d_model = 16"),
         ("rnnt", "encoder.use_bias", None, "`encoder.use_bias` must be true or false"),

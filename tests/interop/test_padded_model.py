@@ -17,6 +17,11 @@ from tests.support.small_model import VOCABULARY, shake
 LSTM = TransducerConfig(width=12, layers=2, joint=10)
 
 
+@pytest.fixture(scope="module", params=[8, 4])
+def subsampling(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 @pytest.mark.parametrize(
     ("position", "head_width"), [("relative", 8), ("none", 8), ("rotary", 8), ("rotary", 1)]
 )
@@ -27,6 +32,7 @@ def test_the_encoder(
     tiny_config: ModelConfig,
     examples: Sequence[Example],
     make_batch: Callable[..., Batch],
+    subsampling: int,
 ) -> None:
     """Also what each head makes of it, with noise behind the shorter utterances."""
     sizes = {"position": position, "heads": tiny_config.encoder.width // head_width}
@@ -40,7 +46,7 @@ def test_the_encoder(
     shake(model)
     batch = make_batch(examples)
     mel = model.features(batch.audio, batch.frames)
-    slots = mel.values.split([8 * frames for frames in mel.layout.lengths])
+    slots = mel.values.split([subsampling * frames for frames in mel.layout.lengths])
     features = torch.randn(len(slots), int(mel.lengths.max()), mel.values.shape[1])
     for row, rows, length in zip(features, slots, mel.lengths.tolist(), strict=True):
         row[:length] = rows[:length]

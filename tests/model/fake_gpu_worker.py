@@ -110,6 +110,7 @@ def variants() -> Iterator[ModelConfig]:
             layers=1,
             heads=4,
             feed_forward=48,
+            subsampling=8 if other else 4,
             subsampling_channels=8,
             position=position,
             conv_norm=norm,

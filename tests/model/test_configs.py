@@ -19,6 +19,11 @@ from effasr.model.presets import PRESETS
             "multiple of 2 and of heads = 4, but is 30",
         ),
         (FastConformerConfig, {"conv_kernel": 8}, "`conv_kernel` must be odd, but is 8"),
+        (
+            FastConformerConfig,
+            {"subsampling": 6},
+            "`subsampling` must be 4 or 8, but is 6: 8",
+        ),
         (FastConformerConfig, {"position": "absolute"}, "one of relative, rotary, none"),
         (FastConformerConfig, {"conv_norm": "group_norm"}, "one of batch_norm, layer_norm"),
         (FastConformerConfig, {"residual_dropout": 1.0}, r"in \[0, 1\), but is 1\.0"),
@@ -34,6 +39,26 @@ from effasr.model.presets import PRESETS
 def test_a_wrong_value_is_refused(cls: type, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cls(**options)
+
+
+@pytest.mark.parametrize("subsampling", [4, 8])
+def test_features_follow_the_encoder(subsampling: int) -> None:
+    mapping = {"encoder": {"subsampling": subsampling}}
+    config = configs.from_mapping(ModelConfig, mapping)
+    assert config.features.framing.seconds == subsampling / 100
+    assert configs.from_mapping(ModelConfig, configs.to_mapping(config)) == config
+    other = {**mapping, "features": {"subsampling": 12 - subsampling}}
+    rule = f"`features.subsampling` must be {subsampling} for this encoder of kind fastconformer"
+    with pytest.raises(ValueError, match=f"{rule}, but is {12 - subsampling}: leave it out"):
+        configs.from_mapping(ModelConfig, other)
+
+
+def test_a_configuration_from_before_there_was_a_choice_subsamples_by_eight() -> None:
+    stored = configs.to_mapping(ModelConfig())
+    expected = {**stored, "features": dict(stored["features"]), "encoder": dict(stored["encoder"])}
+    del stored["features"]["subsampling"], stored["encoder"]["subsampling"]
+    assert configs.complete(ModelConfig, stored) == expected
+    assert configs.from_stored(ModelConfig, stored) == ModelConfig()
 
 
 @pytest.mark.parametrize("name", PRESETS)

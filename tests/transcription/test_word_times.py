@@ -67,7 +67,9 @@ def text_of(times: Times) -> str:
     return " ".join(text for text, _, _ in times)
 
 
-def learn(spoken: list[tuple[Waveform, Times]], folder: Path) -> tuple[ASRModel, Tokenizer]:
+def learn(
+    spoken: list[tuple[Waveform, Times]], folder: Path, subsampling: int
+) -> tuple[ASRModel, Tokenizer]:
     """A CTC model that knows these words."""
     tokenizer = train_tokenizer(
         {"en": [text_of(times) for _, times in spoken]}, folder, vocab_size=80
@@ -78,6 +80,7 @@ def learn(spoken: list[tuple[Waveform, Times]], folder: Path) -> tuple[ASRModel,
         layers=1,
         heads=2,
         feed_forward=96,
+        subsampling=subsampling,
         subsampling_channels=8,
         subsampling_norm=True,
         conv_norm="layer_norm",
@@ -101,7 +104,8 @@ def learn(spoken: list[tuple[Waveform, Times]], folder: Path) -> tuple[ASRModel,
         chosen = [
             examples[index] for index in torch.randint(len(examples), (size,), generator=draw)
         ]
-        batch = collate(chosen, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
+        framing = config.features.framing
+        batch = collate(chosen, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id, framing=framing)
         loss = model(batch).ctc / size
         optimizer.zero_grad()
         loss.backward()
@@ -112,8 +116,9 @@ def learn(spoken: list[tuple[Waveform, Times]], folder: Path) -> tuple[ASRModel,
 
 
 @pytest.mark.slow
-def test_words_are_found_where_they_are_said(spoken, tmp_path) -> None:
-    model, tokenizer = learn(spoken[HELD_OUT:], tmp_path)
+@pytest.mark.parametrize("subsampling", [8, 4])
+def test_words_are_found_where_they_are_said(spoken, tmp_path, subsampling: int) -> None:
+    model, tokenizer = learn(spoken[HELD_OUT:], tmp_path, subsampling)
     held_out = spoken[:HELD_OUT]
     config = DecodingConfig(words=True)
     results = transcribe(model, tokenizer, [waveform for waveform, _ in held_out], config=config)

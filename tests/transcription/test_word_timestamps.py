@@ -74,11 +74,14 @@ def test_tokens_become_words() -> None:
     assert words[3].end == pytest.approx(10.0 + 9.5 * 0.08 + 0.6)
 
 
-def test_pauses_tell_when_words_begin_and_end() -> None:
-    spans = [(5, 6), (15, 16), (20, 21)]
+@pytest.mark.parametrize("scale", [1, 2])
+def test_pauses_tell_when_words_begin_and_end(scale: int) -> None:
+    """Also where frames are half as long: tokens come as late, in seconds."""
+    frame, ends = 0.08 / scale, scale - 1
+    spans = [(scale * first, scale * last + ends) for first, last in ((5, 6), (15, 16), (20, 21))]
     speech = np.zeros(250, dtype=bool)
     speech[22:60] = speech[95:200] = True
-    words = word_timestamps([1, 1, 1], spans, decode, frame_seconds=0.08, speech=speech)
+    words = word_timestamps([1, 1, 1], spans, decode, frame_seconds=frame, speech=speech)
     first, second, third = ((word.start, word.end) for word in words)
     assert first == pytest.approx((0.22, 0.60))
     # Both words behind a pause came 0.18 and 0.25 s after they began: so did the third.
@@ -86,7 +89,8 @@ def test_pauses_tell_when_words_begin_and_end() -> None:
     assert third == pytest.approx((1.6 - 0.215, 2.0))
     # A closure is no pause.
     speech[50:58] = False
-    assert word_timestamps([1], [(5, 6)], decode, frame_seconds=0.08, speech=speech)[0].end == 0.6
+    (word,) = word_timestamps([1], spans[:1], decode, frame_seconds=frame, speech=speech)
+    assert word.end == 0.6
 
 
 @pytest.mark.parametrize("seed", range(20))

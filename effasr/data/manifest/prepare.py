@@ -22,6 +22,7 @@ from lhotse.cut import Cut
 
 from effasr.data.atomic_files import atomic_file, write_atomically
 from effasr.data.audio.waveform import AudioError, AudioProblem, load_audio
+from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.filters.rules import (
     Dropped,
     Limits,
@@ -85,6 +86,7 @@ def prepare(
     *,
     tokenizer: Tokenizer | None = None,
     limits: Limits | None = None,
+    framing: Framing = FASTCONFORMER,
     language: str = "en",
     decode: bool = True,
     jobs: int | None = None,
@@ -109,6 +111,7 @@ def prepare(
         tokenizer: For the checks that need tokens.
         limits: Durations, budgets and rates; by default `Limits()`, without CTC's for the tokenizer
             of a Whisper, which has no CTC head, and may have many tokens for a word.
+        framing: How many encoder frames the model will have, where no ``limits`` say so.
         language: The language of utterances that name none.
         decode: Decode all audio. Without, headers alone are read: faster, but damage inside a
             file goes unseen.
@@ -125,7 +128,8 @@ def prepare(
     if folder.exists() and (not folder.is_dir() or folder.resolve() == Path(source).resolve()):
         raise ValueError(f"{folder}: `out` must be a folder of its own: choose another name.")
     if limits is None:
-        limits = Limits(ctc=not isinstance(tokenizer, WhisperTokenizer))
+        ctc = not isinstance(tokenizer, WhisperTokenizer)
+        limits = Limits(ctc=ctc, framing=framing)
     check_one = _Check(tokenizer, limits, decode)
     utterances = named(source, language=language)
     with _made(folder), TemporaryFile(dir=folder) as file:
