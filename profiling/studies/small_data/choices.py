@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from small_data.effasr_runs import Choice
+
+_BASE = Path(__file__).with_name("base.yaml")
 
 JOINT = ("--method", "attention", "--beam", "4", "--ctc-weight", "0.4")
 CTC = ("--method", "ctc")
@@ -34,7 +37,7 @@ _ENCODER_AUGMENTED = tuple(field for field in _AUGMENTED if "decoder" not in fie
 
 def _choice(name: str, vocabulary: int, *parts: Sequence[str], hybrid: bool = True) -> Choice:
     overrides = tuple(field for part in parts for field in part)
-    return Choice(name, "small", vocabulary, overrides, _BOTH if hybrid else {"ctc": CTC})
+    return Choice(name, str(_BASE), vocabulary, overrides, _BOTH if hybrid else {"ctc": CTC})
 
 
 LADDER = (
@@ -52,4 +55,4 @@ LADDER = (
     _choice("EMA", 256, _QUARTER, _AUGMENTED, _CTC_FIRST, ["training.ema_decay=0.998"]),
     _choice("learning rate 3e-3", 256, _QUARTER, _AUGMENTED, _CTC_FIRST, ["optimizer.lr=3e-3"]),
 )  # fmt: skip
-"""Overrides of the recipe as it was in October 2026: 8x, no augmentation, 80 s a step."""
+"""Overrides of ``base.yaml``: 8x, no augmentation, 80 s a step."""
