@@ -2,7 +2,7 @@
 
     python profiling/studies/compare_small_data.py CORPUS --peer FOLDER --csv FILE.csv
         [--sets en nl en+nl] [--cpu-s 1800] [--toolkits effasr speechbrain] [--recipe small]
-        [--vocab-size 256] [--override FIELD=VALUE ...] [--raw-text] [--seed 0] [--work FOLDER]
+        [--vocab-size 128] [--override FIELD=VALUE ...] [--raw-text] [--seed 0] [--work FOLDER]
 
 CORPUS is a folder with LANGUAGE_{train,dev,test}.jsonl, NeMo manifests with paths relative to it.
 effasr is used by its own commands: prepare, tokenizer, train, evaluate. The peer is a Conformer
@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", default="small", help="of effasr (default: small)")
     parser.add_argument("--override", nargs="*", default=[], help="fields of the recipe")
     parser.add_argument("--ctc-only", action="store_true", help="the recipe has no decoder")
-    parser.add_argument("--vocab-size", type=int, default=256)
+    parser.add_argument("--vocab-size", type=int, default=128)
     parser.add_argument("--peer-layers", type=int, default=4, help="of its encoder (default: 4)")
     parser.add_argument("--raw-text", action="store_true", help="the peer's texts, too")
     parser.add_argument("--seed", type=int, default=0)

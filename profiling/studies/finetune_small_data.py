@@ -1,7 +1,7 @@
 """Fine-tuning against training from scratch on 10, 30 and 60 minutes of real speech.
 
     python profiling/studies/finetune_small_data.py CORPUS --csv FILE.csv [--minutes 10 30 60]
-        [--sets en en+nl] [--base-cpu-s 900] [--cpu-s 300] [--recipe small] [--vocab-size 256]
+        [--sets en en+nl] [--base-cpu-s 900] [--cpu-s 300] [--recipe small] [--vocab-size 128]
         [--override FIELD=VALUE ...] [--lr 5e-4] [--utterances 4000] [--seed 0] [--work FOLDER]
 
 CORPUS is a folder with LANGUAGE_{train,dev,test}.jsonl, NeMo manifests with paths relative to it.
@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides = tuple(options.override)
     scratch = Choice("from scratch", options.recipe, options.vocab_size, overrides, decoding)
     base = train_base(commands, scratch, demo, tokenizer, options)
-    tuned = (f"init_from={base}", f"optimizer.lr={options.lr}")
-    tuning = replace(scratch, name="fine-tuned", overrides=(*overrides, *tuned))
+    tuned = (*overrides, f"optimizer.lr={options.lr}")
+    tuning = replace(scratch, name="fine-tuned", overrides=tuned)
     for name in options.sets:
         for minutes in options.minutes:
             folder = options.work / "corpora" / f"{name}_{minutes:g}"
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.corpus, name.split("+"), folder, minutes=minutes, seed=options.seed
             )
             commands.prepare(corpus)
-            for choice in (scratch, tuning):
-                run(commands, choice, corpus, tokenizer, options)
+            run(commands, scratch, corpus, options, tokenizer=tokenizer)
+            run(commands, tuning, corpus, options, init_from=base)
     return 0
 
 
@@ -98,8 +98,8 @@ def run(
     commands: Commands,
     choice: Choice,
     corpus: Corpus,
-    tokenizer: Path,
     options: argparse.Namespace,
+    **start: Path,
 ) -> None:
     """Train one way on one set, unless that has a row; evaluate and write the rows."""
     wanted = {"study": STUDY, "configuration": choice.name, "corpus": corpus.name}
@@ -107,7 +107,7 @@ def run(
         return
     name = f"{choice.name.replace(' ', '_')}_{corpus.name}_{options.seed}"
     trained = commands.train(
-        choice, corpus, cpu_s=options.cpu_s, seed=options.seed, name=name, tokenizer=tokenizer
+        choice, corpus, cpu_s=options.cpu_s, seed=options.seed, name=name, **start
     )
     for way, arguments in choice.decoding.items():
         result = commands.evaluate(trained.run, corpus, SPLIT, arguments)
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", default="small")
     parser.add_argument("--override", nargs="*", default=[], help="fields of the recipe")
     parser.add_argument("--ctc-only", action="store_true", help="the recipe has no decoder")
-    parser.add_argument("--vocab-size", type=int, default=256)
+    parser.add_argument("--vocab-size", type=int, default=128)
     parser.add_argument("--lr", type=float, default=5e-4, help="of fine-tuning (default: 5e-4)")
     parser.add_argument("--utterances", type=int, default=4000, help="to synthesise")
     parser.add_argument("--seed", type=int, default=0)

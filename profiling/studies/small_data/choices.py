@@ -27,6 +27,7 @@ _AUGMENTED = (
     "model.spec_augment.time_masks=4",
 )
 _QUARTER = ("model.encoder.subsampling=4", "data.frame_budget=1000", "data.micro_batches=1")
+_20_S, _10_S, _80_S = (f"data.frame_budget={frames}" for frames in (500, 250, 2000))
 _CTC_FIRST = ("loss.ctc_weight_before=0.9",)
 _WITHOUT_DECODER = (
     *("model.decoder=null", "loss.ctc_weight=1", "loss.guided_weight=0"),
@@ -40,19 +41,30 @@ def _choice(name: str, vocabulary: int, *parts: Sequence[str], hybrid: bool = Tr
     return Choice(name, str(_BASE), vocabulary, overrides, _BOTH if hybrid else {"ctc": CTC})
 
 
+_LEARNING = (*_QUARTER, *_AUGMENTED, *_CTC_FIRST, _20_S)
+"""What learnt best; below, each differs from it in what its name says."""
+
 LADDER = (
     _choice("8x", 256, ()),
     _choice("4x", 256, _QUARTER),
     _choice("4x, augmented", 256, _QUARTER, _AUGMENTED),
     _choice("4x, augmented, CTC first", 256, _QUARTER, _AUGMENTED, _CTC_FIRST),
-    _choice("4x, augmented, CTC alone", 256, _QUARTER, _ENCODER_AUGMENTED, _WITHOUT_DECODER,
-            hybrid=False),
-    _choice("20 s a step", 256, _QUARTER, _AUGMENTED, _CTC_FIRST, ["data.frame_budget=500"]),
-    _choice("80 s a step", 256, _QUARTER, _AUGMENTED, _CTC_FIRST, ["data.frame_budget=2000"]),
-    _choice("vocabulary 128", 128, _QUARTER, _AUGMENTED, _CTC_FIRST),
-    _choice("vocabulary 500", 500, _QUARTER, _AUGMENTED, _CTC_FIRST),
-    _choice("6 layers", 256, _QUARTER, _AUGMENTED, _CTC_FIRST, ["model.encoder.layers=6"]),
-    _choice("EMA", 256, _QUARTER, _AUGMENTED, _CTC_FIRST, ["training.ema_decay=0.998"]),
-    _choice("learning rate 3e-3", 256, _QUARTER, _AUGMENTED, _CTC_FIRST, ["optimizer.lr=3e-3"]),
-)  # fmt: skip
+    _choice("20 s a step", 256, _LEARNING),
+    _choice("vocabulary 128", 128, _LEARNING),
+    _choice("vocabulary 96", 96, _LEARNING),
+    _choice("vocabulary 500", 500, _LEARNING),
+    _choice("10 s a step", 128, _LEARNING, [_10_S]),
+    _choice("80 s a step", 128, _LEARNING, [_80_S]),
+    _choice(
+        *("CTC alone", 128, _QUARTER, _ENCODER_AUGMENTED, [_20_S], _WITHOUT_DECODER), hybrid=False
+    ),
+    _choice("CTC 0.5 before", 128, _LEARNING, ["loss.ctc_weight_before=0.5"]),
+    _choice("not augmented", 128, _QUARTER, _CTC_FIRST, [_20_S]),
+    _choice("6 layers", 128, _LEARNING, ["model.encoder.layers=6"]),
+    _choice("width 192", 128, _LEARNING, ["model.encoder.width=192", "model.decoder.width=192"]),
+    _choice("EMA", 128, _LEARNING, ["training.ema_decay=0.998"]),
+    _choice("learning rate 3e-3", 128, _LEARNING, ["optimizer.lr=3e-3"]),
+    _choice("learning rate 8e-4", 128, _LEARNING, ["optimizer.lr=8e-4"]),
+    Choice("recipe small", "small", 128, (), _BOTH),
+)
 """Overrides of ``base.yaml``: 8x, no augmentation, 80 s a step."""

@@ -104,18 +104,29 @@ class Commands:
         seed: int,
         name: str,
         tokenizer: Path | None = None,
+        init_from: Path | None = None,
     ) -> Trained:
         """Train for about ``cpu_s`` seconds of one core, by a number of steps found before.
 
-        The tokenizer is by default that of the corpus' own training set.
+        Args:
+            choice: What is trained.
+            corpus: Prepared by `prepare`.
+            cpu_s: Of the training without the start of the program.
+            seed: Of the run.
+            name: Of the run.
+            tokenizer: By default that of the corpus' own training set.
+            init_from: The run to start from, whose tokenizer stays; None for none.
         """
         output = self.folder / "runs"
-        if tokenizer is None:
-            train = [corpus.manifest("train")]
-            tokenizer = self.tokenizer(train, corpus.name, choice.vocab_size)
         train = self.folder / "data" / corpus.name / "train"
         base = [choice.recipe, f"data.train={train}", f"seed={seed}", *QUIET]
-        base += [f"data.tokenizer={tokenizer}", "data.validation=[]"]
+        if init_from is not None:
+            base += [f"init_from={init_from}", "data.tokenizer="]
+        else:
+            texts = [corpus.manifest("train")]
+            tokenizer = tokenizer or self.tokenizer(texts, corpus.name, choice.vocab_size)
+            base.append(f"data.tokenizer={tokenizer}")
+        base.append("data.validation=[]")
         base += [f"output={output}", f"training.checkpoint_every={10**9}", *choice.overrides]
 
         def training(steps: int, run: str) -> float:

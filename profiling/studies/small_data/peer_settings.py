@@ -46,8 +46,8 @@ class PeerSettings:
     cpu_s: float
     seed: int = 0
     raw_text: bool = False
-    vocab_size: int = 256
-    batch_s: float = 40.0
+    vocab_size: int = 128
+    batch_s: float = 20.0
     encoder_layers: int = 4
     decoder_layers: int = 2
     width: int = 144
