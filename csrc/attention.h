@@ -1,7 +1,7 @@
 // Attention within packed sequences on CPUs: the interface that Python calls.
 //
-// Plain C, without a header of torch. Scores are computed by tiles and never stored whole; the
-// backward computes them again. Everything is float32.
+// The interface is plain C and includes no header of torch. Scores are computed by tiles and never
+// stored as a whole; the backward recomputes them. All floating-point numbers are float32.
 
 #pragma once
 
@@ -19,7 +19,7 @@ typedef struct {
   int64_t head;
 } PackedHeads;
 
-// Which instructions to use; `kBestInstructions` takes the widest that the machine has.
+// The instruction set; `kBestInstructions` selects the widest that the CPU supports.
 enum { kBestInstructions = 0, kBaseInstructions = 1, kAvx2 = 2, kAvx512 = 3 };
 
 // score(i, j) = scale * ((q_i + content_bias) . k_j + (q_i + position_bias) . table[reach-1 + i-j])
@@ -33,20 +33,20 @@ typedef struct {
   const float* position_bias;  // (heads, width)
   const float* table;          // (2 * reach - 1, heads, width)
   float* penalty;              // (rows_q, heads): sum_j A_ij (1 - exp(-(i/Tq - j/Tk)^2/2 sigma^2));
-                               // null where it is not wanted
+                               // null to skip it
   const int32_t* cu_q;         // (sequences + 1,)
   const int32_t* cu_k;         // (sequences + 1,)
   int64_t rows_q;              // of the tensors; those past cu_q[sequences] are the tail
   int64_t rows_k;
-  int64_t seed;                // of dropout, see attention/dropout.h
+  int64_t seed;                // seed of dropout, see attention/dropout.h
   float scale;
-  float sigma;                 // of the penalty
-  float dropout;               // in [0, 1): share of the weights that is dropped on its way to out
+  float sigma;                 // width of the penalty
+  float dropout;               // probability to drop a weight in `out`, in [0, 1)
   int32_t sequences;
   int32_t heads;
   int32_t width;
-  int32_t reach;               // at least as long as every sequence, where there is a table
-  int32_t causal;              // whether query i sees the keys 0 to i alone
+  int32_t reach;               // with `table`: at least the longest length
+  int32_t causal;              // whether query i attends only to keys 0 to i
   int32_t instructions;
 } PackedAttention;
 
@@ -59,9 +59,10 @@ typedef struct {
   float* table;
 } AttentionGradients;
 
-// A sequence's results depend on that sequence alone (with dropout also on its number), gradients
-// of biases and table on the sequences in their order; none depend on the number of threads. They
-// return 0, 1 where memory was short, or 2 where the machine lacks `instructions`.
+// Results of a sequence depend only on that sequence (with dropout also on its number). Gradients
+// of biases and table depend on the order of the sequences. Nothing depends on the number of
+// threads. Returns 0 for success, 1 if memory could not be allocated, and 2 if the CPU does not
+// support `instructions`.
 int attention_forward_cpu(const PackedAttention* attention, int threads);
 int attention_backward_cpu(const PackedAttention* attention, const AttentionGradients* gradients,
                            int threads);

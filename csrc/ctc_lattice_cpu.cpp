@@ -44,7 +44,7 @@ struct Place {
   Value blank, label;
 };
 
-// The fractions in which a blank and the label before it, and a label and what came to it, merged.
+// The fractions of the two sums of a place: blank and previous label; label and its predecessors.
 struct Merged {
   float moved, stayed;
 };
@@ -93,7 +93,7 @@ EFFASR_FOR_WIDE_VECTORS void advance(double* __restrict blank, double* __restric
   moved[labels] = last.fraction;
 }
 
-// The same back: probabilities are divided; `moves` is what goes to the label before.
+// The backward step of a frame; `moves` receives the probabilities that go to the previous label.
 EFFASR_FOR_WIDE_VECTORS void retreat(float* __restrict blank, float* __restrict label,
                                      const int* __restrict repeated,
                                      const float* __restrict moved,
@@ -163,7 +163,7 @@ void run(const CtcLattice& a, int n, Scratch& scratch) {
   const Sum total = sweep(a, y, scratch);
   a.log_likelihood[n] = log_likelihood_of(total.mass);
   if (a.occupancies == nullptr) return;
-  // NaN stays one.
+  // NaN stays NaN.
   const double ll = a.log_likelihood[n];
   const float reached = ll == -HUGE_VAL ? 0.0f : std::isnan(ll) ? NAN : 1.0f;
   spread(a, y, reached, total.fraction, scratch);

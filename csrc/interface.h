@@ -1,11 +1,12 @@
-// The version of the structures of attention.h and lattice.h.
+// The version of the structures of attention.h, decoder_step.h and lattice.h.
 //
-// Python describes the same structures to ctypes (effasr_kernels/runtime/native.py has the number
-// too). Whoever changes one of them counts it up, so that a library of an older build is refused.
+// Python declares the same structures with ctypes, and the same number in
+// effasr_kernels/runtime/native.py. Increment both with every change of a structure, so that Python
+// does not load a library of an older build.
 
 #pragma once
 
-#define EFFASR_INTERFACE 1
+#define EFFASR_INTERFACE 2
 
 #ifdef __cplusplus
 extern "C" {

@@ -18,7 +18,7 @@ typedef struct {
   const float* log_blank;   // log-probability to go to the next frame
   const float* log_label;   // to emit the next label; not read at u = U_n
   float* occ_blank;         // probability that a path takes the blank of this node,
-  float* occ_label;         // and the label; null, both, for log-likelihoods alone
+  float* occ_label;         // and the label; both null to compute only log-likelihoods
   double* log_likelihood;   // (sequences,)
   const int32_t* cu_frames;    // (sequences + 1,)
   const int32_t* cu_labels;    // (sequences + 1,)
@@ -27,13 +27,13 @@ typedef struct {
 } TransducerLattice;
 
 // The lattice of connectionist temporal classification. Tables have `columns` elements for each
-// frame: of the blank, in column 0, and of the labels of the frame's transcript; what lies to the
-// right of those is neither read nor written.
+// frame: the blank in column 0, then the labels of the frame's transcript. Elements to the right of
+// these are neither read nor written.
 typedef struct {
   const float* scores;          // logits
   const float* log_normalizer;  // (T,), subtracted from them; null for 0
-  float* occupancies;           // may be `scores`; null for log-likelihoods alone
-  float* shares;                // a table to work in; null where `occupancies` is
+  float* occupancies;           // may be `scores`; null to compute only log-likelihoods
+  float* shares;                // workspace table; null if `occupancies` is null
   double* log_likelihood;       // (sequences,)
   const void* targets;          // int32, or int64 where `wide_targets`
   const int32_t* cu_frames;     // (sequences + 1,), of `scores`
@@ -43,7 +43,7 @@ typedef struct {
   int32_t wide_targets;
 } CtcLattice;
 
-// Results do not depend on the number of threads. Returns 0, or 1 where memory is short.
+// Results do not depend on the number of threads. Returns 0, or 1 if memory could not be allocated.
 int transducer_lattice_cpu(const TransducerLattice* lattice, int threads);
 int ctc_lattice_cpu(const CtcLattice* lattice, int threads);
 

@@ -1,11 +1,11 @@
 // The arithmetic of one step of a lattice.
 //
-// Masses are logarithms to base 2 in double; exponentials and logarithms are taken in float, of
-// differences alone. So the error of a step, some 1e-7, does not grow with the mass, which falls by
-// a few bits a step and far apart between the nodes of a diagonal.
+// Masses are logarithms to base 2 in double; exponentials and logarithms are computed in float, and
+// only of differences. So the error of a step, about 1e-7, does not grow with the mass, which falls
+// by a few bits per step and differs much between the nodes of a diagonal.
 //
-// Each sum also gives the fraction of its lesser term. Given where a path is, that is the
-// probability of where it came from, and all that the way back needs: it multiplies fractions in
+// Each sum also returns the fraction of its smaller term: the probability of a predecessor, given
+// the node of a path. The backward pass needs only these fractions: it multiplies numbers in
 // [0, 1/2], without exponentials, infinities or differences of large numbers.
 
 #pragma once
@@ -20,12 +20,12 @@ namespace effasr {
 
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
-// The logarithm of no mass. Finite, as infinities differ by NaN; a mass this small is none.
+// The logarithm of zero mass; finite, as the difference of two infinities is NaN.
 constexpr double kNothing = -1e30;
 
 // 2^x for x <= 0.
 EFFASR_INLINE float exp2_of(float x) {
-  // Arithmetic that compilers vectorise, which calls of the library are not.
+  // Plain arithmetic, as compilers do not vectorise calls of the math library.
   const float bounded = x < -126.0f ? -126.0f : x;
   const float whole = (bounded + 12582912.0f) - 12582912.0f;  // rounds: 1.5 * 2^23
   const float f = bounded - whole;
@@ -59,7 +59,7 @@ EFFASR_INLINE double weight(double log_probability) {
 
 struct Sum {
   double mass;
-  float fraction;  // of the lesser term; its sign is set where that is the first
+  float fraction;  // fraction of the smaller term; negative if that is the first
 };
 
 EFFASR_INLINE Sum add(double first, double second) {
@@ -75,7 +75,7 @@ struct Parts {
   float first, second;
 };
 
-// Divide a probability as the terms of a sum were. What is lost of the one is in the other.
+// Divides a probability by the fractions of a sum. The parts add up to the probability.
 EFFASR_INLINE Parts split(float probability, float fraction) {
   int32_t bits;
   std::memcpy(&bits, &fraction, sizeof bits);
@@ -84,7 +84,7 @@ EFFASR_INLINE Parts split(float probability, float fraction) {
   return bits < 0 ? Parts{lesser, greater} : Parts{greater, lesser};
 }
 
-// A total mass as a natural logarithm: -inf where no path exists. Those that do have more.
+// A total mass as a natural logarithm; -inf if no path exists.
 EFFASR_INLINE double log_likelihood_of(double mass) {
   return mass < 0.5 * kNothing ? -HUGE_VAL : mass * kLn2;
 }

@@ -1,5 +1,5 @@
-// Sequences shared out among threads. Each is computed by one of them, in the same way by any.
-// Within a sequence, loops use the widest vectors of the machine, with -O3 -fno-trapping-math.
+// Distribution of sequences among threads. One thread computes a sequence, and the result does not
+// depend on which. Loops use the widest vectors of the CPU, with -O3 -fno-trapping-math.
 
 #pragma once
 
@@ -18,15 +18,15 @@
 
 namespace effasr {
 
-// Calls `run(scratch, n)` for every n below `count`; each thread has a scratch of its own. Returns
-// 0, or 1 where memory was short.
+// Calls `run(scratch, n)` for every n below `count`, with a separate scratch for each thread.
+// Returns 0, or 1 if memory could not be allocated.
 template <class Scratch, class Run>
 int for_each_sequence(int count, int threads, Run run) {
   std::atomic<int> next{0}, failed{0};
   auto work = [&] {
     try {
       Scratch scratch;
-      // Lengths differ: whoever is done takes the next.
+      // Lengths differ, so an idle thread takes the next sequence.
       for (int n = next++; n < count && !failed; n = next++) run(scratch, n);
     } catch (const std::bad_alloc&) {
       failed = 1;
@@ -36,7 +36,7 @@ int for_each_sequence(int count, int threads, Run run) {
   try {
     for (int i = 1; i < std::min(threads, count); ++i) others.emplace_back(work);
   } catch (const std::exception&) {
-    // As many threads as the system gives; one is enough.
+    // If the system cannot start more threads, the existing ones compute everything.
   }
   work();
   for (std::thread& other : others) other.join();

@@ -59,7 +59,7 @@ EFFASR_FOR_WIDE_VECTORS void advance(const float* __restrict blank, const float*
   }
 }
 
-// A diagonal's step back: what a node got is divided among the nodes it came from.
+// A diagonal's backward step: divides the occupancy of a node among its predecessors.
 EFFASR_FOR_WIDE_VECTORS void retreat(const float* __restrict from_blank,
                                      const float* __restrict from_label,
                                      const float* __restrict fraction, float* __restrict blank,
@@ -85,7 +85,7 @@ double sweep(const TransducerLattice& a, const Shape& shape, int64_t first, Scra
     }
     advance(s.blank.data(), s.label.data(), s.here.down.data(), s.here.right.data(),
             s.next.down.data(), s.next.right.data(), s.fraction.data(), nodes.low, nodes.high);
-    // The next diagonal begins one column further right: nothing has come there over a blank.
+    // The next diagonal has one more column, which no blank enters.
     s.next.down[nodes.high + 1] = kNothing;
     if (a.occ_label != nullptr) {
       for (int u = nodes.low; u <= nodes.high; ++u) {
@@ -131,7 +131,7 @@ void run(const TransducerLattice& a, int n, Scratch& scratch) {
   a.log_likelihood[n] = log_likelihood_of(sweep(a, shape, first, scratch));
   if (a.occ_blank == nullptr) return;
   const double total = a.log_likelihood[n];
-  // NaN stays one.
+  // NaN stays NaN.
   const float reached = total == -HUGE_VAL ? 0.0f : std::isnan(total) ? NAN : 1.0f;
   spread(a, shape, first, reached, scratch);
 }

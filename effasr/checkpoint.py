@@ -73,9 +73,9 @@ def save_model(
 
     Args:
         directory: The folder.
-        model: Its weights and architecture.
-        tokenizer: Its tokenizer.
-        prompt: Its most frequent training prompt; English transcription by default.
+        model: Model with weights and architecture.
+        tokenizer: Tokenizer of the model.
+        prompt: Most frequent training prompt; English transcription by default.
 
     Raises:
         CheckpointError: ``directory`` exists, and is not empty and no model directory.
@@ -126,7 +126,7 @@ def read_description(directory: Path) -> Description:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a model directory."""
+    """Return the tokenizer of a model directory."""
     return load_tokenizer(directory / _TOKENIZER)
 
 
@@ -134,7 +134,7 @@ def load_weights(model: ASRModel, directory: Path, *, may_lack: tuple[str, ...] 
     """Load the weights of a model directory into a model.
 
     Args:
-        model: Of the same architecture; where it has adapters, the directory has the same.
+        model: Model of the same architecture; if it has adapters, the directory has the same.
         directory: The model directory.
         may_lack: Prefixes of names that the directory may lack; the model keeps its own then.
 
@@ -168,7 +168,7 @@ def _explaining(path: Path, remedy: str = "") -> Iterator[Path]:
 
 
 def resolve(path: str | Path) -> Path:
-    """The model directory of a path: itself, or the best, else the latest, of a run.
+    """Return the model directory of a path: itself, or the best, else the latest, of a run.
 
     Raises:
         CheckpointError: There is no model.
@@ -214,7 +214,7 @@ def begin_folder(path: Path) -> Path:
 
 
 def partial_folder(path: Path) -> Path:
-    """The name of a folder until it is published."""
+    """Return the name of a folder until it is published."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -271,7 +271,7 @@ def point(pointer: Path, target: Path) -> None:
 
 
 def follow(pointer: Path) -> Path | None:
-    """The model directory that `point` named; None if there is none."""
+    """Return the model directory that `point` named; None if there is none."""
     if not pointer.is_file():
         return None
     target = pointer.parent / pointer.read_text().strip()
@@ -279,7 +279,7 @@ def follow(pointer: Path) -> Path | None:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in a folder."""
+    """Return the checkpoints in a folder."""
     return sorted((path for path in folder.glob("step_*") if path.is_dir()), reverse=True)
 
 

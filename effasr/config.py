@@ -76,7 +76,7 @@ def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recipes() -> list[str]:
-    """The names of the recipes that come with effasr."""
+    """Return the names of the recipes that come with effasr."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
@@ -108,7 +108,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
 
 
 def from_stored(cls: type[T], mapping: Mapping[str, Any]) -> T:
-    """As `from_mapping`, for a mapping that an earlier version may have written.
+    """Read a mapping as `from_mapping`, but one that an earlier version may have written.
 
     Raises:
         ConfigError: As `from_mapping`.
@@ -117,7 +117,7 @@ def from_stored(cls: type[T], mapping: Mapping[str, Any]) -> T:
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The inverse of `from_mapping`, of plain types that YAML and JSON can hold."""
+    """Return the inverse of `from_mapping`, of plain types that YAML and JSON can hold."""
     return {
         field.name: _plain(getattr(config, field.name))
         for field in dataclasses.fields(config)
@@ -126,7 +126,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def complete(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """A `to_mapping` of an earlier version, with new keys and the defaults of new fields.
+    """Return a `to_mapping` of an earlier version, with new keys and the defaults of new fields.
 
     Keys that are unknown now stay as they are.
     """
@@ -164,7 +164,7 @@ def _translated_value(annotation: Any, value: Any, fill: bool) -> Any:
 
 
 def dump(config: Any) -> str:
-    """The configuration as YAML, every field written out."""
+    """Return the configuration as YAML, every field written out."""
     return yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True)
 
 
@@ -228,7 +228,7 @@ def _apply(cls: type, mapping: dict[str, Any], override: str) -> None:
 
 
 def _child(owner: Any, key: str, path: str) -> Any:
-    """The type of field ``key``, so that a typing error is named before it is buried.
+    """Return the type of field ``key``, so that a typing error is named before it is buried.
 
     It is a dataclass, or a dict, which has a field of any name.
     """
@@ -249,7 +249,7 @@ def _child(owner: Any, key: str, path: str) -> Any:
 
 
 def _is_optional_section(field: dataclasses.Field, annotation: Any) -> bool:
-    """Whether null stands for the defaults of a field, as in YAML of a section without content."""
+    """Return whether null stands for a field's defaults, like an empty YAML section."""
     has_default = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
     return has_default and type(None) not in _options(annotation) and bool(_dataclasses(annotation))
 
@@ -266,7 +266,7 @@ def _dataclasses(annotation: Any) -> list[type]:
 
 
 def _chosen(classes: Sequence[type], mapping: Mapping[str, Any], where: str) -> type:
-    """Of several dataclasses the one whose ``kind`` a mapping names; by default the first.
+    """Return the dataclass whose ``kind`` a mapping names; by default the first of several.
 
     Each has a field ``kind`` whose default is what tells it from the others.
 
@@ -326,7 +326,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _key(annotation: Any, key: Any, where: str) -> Any:
-    """A key of a mapping; JSON and dotted paths have numbers only as text."""
+    """Return a key of a mapping; JSON and dotted paths have numbers only as text."""
     if annotation is str and not isinstance(key, str):
         raise ConfigError(
             f"`{where}` must be text, but is {key!r}: put it in quotes (YAML reads no, yes, on and "

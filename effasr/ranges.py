@@ -20,7 +20,7 @@ older does not answer, and every range is lost without a word."""
 
 
 def range(name: str, number: int | None = None) -> AbstractContextManager:
-    """A context whose duration shows under ``name`` once `enable` was called.
+    """Return a context whose duration shows under ``name`` once `enable` was called.
 
     Args:
         name: Registered with the profiler for good, so names must be few: no step numbers.

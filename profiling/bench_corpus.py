@@ -56,13 +56,13 @@ class Result:
     """What a process needed.
 
     Attributes:
-        seconds: To its corpus.
-        cpu_seconds: Of processors until then, by it and by those that read for it.
+        seconds: Seconds to its corpus.
+        cpu_seconds: Cpu seconds of processors until then, by it and by those that read for it.
         before: Bytes of its own when it began.
         own: Bytes of its own with the corpus.
         peak: Most bytes that it had, those that it shares included.
         mapped: Bytes of files that it maps, which processes share.
-        fingerprint: Of the corpus.
+        fingerprint: Fingerprint of the corpus.
     """
 
     seconds: float
@@ -145,14 +145,14 @@ def _worker(corpus: Corpus, results: Any) -> None:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes, by the names of Linux's /proc/PID/status."""
+    """Return bytes, by the names of Linux's /proc/PID/status."""
     with open("/proc/self/status", encoding="ascii") as file:
         rows = (line.split() for line in file)
         return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[-1] == "kB"}
 
 
 def _private() -> int:
-    """Bytes that are no other process's."""
+    """Return bytes that are no other process's."""
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:
         return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Private_Dirty"))
 

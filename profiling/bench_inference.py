@@ -56,10 +56,10 @@ class Size:
     """Widths of a model.
 
     Attributes:
-        width: Of encoder and decoder.
-        heads: Of their attention.
-        mel_bins: Of the features.
-        channels: Of the subsampling.
+        width: Width of encoder and decoder.
+        heads: Heads of their attention.
+        mel_bins: Mel bins of the features.
+        channels: Channels of the subsampling.
         classes: Tokens of the vocabulary.
     """
 
@@ -82,8 +82,8 @@ class Utterances:
     """What is transcribed.
 
     Attributes:
-        batch: On the device.
-        seconds: Of all audio.
+        batch: Batch on the device.
+        seconds: Seconds of all audio.
         limits: Tokens to say of each.
     """
 
@@ -93,7 +93,7 @@ class Utterances:
 
 
 def build(shape: str, size: Size, device: torch.device, dtype: torch.dtype) -> ASRModel:
-    """A model of random weights in evaluation mode.
+    """Return a model of random weights in evaluation mode.
 
     Raises:
         ValueError: The shape is not two numbers of layers.
@@ -166,13 +166,13 @@ class Clock:
         self._marks.append((name, began, self._mark()))
 
     def now(self) -> float:
-        """The time when the device has nothing left to do."""
+        """Return the time when the device has nothing left to do."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
     def take(self) -> dict[str, float]:
-        """Seconds of each part since the last call; after `now`."""
+        """Return seconds of each part since the last call; after `now`."""
         seconds: dict[str, float] = {}
         for name, began, ended in self._marks:
             on_gpu = self._device.type == "cuda"
@@ -211,7 +211,7 @@ class Ours:
 
     @torch.no_grad()
     def transcribe(self) -> list[list[int]]:
-        """The tokens of every utterance."""
+        """Return the tokens of every utterance."""
         with self._packed.active():
             with self._clock.part("encode"):
                 encoded = self._model.encode(self._spoken.batch)
@@ -222,7 +222,7 @@ class Ours:
 
 
 def split(whole: float, seconds: dict[str, float]) -> dict[str, float]:
-    """The columns of a pass: its parts, and what is left of it for the host."""
+    """Return the columns of a pass: its parts, and what is left of it for the host."""
     parts = {column: seconds.get(name, 0.0) for name, column in _PARTS.items()}
     return parts | {"host_s": whole - sum(parts.values())}
 
@@ -252,7 +252,7 @@ class Peer:
 
     @torch.no_grad()
     def transcribe(self) -> list[list[int]]:
-        """The tokens of every utterance, by `generate`."""
+        """Return the tokens of every utterance, by `generate`."""
         features = parakeet_features(self._config, self._audio, self._ends.device)
         prompts = torch.tensor([PROMPT] * len(self._audio), device=self._ends.device)
         found = self._model.generate(
@@ -283,7 +283,7 @@ def time_calls(
 
 
 def row(times: Sequence[float], spoken: Utterances, **fields: Any) -> dict[str, Any]:
-    """A row of the table; its RTFx is that of the median."""
+    """Return a row of the table; its RTFx is that of the median."""
     p50 = statistics.median(times)
     low, high = p50, p50
     if len(times) > 1:
@@ -303,7 +303,7 @@ def row(times: Sequence[float], spoken: Utterances, **fields: Any) -> dict[str, 
 
 
 def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
-    """The share of tokens that agree, up to the first of each utterance that does not.
+    """Return the share of tokens that agree, up to the first of each utterance that does not.
 
     After it the two have read different texts.
     """

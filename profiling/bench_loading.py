@@ -154,7 +154,7 @@ def write_noise(folder: Path) -> Path:
 
 
 def augmented(name: str, noises: Path) -> dict[str, Any]:
-    """The fields of `DataConfig` for a way to change audio, of every utterance."""
+    """Return the fields of `DataConfig` for a way to change audio, of every utterance."""
     sections = {
         "noise": NoiseConfig(manifests=str(noises), probability=1.0),
         "reverberation": ReverberationConfig(simulated=True, probability=1.0),
@@ -226,7 +226,7 @@ def rows_of(
     augment: str = "none",
     repeats: int = 1,
 ) -> list[dict[str, Any]]:
-    """A row for each number of workers."""
+    """Return a row for each number of workers."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = train_tokenizer(
@@ -263,7 +263,7 @@ def rows_of(
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as a table."""
+    """Return the rows as a table."""
     titles = {
         "storage": "storage",
         "augment": "augment",

@@ -58,9 +58,9 @@ class Limits:
     """How long things may take, in seconds.
 
     Attributes:
-        deadline: On the clock `time.monotonic`.
-        case: For one operation in one configuration, with all its peers.
-        measurement: For the repeats of one call.
+        deadline: Deadline on the clock `time.monotonic`.
+        case: Case for one operation in one configuration, with all its peers.
+        measurement: Measurement for the repeats of one call.
         repeats: How many of them at most.
     """
 
@@ -75,7 +75,7 @@ class Limits:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--op", nargs="*", default=[], help="only these, such as attention")
     parser.add_argument("--kind", nargs="*", default=[], help="only these, such as relative")
@@ -105,7 +105,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def workloads(options: argparse.Namespace) -> list[Workload]:
-    """The batches to measure with."""
+    """Return the batches to measure with."""
     device = torch.device(options.device)
     gpu = device.type == "cuda"
     path = options.lengths or LISTED
@@ -132,7 +132,7 @@ def workloads(options: argparse.Namespace) -> list[Workload]:
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[Workload, Case]]:
-    """What is measured, and the batch that it was made for."""
+    """Return the cases to measure, and their batch."""
     loads = workloads(options)
     large = transducer.large(loads[0]) if _wants_large(options) else ()
     usual = ((load, case) for load in loads for group in GROUPS for case in group(load))
@@ -142,13 +142,13 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[Workload, Case]]:
 
 
 def _wants_large(options: argparse.Namespace) -> bool:
-    """Whether the transducer's largest batches are asked for: it alone, or by their kind."""
+    """Return whether the transducer's largest batches are asked for: it alone, or by their kind."""
     by_kind = any(kind.startswith("large") for kind in options.kind)
     return by_kind or (options.op == ["transducer_loss"] and not options.kind)
 
 
 def contenders(case: Case, options: argparse.Namespace) -> dict[str, Callable[[], Contender]]:
-    """What is measured, the reference last: it is slow, and time may run out."""
+    """Return the cases to measure, the reference last: it is slow, and time may run out."""
     backends = [backend.value for backend in OPERATIONS[case.op].backends]
     ours = {backend: lambda backend=backend: case.ours(backend) for backend in backends}
     found = {name: make for name, make in ours.items() if name != "reference"}
@@ -289,7 +289,7 @@ class Table:
         sys.stdout.flush()
 
     def ranking(self) -> str:
-        """How long each takes, as a multiple of our fastest."""
+        """Return how long each takes, as a multiple of our fastest."""
         groups: dict[tuple[object, ...], list[Row]] = {}
         for row in self.rows:
             key = tuple(row[column] for column in ("op", "kind", "mode", "shape"))

@@ -37,7 +37,7 @@ class Result:
         seconds: Wall time of planning.
         cpu_seconds: Processor time of planning.
         peak_bytes: Most memory of the process.
-        steps: Of the epoch.
+        steps: Steps of the epoch.
         padding_frames: Share of frame rows.
         padding_tokens: Share of token rows.
         imbalance: By how much the slowest rank's predicted work exceeds the mean: mean, 99th

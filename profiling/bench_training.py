@@ -9,8 +9,9 @@ system computes more frames a step than the budget, padding included. ``packed_s
 static shape, ``packed`` is the same without the tails; ``random``, ``bucketed``, ``sync_bucketed``
 and ``sync_bucketed_2d`` are the batches of other toolkits, computed padded; ``transformers`` trains
 Hugging Face's Canary with the same weights, the batches of ``random``, the same loss and the same
-optimizer; its features are made before the clock starts. That both models give the same loss is
-checked first. ``--modes`` is for ``packed_static``: a CUDA graph replays its micro-batches,
+optimizer, or its Whisper on windows of 30 s (our systems compute no silence); its features are made
+before the clock starts. That both models give the same loss is checked first. On a CPU systems take
+turns, a step each. ``--modes`` is for ``packed_static``: a CUDA graph replays its micro-batches,
 torch.compile makes the model's kernels, or both. On a GPU, and with several models or modes, each
 is timed in a process of its own, so that an error, or running out of memory, ends no other. What
 cannot be measured here is left out with its reason. Exit code 1: something failed; 3: nothing could
@@ -28,7 +29,7 @@ import statistics
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -40,14 +41,20 @@ from bench.provenance import provenance
 from bench.training import jobs as training_jobs
 from bench.training import step_categories
 from bench.training.corpus import Workload, batches_of
+from bench.training.cpu_models import CPU_MODELS
 from bench.training.jobs import MODES, STATIC, Job, Verdict
-from bench.training.systems import Effasr, Timed, Transformers, loss_difference
+from bench.training.systems import (
+    Effasr,
+    Step,
+    Timed,
+    Transformers,
+    loss_difference,
+    time_in_turns,
+)
 
 from effasr.data.batch import Batch, StaticShape
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
 from effasr.model.cost import cost_model
-from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import FastConformerConfig
 from effasr.model.presets import PRESET_VOCABULARIES, PRESETS
 from effasr.optim.adamw import OptimizerConfig
 from effasr.training.config import LoopConfig, TrainConfig, resolve_losses
@@ -57,20 +64,20 @@ from effasr.training.flops import peak_flops, work_of
 PADDED = ("random", "bucketed", "sync_bucketed", "sync_bucketed_2d")
 SYSTEMS = (STATIC, "packed", *PADDED, "transformers")
 COLUMNS = (
-    *("system", "model", "mode", "precision", "frame_budget", "utterances", "audio_s", "step_s"),
-    *("p20_s", "p80_s", "audio_s_per_s", "padding_frames", "padding_tokens", "peak_bytes", "mfu"),
+    *("system", "model", "mode", "precision", "threads", "frame_budget", "utterances", "audio_s"),
+    *(
+        "step_s",
+        "p20_s",
+        "p80_s",
+        "audio_s_per_s",
+        "padding_frames",
+        "padding_tokens",
+        "peak_bytes",
+        "mfu",
+    ),
     *("tflops_useful", "loss_difference", "graph", "compile", "device", "torch", "triton", "git"),
     "date",
 )
-
-
-def small(classes: int) -> tuple[ModelConfig, int]:
-    """A model for a CPU."""
-    encoder = FastConformerConfig(
-        width=96, layers=4, heads=4, feed_forward=384, subsampling_channels=16
-    )
-    decoder = DecoderConfig(width=96, layers=2, heads=4, feed_forward=384)
-    return ModelConfig(encoder=encoder, decoder=decoder), classes
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ class Setup:
     """What is trained, and on what.
 
     Attributes:
-        config: Of the run.
+        config: Configuration of the run.
         classes: Tokens of the vocabulary.
         workload: The corpus.
         shape: The static shape of its batches.
@@ -103,20 +110,24 @@ class Setup:
         on_gpu = device.type == "cuda"
         given = model if isinstance(options.model, list) else options.model
         name = given or ("canary_180m_flash" if on_gpu else "small")
-        if name == "small":
-            model_config, classes = small(1024)
+        if name in CPU_MODELS:
+            model_config, classes = CPU_MODELS[name]()
         else:
             model_config, classes = PRESETS[name], PRESET_VOCABULARIES[name]
         budget = options.frame_budget or (12_000 if on_gpu else 400)
+        framing = model_config.features.framing
         # Half a second short, since frames are rounded up.
-        longest = min(options.longest, 0.08 * budget - 0.5)
-        workload = Workload.of(options.utterances, classes, longest)
+        longest = min(options.longest, framing.seconds * budget - 0.5)
+        workload = Workload.of(options.utterances, classes, longest, framing)
         config = TrainConfig(
             name=name,
             model=model_config,
             loss=resolve_losses(TrainConfig().loss, model_config),
             optimizer=OptimizerConfig(lr=1e-5),
-            training=LoopConfig(precision="bfloat16" if on_gpu else "float32", ema_decay=None),
+            training=LoopConfig(
+                precision=options.precision or ("bfloat16" if on_gpu else "float32"),
+                ema_decay=None,
+            ),
         )
         return cls(config, classes, workload, workload.shape(budget), device)
 
@@ -132,7 +143,7 @@ class Setup:
         return model.cpu()
 
     def with_mode(self, mode: str) -> Setup:
-        """The same, whose micro-batches are a CUDA graph, compiled, both, or neither."""
+        """Return the same, whose micro-batches are a CUDA graph, compiled, both, or neither."""
         training = replace(
             self.config.training, cuda_graph="graph" in mode, compile="compile" in mode
         )
@@ -141,12 +152,12 @@ class Setup:
         return replace(self, config=replace(self.config, training=training))
 
     def batches(self, system: str, count: int) -> list[Batch]:
-        """The first micro-batches of a system, where the trainer's loader leaves them."""
+        """Return the first micro-batches of a system, where the trainer's loader leaves them."""
         made = batches_of(system, self.workload, self.shape, count)
         return [batch.pin_memory() if self.device.type == "cuda" else batch for batch in made]
 
     def copy(self) -> ASRModel:
-        """A model with these weights, on the device."""
+        """Return a model with these weights, on the device."""
         state = {name: value.clone() for name, value in self.model.state_dict().items()}
         model = ASRModel.from_state_dict(self.model.config, self.model.vocab_size, state)
         return model.to(self.device).train()
@@ -157,7 +168,7 @@ class Measured:
     """What a job found.
 
     Attributes:
-        row: Of the table.
+        row: Row of the table.
         categories: Rows of the table of categories; none where it was not asked for.
     """
 
@@ -165,44 +176,76 @@ class Measured:
     categories: list[dict[str, Any]]
 
 
-def run_system(system: str, setup: Setup, steps: int, recorded: int = 0) -> Measured:
-    """Train for some steps.
+@dataclass(frozen=True)
+class Prepared:
+    """A system that is ready to be timed.
 
-    Args:
-        system: What.
-        setup: How.
-        steps: That are timed.
-        recorded: Steps that are recorded afterwards, for the categories of their time.
-
-    Raises:
-        ValueError: The losses of the two models differ.
-        ImportError: What the system needs is not installed.
+    Attributes:
+        system: Name of the system.
+        setup: Model, corpus and device.
+        batches: Batch of each step, with those before the clock starts.
+        step: Makes the update of a batch.
+        ours: Our trainer; None for transformers.
+        fields: What is known for its row.
     """
-    warm = min(3, steps)
-    config, device, workload = setup.config, setup.device, setup.workload
-    batches = setup.batches(system, steps + warm)
-    model = setup.copy()
-    fields: dict[str, Any] = {"frame_budget": setup.shape.frame_budget}
-    categories: list[dict[str, Any]] = []
-    if system == "transformers":
+
+    system: str
+    setup: Setup
+    batches: list[Batch]
+    step: Step
+    ours: Effasr | None
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, system: str, setup: Setup, steps: int) -> Prepared:
+        """Build the model, and the batches of so many steps.
+
+        Raises:
+            ValueError: The losses of the two models differ.
+            ImportError: What the system needs is not installed.
+        """
+        config, device, workload = setup.config, setup.device, setup.workload
+        batches = setup.batches(system, steps)
+        model = setup.copy()
+        fields: dict[str, Any] = {"frame_budget": setup.shape.frame_budget}
+        if system != "transformers":
+            trainer = Effasr(config, model, device)
+            return cls(system, setup, batches, trainer.steps(batches), trainer, fields)
         fields["loss_difference"] = loss_difference(config, model, workload, device)
         if fields["loss_difference"] > 1e-3:
             raise ValueError(f"the losses differ by {fields['loss_difference']:.2g}: not timed")
         peer = Transformers(config, model, device)
         examples = [[workload.example(int(name)) for name in batch.ids] for batch in batches]
-        timed = peer.time([peer.inputs(chosen) for chosen in examples], warm)
-    else:
-        trainer = Effasr(config, model, device)
-        timed = trainer.time(batches, warm)
-        if recorded:
-            # The first of them starts the profiler's own threads.
-            again = [batches[number % len(batches)] for number in range(recorded + 1)]
-            with tempfile.TemporaryDirectory() as folder:
-                trace = trainer.record(again, 1, Path(folder))
-                categories = list(step_categories.of_trace(trace))
-    one = row(system, config, batches[warm:], timed, device) | fields
-    shared = {name: one[name] for name in step_categories.COLUMNS if name in one}
-    return Measured(one, [shared | found for found in categories])
+        step = peer.steps([peer.inputs(chosen) for chosen in examples])
+        return cls(system, setup, batches, step, None, fields)
+
+    def measured(self, timed: Timed, recorded: int) -> Measured:
+        """Make the rows, after more steps are recorded for the categories of their time."""
+        warm = len(self.batches) - len(timed.seconds)
+        one = row(self.system, self.setup, self.batches[warm:], timed) | self.fields
+        if self.ours is None or not recorded:
+            return Measured(one, [])
+        # The first of them starts the profiler's own threads.
+        again = [self.batches[number % len(self.batches)] for number in range(recorded + 1)]
+        with tempfile.TemporaryDirectory() as folder:
+            trace = self.ours.record(again, 1, Path(folder))
+            categories = list(step_categories.of_trace(trace))
+        shared = {name: one[name] for name in step_categories.COLUMNS if name in one}
+        return Measured(one, [shared | found for found in categories])
+
+
+def run_systems(prepared: Sequence[Prepared], steps: int, recorded: int = 0) -> list[Measured]:
+    """Time the steps of systems that take turns.
+
+    Args:
+        prepared: The systems, with batches for more steps than are timed.
+        steps: Timed steps.
+        recorded: Steps that are recorded afterwards, for the categories of their time.
+    """
+    warm = len(prepared[0].batches) - steps
+    turns = [one.step for one in prepared]
+    timed = time_in_turns(turns, steps, warm, prepared[0].setup.device)
+    return [one.measured(times, recorded) for one, times in zip(prepared, timed, strict=True)]
 
 
 def record(system: str, setup: Setup, steps: int, folder: Path) -> Path:
@@ -218,12 +261,10 @@ def record(system: str, setup: Setup, steps: int, folder: Path) -> Path:
     return Effasr(setup.config, setup.copy(), setup.device).record(batches, warm, folder)
 
 
-def row(
-    system: str, config: TrainConfig, batches: Sequence[Batch], timed: Timed, device: torch.device
-) -> dict[str, Any]:
-    """What was measured, as a row of the table."""
-    assert config.model.decoder is not None
-    cost = cost_model(config.model, PRESET_VOCABULARIES.get(config.name, 1024))
+def row(system: str, setup: Setup, batches: Sequence[Batch], timed: Timed) -> dict[str, Any]:
+    """Return the measurement as a row of the table."""
+    config, device = setup.config, setup.device
+    cost = cost_model(config.model, setup.classes)
     audio = statistics.mean(batch.audio_seconds for batch in batches)
     # Of each step, since steps differ in size; a median, since a hiccup of the host is no figure.
     pairs = list(zip(batches, timed.seconds, strict=True))
@@ -241,6 +282,7 @@ def row(
         "model": config.name,
         "mode": "_".join(["graph"] * graph + ["compile"] * compiled) or "eager",
         "precision": config.training.precision,
+        "threads": torch.get_num_threads() if device.type == "cpu" else "",
         "utterances": round(statistics.mean(len(batch.ids) for batch in batches), 1),
         "audio_s": round(audio, 2),
         "step_s": round(statistics.median(timed.seconds), 5),
@@ -287,31 +329,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_here(chosen: Sequence[Job], options: argparse.Namespace, *, on_gpu: bool) -> list[Verdict]:
-    """Run jobs in this process."""
-    setups: dict[str | None, Setup] = {}
-    verdicts = []
+    """Run jobs of one model in this process; on a CPU several systems take turns."""
+    verdicts: dict[Job, Verdict] = {}
+    ready: dict[Job, Prepared] = {}
+    setup = Setup.of(options, chosen[0].model)
+    warm = min(3, options.steps)
     for job in chosen:
-        reason = training_jobs.why_not(job, on_gpu=on_gpu)
+        reason = training_jobs.unsupported_reason(job, on_gpu=on_gpu)
         if reason is not None:
-            verdicts.append(Verdict(job, "left out", reason))
-        else:
-            if job.model not in setups:
-                setups[job.model] = Setup.of(options, job.model)
-            verdicts.append(_run(job, setups[job.model].with_mode(job.mode), options))
-        if verdicts[-1].status != "ok":
-            sys.stderr.write(f"{verdicts[-1].line()}\n")
-    return verdicts
-
-
-def _run(job: Job, setup: Setup, options: argparse.Namespace) -> Verdict:
-    """Run a job, and write its rows."""
-    try:
+            verdicts[job] = Verdict(job, "left out", reason)
+            continue
+        mine = setup.with_mode(job.mode)
         if options.profile is not None:
-            name = job.system if job.mode == "eager" else f"{job.system}_{job.mode}"
-            trace = record(job.system, setup, options.steps, options.profile / name)
-            sys.stdout.write(f"{job.system}: {trace}\n")
-            return Verdict(job, "ok")
-        found = run_system(job.system, setup, options.steps, options.categories)
+            verdicts[job] = _attempt(job, lambda job=job, mine=mine: _record(job, mine, options))
+            continue
+
+        def prepare(job: Job = job, mine: Setup = mine) -> None:
+            ready[job] = Prepared.of(job.system, mine, warm + options.steps)
+
+        verdicts[job] = _attempt(job, prepare)
+
+    def measure() -> None:
+        for found in run_systems(list(ready.values()), options.steps, options.categories):
+            _show(found)
+            _write(found, options.output)
+
+    if ready:
+        for job in ready:
+            verdicts[job] = Verdict(job, "ok")
+        ended = _attempt(next(iter(ready)), measure)
+        if ended.status != "ok":
+            verdicts |= {job: Verdict(job, ended.status, ended.reason) for job in ready}
+    for verdict in verdicts.values():
+        if verdict.status != "ok":
+            sys.stderr.write(f"{verdict.line()}\n")
+    return list(verdicts.values())
+
+
+def _attempt(job: Job, action: Callable[[], None]) -> Verdict:
+    """Do something for a job; an error is its verdict."""
+    try:
+        action()
     except ImportError as error:
         return Verdict(job, "left out", _reason(error))
     except (ValueError, torch.OutOfMemoryError, OutOfMemory) as error:
@@ -319,27 +377,45 @@ def _run(job: Job, setup: Setup, options: argparse.Namespace) -> Verdict:
     except Exception as error:
         traceback.print_exc()
         return Verdict(job, "failed", _reason(error))
-    _show(found)
-    if options.output is not None:
-        rows.append(options.output, COLUMNS, found.row)
-        path = options.output.with_name(f"{options.output.stem}_categories.csv")
-        for one in found.categories:
-            rows.append(path, step_categories.COLUMNS, one)
     return Verdict(job, "ok")
 
 
+def _record(job: Job, setup: Setup, options: argparse.Namespace) -> None:
+    name = job.system if job.mode == "eager" else f"{job.system}_{job.mode}"
+    trace = record(job.system, setup, options.steps, options.profile / name)
+    sys.stdout.write(f"{job.system}: {trace}\n")
+
+
+def _write(found: Measured, output: Path | None) -> None:
+    if output is None:
+        return
+    rows.append(output, COLUMNS, found.row)
+    path = output.with_name(f"{output.stem}_categories.csv")
+    for one in found.categories:
+        rows.append(path, step_categories.COLUMNS, one)
+
+
 def _reason(error: BaseException, most: int = 400) -> str:
-    """An error on one line: some begin with an empty one."""
+    """Return an error on one line: some begin with an empty one."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:most]}"
 
 
 def _command(job: Job, options: argparse.Namespace) -> list[str]:
-    """Of a process that runs one job."""
+    """Return the command of a process that runs one job."""
     command = [sys.executable, __file__, "--systems", job.system, "--modes", job.mode]
     if job.model is not None:
         command += ["--model", job.model]
-    given = ("frame_budget", "utterances", "longest", "steps", "categories", "profile", "output")
+    given = (
+        "frame_budget",
+        "precision",
+        "utterances",
+        "longest",
+        "steps",
+        "categories",
+        "profile",
+        "output",
+    )
     for name in given:
         value = getattr(options, name)
         if value is not None:
@@ -350,8 +426,11 @@ def _command(job: Job, options: argparse.Namespace) -> list[str]:
 def add_options(parser: argparse.ArgumentParser, *, several_models: bool = False) -> None:
     """What `Setup.of` reads."""
     count: dict[str, Any] = {"nargs": "+"} if several_models else {}
-    parser.add_argument("--model", choices=["small", *PRESETS], **count)
+    parser.add_argument("--model", choices=[*CPU_MODELS, *PRESETS], **count)
     parser.add_argument("--frame-budget", type=int, help="12000 on a GPU, 400 on a CPU")
+    parser.add_argument(
+        "--precision", choices=["float32", "bfloat16"], help="bfloat16 on a GPU, float32 on a CPU"
+    )
     parser.add_argument("--utterances", type=int, default=4000, help="of the corpus")
     parser.add_argument("--longest", type=float, default=30.0, help="seconds of an utterance")
 

@@ -81,7 +81,7 @@ class Measured:
         process: It.
         about: What it said when it was loaded, and what the check found.
         checked: Its answer to the check.
-        losses: Of each step.
+        losses: Losses of each step.
         runs: Its answers to those that are timed.
     """
 
@@ -201,7 +201,7 @@ class Benchmark:
 
 
 def compare(system: str, one: Measured, reference: Measured) -> dict[str, float]:
-    """How far a system is from transformers.
+    """Return how far a system is from transformers.
 
     Returns:
         ``loss_difference``, the largest of the check and, where both make the same steps, of the

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _output(options: argparse.Namespace) -> Path:
-    """The folder; that of a dry run is never the one of results.
+    """Return the folder; that of a dry run is never the one of results.
 
     Raises:
         ValueError: Rows of a dry run would lie among those of a GPU.
@@ -96,14 +96,14 @@ def _output(options: argparse.Namespace) -> Path:
 
 
 def chosen(options: argparse.Namespace) -> list[Part]:
-    """The parts that run, in their order."""
+    """Return the parts that run, in their order."""
     calls = CALLS if options.call is None else (options.call,)
     wanted = set(options.only or _NAMES) - set(options.skip) | {"environment"}
     return [part for part in PARTS if part.name in wanted and set(calls) & set(part.calls)]
 
 
 def setting_of(options: argparse.Namespace, output: Path, parts: Sequence[Part]) -> Setting:
-    """What the parts need to know."""
+    """Return the settings of the parts."""
     uses = {name for part in parts for name in part.uses}
     # Tests alone are all tests.
     measures = any(part.uses for part in parts)

@@ -45,7 +45,7 @@ class Row:
     figures: dict[str, Any]
 
     def cell(self, name: str, form: str = "") -> str:
-        """A figure as text, empty where there is none."""
+        """Return a figure as text, empty where there is none."""
         value = self.figures.get(name)
         if value is None:
             return ""
@@ -55,7 +55,7 @@ class Row:
 def study(
     paths: Sequence[Path], options: StudyOptions, *, budgets: Iterable[int], recipe: str | None
 ) -> list[Row]:
-    """All strategies on one corpus, at several frame budgets."""
+    """Compare all strategies on one corpus at several frame budgets."""
     name = "+".join(path.stem for path in paths)
     rows = []
     for budget in budgets:
@@ -75,7 +75,7 @@ def study(
 
 
 def measured(run: Path) -> Row:
-    """The padding and imbalance that a run measured, over all of its steps.
+    """Return the padding and imbalance that a run measured, over all of its steps.
 
     Raises:
         ValueError: The run has no metrics, or a line of them is malformed.

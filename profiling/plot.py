@@ -92,7 +92,7 @@ class Picture:
         return draw(names, panels, title=self.title, subtitle=measured_on(self.lines))
 
     def markdown(self) -> str:
-        """The same as a table."""
+        """Return the same as a table."""
         columns = self.columns()
         titles = ["", *columns, "measured on", "command"]
         lines = [titles, ["---"] * len(titles)]
@@ -121,7 +121,7 @@ def _unique(values: Iterable[str]) -> str:
 
 
 def newest(rows: Iterable[Row], keys: Sequence[str]) -> list[Row]:
-    """Of rows that are alike, the one of the latest date."""
+    """Return the latest of equal rows."""
     found: dict[tuple[str, ...], Row] = {}
     for row in rows:
         at = tuple(row[key] for key in keys)
@@ -131,10 +131,10 @@ def newest(rows: Iterable[Row], keys: Sequence[str]) -> list[Row]:
 
 
 def load(folder: Path, device: str | None) -> dict[str, list[Row]]:
-    """The rows of one device, by file.
+    """Return the rows of one device, by file.
 
     Args:
-        folder: Of the CSV files.
+        folder: Folder of the CSV files.
         device: Part of its name; None for the GPU of the newest row.
     """
     every = {name: list(table.read(folder / f"{name}.csv")) for name in KEYS}
@@ -152,7 +152,7 @@ def load(folder: Path, device: str | None) -> dict[str, list[Row]]:
 
 
 def ops_picture(rows: Sequence[Row]) -> list[Picture]:
-    """How many times as fast as the fastest peer that computes the same."""
+    """Return how many times as fast as the fastest peer that computes the same."""
     groups: dict[tuple[str, ...], dict[str, dict[str, Row]]] = {}
     for row in rows:
         at = (row["op"], row["kind"], row["shape"], row["dtype"])
@@ -179,7 +179,7 @@ def _sizes(shape: str) -> str:
 
 
 def _ratio(rows: Mapping[str, Row]) -> tuple[float, str, Row] | None:
-    """The fastest peer's time over ours, its name, and our row."""
+    """Return the fastest peer's time over ours, its name, and our row."""
     ours = next((rows[name] for name in OURS if name in rows), None)
     peers = [row for name, row in rows.items() if name.startswith("peer: ")]
     if ours is None or not peers:
@@ -190,7 +190,7 @@ def _ratio(rows: Mapping[str, Row]) -> tuple[float, str, Row] | None:
 
 
 def times(value: float) -> str:
-    """A ratio."""
+    """Return a ratio."""
     return f"{value:.2f}x"
 
 
@@ -260,7 +260,7 @@ def inference_pictures(rows: Sequence[Row]) -> list[Picture]:
 
 
 def pictures(rows: Mapping[str, Sequence[Row]]) -> list[Picture]:
-    """All that there are rows for."""
+    """Draw every plot that has rows."""
     return [
         *ops_picture(rows["ops"]),
         *training_pictures(rows["training"]),

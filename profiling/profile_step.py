@@ -26,7 +26,7 @@ NAME = "run"
 
 
 def recipe_overrides(options: argparse.Namespace) -> list[str]:
-    """What the profiled run has otherwise than the recipe."""
+    """Return the options that differ from the recipe in the profiled run."""
     last = options.first + options.steps
     return [
         *options.override,

@@ -41,7 +41,7 @@ def make(
     """Analyse one run, or two to compare, and write the files.
 
     Args:
-        groups: For each run, its captures and its directory.
+        groups: Groups for each run, its captures and its directory.
         output: Folder for the files; made where it is missing.
         step_range: Name of the ranges that mark steps; None: found by their names.
         skip: How many of the first steps to leave out.

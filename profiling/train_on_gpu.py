@@ -41,7 +41,7 @@ PREPARED = ROOT / "profiling" / "real_run" / "speech"
 TABLE = "train_on_gpu.csv"
 COLUMNS = ("step", "status", "seconds", "details", "device", "torch", "triton", "git", "date")
 _GENEROUS = 2.0
-"""How many times what a step needs at least, or its share of the time, it may take."""
+"""Factor of a step's minimal time, or of its share of the time, after which it is ended."""
 
 
 def run(options: argparse.Namespace, output: Path, work: Path) -> int:
@@ -101,7 +101,7 @@ _NEEDS = {
     "compile": ("quiet",),
     "calibrated_run": ("calibrate",),
 }
-"""By step, those without which it is left out."""
+"""Required steps by step; without them it is left out."""
 
 
 def _with_needs(only: Sequence[str] | None) -> set[str]:
@@ -114,7 +114,7 @@ def _with_needs(only: Sequence[str] | None) -> set[str]:
 
 
 def _environment(*, dry: bool, work: Path) -> dict[str, str]:
-    """Of the commands: this checkout first, and calibrations of their own."""
+    """Return the environment of the commands: this checkout first, and own calibrations."""
     variables = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     ours = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "profiling")]
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [*ours, variables.get("PYTHONPATH")]))

@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def text(found: Calibration, overrides: Sequence[str] = ()) -> str:
-    """A report of a calibration; ``overrides`` are those that training needs to find it."""
+    """Return a report of a calibration; ``overrides`` are those that training needs to find it."""
     from effasr.training.calibration.store import buckets_path_of, path_of
     from effasr.training.memory import gib
 

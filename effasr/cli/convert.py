@@ -172,7 +172,7 @@ def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: lis
 
 
 def _format(options: argparse.Namespace) -> str:
-    """The format to write, after checks of ``OUT`` and of the options."""
+    """Return the format to write, after checks of ``OUT`` and of the options."""
     out = options.out
     chosen = options.format or ("nemo" if out.suffix == ".nemo" else "huggingface")
     if chosen == "nemo" and (out.suffix != ".nemo" or out.is_dir()):

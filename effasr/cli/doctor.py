@@ -1,4 +1,4 @@
-"""What this machine has, and which implementation each operation would use on it."""
+"""Reports the properties of this machine and the implementation of each operation on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 import effasr_kernels
 from effasr.evaluation.tables import to_text
-from effasr.optim.adamw import why_not_apex
+from effasr.optim.adamw import apex_unsupported_reason
 from effasr_kernels import OPERATIONS, Backend, BackendUnavailable, TorchOp
 from effasr_kernels.runtime import native
 from effasr_kernels.runtime.example import Example, ExampleInputs
@@ -47,9 +47,9 @@ class Row:
 
     Attributes:
         section: ``system``, ``packages`` or ``operations``.
-        name: What it is about.
+        name: Subject of the row.
         value: A version, a size, or the backend that would be used.
-        note: What it serves, or the reason why it is not as one may expect.
+        note: Use of it, or the reason for an unexpected state.
     """
 
     section: str
@@ -65,7 +65,7 @@ class Report:
     rows: tuple[Row, ...]
 
     def text(self) -> str:
-        """A table for each section."""
+        """Return a table for each section."""
         parts = []
         for section in dict.fromkeys(row.section for row in self.rows):
             table = Table(section, "", "note", box=box.MARKDOWN)
@@ -118,7 +118,7 @@ def _system() -> list[Row]:
 
 
 def _cpu_kernels() -> Row:
-    """Whether the kernels of csrc/ are there, and else why not and how to build them."""
+    """Return whether the kernels of csrc/ are there, and else why not and how to build them."""
     reason = native.unsupported_reason()
     note = "attention and lattices of losses on CPUs, csrc/"
     if reason is not None:
@@ -131,7 +131,7 @@ def _packages() -> list[Row]:
     for name, purpose in _PACKAGES.items():
         absent = "missing" if name in _REQUIRED else "not installed"
         rows.append(Row("packages", name, _version(name) or absent, purpose))
-    reason = why_not_apex(torch.device("cuda"))
+    reason = apex_unsupported_reason(torch.device("cuda"))
     note = "fused optimizers" if reason is None else f"not used: {reason}"
     rows.append(Row("packages", "apex", _version("apex") or "not installed", note))
     return rows
@@ -145,7 +145,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _operation(op: TorchOp, example: Example, device: torch.device) -> Row:
-    """Which backend serves a call on the device, which others could, and why the rest cannot."""
+    """Return the chosen backend of a call on the device, other usable and unusable ones."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     inputs = ExampleInputs(device, dtype)
     label = f"{example.label} on {device.type}"

@@ -23,6 +23,7 @@ from effasr.cli import (
     convert,
     demo_data,
     evaluate,
+    init,
     plan,
     prepare,
     tokenizer,
@@ -43,7 +44,7 @@ _BAD_PATH = {errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
 """Errors that the given path causes; others, such as a full disk, are failures."""
 
 _PEER_GRACE_S = 3.0
-"""How long a process waits for another one of the same run to report the cause of a failure."""
+"""Seconds to wait for another process of the run to report the cause of a failure."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,7 +132,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands and their options."""
+    """Return all commands and their options."""
     parser = _Parser(
         prog="effasr",
         usage="effasr [-h] [--version] COMMAND ...",
@@ -156,6 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
     for add in (
         prepare.add,
         tokenizer.add,
+        init.add,
         demo_data.add,
         plan.add,
         calibrate.add,

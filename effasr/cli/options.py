@@ -32,7 +32,7 @@ def folder(text: str) -> Path:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A parser of integers from ``least`` to 2**31 - 1."""
+    """Return a parser of integers from ``least`` to 2**31 - 1."""
 
     def number(text: str) -> int:
         if not (text.isascii() and text.isdecimal()) or not least <= int(text) < 2**31:
@@ -49,6 +49,17 @@ def add_language(parser: argparse.ArgumentParser) -> None:
         default="en",
         metavar="LANG",
         help="of lines that name none (default: en)",
+    )
+
+
+def add_subsampling(parser: argparse.ArgumentParser) -> None:
+    """Add ``--subsampling``; None where it is not given."""
+    parser.add_argument(
+        "--subsampling",
+        type=int,
+        choices=(4, 8),
+        help="model.encoder.subsampling of the model to train, for the frames per token "
+        "(default: 8)",
     )
 
 
@@ -100,6 +111,13 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
         help="share of CTC in the scores of the attention decoder, 0 to 1; needs both (default: 0)",
     )
     parser.add_argument(
+        "--no-repeat-ngram",
+        type=at_least(2),
+        metavar="N",
+        help="with the attention decoder: no N tokens in a row come twice, which ends loops "
+        "(default: all repetitions are allowed)",
+    )
+    parser.add_argument(
         "--lm",
         type=Path,
         metavar="FILE",
@@ -126,11 +144,12 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
 
 
 def decoding_config(options: argparse.Namespace, *, words: bool = False) -> DecodingConfig:
-    """The decoding configuration that the options of `add_decoding` ask for."""
+    """Return the decoding configuration that the options of `add_decoding` ask for."""
     from effasr.decoding.config import DecodingConfig
 
     names = (
         *("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight"),
+        "no_repeat_ngram",
         *("lm", "lm_weight", "frame_budget"),
     )
     return DecodingConfig(

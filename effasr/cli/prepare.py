@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from effasr.cli.options import (
     MANIFEST_HELP,
     AddCommand,
     add_language,
+    add_subsampling,
     at_least,
     folder,
     print_line,
     progress_counter,
 )
+
+if TYPE_CHECKING:
+    from effasr.data.features.frame_geometry import Framing
+    from effasr.data.statistics.survey import Survey
 
 
 def add(command: AddCommand) -> None:
@@ -27,14 +33,7 @@ def add(command: AddCommand) -> None:
         "--tokenizer", type=Path, metavar="FOLDER", help="also check the texts against it"
     )
     add_language(parser)
-    parser.add_argument(
-        "--subsampling",
-        type=int,
-        choices=(4, 8),
-        default=8,
-        help="model.encoder.subsampling of the model: 4 leaves CTC twice as many frames for the "
-        "tokens of --tokenizer (default: 8)",
-    )
+    add_subsampling(parser)
     parser.add_argument(
         "--jobs",
         type=at_least(1),
@@ -47,18 +46,23 @@ def add(command: AddCommand) -> None:
 def run(options: argparse.Namespace) -> int:
     """Check a manifest; print what was kept and what was dropped."""
     from effasr.data.features.frame_geometry import Framing
-    from effasr.data.manifest.prepare import prepare
-    from effasr.data.tokenizer import load_tokenizer
+    from effasr.data.filters.rules import Reason
+    from effasr.data.manifest.prepare import Share, prepare
+    from effasr.data.statistics.survey import Survey
+    from effasr.data.tokenizer import WhisperTokenizer, load_tokenizer
 
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    framing, survey = Framing(subsampling=options.subsampling or 8), Survey()
     with progress_counter("utterances") as show:
         report = prepare(
             options.source,
             options.out,
-            tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
+            tokenizer=tokenizer,
             language=options.language,
-            framing=Framing(subsampling=options.subsampling),
+            framing=framing,
             jobs=options.jobs,
             progress=show,
+            note=survey.add_cut,
         )
     print_line(f"kept {report.kept.utterances} utterances, {report.kept.hours:.2f} h")
     for language, share in sorted(report.by_language.items()):
@@ -69,4 +73,36 @@ def run(options: argparse.Namespace) -> int:
         print_line(f"  {reason:28} {share.utterances:8} {share.hours:10.2f} h")
     if not report.kept.utterances:
         raise ValueError(f"{options.source}: no utterance is left; {listed} says why.")
+    impossible = report.by_reason.get(Reason.CTC_INFEASIBLE, Share()).utterances
+    # A Whisper has no CTC head, and may have many tokens for a word.
+    has_ctc = tokenizer is not None and not isinstance(tokenizer, WhisperTokenizer)
+    _describe(survey, framing, impossible, has_ctc=has_ctc)
     return 0
+
+
+def _describe(survey: Survey, framing: Framing, impossible: int, *, has_ctc: bool) -> None:
+    """Print what the corpus is like, and warn where CTC would be hard to train on it.
+
+    Args:
+        survey: What was kept.
+        framing: Of the model to train.
+        impossible: How many utterances were dropped because CTC cannot align them.
+        has_ctc: Whether there are tokens, and they are for a model that can have a CTC head.
+    """
+    from effasr.data.features.frame_geometry import Framing
+    from effasr.data.statistics import guidance
+
+    letters = guidance.describe_letters(survey.characters, len(survey.speakers))
+    print_line(letters)
+    found = survey.counted(framing, excluded=impossible)
+    if not has_ctc or found is None:
+        return
+    print_line(guidance.describe_alignment(found, framing))
+    warning = guidance.warn_about_alignment(
+        found,
+        framing,
+        with_subsampling=lambda other: survey.counted(Framing(subsampling=other)),
+        survey=lambda: survey,
+    )
+    if warning:
+        print_line("\n".join(warning))

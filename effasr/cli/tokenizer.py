@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from effasr.cli.options import AddCommand, add_language, at_least, folder, print_line
+from effasr.cli.options import (
+    AddCommand,
+    add_language,
+    add_subsampling,
+    at_least,
+    folder,
+    print_line,
+)
+
+if TYPE_CHECKING:
+    from effasr.data.statistics.survey import Survey
+    from effasr.data.tokenizer import Tokenizer
+
+_DEFAULT_SIZE = 1024
 
 
 def add(command: AddCommand) -> None:
@@ -20,11 +34,13 @@ def add(command: AddCommand) -> None:
     add_language(parser)
     parser.add_argument(
         "--vocab-size",
-        type=at_least(1),
-        default=1024,
+        type=_size,
+        default=_DEFAULT_SIZE,
         metavar="N",
-        help="pieces of each language (default: 1024)",
+        help=f"pieces of each language (default: {_DEFAULT_SIZE}); auto: by its hours and "
+        "frames per token",
     )
+    add_subsampling(parser)
     parser.add_argument(
         "--model-type", choices=("unigram", "bpe"), default="bpe", help="default: bpe"
     )
@@ -34,28 +50,71 @@ def run(options: argparse.Namespace) -> int:
     """Collect the texts of each language and train."""
     from effasr.data.manifest.pairs import is_text_only, pairs
     from effasr.data.manifest.reader import iterate, request
+    from effasr.data.statistics.survey import Survey
+    from effasr.data.statistics.vocabulary import choose_vocabulary
     from effasr.data.tokenizer import train_tokenizer
 
     texts: dict[str, list[str]] = {}
-    spoken = set()
+    spoken, survey = set(), Survey()
     for manifest in options.manifests:
         if is_text_only(manifest):
             for pair in pairs(manifest):
                 texts.setdefault(pair.prompt.source, []).append(pair.source)
                 texts.setdefault(pair.prompt.target, []).append(pair.text)
+                survey.add_text(pair.prompt.source, pair.source)
+                survey.add_text(pair.prompt.target, pair.text)
             continue
         for cut in iterate(manifest, language=options.language):
             wanted = request(cut)
             spoken.add(wanted.source)
             texts.setdefault(wanted.target, []).append(cut.supervisions[0].text or "")
+            survey.add_cut(cut)
     if not texts:
         raise ValueError(f"{', '.join(map(str, options.manifests))}: no utterances to learn from.")
+    size, subsampling = options.vocab_size, options.subsampling
+    if size == "auto":
+        choice = choose_vocabulary(survey, subsampling=subsampling, model_type=options.model_type)
+        size, subsampling = choice.sizes, choice.subsampling
     tokenizer = train_tokenizer(
         texts,
         options.out,
-        vocab_size=options.vocab_size,
+        vocab_size=size,
         model_type=options.model_type,
         sources=sorted(spoken - texts.keys()),
     )
     print_line(f"{options.out}: {tokenizer.vocab_size} tokens for {', '.join(sorted(texts))}")
+    _report(survey, tokenizer, subsampling, chosen=options.vocab_size == "auto")
     return 0
+
+
+def _size(text: str) -> int | str:
+    return text if text == "auto" else at_least(1)(text)
+
+
+def _report(survey: Survey, tokenizer: Tokenizer, subsampling: int | None, *, chosen: bool) -> None:
+    """Print what the corpus is like, and warn where CTC would be hard to train on it."""
+    from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
+    from effasr.data.statistics.guidance import (
+        describe_alignment,
+        describe_counts,
+        warn_about_alignment,
+    )
+
+    framing = FASTCONFORMER if subsampling is None else Framing(subsampling=subsampling)
+    print_line(describe_counts(survey))
+    found = survey.sampled(tokenizer, framing)
+    if found is None:
+        return
+    print_line(describe_alignment(found, framing))
+    if chosen and framing != FASTCONFORMER:
+        print_line(
+            f"this vocabulary is for training with model.encoder.subsampling={framing.subsampling}"
+        )
+    warning = warn_about_alignment(
+        found,
+        framing,
+        with_subsampling=lambda other: survey.sampled(tokenizer, Framing(subsampling=other)),
+        survey=None if chosen else lambda: survey,
+    )
+    if warning:
+        print_line("\n".join(warning))

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _describe(recipe: str) -> str:
-    """The name of a recipe, and the first sentence of the comment at the top of its file."""
+    """Return the name of a recipe, and the first sentence of the comment at the top of its file."""
     comment = itertools.takewhile(
         lambda line: line.startswith("#"),
         (config.RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines(),

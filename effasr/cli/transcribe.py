@@ -258,13 +258,13 @@ def _sources(options: argparse.Namespace, default: Prompt) -> list[Source]:
 
 
 def _listed() -> list[str]:
-    """Names on standard input, separated by line feeds or zero bytes."""
+    """Return names on standard input, separated by line feeds or zero bytes."""
     text = os.fsdecode(sys.stdin.buffer.read())
     return [name for name in text.split("\0" if "\0" in text else "\n") if name.strip()]
 
 
 def _asked(prompt: Prompt, options: argparse.Namespace) -> Prompt:
-    """A prompt with the changes that the options ask for."""
+    """Return a prompt with the changes that the options ask for."""
     if options.target_language is not None:
         target = options.target_language
         task = "transcribe" if target == prompt.source else "translate"

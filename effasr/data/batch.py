@@ -26,7 +26,7 @@ class StaticShape:
         max_sequences: N, utterances of a batch, empty ones included.
         longest_frames: Encoder frames that no utterance exceeds; by default the budget.
         longest_tokens: Decoder tokens that no utterance exceeds; by default the budget.
-        framing: How many samples an encoder frame stands for.
+        framing: Frame geometry: samples of an encoder frame.
     """
 
     frame_budget: int
@@ -83,7 +83,7 @@ class Batch:
     num_targets: int
     """Rows of ``targets`` that a loss counts."""
     num_monotonic_targets: int
-    """Those of them that belong to a transcription."""
+    """Targets of transcriptions."""
     frame_lengths: tuple[int, ...]
     """Encoder frames of each utterance; ``frames`` also counts silence put after it."""
     token_lengths: tuple[int, ...]
@@ -103,15 +103,15 @@ class Batch:
         return sum(self.token_lengths)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device; asynchronous from pinned memory."""
+        """Return the same batch on another device; asynchronous from pinned memory."""
         return self._mapped(lambda part: part.to(device=device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        """The same batch in pinned memory; called by torch's DataLoader."""
+        """Return the same batch in pinned memory; called by torch's DataLoader."""
         return self._mapped(lambda part: part.pin_memory())
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor of the batch, in a fixed order."""
+        """Return every tensor of the batch, in a fixed order."""
         return (
             self.audio.values,
             self.audio.layout.cu_seqlens,

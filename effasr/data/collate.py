@@ -19,7 +19,7 @@ class Example:
     """One utterance, ready to be packed.
 
     Attributes:
-        id: Its name.
+        id: Name of the utterance.
         audio: float32 (samples,), mono, at `SAMPLE_RATE`.
         prompt: Token ids that the decoder is given; at least one.
         text: Token ids that it must write, without the end token.
@@ -38,7 +38,7 @@ class TextExample:
     """A text and its translation, ready to be packed.
 
     Attributes:
-        id: Its name.
+        id: Name of the pair.
         source: Token ids that the text encoder reads; at least one.
         prompt: Token ids that the decoder is given; at least one.
         text: Token ids that it must write, without the end token.
@@ -74,7 +74,7 @@ def collate(
             silence, tokens by ``pad_id``, targets by `IGNORED`. To the model they are utterances
             of that length, and nothing masks what was added; only ``text``, and with it the CTC
             and transducer losses, stays as it is.
-        framing: How many encoder frames utterances have; by default the shape's, else a
+        framing: Frame geometry; by default the shape's, else a
             FastConformer's.
 
     Returns:
@@ -163,7 +163,7 @@ def collate_text(
 def _decoder_rows(
     examples: Sequence[Example] | Sequence[TextExample], eos_id: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """What the decoder reads for each example, and what it must write next."""
+    """Return the decoder's input for each example, and its target."""
     tokens, targets = [], []
     for example in examples:
         if not example.prompt:

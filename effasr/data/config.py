@@ -27,13 +27,13 @@ class DataConfig:
         speed_perturbation: Speeds of training utterances. Each utterance is in every epoch once at
             every speed, as an utterance of its own, to whose length limits and shares apply. With
             0.9, 1.0 and 1.1, an epoch has three times the steps.
-        audio_augmentation: What is done to their audio besides: noise, rooms, the telephone.
+        audio_augmentation: Other augmentations of the audio: noise, rooms, the telephone.
         language: The language of utterances that name none.
-        strategy: How utterances become micro-batches. ``packed`` fills the budgets of one static
+        strategy: Batching strategy. ``packed`` fills the budgets of one static
             shape. The others are the batches of other toolkits, for comparison: ``random``,
             ``bucketed`` by duration, ``sync_bucketed`` (all ranks draw the same bucket, where
             they can) and ``sync_bucketed_2d`` (by duration and tokens).
-        epoch_end: Of ``packed``, what becomes of utterances that fill no whole step: the next epoch
+        epoch_end: With ``packed``, use of utterances that fill no whole step: the next epoch
             begins with them (``carry``), or steps are a little emptier and the epoch is exactly the
             corpus (``exact``). By default ``carry``, or ``exact`` with ``mix``.
         padded: Whether micro-batches of these others are computed at the length of their longest
@@ -62,7 +62,7 @@ class DataConfig:
             another.
         min_duration: Shorter utterances are dropped; seconds.
         max_duration: Longer utterances are dropped; seconds.
-        filters: What else is left out, and how much may be.
+        filters: Further filters, and limits on what they drop.
         cache: Folder that keeps what was read from large manifests, about 0.5 kB for an utterance,
             for the other ranks and for later starts. ``auto``: the folder ``.corpus`` beside the
             runs; null: every process reads for itself.
@@ -140,7 +140,7 @@ class DataConfig:
         self._options(None).check(self.strategy)
 
     def strategy_options(self, framing: Framing = FASTCONFORMER) -> StrategyOptions:
-        """What the strategy leaves open, for a corpus with these encoder frames.
+        """Return the options of the strategy, for a corpus with these encoder frames.
 
         Raises:
             ValueError: ``bucket_batch_sizes`` cannot be read.
@@ -220,7 +220,7 @@ class DataConfig:
         max_positions: int | None = None,
         framing: Framing = FASTCONFORMER,
     ) -> Limits:
-        """What an utterance may be under this configuration."""
+        """Return the limits on utterances under this configuration."""
         return Limits(
             min_duration=self.min_duration,
             max_duration=self.max_duration,

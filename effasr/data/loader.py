@@ -62,10 +62,10 @@ class Loader:
             corpus: The utterances.
             config: Strategy, micro-batches per step, workers, and what to do with bad audio.
             seed: Seed of the plans and of augmentation.
-            rank: Of this process.
+            rank: Rank of this process.
             world_size: Number of processes that share a step.
             pin_memory: Whether batches are put into pinned memory; by default if there is a GPU.
-            cost: Of an utterance to the model, by which the ranks' work is balanced.
+            cost: Cost model of an utterance, by which the ranks' work is balanced.
 
         Raises:
             ValueError: ``rank`` is out of range, there are more ranks than micro-batches, noise
@@ -108,11 +108,11 @@ class Loader:
             log.warning("%s", _uneven(config.micro_batches, world_size))
 
     def plan(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch; the latest are kept."""
+        """Return the plan of an epoch; the latest are kept."""
         return self._both_plans(epoch)[0]
 
     def text_plan(self, epoch: int) -> EpochPlan | None:
-        """The plan of the text-only micro-batches that go with an epoch; None without any.
+        """Return the plan of the text-only micro-batches that go with an epoch; None without any.
 
         It may have a step less or more than the epoch: its steps are used from the first on again
         where there are too few, and left out where there are too many.
@@ -120,7 +120,7 @@ class Loader:
         return self._both_plans(epoch)[1]
 
     def _both_plans(self, epoch: int) -> tuple[EpochPlan, EpochPlan | None]:
-        """The plans of speech and of text."""
+        """Return the plans of speech and of text."""
         if epoch not in self._plans:
             plan, text = self._planner.plan(epoch), None
             corpus, config = self._corpus, self._config
@@ -139,7 +139,7 @@ class Loader:
 
     @property
     def augmentation(self) -> str:
-        """What is done to audio, for people; empty where nothing is."""
+        """Description of the audio augmentation for the user; empty without any."""
         return str(self._augmenter)
 
     @property
@@ -174,7 +174,7 @@ class Loader:
         return self.take(self._own_parts(epoch, step))
 
     def take(self, parts: Iterable[MicroBatchRef]) -> Generator[StepBatch, None, None]:
-        """The parts of global steps that are asked for, in any order.
+        """Yield the requested parts of global steps, in any order.
 
         Closing the iterator ends its worker processes.
 
@@ -200,7 +200,7 @@ class Loader:
             del loaded
 
     def load(self, part: MicroBatchRef) -> StepBatch:
-        """One part of a global step, at once and in this process.
+        """Load one part of a global step at once, in this process.
 
         Raises:
             AudioError: As `steps`.
@@ -210,7 +210,7 @@ class Loader:
         return step.pin_memory() if self._pin_memory else step
 
     def reading(self) -> list[str]:
-        """The utterances that are being read at this moment, each with its file."""
+        """Return the utterances that are being read at this moment, each with its file."""
         corpus = self._corpus
         reading = [index for index in self._reading[:] if index >= 0]
         return [f"{corpus.name(i)} ({audio_path(corpus.audio(i)) or 'no file'})" for i in reading]
@@ -223,7 +223,7 @@ class Loader:
             epoch, step = epoch + 1, 0
 
     def _refs(self, parts: Iterable[MicroBatchRef]) -> Iterator[MicroBatchRef]:
-        """The micro-batches of each part, as many for each."""
+        """Yield the micro-batches of each part, as many for each."""
         for part in parts:
             plan, text = self._both_plans(part.epoch)
             members = [(indices, False) for indices in plan.step(part.step)]
@@ -245,7 +245,7 @@ class Loader:
                 )
 
     def _joined(self, items: list[StepBatch | AudioError]) -> StepBatch:
-        """A rank's micro-batches of a step together; an error among them is raised."""
+        """Return a rank's micro-batches of a step together; an error among them is raised."""
         parts: list[StepBatch] = []
         for item in items:
             if isinstance(item, AudioError):

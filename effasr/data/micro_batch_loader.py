@@ -26,10 +26,10 @@ class MicroBatchRef:
     Attributes:
         epoch: Counted from 0.
         step: Counted from 0 in each epoch.
-        rank: Whose part.
-        number: What the caller recognises the part by.
+        rank: Rank that the part belongs to.
+        number: Number by which the caller recognises the part.
         num_steps: Steps of the epoch.
-        place: Its number among the micro-batches of the global step.
+        place: Index among the micro-batches of the global step.
         indices: int32 (m,), the utterances of the corpus, or the text pairs, that are in it.
         is_text: Whether it is text-only.
     """
@@ -57,7 +57,7 @@ class StepBatch:
         indices: int32 (m,), the utterances of the corpus that were to be in them.
         text_indices: int32 (m,), the text pairs that are in text-only ones.
         places: Number of each of the ``batches`` among the micro-batches of the global step.
-        number: That of the `MicroBatchRef`.
+        number: Number of the `MicroBatchRef`.
     """
 
     epoch: int
@@ -77,7 +77,7 @@ class StepBatch:
         return (self.epoch + 1, 0) if last else (self.epoch, self.step + 1)
 
     def pin_memory(self) -> StepBatch:
-        """The same in pinned memory; called by torch's DataLoader."""
+        """Return the same in pinned memory; called by torch's DataLoader."""
         return replace(self, batches=[batch.pin_memory() for batch in self.batches])
 
 

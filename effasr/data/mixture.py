@@ -23,13 +23,13 @@ class SourceConfig:
     """A source: manifests, or further sources.
 
     Attributes:
-        manifests: Of any kind that `effasr.data.manifest.reader.read` takes.
+        manifests: Manifests of any kind that `effasr.data.manifest.reader.read` takes.
         sources: Further sources by name, a level of their own; a path or a list of paths stands
             for a source with these manifests.
         weight: The part of its level that the source gets, whatever its hours. Where every source
             of a level has a weight, only their ratios count; else the sources without one divide
             what the others leave.
-        temperature: Of the level that its sources make; by default that of the level above.
+        temperature: Temperature of the level of its sources; by default that of the level above.
     """
 
     manifests: Paths = ()
@@ -59,8 +59,9 @@ class MixConfig:
     """The sources of a run, and what an epoch of them is.
 
     Attributes:
-        sources: By name; a path or a list of paths stands for a source with these manifests.
-        temperature: Of the top level, and of every level below that names none.
+        sources: Sources by name; a path or a list of paths stands for a source with these
+            manifests.
+        temperature: Temperature of the top level, and of every level below that names none.
         epoch: ``infinite``: an epoch is a number of hours, of which every source contributes its
             share. Each is drawn without replacement until it is exhausted, then anew, and goes on
             in the next epoch where it stopped. ``full``: an epoch has every utterance once, so
@@ -95,7 +96,7 @@ class Leaf:
 
     Attributes:
         name: The names of the levels and its own, such as ``de/mls``.
-        manifests: Its manifests.
+        manifests: Manifests of the source.
     """
 
     name: str
@@ -103,7 +104,7 @@ class Leaf:
 
 
 def leaves(mix: MixConfig) -> tuple[Leaf, ...]:
-    """The sources that have manifests, in the order of the configuration."""
+    """Return the sources that have manifests, in the order of the configuration."""
     return tuple(_leaves(mix.sources, ""))
 
 
@@ -131,7 +132,7 @@ def shares(mix: MixConfig, amounts: Sequence[float]) -> tuple[float, ...]:
 
 
 def _children(level: Mapping[str, SourceConfig | Paths]) -> dict[str, SourceConfig]:
-    """A level whose paths `_checked_level` has made sources."""
+    """Return a level whose paths `_checked_level` has made sources."""
     return cast("dict[str, SourceConfig]", level)
 
 

@@ -21,11 +21,11 @@ class Mixture:
     """Sources with their shares, and how much of each an epoch has.
 
     Attributes:
-        names: Of the sources.
+        names: Names of the sources.
         asked: The share of each.
         utterances: int64 (sources,), what each has.
         amounts: int64 (sources,), samples of audio that each has; of text-only sources, tokens.
-        unit: In which that is shown.
+        unit: Unit in which amounts are shown.
         quotas: Samples that each contributes to an epoch; None where an epoch has every utterance
             once, or is not measured in hours.
     """
@@ -47,7 +47,7 @@ class Mixture:
             mix: The sources.
             sources: int (n,), the number of each utterance's source among `leaves`.
             amounts: int (n,), samples or tokens of each utterance.
-            unit: In which amounts are shown: hours of samples, or tokens.
+            unit: Unit in which amounts are shown: hours of samples, or tokens.
         """
         names, quotas = tuple(leaf.name for leaf in leaves(mix)), None
         utterances, by_source = _sums(sources, amounts, len(names))
@@ -123,13 +123,13 @@ class MixtureRow:
     """A source in a `MixtureSummary`.
 
     Attributes:
-        source: Its name.
-        unit: Of the amounts: ``hours`` of audio, or ``tokens`` of text to translate.
-        utterances: What it has.
-        amount: Likewise.
+        source: Name of the source.
+        unit: Unit of the amounts: ``hours`` of audio, or ``tokens`` of text to translate.
+        utterances: Number of its utterances.
+        amount: Amount of its data.
         asked: The share of all amounts that it is to get.
-        drawn_utterances: What was drawn of it, repetitions included.
-        drawn_amount: Likewise.
+        drawn_utterances: Number of utterances drawn, repetitions included.
+        drawn_amount: Amount drawn.
         realised: The share that it got.
     """
 
@@ -145,7 +145,7 @@ class MixtureRow:
 
 @dataclass(frozen=True, slots=True)
 class MixtureSummary:
-    """What was drawn of every source."""
+    """The amounts drawn from every source."""
 
     rows: tuple[MixtureRow, ...]
 
@@ -154,7 +154,7 @@ class MixtureSummary:
         return [asdict(row) for row in self.rows]
 
     def table(self) -> Iterator[str]:
-        """The lines of a table for people."""
+        """Yield the lines of a table for people."""
         width = max(6, *(len(row.source) for row in self.rows))
         unit = self.rows[0].unit
         yield (

@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def next_item(loaded: Iterator[T]) -> T:
-    """The next item that workers have loaded.
+    """Return the next item that workers have loaded.
 
     Raises:
         RuntimeError: A worker process was killed.

@@ -12,6 +12,7 @@ from effasr.decoding.coverage import Coverage
 from effasr.decoding.ctc_prefix_scorer import CTCPrefixScorer
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.lm.ngram import TokenLM
+from effasr.decoding.repetition import repeats_ngram
 from effasr.decoding.suppression import FORBIDDEN, Suppression
 from effasr.model.asr import ASRModel
 from effasr.nn.cache.decoder_state import KEPT_SHARE
@@ -20,7 +21,8 @@ from effasr_kernels import PackedSequence
 _NONE = -torch.inf
 
 _FEWEST_CANDIDATES = 8
-"""Tokens of each hypothesis that CTC or a language model score, or twice the beam if more."""
+"""Tokens of each hypothesis where something else than the decoder has a say, or twice the beam if
+more."""
 
 
 def attention_beam(
@@ -35,6 +37,7 @@ def attention_beam(
     length_penalty: float = 0.0,
     coverage_penalty: float = 0.0,
     ctc_weight: float = 0.0,
+    no_repeat_ngram: int | None = None,
     lm: TokenLM | None = None,
     lm_weight: float = 0.0,
 ) -> list[Decoded]:
@@ -55,8 +58,11 @@ def attention_beam(
     CTC prefix score, over the tokens that the decoder ranks highest. ``lm_weight`` times the
     log-probability of the language model is added (shallow fusion).
 
+    With ``no_repeat_ngram`` n, no token ends an n-gram that its transcript has already. Where every
+    token that the decoder ranks highest would, the transcript ends.
+
     Args:
-        model: With a decoder, and for ``ctc_weight`` with a CTC head.
+        model: Model with a decoder, and for ``ctc_weight`` with a CTC head.
         encoded: (T, C), from ``model.encode``; sequences past ``len(prompts)`` are not decoded.
         prompts: At least one token each; they may differ in length.
         limits: Most tokens of each transcript after its prompt, at least one.
@@ -64,10 +70,12 @@ def attention_beam(
         classes: Number of the model's classes that are tokens; all by default.
         beam: K, hypotheses of each sequence.
         length_penalty: 0 for the likeliest transcript; more favours longer ones.
-        coverage_penalty: At least 0; more favours transcripts that omit less speech.
-        ctc_weight: From 0 to 1.
-        lm: Over the same tokens; None for no language model.
-        lm_weight: At least 0.
+        coverage_penalty: Weight of coverage, at least 0; more favours transcripts that omit less
+            speech.
+        ctc_weight: Weight of CTC, from 0 to 1.
+        no_repeat_ngram: n, at least 2; None to allow all repetitions.
+        lm: Language model over the same tokens; None for no language model.
+        lm_weight: Weight of the language model, at least 0.
 
     Returns:
         One result for each prompt.
@@ -81,7 +89,7 @@ def attention_beam(
     if not found:
         return found
     classes = model.vocab_size if classes is None else classes
-    alone = ctc_weight == 0 and lm is None
+    alone = ctc_weight == 0 and lm is None and no_repeat_ngram is None
     candidates = min(beam if alone else max(_FEWEST_CANDIDATES, 2 * beam), classes - 1)
     assert model.decoder is not None
     scoring = _Scoring(
@@ -94,6 +102,7 @@ def attention_beam(
         lm,
         lm_weight,
         Suppression.of(model.decoder, classes),
+        no_repeat_ngram,
     )
     room = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
     # Where a prompt is longer than the shortest, steps read the rest of it.
@@ -124,7 +133,7 @@ def attention_beam(
 
 @dataclass(frozen=True, slots=True)
 class _Scoring:
-    """How hypotheses are scored and ranked; see `attention_beam`.
+    """Scoring and ranking of hypotheses; see `attention_beam`.
 
     ``candidates`` is C, the number of tokens that may extend a hypothesis.
     """
@@ -138,6 +147,7 @@ class _Scoring:
     lm: TokenLM | None
     lm_weight: float
     suppression: Suppression | None
+    no_repeat_ngram: int | None
 
     def rank(self, scores: Tensor, tokens: Tensor, covered: Tensor | float) -> Tensor:
         """Ranks of scores of hypotheses with this many tokens and this share of covered frames."""
@@ -200,7 +210,7 @@ class _Search:
         ctc: bool,
         coverage: bool,
     ) -> _Search:
-        """One hypothesis without tokens for each of these utterances."""
+        """Return one hypothesis without tokens for each of these utterances."""
         device, shape = encoded.values.device, (len(prompts), beam)
         starts = [len(prompt) for prompt in prompts]
         frames = encoded.layout.lengths[: len(prompts)]
@@ -246,8 +256,8 @@ def _advance(
 
     Args:
         logits: (N K, V), after ``position`` tokens.
-        search: Before the step; its hypotheses have not ended.
-        scoring: What to rank by.
+        search: Search before the step; its hypotheses have not ended.
+        scoring: Weights of the scores.
         position: Tokens that were read, the prompt's included.
 
     Returns:
@@ -267,6 +277,9 @@ def _advance(
     if scoring.suppression is not None:
         pool = pool.masked_fill(spoken <= FORBIDDEN / 2, _NONE)
     pool = pool.masked_fill(search.scores[..., None] == _NONE, _NONE)
+    if scoring.no_repeat_ngram is not None:
+        repeated = repeats_ngram(search.labels, symbols, scoring.no_repeat_ngram)
+        pool[..., :-1].masked_fill_(repeated, _NONE)
     full = search.counts >= search.limits
     pool[..., :-1].masked_fill_(full[:, None, None], _NONE)
     counts = (position + 1 - search.starts).clamp(min=0)

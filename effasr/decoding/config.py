@@ -22,7 +22,7 @@ LM_WEIGHT = 0.3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodingConfig:
-    """How recordings are split, batched and decoded.
+    """Splitting, batching and decoding of recordings.
 
     Attributes:
         method: ``attention``, ``transducer``, ``ctc``, or ``auto``: the first of them that the
@@ -37,6 +37,9 @@ class DecodingConfig:
             `effasr.decoding.coverage`. It makes the search slower. None or 0 for none.
         ctc_weight: With the attention decoder, the share of CTC in the scores, from 0 to 1; more
             than 0 needs a model with both. It keeps the decoder from skipping and repeating speech.
+        no_repeat_ngram: With the attention decoder, n: no n tokens in a row come twice in a
+            transcript, which ends loops. A small n also forbids what is rightly said twice. None to
+            allow all.
         lm: Language model over token ids for shallow fusion with the attention decoder or a CTC
             beam: an ARPA file of n-grams, plain or gzipped, or the folder of a causal language
             model of transformers with the same vocabulary; None for none.
@@ -48,7 +51,7 @@ class DecodingConfig:
         max_sequences: Utterances of a batch.
         chunk_seconds: Longer recordings are split at pauses into chunks of at most this length, or
             of what ``encoder.max_frames`` allows, if that is less.
-        search_seconds: How far a cut may move towards a pause.
+        search_seconds: Most seconds by which a cut moves towards a pause.
         gap_seconds: Stretches without speech of this length or more are not decoded, as an
             attention decoder may hallucinate words there. Detected by loudness: see
             `effasr.transcription.inputs.vad`. None to decode everything.
@@ -56,7 +59,7 @@ class DecodingConfig:
             decoder may repeat itself forever: ``tokens_per_frame * frames + extra_tokens``. A
             `effasr.transcription.recognizer.Recognizer` takes half of it for frames of 40 ms.
         extra_tokens: See ``tokens_per_frame``.
-        precision: Of matrix products, as autocast.
+        precision: Autocast precision of matrix products.
         workers: Threads that load audio.
         words: Whether to compute word timestamps; needs a model with a CTC head.
     """
@@ -66,6 +69,7 @@ class DecodingConfig:
     length_penalty: float | None = None
     coverage_penalty: float | None = None
     ctc_weight: float = 0.0
+    no_repeat_ngram: int | None = None
     lm: Path | None = None
     lm_weight: float | None = None
     max_symbols: int = 10
@@ -97,6 +101,9 @@ class DecodingConfig:
                 check(least <= value < math.inf, name, f"be at least {least}", value, remedy)
         share = "it is the share of CTC in the scores, and the decoder has the rest"
         check(0.0 <= self.ctc_weight <= 1.0, "ctc_weight", "be from 0 to 1", self.ctc_weight, share)
+        if self.no_repeat_ngram is not None:
+            size, remedy = self.no_repeat_ngram, "leave it out to allow all repetitions"
+            check(size >= 2, "no_repeat_ngram", "be at least 2", size, remedy)
         if self.lm_weight is not None:
             weight = self.lm_weight
             check(self.lm is not None, "lm_weight", "be left out where there is no `lm`", weight)

@@ -35,13 +35,13 @@ class Coverage:
 
     @classmethod
     def begin(cls, frames: Sequence[int], beam: int, device: torch.device) -> Coverage:
-        """Hypotheses without tokens."""
+        """Return hypotheses without tokens."""
         shape = len(frames), beam, max(frames, default=0)
         attended = torch.zeros(shape, dtype=torch.float64, device=device)
         return cls(torch.tensor(frames, device=device), attended)
 
     def shares(self) -> Tensor:
-        """The share of covered frames: float64 (N, K), 0 for an utterance without frames."""
+        """Return the share of covered frames: float64 (N, K), 0 for an utterance without frames."""
         covered = (self.attended > _THRESHOLD).sum(-1)
         return covered.double() / self.frames.clamp(min=1)[:, None]
 
@@ -61,5 +61,5 @@ class Coverage:
         return replace(self, attended=self.attended.gather(1, index))
 
     def keep(self, index: Tensor) -> Coverage:
-        """Only these utterances, int64 (M,)."""
+        """Return only these utterances, int64 (M,)."""
         return Coverage(self.frames[index], self.attended[index])

@@ -20,7 +20,7 @@ def align_tokens(
     """Find the frames of every token.
 
     Args:
-        model: With a CTC head.
+        model: Model with a CTC head.
         encoded: (T, C), from ``model.encode``; sequences past ``len(texts)`` are ignored.
         texts: Tokens of each sequence.
 
@@ -40,7 +40,7 @@ def align_tokens(
 
 
 def viterbi(scores: np.ndarray, text: Sequence[int]) -> list[Span] | None:
-    """The frames of each token on the likeliest CTC path.
+    """Return the frames of each token on the likeliest CTC path.
 
     Args:
         scores: float (T, 1 + U), log-probabilities of the blank and of each token of the text.

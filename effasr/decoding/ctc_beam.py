@@ -30,11 +30,11 @@ def ctc_beam(
     language model, ``lm_weight`` times its log-probability is added (shallow fusion).
 
     Args:
-        model: With a CTC head; the blank is its last class.
+        model: Model with a CTC head; the blank is its last class.
         encoded: (T, C), from ``model.encode``.
         beam: K, prefixes of each sequence.
-        lm: Over the same tokens; None for no language model.
-        lm_weight: At least 0.
+        lm: Language model over the same tokens; None for no language model.
+        lm_weight: Weight of the language model, at least 0.
 
     Returns:
         The tokens of each sequence; none for an empty one.
@@ -100,7 +100,7 @@ class _Prefixes:
 
     @classmethod
     def begin(cls, count: int, beam: int, device: torch.device) -> _Prefixes:
-        """The empty prefix of each utterance."""
+        """Return the empty prefix of each utterance."""
         none = torch.full((count, beam), _NONE, dtype=torch.float64, device=device)
         blank = none.clone()
         blank[:, 0] = 0
@@ -108,7 +108,7 @@ class _Prefixes:
         return cls(blank, none, torch.zeros_like(none), counts, counts.new_empty(count, beam, 0))
 
     def first(self, count: int) -> _Prefixes:
-        """Only the first utterances."""
+        """Return only the first utterances."""
         parts = self.blank, self.label, self.written, self.counts, self.labels
         return _Prefixes(*(part[:count] for part in parts))
 
@@ -169,7 +169,7 @@ class _Prefixes:
         written: Tensor,
         symbols: Tensor,
     ) -> _Prefixes:
-        """The chosen prefixes, of K unchanged ones and K C that grow by a token."""
+        """Return the chosen prefixes, of K unchanged ones and K C that grow by a token."""
         beam, candidates = self.blank.shape[1], symbols.shape[1]
         grows = chosen >= beam
         parent = torch.where(grows, (chosen - beam) // candidates, chosen)
@@ -196,7 +196,7 @@ class _Prefixes:
         )
 
     def _last(self) -> Tensor:
-        """The last token of each prefix, int64 (N, K); -1 for the empty one."""
+        """Return the last token of each prefix, int64 (N, K); -1 for the empty one."""
         if not self.labels.shape[2]:
             return self.counts - 1
         last = self.labels.gather(2, (self.counts - 1).clamp(min=0)[..., None])[..., 0]

@@ -25,6 +25,6 @@ def ctc_greedy(model: ASRModel, encoded: PackedSequence, blank_id: int) -> list[
 
 
 def ctc_log_probs(model: ASRModel, encoded: PackedSequence) -> Tensor:
-    """Log-probabilities of every token and, last, the blank: float32 (T, V + 1)."""
+    """Return log-probabilities of every token and, last, the blank: float32 (T, V + 1)."""
     blocks = encoded.values.split(_ROWS)
     return torch.cat([model.ctc_logits(rows).float().log_softmax(-1) for rows in blocks])

@@ -78,7 +78,7 @@ class CTCPrefixScorer:
         return first.masked_fill(past[:, None, None], _NONE).logsumexp(-1)
 
     def complete(self) -> Tensor:
-        """Log-probabilities of the prefixes as complete transcripts, float64 (N, K)."""
+        """Return log-probabilities of the prefixes as complete transcripts, float64 (N, K)."""
         every = torch.logaddexp(self.label, self.blank)
         return every.gather(2, self.lengths[:, None, None].expand(*self.last.shape, 1))[..., 0]
 
@@ -107,7 +107,7 @@ class CTCPrefixScorer:
         )
 
     def keep(self, index: Tensor) -> CTCPrefixScorer:
-        """Only these utterances, int64 (M,)."""
+        """Return only these utterances, int64 (M,)."""
         kept = {name: getattr(self, name)[index] for name in ("lengths", "last", "label", "blank")}
         return replace(self, rows=self.rows[index], **kept)
 

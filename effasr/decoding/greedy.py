@@ -69,6 +69,10 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
         check(attends, "ctc_weight", rule, config.ctc_weight, f"{remedy}: use method attention")
         rule = "be 0 for a model without CTC head"
         check(model.config.ctc, "ctc_weight", rule, config.ctc_weight)
+    if config.no_repeat_ngram is not None:
+        rule, remedy = f"be left out for the method {method}", "only the attention decoder loops"
+        attends = method == "attention"
+        check(attends, "no_repeat_ngram", rule, config.no_repeat_ngram, remedy)
     if config.lm is not None:
         rule = "be left out for the method transducer"
         remedy = "only the attention decoder and CTC can be joined with a language model"
@@ -121,8 +125,8 @@ def decode(
 
     Args:
         model: The model.
-        tokenizer: Of this model.
-        batch: Its ``tokens`` and ``text`` are unused.
+        tokenizer: Tokenizer of the model.
+        batch: Batch whose ``tokens`` and ``text`` are unused.
         prompts: Tokens that the attention decoder reads first, for each utterance of the batch.
         config: The default configuration by default.
         lm: The result of `load_lm` for the configuration, to read it once for many batches; read
@@ -163,8 +167,9 @@ def decode(
 
 
 def is_plain_greedy(config: DecodingConfig) -> bool:
-    """Whether the attention decoder alone takes the best token of each step."""
-    return config.beam == 1 and config.ctc_weight == 0 and config.lm is None
+    """Return whether the attention decoder alone takes the best token of each step."""
+    alone = config.ctc_weight == 0 and config.lm is None
+    return config.beam == 1 and alone and config.no_repeat_ngram is None
 
 
 def _aligned(
@@ -206,6 +211,7 @@ def _attention(
         length_penalty=(LENGTH_PENALTY if config.length_penalty is None else config.length_penalty),
         coverage_penalty=config.coverage_penalty or 0.0,
         ctc_weight=config.ctc_weight,
+        no_repeat_ngram=config.no_repeat_ngram,
         lm=lm,
         lm_weight=_lm_weight(config),
     )
@@ -228,13 +234,13 @@ def attention_greedy(
     """Decode sequences of encoder output by the attention decoder and its caches.
 
     Args:
-        model: With a decoder.
+        model: Model with a decoder.
         encoded: (T, C), from ``model.encode``; sequences past ``len(prompts)`` are not decoded.
         prompts: At least one token each; they may differ in length.
         limits: Most tokens of each transcript after its prompt, at least one.
         eos_id: The end token.
         classes: Number of the model's classes that are tokens; all by default.
-        slots: How many are decoded at a time; all by default.
+        slots: Sequences decoded at a time; all by default.
 
     Returns:
         One result for each prompt.
@@ -255,7 +261,7 @@ def attention_greedy(
 
 
 def limit_of(model: ASRModel, prompt: Sequence[int], wanted: int) -> int:
-    """Number of tokens that may follow the prompt, within the decoder's positions.
+    """Return the number of tokens that may follow the prompt, within the decoder's positions.
 
     Raises:
         ValueError: The prompt is empty or leaves no room for a transcript.

@@ -31,10 +31,10 @@ class Suppression:
 
     @classmethod
     def of(cls, decoder: Decoder, classes: int | None = None) -> Self | None:
-        """The suppression of a decoder's configuration; None if there is none.
+        """Return the suppression of a decoder's configuration; None if there is none.
 
         Args:
-            decoder: On its device, with weights in the dtype of decoding.
+            decoder: Decoder on its device, with weights in the dtype of decoding.
             classes: Number of its classes that are tokens; all by default.
         """
         config, weight = decoder.config, decoder.output_weight
@@ -59,7 +59,7 @@ class Suppression:
         """Choose the best allowed token of each row, without synchronizing with the device.
 
         Args:
-            decoder: Its output layer scores the tokens.
+            decoder: Decoder whose output layer scores the tokens.
             hidden: (N, width), from its `step`.
             begins: bool (N,), rows that begin their transcripts.
             classes: Only the first so many tokens are chosen from; all by default.
@@ -77,7 +77,7 @@ class Suppression:
         return best.gather(1, first)[:, 0]
 
     def applied(self, logits: Tensor, begins: Tensor) -> Tensor:
-        """Logits with suppressed tokens at `FORBIDDEN`.
+        """Return logits with suppressed tokens at `FORBIDDEN`.
 
         Args:
             logits: float32 (N, V).

@@ -36,7 +36,7 @@ def tdt_beam(
     symbol and duration separately, so a beam of 1 is not the same.
 
     Args:
-        head: Of the model, with durations.
+        head: Transducer of the model, with durations.
         encoded: (T, encoder width), from ``model.encode``.
         beam: K, hypotheses of each sequence at each frame.
         limits: Most labels of each sequence's transcript.
@@ -76,7 +76,7 @@ def _advance(
     """Extend the hypotheses at a frame by all symbols and durations, until all have moved on.
 
     Args:
-        head: Of the model.
+        head: Transducer of the model.
         frames: (T, J), projected.
         utterances: N of them.
         ahead: Hypotheses at this frame, at the next one, and so on up to the longest duration.
@@ -122,8 +122,8 @@ def _extended(there: Hypotheses, now: Hypotheses, blank: Tensor, label: Tensor) 
     """The best hypotheses at a later frame, of those there and those that reach it from here.
 
     Args:
-        there: Those at the later frame.
-        now: Those at this frame.
+        there: Hypotheses at the later frame.
+        now: Hypotheses at this frame.
         blank: Scores of these with a blank, (N, K).
         label: Scores of these with each label, (N, K, V).
     """
@@ -140,7 +140,7 @@ def _extended(there: Hypotheses, now: Hypotheses, blank: Tensor, label: Tensor) 
 
 
 def _with_blanks(there: Hypotheses, now: Hypotheses, blank: Tensor) -> Tensor:
-    """Scores of ``there`` and ``blank``, (N, 2 K), with equal transcripts merged."""
+    """Return scores of ``there`` and ``blank``, (N, 2 K), with equal transcripts merged."""
     # (N, now, there)
     same = (now.labels[:, :, None] == there.labels[:, None]).all(-1)
     same &= (there.scores > NO_SCORE)[:, None] & (now.scores > NO_SCORE)[..., None]

@@ -30,7 +30,7 @@ def transducer_beam(
     of 1.
 
     Args:
-        head: Of the model.
+        head: Transducer of the model.
         encoded: (T, encoder width), from ``model.encode``.
         beam: K, the hypotheses that are kept of each sequence.
         limits: The most labels of each sequence's transcript.

@@ -20,7 +20,7 @@ def transducer_greedy(
     predictor runs once for each label of the longest transcript.
 
     Args:
-        head: Of the model.
+        head: Transducer of the model.
         encoded: (T, encoder width), from ``model.encode``.
         max_symbols: Most labels of a frame; then the search moves on by at least one frame.
 
@@ -64,7 +64,7 @@ def _next_labels(
     """Move over blanks to the next label of each transcript.
 
     Args:
-        head: Of the model.
+        head: Transducer of the model.
         frames: (T, J), projected.
         predicted: (N, J), after the labels so far.
         at: int64 (N,), the current row of ``frames`` of each.

@@ -35,7 +35,7 @@ class Utterances:
 
     @classmethod
     def of(cls, encoded: PackedSequence, limits: Sequence[int]) -> Utterances:
-        """The utterances of encoder output, without those that have no frame."""
+        """Return the utterances of encoder output, without those that have no frame."""
         bounds, lengths = encoded.layout.cu_seqlens.long(), encoded.layout.lengths
         present = [name for name in range(len(limits)) if lengths[name]]
         names = torch.tensor(present, dtype=torch.int64, device=bounds.device)
@@ -46,7 +46,7 @@ class Utterances:
         return len(self.names)
 
     def keep(self, index: Tensor) -> Utterances:
-        """Only these, int64 (M,)."""
+        """Return only these, int64 (M,)."""
         return Utterances(
             self.names[index], self.begins[index], self.ends[index], self.limits[index]
         )
@@ -62,7 +62,7 @@ class Hypotheses:
         labels: int64 (N, K, longest), followed by -1.
         is_new: bool (N, K), whether the predictor has yet to read the last label.
         predicted: (N, K, J), the predictor's share of the joint network.
-        state: Of the predictor, (N, K, ...) each.
+        state: State of the predictor, (N, K, ...) each.
     """
 
     scores: Tensor
@@ -74,7 +74,7 @@ class Hypotheses:
 
     @classmethod
     def begin(cls, head: Transducer, count: int, beam: int) -> Hypotheses:
-        """One hypothesis without labels for each of ``count`` utterances."""
+        """Return one hypothesis without labels for each of ``count`` utterances."""
         predicted, state = head.begin(count * beam)
         shape = count, beam
         wide = torch.float64 if predicted.dtype == torch.float64 else torch.float32
@@ -91,11 +91,11 @@ class Hypotheses:
         )
 
     def keep(self, index: Tensor) -> Hypotheses:
-        """Only these utterances, int64 (M,)."""
+        """Return only these utterances, int64 (M,)."""
         return mapped(lambda part: part[index], self)
 
     def pick(self, place: Tensor) -> Hypotheses:
-        """Some hypotheses of each utterance, int64 (N, K)."""
+        """Return some hypotheses of each utterance, int64 (N, K)."""
         rows = torch.arange(len(place), device=place.device)[:, None]
         return mapped(lambda part: part[rows, place], self)
 
@@ -133,14 +133,14 @@ class Hypotheses:
         )
 
     def transcripts(self) -> list[list[int]]:
-        """The labels of the best hypothesis of each utterance."""
+        """Return the labels of the best hypothesis of each utterance."""
         winner = self.scores.argmax(1)
         best = self.labels[torch.arange(len(winner), device=winner.device), winner].tolist()
         return [[label for label in labels if label >= 0] for labels in best]
 
 
 def mapped(change: Callable[..., Tensor], *several: Hypotheses) -> Hypotheses:
-    """Hypotheses of which every tensor is computed from those of others."""
+    """Return hypotheses of which every tensor is computed from those of others."""
     names = [field.name for field in fields(Hypotheses) if field.name != "state"]
     parts = {name: change(*(getattr(one, name) for one in several)) for name in names}
     state = tuple(change(*tensors) for tensors in zip(*(one.state for one in several), strict=True))
@@ -181,7 +181,7 @@ def merge_equal(
 
 
 def with_equal_room(several: Sequence[Hypotheses]) -> tuple[Hypotheses, ...]:
-    """Hypotheses with room for as many labels as the longest transcript has."""
+    """Return hypotheses with room for as many labels as the longest transcript has."""
     longest = max(int(one.counts.max()) for one in several)
     return tuple(
         replace(one, labels=F.pad(one.labels, (0, longest - one.labels.shape[-1]), value=-1))

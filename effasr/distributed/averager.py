@@ -69,7 +69,7 @@ def average_flat(tensors: Sequence[Tensor], context: DistributedContext) -> None
 
 @torch.no_grad()
 def average_each(tensors: Iterable[Tensor], context: DistributedContext) -> None:
-    """Replace each tensor by its mean over the ranks, in place, without a copy of all of them."""
+    """Replace each tensor by its mean over the ranks, in place, one tensor at a time."""
     for tensor in tensors:
         context.all_reduce(tensor.detach()).div_(context.size)
 
@@ -113,7 +113,7 @@ def average_training_state(
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trained parameters; the others are equal on all ranks, and a mean rounds."""
+    """Return the trained parameters; the others are equal on all ranks, and averaging rounds."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 

@@ -1,4 +1,4 @@
-"""Running means and variances of batch norms, which no gradient keeps equal or finite."""
+"""Running means and variances of batch norms, which gradients do not keep equal or finite."""
 
 from __future__ import annotations
 

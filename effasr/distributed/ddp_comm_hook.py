@@ -1,6 +1,6 @@
 """A DDP communication hook whose all-reduce can be completed after a backward that failed."""
 
-# Annotations stay objects: torch compares those of a communication hook with its own classes.
+# No postponed annotations: torch compares those of a hook with its own classes.
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 class RecoverableAllReduceHook:
     """Records the buckets that `DistributedDataParallel` sends, and can send the rest itself.
 
-    A rank that fails must not leave the others waiting. Each of them waits for as many buckets, of
-    the same sizes and in the same order, as in any other step: so the rank that failed computes
-    its gradient in another way and sends the buckets that it has not sent yet.
+    A failed rank must not leave the others waiting. Each of them waits for as many buckets, of
+    the same sizes and in the same order, as in any other step: so the failed rank computes its
+    gradient in another way and sends the remaining buckets.
 
     It costs one call of a Python function per bucket, and a read of each gradient, per step.
 
@@ -41,7 +41,7 @@ class RecoverableAllReduceHook:
 
     @property
     def begun(self) -> bool:
-        """Whether the forward of the backward that sends has run, so that buckets may be sent."""
+        """Whether the last forward of the step has run, so that buckets may be sent."""
         return self._begun
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
@@ -54,7 +54,7 @@ class RecoverableAllReduceHook:
             gradients: Gradient of this rank's whole step for each trained parameter.
 
         Raises:
-            RuntimeError: The failure was in the exchange itself, after the last gradient.
+            RuntimeError: The all-reduce itself failed, after the last gradient.
         """
         if not self._begun:
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -65,7 +65,7 @@ class RecoverableAllReduceHook:
         missing = []
         rows = zip(self._parameters, gradients, self._places, strict=True)
         for parameter, gradient, place in rows:
-            # Gradients that the backward has finished are in their bucket now.
+            # Gradients that the backward has finished are in their buckets now.
             ready = parameter.grad is not None and parameter.grad.data_ptr() != place
             if id(parameter) not in sent:
                 gradient = torch.zeros_like(parameter) if gradient is None else gradient
@@ -77,13 +77,13 @@ class RecoverableAllReduceHook:
                 missing.append(parameter)
         if not missing:
             raise RuntimeError(
-                "the exchange of gradients failed after the last of them was computed, and cannot "
-                "be repeated: the run goes on from its newest checkpoint when it is started again."
+                "the all-reduce of gradients failed after the last was computed, and cannot be "
+                "repeated: started again, the run continues from its newest checkpoint."
             )
         _touch(missing).backward()
 
     def _send_all(self) -> None:
-        """Run a forward and a backward that add nothing, and exchange the gradients there are."""
+        """Run a forward and backward that add nothing, to all-reduce the gradients present."""
         model, inner = self._model, self._model.module
         model.module = _Touch(self._parameters)
         try:

@@ -15,10 +15,10 @@ from effasr.distributed.process_group import DistributedContext
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DelayedConfig:
-    """When ranks begin to average.
+    """Start of the averages.
 
     Attributes:
-        warmup_steps: Steps before, in which gradients are exchanged as with ddp.
+        warmup_steps: Steps before the first average, in which gradients are exchanged as with ddp.
     """
 
     warmup_steps: int = 1000
@@ -45,14 +45,14 @@ class DelayedAveraging(LocalUpdates):
     ) -> None:
         """See `LocalUpdates`."""
         super().__init__(model, optimizer, statistics, context, warmup_steps)
-        # A group of its own, because others are used during the all-reduce.
+        # A separate group, because others are used during the all-reduce.
         self._group = dist.new_group()
         self._pending: tuple[Tensor, Tensor, dist.Work] | None = None
 
     @torch.no_grad()
     def before(self, step: int) -> None:
         """Start the all-reduce of the weights."""
-        # Weights are still equal before the first local step.
+        # Weights are equal until the first local step.
         if step <= self._warmup_steps:
             return
         sent = torch.cat([tensor.reshape(-1) for tensor in self._tensors])

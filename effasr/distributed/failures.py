@@ -1,4 +1,4 @@
-"""Failures of ranks: which one failed first, and who reports it."""
+"""Failures of ranks: records the first one and selects the rank that reports it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PeerFailed(RuntimeError):
 
 @contextmanager
 def report_once_per_node(environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Let only local rank 0 report an error that every process of a node meets before they join.
+    """Let only local rank 0 report an error that all processes of a node raise before they join.
 
     Args:
         environment: Holds torchrun's LOCAL_RANK; ``os.environ`` by default.
@@ -36,7 +36,7 @@ def report_once_per_node(environment: Mapping[str, str] | None = None) -> Iterat
     try:
         yield
     except (ValueError, OSError) as error:
-        # LOCAL_WORLD_SIZE is there where LOCAL_RANK 0 is, too.
+        # LOCAL_WORLD_SIZE is set whenever LOCAL_RANK 0 is.
         if "LOCAL_WORLD_SIZE" in environment and int(environment.get("LOCAL_RANK", 0)):
             raise PeerFailed(str(error)) from error
         raise
@@ -64,5 +64,5 @@ def record_failure(store: Store, rank: int, reason: str) -> str | None:
 
 
 def clear_failure(store: Store) -> None:
-    """Forget the first failure, after which the run went on, so that a later one is recorded."""
+    """Delete the first failure after the run has continued, so that a later one is recorded."""
     store.delete_key(_FIRST_FAILURE)

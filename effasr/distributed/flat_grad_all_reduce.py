@@ -1,4 +1,4 @@
-"""An all-reduce of all gradients after the backward, not during it."""
+"""An all-reduce of all gradients after the backward instead of during it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _PIECE_BYTES = 1 << 28
 class FlatGradAllReduce:
     """Keeps the gradients of a model in one tensor per dtype, and averages these over the ranks.
 
-    For a backward that a CUDA graph replays: it adds to gradients in place, and runs no hook of
-    `DistributedDataParallel`. So the communication is not hidden behind the backward: for n bytes
-    of gradients and W ranks, 2 n (W - 1) / W bytes at the speed of the network, once a step.
+    For a backward that a CUDA graph replays: it accumulates gradients in place and runs no hook of
+    `DistributedDataParallel`. The communication therefore does not overlap with the backward: for n
+    bytes of gradients and W ranks it moves 2 n (W - 1) / W bytes once a step.
 
     Args:
         model: Its parameters and buffers become those of rank 0; ``grad`` of each trained parameter

@@ -20,8 +20,8 @@ def shard(
 ) -> FSDPModule:
     """Shard a model's parameters over the ranks, in place; all start with rank 0's weights.
 
-    The layers of every `nn.ModuleList` are gathered one at a time, when they are needed, and the
-    rest of the model once per forward, in ``dtype``, or their own. Gradients are averaged in
+    The layers of every `nn.ModuleList` are all-gathered one at a time, when they are needed, and
+    the rest of the model once per forward, in ``dtype`` or their own. Gradients are averaged in
     float32.
     """
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -39,7 +39,7 @@ def shard(
 
 @contextmanager
 def no_sync(model: FSDPModule) -> Iterator[None]:
-    """Accumulate whole gradients locally in the block; a later backward reduces them."""
+    """Accumulate unsharded gradients locally in the block; a later backward reduces them."""
     model.set_requires_gradient_sync(False)
     model.set_is_last_backward(False)
     try:
@@ -50,13 +50,13 @@ def no_sync(model: FSDPModule) -> Iterator[None]:
 
 
 def full_tensor(value: Tensor) -> Tensor:
-    """Return a tensor without sharding; all ranks call this for the same tensors."""
+    """Return the unsharded tensor; all ranks call this for the same tensors."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @torch.no_grad()
 def gather(source: nn.Module, target: nn.Module) -> None:
-    """Copy the parameters and buffers of a sharded model into one that is not."""
+    """Copy the parameters and buffers of a sharded model into an unsharded one."""
     own = dict(target.named_parameters()) | dict(target.named_buffers())
     for name, value in (*source.named_parameters(), *source.named_buffers()):
         own[name].copy_(full_tensor(value))

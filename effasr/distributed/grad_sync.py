@@ -1,4 +1,4 @@
-"""How the ranks of a step combine their gradients: one interface for every kind of parallelism."""
+"""Combination of the ranks' gradients in a step, one interface for every kind of parallelism."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GradientSync:
     """Leaves gradients as they are: for a single rank.
 
     Args:
-        model: What the step calls: a model, or its wrapper.
+        model: The module that the step calls: a model or its wrapper.
 
     Attributes:
         unsplittable_reason: Why a micro-batch cannot be recomputed in pieces after an out-of-memory
@@ -51,19 +51,19 @@ class GradientSync:
         return nullcontext()
 
     def all_reduce(self) -> None:
-        """Combine what the last backward of the step has left to combine."""
+        """Combine the gradients that the last backward of the step has not combined."""
 
     def discard(self) -> None:
-        """Discard the gradients of a backward that failed, as far as they have not been sent."""
+        """Discard the gradients of a failed backward, except those already sent."""
         for parameter in self._trained:
             parameter.grad = None
 
     def replace(self, gradients: Sequence[Tensor | None], *, exchanging: bool) -> None:
-        """Set the gradients of the step so far, after a backward that failed.
+        """Set the gradients of the step so far after a failed backward.
 
         Args:
-            gradients: One for each of `parameters`; None where nothing contributes.
-            exchanging: Whether the failed backward was to exchange them.
+            gradients: One for each of `parameters`; None where a parameter has no gradient.
+            exchanging: Whether the failed backward had to all-reduce them.
         """
         del exchanging
         for parameter, gradient in zip(self._trained, gradients, strict=True):
@@ -112,8 +112,8 @@ class FSDPGradientSync(GradientSync):
     """FSDP2: gradients are reduced and scattered, layer by layer, during the last backward."""
 
     unsplittable_reason = (
-        "with training.strategy fsdp2 it cannot be split, because ranks gather layers together, "
-        "and none can begin anew alone: lower data.frame_budget, or set "
+        "with training.strategy fsdp2 it cannot be split, because ranks gather layers together and "
+        "none can start again alone: lower data.frame_budget, or set "
         "training.activation_checkpointing=true"
     )
 
@@ -137,7 +137,7 @@ class FlatGradientSync(GradientSync):
 
 
 def gradient_sync(model: nn.Module) -> GradientSync:
-    """Return what combines the gradients of a model, by its wrapper."""
+    """Return the gradient synchronization for a model's wrapper."""
     if isinstance(model, DistributedDataParallel):
         return DDPGradientSync(model)
     return FSDPGradientSync(model) if isinstance(model, FSDPModule) else GradientSync(model)

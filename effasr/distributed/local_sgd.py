@@ -16,12 +16,12 @@ from effasr.distributed.process_group import DistributedContext
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSGDConfig:
-    """When ranks average.
+    """Schedule of averages.
 
     Attributes:
         period: Steps from one mean of the weights to the next.
-        warmup_steps: Steps before the first of them, in which gradients are exchanged as with ddp:
-            post-local SGD (Lin et al. 2020), for the weights move most in the beginning.
+        warmup_steps: Steps before the first mean, in which gradients are exchanged as with ddp
+            (post-local SGD, Lin et al. 2020), because weights change most in the beginning.
     """
 
     period: int = 8
@@ -35,13 +35,13 @@ class LocalSGDConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HierarchicalConfig:
-    """When which ranks average (hierarchical SGD, Lin et al. 2020).
+    """Schedule and groups of averages (hierarchical SGD, Lin et al. 2020).
 
     Attributes:
-        periods: How many neighbouring ranks take the mean of their weights, by the steps from one
-            such mean to the next; null stands for all. Where several are due, the largest group
-            does. ``{2: 8, 16: null}`` averages the 8 of a node every 2 steps, and all every 16.
-        warmup_steps: As of local SGD.
+        periods: Maps the steps between two means to the number of neighbouring ranks that take
+            part; null stands for all. If several are due, the largest group averages. ``{2: 8, 16:
+            null}`` averages the 8 ranks of a node every 2 steps and all every 16.
+        warmup_steps: As in `LocalSGDConfig`.
     """
 
     periods: dict[int, int | None] = field(default_factory=lambda: {2: 8, 16: None})
@@ -53,7 +53,7 @@ class HierarchicalConfig:
         if self.periods[max(self.periods)] is not None:
             raise ValueError(
                 f"`periods` must have null, all ranks, at its longest, but is {self.periods}: "
-                "otherwise the groups drift apart."
+                "otherwise the weights of the groups diverge."
             )
         sizes = [self.periods[period] for period in sorted(self.periods)][:-1]
         known = [size for size in sizes if size is not None]
@@ -79,7 +79,7 @@ class LocalSGD(LocalUpdates):
         context: All ranks, more than one.
         periods: Group size, None for all ranks, by the steps between two averages; all ranks
             create the groups together.
-        warmup_steps: Steps before, in which gradients are exchanged.
+        warmup_steps: Steps before the first average, in which gradients are exchanged.
 
     Raises:
         ValueError: A group size does not divide the number of ranks.

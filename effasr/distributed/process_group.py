@@ -24,7 +24,7 @@ NCCL = "cpu:gloo,cuda:nccl"
 """The backend of processes that have one GPU each."""
 
 _GRACE_S = 0.1
-"""Time for gloo's threads to release the last calls."""
+"""Seconds for gloo's threads to release the last calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class DistributedContext:
         device: Device of this process.
         group: Process group; None for all processes of the run.
         store: Key-value store that all processes of the run share; None for a single process.
-        survivors: Contexts that replaced this one after ranks were lost, the newest last.
+        survivors: Contexts that replaced this one after a loss of ranks, the newest last.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class DistributedContext:
         return values[0]
 
     def barrier(self) -> None:
-        """Wait for the other ranks that are not lost."""
+        """Wait for the other remaining ranks."""
         context = self.survivors[-1] if self.survivors else self
         if context.size > 1:
             dist.barrier(group=context.group)
@@ -135,7 +135,7 @@ def distributed_context(
     timeout = timedelta(seconds=timeout_s)
     shared, _, _ = next(rendezvous("env://", timeout=timeout))
     shared.set_timeout(timeout)
-    # The store may still hold keys of processes that ran before a restart.
+    # The store may still hold keys of processes before a restart.
     restart_id = agree_on_restart_id(PrefixStore("effasr", shared), rank, size, timeout_s)
     store = PrefixStore(f"effasr/{restart_id}", shared)
     by_nccl = own_device.type == "cuda" and not on_host
@@ -150,15 +150,15 @@ def distributed_context(
     context = DistributedContext(rank, size, own_device, store=PrefixStore("run", store))
     try:
         yield context
-        # So that no rank takes the store down while another still uses it.
+        # So that no rank closes the store while another still uses it.
         context.barrier()
         _wait_for_gloo()
     except BaseException as error:
-        # Before this rank's connections close, for that makes the others fail.
+        # Before this rank's connections close, which makes the others fail.
         earlier, reason = None, " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, Exception):
             earlier = record_failure(context.store or store, rank, reason)
-        # NCCL's teardown would wait for peers that may be gone; the end of the process suffices.
+        # NCCL's teardown would wait for lost peers; the end of the process suffices.
         if own_device.type != "cuda":
             _wait_for_gloo()
             dist.destroy_process_group()

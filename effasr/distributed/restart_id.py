@@ -1,4 +1,4 @@
-"""A name that the processes of a run agree on at every start, unlike that of any start before."""
+"""A name that the processes of a run agree on at every start, different from all earlier ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def agree_on_restart_id(store: Store, rank: int, size: int, timeout_s: float) ->
     the addresses on which they listened. torchrun gives nothing that distinguishes the two: the
     number of restarts stays the same when a node joins or leaves.
 
-    So every process writes a name of its own and waits for an answer to it. Rank 0 answers all
-    names that it finds, also those of dead processes, until each rank has confirmed an answer.
+    Every process therefore writes a random name and waits for an answer to it. Rank 0 answers all
+    names that it finds, including those of dead processes, until each rank has confirmed an answer.
 
     Raises:
         RuntimeError: A process did not join in time.
@@ -30,7 +30,7 @@ def agree_on_restart_id(store: Store, rank: int, size: int, timeout_s: float) ->
             name = store.get(f"welcome/{own}").decode()
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {rank}: rank 0 did not come within {timeout_s:g} s."
+                f"rank {rank}: rank 0 did not join within {timeout_s:g} s."
             ) from error
         store.set(f"ready/{name}/{rank}", "")
         return name
@@ -42,7 +42,7 @@ def agree_on_restart_id(store: Store, rank: int, size: int, timeout_s: float) ->
         if time.monotonic() > until:
             missing = [n for n, key in enumerate(ready, 1) if not store.check([key])]
             raise RuntimeError(
-                f"rank 0: not all of {size} ranks came within {timeout_s:g} s; missing: {missing}."
+                f"rank 0: not all {size} ranks joined within {timeout_s:g} s; missing: {missing}."
             )
         if store.check(joined):
             for name in set(store.multi_get(joined)) - answered:

@@ -24,13 +24,13 @@ def write(
     """Write tensors, flushed to the disk.
 
     Args:
-        tensors: By name. Sharded ones are `DTensor` over all processes of ``group``.
-        folder: Holds nothing else, on a file system that all processes share.
+        tensors: Tensors by name. Sharded ones are `DTensor` over all processes of ``group``.
+        folder: Otherwise empty folder on a file system that all processes share.
         group: Gloo group of the processes that call this with the same names; None for this one
             alone.
 
     Raises:
-        OSError: They cannot be written; with a group, in every process, where one cannot.
+        OSError: Writing failed; with a group it is raised in every process if one fails.
     """
     writer = FileSystemWriter(folder)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -42,7 +42,7 @@ def write(
             rank, (first, _) = min(error.failures.items())
             raise OSError(f"rank {rank} could not write its part: {first}") from error
         return
-    # As `save` does without a process group, but that it warns of it each time.
+    # As `save` does without a process group, but without a warning each time.
     planner.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
     local = writer.prepare_local_plan(planner.create_local_plan())

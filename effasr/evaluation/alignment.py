@@ -13,8 +13,8 @@ class Alignment:
 
     Attributes:
         reference: Words; those with an error in capitals, a missing one as asterisks.
-        hypothesis: Likewise.
-        kinds: For each pair S, D, I, or an empty string for equal words.
+        hypothesis: Words of the hypothesis, as ``reference``.
+        kinds: Kind of each pair: S, D, I, or an empty string for equal words.
     """
 
     reference: tuple[str, ...]
@@ -57,7 +57,7 @@ def align(reference: str, hypothesis: str) -> Alignment:
 
 
 def trn_line(text: str, name: str) -> str:
-    """A line of sclite's trn format: the words, then the utterance in parentheses."""
+    """Return a line of sclite's trn format: the words, then the utterance in parentheses."""
     return f"{' '.join(text.split())} ({name})\n".lstrip()
 
 

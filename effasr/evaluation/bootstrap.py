@@ -16,7 +16,7 @@ _AT_A_TIME = 2_000_000
 
 
 def interval(parts: Sequence[ErrorCounts], confidence: float = 0.95) -> tuple[float, float]:
-    """A bootstrap confidence interval of the word error rate of a set; deterministic.
+    """Return a bootstrap confidence interval of the word error rate of a set; deterministic.
 
     Utterances are drawn with replacement, a thousand times; the interval holds the middle
     ``confidence`` of the rates. It covers the choice of utterances, not the variance of training.
@@ -41,14 +41,14 @@ def interval(parts: Sequence[ErrorCounts], confidence: float = 0.95) -> tuple[fl
 def probability_of_improvement(
     before: Sequence[ErrorCounts], after: Sequence[ErrorCounts]
 ) -> float:
-    """The share of draws in which the second system makes fewer word errors than the first.
+    """Return the share of draws in which the second system makes fewer word errors than the first.
 
     The same utterances are drawn for both, so that their difficulty cancels out. Draws with equally
     many errors count half.
 
     Args:
         before: The counts of each utterance.
-        after: Of the same utterances, in the same order.
+        after: Errors of the same utterances, in the same order.
 
     Returns:
         From 0 to 1; NaN where no reference has a word.
@@ -82,7 +82,7 @@ def _rates(table: np.ndarray) -> np.ndarray:
 
 
 def _sums(table: np.ndarray) -> np.ndarray:
-    """The sums of every draw: (2, n) to (2, draws)."""
+    """Return the sums of every draw: (2, n) to (2, draws)."""
     count = table.shape[1]
     if not count:
         return np.zeros((2, 0), dtype=np.int64)

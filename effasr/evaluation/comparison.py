@@ -24,7 +24,7 @@ class Scored:
     Attributes:
         system: Name of the run, or of the folder.
         set_name: Name of the set.
-        errors: Of each utterance, by its id.
+        errors: Errors of each utterance by id.
         rtfx: Seconds of audio per second.
         failed: Utterances that could not be transcribed.
     """
@@ -37,7 +37,7 @@ class Scored:
 
 
 def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
-    """The evaluations of a run, or the one in a folder of ``effasr evaluate --output``.
+    """Return the evaluations of a run, or the one in a folder of ``effasr evaluate --output``.
 
     Args:
         run: ``runs/NAME``, or a folder with wer.json and hypotheses.jsonl.
@@ -58,7 +58,7 @@ def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
 
 
 def compare(scored: Sequence[Scored]) -> str:
-    """A table with a row for each set and system.
+    """Return a table with a row for each set and system.
 
     The last column compares with the first system of the set: the difference of the error rates,
     and the probability of improvement. Only utterances that both transcribed are compared.

@@ -23,11 +23,11 @@ from effasr.transcription.results import Failure, Result
 
 
 def openable_cuts(path: str | Path, *, language: str) -> tuple[list[Cut], list[Failure]]:
-    """The cuts of a manifest, and a failure for each line whose audio cannot be opened.
+    """Return the cuts of a manifest, and a failure for each line whose audio cannot be opened.
 
     Args:
         path: See `effasr.data.manifest.reader.read`.
-        language: Of lines that name none.
+        language: Default language of lines.
 
     Raises:
         ValueError: It is no manifest, has no utterance, or a line is malformed.
@@ -61,8 +61,8 @@ def evaluate(
 
     Args:
         model: Decodes on its device; its training mode is restored.
-        tokenizer: Of this model.
-        cuts: With one supervision each.
+        tokenizer: Tokenizer of the model.
+        cuts: Cuts with one supervision each.
         normalizer: See `get_normalizer`. Only the counts depend on it.
         config: The default configuration by default.
         failures: Utterances of the set that are no cuts; see `openable_cuts`.
@@ -99,7 +99,7 @@ def evaluate(
 
 
 def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:
-    """The part of a set that one of ``world_size`` processes evaluates.
+    """Return the part of a set that one of ``world_size`` processes evaluates.
 
     Cuts are distributed in order of duration, so that all parts take about the same time;
     `effasr.evaluation.result.merge` joins the evaluations.

@@ -32,18 +32,18 @@ class ModelCard:
     """Content of README.md.
 
     Attributes:
-        name: Of the model.
+        name: Name of the model.
         loader: The class of transformers that loads it.
         parameters: Their number.
         languages: Codes of its output languages; empty if the tokenizer does not list them.
-        configuration: Of the model, as YAML.
+        configuration: Configuration of the model as YAML.
         own_tokenizer: Whether transformers can read its tokenizer.
         data: Names of the training sets.
         steps: Updates of its training.
         averaged: Number of averaged checkpoints.
         tested: Results of exactly these weights.
-        license: As named by the hub, such as ``cc-by-4.0``.
-        author: Of the model.
+        license: License name of the hub, such as ``cc-by-4.0``.
+        author: Author of the model.
     """
 
     name: str
@@ -157,7 +157,7 @@ def read_tested(run: Path, weights: Path) -> list[TestedSet]:
 
 
 def read_data(run: Path) -> list[str]:
-    """Names of a run's training sets: the last parts of their paths, which stay private."""
+    """Return names of a run's training sets: the last parts of their paths, which stay private."""
     path = run / "config.yaml"
     if not path.is_file():
         return []
@@ -169,7 +169,7 @@ def read_data(run: Path) -> list[str]:
 
 
 def is_replaceable(path: Path) -> bool:
-    """Whether a README.md may be overwritten: it is missing, or was written here."""
+    """Return whether a README.md may be overwritten: it is missing, or was written here."""
     return not path.exists() or MARK in path.read_text(encoding="utf-8", errors="replace")
 
 

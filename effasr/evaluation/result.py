@@ -23,12 +23,12 @@ class ScoredUtterance:
     """An utterance with its transcript.
 
     Attributes:
-        id: Of the cut.
-        group: Its language, or ``SOURCE->TARGET`` for a translation.
+        id: Id of the cut.
+        group: Language, or ``SOURCE->TARGET`` for a translation.
         reference: Text of the manifest.
         hypothesis: Text of the model.
         duration: Seconds.
-        errors: After normalisation of both texts.
+        errors: Word errors after normalisation of both texts.
         truncated: Whether the decoder reached its limit.
     """
 
@@ -48,8 +48,8 @@ class Evaluation:
     Attributes:
         normalizer: Name of the normaliser.
         utterances: All that were transcribed.
-        failures: Those that were not; they count in no rate.
-        seconds: Of the whole call, loading of audio included.
+        failures: Recordings that were not transcribed; they count in no rate.
+        seconds: Duration of the whole call, loading of audio included.
     """
 
     normalizer: str

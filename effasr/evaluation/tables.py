@@ -24,7 +24,7 @@ _WIDE = 10_000
 
 
 def report(evaluation: Evaluation, worst: int = 0) -> str:
-    """The table of error rates, the failures, and the ``worst`` utterances."""
+    """Return the table of error rates, the failures, and the ``worst`` utterances."""
     table, listed = wer_table(evaluation), worst_table(evaluation, worst)
     return f"{table}\n{listed}" if listed else table
 
@@ -59,7 +59,7 @@ def wer_table(evaluation: Evaluation) -> str:
 
 
 def worst_table(evaluation: Evaluation, count: int) -> str:
-    """The utterances with the most word errors, with their alignments."""
+    """Return the utterances with the most word errors, with their alignments."""
     lines = []
     normalize = get_normalizer(evaluation.normalizer)
     for utterance in evaluation.worst(count):
@@ -73,7 +73,7 @@ def worst_table(evaluation: Evaluation, count: int) -> str:
 
 
 def to_text(table: Table) -> str:
-    """A table without colours, one line per row."""
+    """Return a table without colours, one line per row."""
     file = io.StringIO()
     Console(file=file, width=_WIDE, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines() if line.strip())
@@ -86,5 +86,5 @@ def _cells(errors: ErrorCounts) -> list[str]:
 
 
 def percent(rate: float | None) -> str:
-    """A rate in percent; a dash where it is undefined."""
+    """Return a rate in percent; a dash where it is undefined."""
     return "-" if rate is None or math.isnan(rate) else f"{100 * rate:.2f}"

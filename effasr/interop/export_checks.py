@@ -1,4 +1,4 @@
-"""What an export cannot express, or leaves out."""
+"""Checks what an export cannot express or leaves out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def warn_about_parts(config: ModelConfig, exported: Collection[str], target: str
     """Warn about each part of a model that an export leaves out.
 
     Args:
-        config: Of the model.
+        config: Configuration of the model.
         exported: Fields of the configuration whose parts the exported model has.
         target: The class that is exported.
     """

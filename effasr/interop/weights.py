@@ -30,9 +30,9 @@ def export_weights(
     """Rename, split and reshape weights, or their gradients.
 
     Args:
-        state: Of the parts of an `ASRModel` that the other model has.
+        state: Weights of the parts of an `ASRModel` that the other model has.
         renames: Our names and theirs.
-        reorder: From our order of channels to theirs, where they differ.
+        reorder: Permutation from our order of channels to theirs, where they differ.
 
     Returns:
         Tensors on the CPU that share no memory with one another.
@@ -60,13 +60,13 @@ def import_weights(
     renames: Renames,
     reorder: Reorder | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The inverse of `export_weights`; floating-point tensors become float32.
+    """Return the inverse of `export_weights`; floating-point tensors become float32.
 
     Args:
-        weights: Those of the other model.
-        names: Of our model's weights. One that misses a piece is left out.
+        weights: Weights of the other model.
+        names: Names of our model's weights. One that misses a piece is left out.
         renames: Our names and theirs.
-        reorder: From their order of channels to ours, where they differ.
+        reorder: Permutation from their order of channels to ours, where they differ.
 
     Returns:
         Our weights, and those of the other model that are none of ours.
@@ -92,7 +92,7 @@ def import_weights(
 
 
 def weight_shapes(config: ModelConfig, vocab_size: int) -> dict[str, torch.Size]:
-    """The shapes of all weights of a model, by name."""
+    """Return the shapes of all weights of a model, by name."""
     with torch.device("meta"):
         state = ASRModel(config, vocab_size).state_dict()
     return {name: value.shape for name, value in state.items()}
@@ -108,8 +108,8 @@ def check_weights(
 
     Args:
         state: Our weights, and those of the file that are unknown here.
-        expected: From `weight_shapes`.
-        path: Of the file, for the message.
+        expected: Shapes from `weight_shapes`.
+        path: Path of the file, for the message.
         description: The file with the configuration.
 
     Raises:
@@ -132,7 +132,7 @@ def check_weights(
 
 
 def _their_names(name: str, renames: Renames) -> list[str]:
-    """The names of the pieces of a weight in the other framework."""
+    """Return the names of the pieces of a weight in the other framework."""
     table = next(pairs for prefix, pairs in renames.items() if name.startswith(prefix))
     names = [name]
     for ours, theirs in table:

@@ -31,7 +31,8 @@ from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
 from effasr.nn.stack import is_empty, skip_layers
 from effasr_kernels import PackedSequence, ctc_loss, linear_cross_entropy
 
-# Not the embeddings: the decoder, which ties its own to its output, and the predictors draw them.
+# Without the embeddings: the decoder, which ties its own to its output, and the predictors
+# initialize theirs.
 _RESETTABLE = (
     nn.Conv1d,
     nn.Conv2d,
@@ -176,8 +177,8 @@ class ASRModel(nn.Module):
         """Compute the losses of a batch.
 
         Args:
-            batch: On the model's device.
-            label_smoothing: Of the cross-entropy.
+            batch: Batch on the model's device.
+            label_smoothing: Label smoothing of the cross-entropy.
             guided_sigma: Width of the unpenalized diagonal of guided attention, as a share of the
                 utterance; None for no penalty.
 
@@ -185,7 +186,7 @@ class ASRModel(nn.Module):
             Sums, which the caller weights and divides by the counts of the whole step.
         """
         encoded = self.encode(batch)
-        # Through these, also layers are reached that have parameters only while they compute.
+        # Called through the module, so that sharded layers gather their parameters.
         passed = [encoded.values]
         cross_entropy = penalty = ctc = transducer = None
         is_speech = batch.source is None
@@ -218,8 +219,8 @@ class ASRModel(nn.Module):
         losses = gather_losses(
             batch, cross_entropy=cross_entropy, ctc=ctc, transducer=transducer, penalty=penalty
         )
-        # An operation on nothing may leave its weights out of the graph, but the processes of a
-        # group wait for the gradient of every parameter.
+        # An operation on an empty batch may leave its weights out of the graph, but the processes
+        # of a group wait for the gradient of every parameter.
         idle: list[Tensor] = list(self._idle(is_speech))
         if is_empty(batch.frames, batch.tokens.layout):
             idle = [*self.parameters(), *passed]
@@ -229,7 +230,7 @@ class ASRModel(nn.Module):
         return losses
 
     def _idle(self, is_speech: bool) -> Iterator[nn.Parameter]:
-        """The parameters that a batch of this kind does not use."""
+        """Yield the parameters that a batch of this kind does not use."""
         of_speech = self.encoder, self.ctc_head, self.transducer
         for module in (self.text_encoder,) if is_speech else of_speech:
             if module is not None:
@@ -288,7 +289,7 @@ class ASRModel(nn.Module):
         return self._decoder().logits(hidden)
 
     def ctc_logits(self, encoded: Tensor) -> Tensor:
-        """Logits of every token and, last, the blank: (T, C) to (T, V + 1)."""
+        """Return logits of every token and, last, the blank: (T, C) to (T, V + 1)."""
         if self.ctc_head is None:
             raise ValueError("`ctc` must be true for CTC scores, but this model has no CTC head.")
         return self.ctc_head(encoded)
@@ -312,7 +313,7 @@ class ASRModel(nn.Module):
         return self.decoder
 
     def projected(self, encoded: PackedSequence) -> PackedSequence:
-        """The encoder output in the width of the decoder."""
+        """Return the encoder output in the width of the decoder."""
         if self.projection is None:
             return encoded
         return encoded.with_values(self.projection(encoded.values))

@@ -12,7 +12,7 @@ from effasr.model.whisper_encoder import WhisperEncoderConfig
 
 
 def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
-    """Forward FLOPs of an utterance by its lengths, for planning.
+    """Return forward FLOPs of an utterance by its lengths, for planning.
 
     Matrix products and convolutions are counted, as by `torch.utils.flop_counter.FlopCounterMode`.
     The table of relative positions is not, as it does not grow with the utterance. All decoder
@@ -48,7 +48,7 @@ def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
 
 
 def text_cost_model(config: ModelConfig, vocab_size: int) -> CostModel | None:
-    """Forward FLOPs of a text pair, whose frames are the tokens of the text encoder.
+    """Return forward FLOPs of a text pair, whose frames are the tokens of the text encoder.
 
     None for a model without a text encoder; see `cost_model`.
     """
@@ -71,7 +71,7 @@ def text_cost_model(config: ModelConfig, vocab_size: int) -> CostModel | None:
 def recomputed_costs(
     config: ModelConfig, vocab_size: int, every: int, below: int = 0
 ) -> tuple[CostModel, CostModel | None]:
-    """FLOPs that activation checkpointing repeats for an utterance, and for a text pair.
+    """Return FLOPs that activation checkpointing repeats for an utterance, and for a text pair.
 
     The last product of a Transformer layer without dropout is not repeated: no gradient needs it.
 
@@ -114,12 +114,12 @@ def _difference(more: CostModel, less: CostModel) -> CostModel:
 
 
 def _more(layers: int, every: int) -> int:
-    """The number of layers, with the recomputed ones counted twice."""
+    """Return the number of layers, with the recomputed ones counted twice."""
     return layers + -(-layers // every)
 
 
 def subsampling_cost(config: ModelConfig) -> int:
-    """FLOPs per frame before the first encoder layer: features and convolutions."""
+    """Return FLOPs per frame before the first encoder layer: features and convolutions."""
     encoder, width, bins = config.encoder, config.encoder.width, config.features.mel_bins
     features = 2 * config.features.rows_per_frame * (config.features.n_fft // 2 + 1) * bins
     if isinstance(encoder, WhisperEncoderConfig):
@@ -134,7 +134,7 @@ def subsampling_cost(config: ModelConfig) -> int:
 
 
 def _encoder(config: ModelConfig) -> tuple[int, int]:
-    """FLOPs of features and encoder: per frame, and per pair of frames."""
+    """Return FLOPs of features and encoder: per frame, and per pair of frames."""
     encoder = config.encoder
     width = encoder.width
     if isinstance(encoder, WhisperEncoderConfig):
@@ -151,7 +151,7 @@ def _encoder(config: ModelConfig) -> tuple[int, int]:
 
 
 def _decoder(config: DecoderConfig, vocab_size: int) -> tuple[int, int, int, int]:
-    """FLOPs per frame, token, pair of tokens, and pair of a token and a frame."""
+    """Return FLOPs per frame, token, pair of tokens, and pair of a token and a frame."""
     width, layers, inner = config.width, config.layers, config.heads * config.head_width
     # Query, key, value and output of self-attention; query and output of cross-attention.
     projections = 2 * 6 * width * inner
@@ -163,7 +163,7 @@ def _decoder(config: DecoderConfig, vocab_size: int) -> tuple[int, int, int, int
 
 
 def predictor_cost(config: TransducerConfig) -> int:
-    """FLOPs per label, and for the row before the first."""
+    """Return FLOPs per label, and for the row before the first."""
     width = config.width
     projection = 2 * width * config.joint
     if config.predictor == "lstm":

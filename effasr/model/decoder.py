@@ -74,7 +74,7 @@ class Decoder(nn.Module):
         Args:
             tokens: int64 (U,).
             encoded: (T, width), as many sequences.
-            sigma: Of guided attention; None for no penalty.
+            sigma: Width of guided attention; None for no penalty.
 
         Returns:
             Hidden states (U, width), and the penalty of each token, averaged over layers and heads:
@@ -103,7 +103,7 @@ class Decoder(nn.Module):
         return self.norm(x), mean
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of every token: (..., width) to (..., V)."""
+        """Return logits of every token: (..., width) to (..., V)."""
         return F.linear(hidden, self.output_weight, self.output_bias)
 
     def likeliest(self, hidden: Tensor, classes: int | None = None) -> Tensor:
@@ -155,13 +155,13 @@ class Decoder(nn.Module):
         paged: bool | None = None,
         pages: tuple[int, int] | None = None,
     ) -> DecoderState:
-        """A state for sequences that start and end at different times; see `DecoderState`.
+        """Return a state for sequences that start and end at different times; see `DecoderState`.
 
         Args:
             sequences: The most at a time.
             max_tokens: Most tokens per sequence, at most ``config.max_positions``.
             max_frames: Most encoder frames per sequence.
-            paged: By default on a GPU, whose kernels read pages.
+            paged: Whether caches are paged; by default on a GPU, whose kernels read pages.
             pages: See `DecoderState`.
 
         Raises:
@@ -170,7 +170,7 @@ class Decoder(nn.Module):
         positions = self.config.max_positions
         rule = f"be in 1 to max_positions = {positions}"
         check(1 <= max_tokens <= positions, "max_tokens", rule, max_tokens)
-        weight = self._decoder_layers()[0].encoder_attn.kv_proj.weight
+        weight = self.decoder_layers()[0].encoder_attn.kv_proj.weight
         kind, dtype = weight.device.type, weight.dtype
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
@@ -192,7 +192,7 @@ class Decoder(nn.Module):
         One forward reads the first tokens of all of them.
 
         Args:
-            state: From `new_state`.
+            state: State from `new_state`.
             rows: The row of each.
             encoded: (T, width), as many sequences.
             read: The tokens that each has read before its first step; may be empty.
@@ -208,7 +208,7 @@ class Decoder(nn.Module):
         check(tokens.shape == (count,), "tokens", f"be ({count},)", tuple(tokens.shape))
         state.look()
         x = self.embed(tokens, state.positions)
-        for number, layer in enumerate(self._decoder_layers()):
+        for number, layer in enumerate(self.decoder_layers()):
             x = layer.step(x, state, number)
         state.advance()
         return self.norm(x)
@@ -234,25 +234,26 @@ class Decoder(nn.Module):
     def _keys_values(
         self, encoded: PackedSequence, read: Sequence[Sequence[int]], sizes: CacheSizes
     ) -> Iterator[Sequence[KeysValues]]:
-        """Keys and values of each layer for `DecoderState.admit`."""
+        """Yield keys and values of each layer for `DecoderState.admit`."""
         if not any(map(len, read)):
-            for layer in self._decoder_layers():
+            for layer in self.decoder_layers():
                 yield (layer.encoder_attn.keys_values(encoded.values),)
             return
         layout = sizes.layout([len(one) for one in read])
         tail = [0] * (layout.rows - layout.total)
         tokens = sizes.integers([*(token for one in read for token in one), *tail])
         x = self.embed(tokens, layout.positions())
-        *others, last = self._decoder_layers()
+        *others, last = self.decoder_layers()
         for layer in others:
             speech = layer.encoder_attn.keys_values(encoded.values)
             x, own = layer.read(x, layout, speech, encoded.layout)
             yield speech, own
-        # No step needs what the last layer makes of these tokens.
+        # No step needs the last layer's output for these tokens.
         own = last.self_attn.keys_values(last.input_layernorm(x))
         yield last.encoder_attn.keys_values(encoded.values), own
 
-    def _decoder_layers(self) -> list[DecoderLayer]:
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """The layers, in order."""
         return cast("list[DecoderLayer]", list(self.layers))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -263,8 +264,13 @@ class Decoder(nn.Module):
             x = self.embedding_layernorm(x)
         return F.dropout(x, self.config.input_dropout, self.training)
 
+    def position_table(self) -> Tensor:
+        """What `embed` adds to tokens at each position: (max_positions, width)."""
+        weight = self.embed_tokens.weight
+        return self._places(torch.arange(self.config.max_positions, device=weight.device))
+
     def _places(self, positions: Tensor) -> Tensor:
         if self.embed_positions is None:
             return decoder_sinusoids(positions, self.config.width)
-        # Past the last one there are only rows of no sequence.
+        # Positions past the last one belong to rows without a sequence.
         return self.embed_positions(positions.clamp(max=self.config.max_positions - 1))

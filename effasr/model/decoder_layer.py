@@ -26,12 +26,12 @@ class DecoderConfig:
     Attributes:
         width: Channels; even, at least 4.
         layers: Decoder layers.
-        heads: Of self- and cross-attention.
+        heads: Heads of self- and cross-attention.
         head_dim: Channels of a head; by default ``width / heads``.
         feed_forward: Channels inside a feed-forward network.
         max_positions: Most tokens of a sequence, the prompt included.
         positions: Canary's sinusoids, or a learned embedding, as Whisper's.
-        activation: Of the feed-forward networks; GELU is the exact one.
+        activation: Activation of the feed-forward networks; GELU is the exact one.
         embedding_norm: Whether a LayerNorm follows the embedding.
         bias: Whether the projections of attention have biases.
         key_bias: Whether the key projection has one, too.
@@ -39,10 +39,10 @@ class DecoderConfig:
         output_bias: Whether the output layer has a bias.
         suppress: Tokens that are never decoded, such as Whisper's for noises.
         begin_suppress: Tokens that no transcript begins with.
-        input_dropout: On the embedded tokens.
-        residual_dropout: On the output of each module, before it is added.
+        input_dropout: Dropout of the embedded tokens.
+        residual_dropout: Dropout of the output of each module, before it is added.
         activation_dropout: Inside the feed-forward networks.
-        attention_dropout: On attention weights.
+        attention_dropout: Dropout of attention weights.
     """
 
     width: int = 1024
@@ -140,7 +140,7 @@ class DecoderLayer(Layer):
             x: (U, width).
             layout: The sequences of ``x``.
             speech: Keys and values of the encoder output, from ``encoder_attn.keys_values``.
-            layout_speech: Its sequences.
+            layout_speech: The sequences of ``speech``.
 
         Returns:
             (U, width), and keys and values of the rows, for `step`.

@@ -48,11 +48,11 @@ class FastConformerConfig:
         scale_input: Multiply the input by the square root of the width.
         bias: Whether linear layers of attention and feed-forward have biases.
         convolution_bias: Whether layers of the convolution module have biases.
-        input_dropout: On the input of the first layer.
-        residual_dropout: On the output of each module, before it is added.
+        input_dropout: Dropout of the input of the first layer.
+        residual_dropout: Dropout of the output of each module, before it is added.
         activation_dropout: Inside the feed-forward networks.
-        attention_dropout: On attention weights.
-        position_dropout: On the embeddings of relative positions.
+        attention_dropout: Dropout of attention weights.
+        position_dropout: Dropout of the embeddings of relative positions.
         max_frames: Fixed reach of the table of relative positions, for a static shape; by default
             the longest utterance of the batch, rounded up.
     """
@@ -121,7 +121,8 @@ class _Context:
     Attributes:
         layout: The sequences, T rows.
         mask: bool (T, 1), True for real rows; None if there is no tail.
-        embeddings: Of the distances, (2 L - 1, width); None unless positions are relative.
+        embeddings: Embeddings of the distances, (2 L - 1, width); None unless positions are
+            relative.
     """
 
     layout: PackedLayout

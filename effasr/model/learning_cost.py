@@ -19,7 +19,7 @@ _FORWARD_AND_BACKWARD = 3
 
 
 def learning_cost(model: ASRModel) -> CostModel:
-    """A third of the FLOPs of a training step, of an utterance by its lengths.
+    """Return a third of the FLOPs of a training step, of an utterance by its lengths.
 
     For a model that is trained completely this is `effasr.model.cost.cost_model`, as the backward
     costs twice the forward. Otherwise the products for gradients of frozen weights, and everything
@@ -39,7 +39,7 @@ def learning_cost(model: ASRModel) -> CostModel:
 
 
 def learning_text_cost(model: ASRModel) -> CostModel | None:
-    """The same for a text pair; None for a model without a text encoder."""
+    """Return the same for a text pair; None for a model without a text encoder."""
     forward = text_cost_model(model.config, model.vocab_size)
     if forward is None or model.text_encoder is None or _learns(model, throughout=True):
         return forward
@@ -52,7 +52,7 @@ def learning_text_cost(model: ASRModel) -> CostModel | None:
 
 
 def unreached_layers(model: ASRModel) -> int:
-    """Number of first encoder layers that the backward does not reach."""
+    """Return the number of first encoder layers that the backward does not reach."""
     encoder = model.encoder
     before = [module for name, module in encoder.named_children() if name in _BEFORE_LAYERS]
     count = 0
@@ -62,13 +62,13 @@ def unreached_layers(model: ASRModel) -> int:
 
 
 class _Count:
-    """FLOPs that a backward leaves out, by what they grow with; adapters count negatively."""
+    """FLOPs that a backward omits, by the quantity they grow with; adapters count negatively."""
 
     def __init__(self) -> None:
         self.left: Counter[str] = Counter()
 
     def shared(self, forward: CostModel) -> CostModel:
-        """A third of the FLOPs of a step with this forward."""
+        """Return a third of the FLOPs of a step with this forward."""
         names = [field.name for field in fields(CostModel)]
         whole = {name: _FORWARD_AND_BACKWARD * getattr(forward, name) for name in names}
         return CostModel(
@@ -90,7 +90,7 @@ class _Count:
         Args:
             layer: All its products count, except those of `_APART`.
             reached: Whether something before it is trained.
-            kind: What its linear layers grow with.
+            kind: Quantity that its linear layers grow with.
             others: Products without weights, by what they grow with.
         """
         reached = reached or _learns(layer)
@@ -165,7 +165,7 @@ class _Count:
 
 
 _APART = ("relative_k_proj", "encoder_attn.kv_proj")
-"""Of a table that does not grow with the utterance, and of another sequence."""
+"""Projections of a table that does not grow with the utterance, and of another sequence."""
 
 _BEFORE_LAYERS = ("subsampling", "subsampling_norm", "stem", "embed_positions")
 """Parts of an encoder."""

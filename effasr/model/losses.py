@@ -73,6 +73,6 @@ def gather_losses(
 
 
 def _guided_rows(batch: Batch) -> Tensor:
-    """The counted targets of monotonic utterances: bool (U,)."""
+    """Return the counted targets of monotonic utterances: bool (U,)."""
     monotonic = torch.cat([batch.monotonic, batch.monotonic.new_zeros(1)])
     return (batch.targets != IGNORED) & monotonic[batch.tokens.layout.sequence_ids()]

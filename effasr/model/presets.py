@@ -31,7 +31,7 @@ PRESETS: dict[str, ModelConfig] = {
         replace(_ENCODER, width=512, feed_forward=2048, layers=17), replace(_DECODER, layers=4)
     ),
 }
-"""By name. Sizes, dropouts and SpecAugment are those of NVIDIA's Canary recipes."""
+"""Architectures by name, with the sizes, dropouts and SpecAugment of NVIDIA's Canary recipes."""
 
 PRESET_VOCABULARIES: dict[str, int] = {
     "canary_1b": 4_128,

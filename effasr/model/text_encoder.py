@@ -24,10 +24,10 @@ class TextEncoderConfig:
         heads: Attention heads; they divide the width.
         feed_forward: Channels inside a feed-forward network.
         bias: Whether the projections of attention have biases.
-        input_dropout: On the embedded tokens.
-        residual_dropout: On the output of each module, before it is added.
+        input_dropout: Dropout of the embedded tokens.
+        residual_dropout: Dropout of the output of each module, before it is added.
         activation_dropout: Inside the feed-forward networks.
-        attention_dropout: On attention weights.
+        attention_dropout: Dropout of attention weights.
     """
 
     layers: int = 6

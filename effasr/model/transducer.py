@@ -23,16 +23,16 @@ class TransducerConfig:
         predictor: ``lstm`` reads all labels so far, as in published models; ``stateless`` the last
             ``context`` of them, which is cheaper and often as accurate.
         width: Channels of the predictor.
-        layers: Of the LSTM; unused by ``stateless``.
+        layers: Layers of the LSTM; unused by ``stateless``.
         context: Labels that ``stateless`` reads; unused by ``lstm``.
         joint: Channels in which encoder and predictor are added.
-        activation: On the sum.
+        activation: Activation of the sum.
         fastemit: Lambda of FastEmit, which makes labels earlier; 0 for none.
         durations: Frames that a symbol may last, such as [0, 1, 2, 3, 4], for a token-and-duration
             transducer (TDT), which predicts how many to skip; null for a plain one (RNN-T).
         sigma: Under-normalizes the symbols of a TDT in training, so that it skips more; usually
             0.02 to 0.05.
-        dropout: On the embedded labels, and on the output of the LSTM.
+        dropout: Dropout of the embedded labels and of the output of the LSTM.
     """
 
     predictor: Literal["lstm", "stateless"] = "lstm"
@@ -140,7 +140,7 @@ class Transducer(nn.Module):
         return self.predictor_projection(predicted), state
 
     def logits(self, frames: Tensor, predicted: Tensor) -> Tensor:
-        """Logits of every label, then the blank, then every duration.
+        """Return logits of every label, then the blank, then every duration.
 
         Args:
             frames: (..., J), from ``encoder_projection``.

@@ -38,10 +38,10 @@ class WhisperEncoderConfig:
         positions: Whisper's sinusoids, or a learned table that is initialized with them.
         max_frames: Most frames of an utterance, 20 ms each; longer ones are dropped in training and
             split in transcription.
-        input_dropout: On the input of the first layer.
-        residual_dropout: On the output of each module, before it is added.
+        input_dropout: Dropout of the input of the first layer.
+        residual_dropout: Dropout of the output of each module, before it is added.
         activation_dropout: Inside the feed-forward networks.
-        attention_dropout: On attention weights.
+        attention_dropout: Dropout of attention weights.
     """
 
     kind: Literal["transformer"] = _KIND
@@ -164,6 +164,6 @@ class WhisperEncoder(nn.Module):
 
 
 def _product(rows: Tensor, conv: nn.Conv1d) -> Tensor:
-    """A convolution of rows beside their neighbours, (R, 3 C in) to (R, C out)."""
+    """Return a convolution of rows beside their neighbours, (R, 3 C in) to (R, C out)."""
     # A linear layer for autocast; taps come before channels.
     return F.linear(rows, conv.weight.transpose(1, 2).flatten(1), conv.bias)

@@ -39,14 +39,14 @@ class JoinedLinear(Linear):
 
 
 def joined_linear(width: int, size: int, biased: Sequence[bool]) -> nn.Linear:
-    """A `JoinedLinear`, or a plain layer where all layers have a bias or none has."""
+    """Return a `JoinedLinear`, or a plain layer where all layers have a bias or none has."""
     if all(biased) or not any(biased):
         return Linear(width, len(biased) * size, bias=all(biased))
     return JoinedLinear(width, size, biased)
 
 
 def whole_bias(layer: nn.Linear) -> Tensor | None:
-    """The bias of a layer, with zeros for parts without one: (out,), or None."""
+    """Return the bias of a layer, with zeros for parts without one: (out,), or None."""
     biased, bias = getattr(layer, "biased", None), layer.bias
     if biased is None or bias is None:
         return bias

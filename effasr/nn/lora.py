@@ -34,13 +34,13 @@ _READ_ELSEWHERE = ("ctc_head", "encoder.subsampling.linear", "transducer.output"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoRAConfig:
-    """Which layers get adapters, and their rank.
+    """Adapted layers and the rank of their adapters.
 
     Attributes:
         rank: r, of each adapter; queries, keys and values share one, as they are one matrix here.
         alpha: The adapter's output is multiplied by ``alpha / rank``.
         rslora: Multiply by ``alpha / sqrt(rank)`` instead, so that higher ranks learn as fast.
-        dropout: On the adapter's input.
+        dropout: Dropout of the adapter's input.
         targets: Patterns of linear layers to adapt, such as ``decoder.*``; null for all projections
             of attention and feed-forward networks.
         also_train: Patterns of other parameters to train, such as ``*norm*`` or ``ctc_head``.
@@ -92,7 +92,7 @@ class LoRALinear(nn.Linear):
         self.dropout = config.dropout
         self.lora_a = nn.Parameter(base.weight.new_empty(config.rank, base.in_features))
         self.lora_b = nn.Parameter(base.weight.new_zeros(base.out_features, config.rank))
-        # A tensor, so that a file of weights has it; float32 holds any such number well enough.
+        # A tensor, so that it is saved with the weights; float32 is precise enough.
         self.register_buffer("lora_scale", base.weight.new_tensor(config.scale))
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
 
@@ -102,7 +102,7 @@ class LoRALinear(nn.Linear):
         if self.lora_a is None or self.lora_b is None or self.lora_scale is None:
             return y
         dropped = F.dropout(input, self.dropout, self.training)
-        # The scale goes where there are fewest numbers.
+        # The scale is applied to the smallest tensor.
         return y + linear(linear(dropped, self.lora_a) * self.lora_scale, self.lora_b)
 
 
@@ -134,7 +134,7 @@ def adapt(model: nn.Module, config: LoRAConfig) -> None:
 
 
 def adapters(model: nn.Module) -> list[LoRALinear]:
-    """The layers with adapters."""
+    """Return the layers with adapters."""
     return [module for module in model.modules() if isinstance(module, LoRALinear)]
 
 
@@ -152,7 +152,7 @@ def merged(model: nn.Module) -> Iterator[None]:
                 continue
             with torch.no_grad():
                 kept.append((module, a, b, scale, module.weight.clone()))
-                # In place, for what is derived from weights asks for their version.
+                # In place, because derived weights are checked by version.
                 module.weight.copy_(_sum(module.weight, a, b, scale))
             module.lora_a = module.lora_b = module.lora_scale = None
         yield
@@ -165,7 +165,7 @@ def merged(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def without_adapters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict with adapters merged into the weights."""
+    """Return a state dict with adapters merged into the weights."""
     plain = dict(state)
     for name in state:
         layer, _, part = name.rpartition(".")

@@ -72,7 +72,7 @@ class BatchNorm(nn.Module):
             return (_wide(x) * scale + (self.bias - self.running_mean * scale)).to(x.dtype)
         count = layout.cu_seqlens[-1].to(_wide(x).dtype)
         mean, variance = _statistics(x, mask, count) if statistics is None else statistics
-        # The compiler leaves the update out by itself where it computes again.
+        # In its own recomputation the compiler omits the update.
         if torch.compiler.is_compiling() or not is_recomputing():
             self._update(mean, variance, count)
         return _Normalise.apply(  # type: ignore[return-value]
@@ -81,7 +81,7 @@ class BatchNorm(nn.Module):
 
     @torch.no_grad()
     def _update(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        # A batch without a real row teaches nothing: its weight is 0.
+        # A batch without a real row has the weight 0.
         share = self.momentum * (count > 0)
         unbiased = variance * (count / (count - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
@@ -97,7 +97,7 @@ def _statistics(x: Tensor, mask: Tensor | None, count: Tensor) -> tuple[Tensor, 
 
 
 class _Normalise(Function):
-    """Scale and shift by statistics of x itself; the backward knows that they are."""
+    """Scale and shift by the statistics of x; the backward includes their gradient."""
 
     @staticmethod
     def forward(

@@ -31,7 +31,7 @@ class StatelessPredictor(nn.Module):
             vocab_size: V; the start symbol has index V.
             width: P, channels.
             context: Number of labels that are read, at least 1.
-            dropout: On the embedded labels.
+            dropout: Dropout of the embedded labels.
         """
         super().__init__()
         self.start_id, self.context, self.dropout = vocab_size, context, dropout
@@ -61,7 +61,7 @@ class StatelessPredictor(nn.Module):
         return F.relu(depthwise_conv(x, self.taps, rows, causal=True))
 
     def begin(self, count: int) -> PredictorState:
-        """The state of ``count`` sequences before the start symbol; -1 is no label."""
+        """Return the state of ``count`` sequences before the start symbol; -1 is no label."""
         seen = count, self.context - 1
         return (torch.full(seen, -1, device=self.taps.device),)
 
@@ -70,7 +70,7 @@ class StatelessPredictor(nn.Module):
 
         Args:
             labels: int64 (N,).
-            state: Of N sequences.
+            state: State of N sequences.
 
         Returns:
             (N, P), and the next state.
@@ -144,6 +144,6 @@ def after_start(labels: Tensor, layout: PackedLayout, start_id: int) -> Tensor:
     starts = rows.cu_seqlens.long()[sequences]
     row = torch.arange(rows.rows, device=labels.device)
     padded = F.pad(labels, (1, 0), value=start_id)
-    # Of sequence n, row r > 0 of the longer layout is label r - n - 1, so r - n of the padded ones.
+    # In sequence n, row r > 0 of the longer layout is label r - n - 1, so r - n of the padded ones.
     is_label = (row > starts) & rows.mask()
     return padded[(row - sequences).where(is_label, 0)]

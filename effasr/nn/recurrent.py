@@ -1,4 +1,4 @@
-"""LSTM layers that start anew in the middle of a row, as one node of a compiled graph.
+"""LSTM layers with resets inside a row, as one node of a compiled graph.
 
 Torch's own LSTM can do neither: it has no resets, and a compiler unrolls it step by step.
 """
@@ -17,8 +17,8 @@ from torch.utils.flop_counter import register_flop_formula
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.torch_op import recording
 
-_SHUT = -1e4
-"""Added to a gate, it makes the sigmoid exactly 0, and its gradient too, in every dtype."""
+_CLOSED_GATE = -1e4
+"""Added to a gate's input, it makes the sigmoid and its gradient exactly 0 in every dtype."""
 
 
 def lstm(x: Tensor, resets: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -35,8 +35,8 @@ def lstm(x: Tensor, resets: Tensor, weights: Sequence[Tensor]) -> Tensor:
     Args:
         x: (B, S, C), floating point, C the width of the first layer.
         resets: bool (B, S).
-        weights: Of each layer ``weight_ih`` (4P, C), ``weight_hh`` (4P, P), ``bias_ih`` (4P,) and
-            ``bias_hh`` (4P,), gates in the order i, f, g, o.
+        weights: Weights of each layer: ``weight_ih`` (4P, C), ``weight_hh`` (4P, P), ``bias_ih``
+            (4P,) and ``bias_hh`` (4P,), gates in the order i, f, g, o.
 
     Returns:
         h of the last layer, (B, S, P).
@@ -82,26 +82,26 @@ class LSTM(nn.Module):
         return lstm(x, resets, self.weights())
 
     def step(self, x: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One step: x (N, P), h and c (layers, N, P) to (N, P) and the next h and c."""
+        """Compute one step: x (N, P), h and c (layers, N, P) to (N, P) and the next h and c."""
         x, hidden, cell, *weights = checks.under_autocast(x, hidden, cell, *self.weights())
         out, hidden, cell = _layers(x[:, None], hidden, cell, weights)
         return out[:, 0], hidden, cell
 
     def weights(self) -> list[Tensor]:
-        """The weights as `lstm` takes them."""
+        """Return the weights as `lstm` takes them."""
         return [getattr(self, f"{part}_l{n}") for n in range(self.layers) for part in _SHAPES]
 
 
 _SHAPES = {"weight_ih": (4, 1), "weight_hh": (4, 1), "bias_ih": (4,), "bias_hh": (4,)}
-"""Of the parameters of a layer, in units of the width."""
+"""Shapes of a layer's parameters, in units of the width."""
 
 
 def _run(x: Tensor, shut: Tensor, weights: Sequence[Tensor]) -> Tensor:
     for layer in range(0, len(weights), 4):
         w_ih, w_hh, b_ih, b_hh = weights[layer : layer + 4]
         width = w_hh.shape[1]
-        # One more input, which is 1 at a reset and shuts the gates i, f and o.
-        column = w_ih.new_full((4, width), _SHUT)
+        # An additional input, which is 1 at a reset and closes the gates i, f and o.
+        column = w_ih.new_full((4, width), _CLOSED_GATE)
         column[2] = 0
         params = [torch.cat([w_ih, column.view(-1, 1)], 1), w_hh, b_ih, b_hh]
         start = x.new_zeros(1, x.shape[0], width)
@@ -112,7 +112,7 @@ def _run(x: Tensor, shut: Tensor, weights: Sequence[Tensor]) -> Tensor:
 def _layers(
     x: Tensor, hidden: Tensor, cell: Tensor, weights: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Torch's LSTM, with all in one dtype already."""
+    """Run torch's LSTM; all tensors have one dtype already."""
     with torch.autocast(x.device.type, enabled=False):
         return torch.lstm(
             x,
@@ -144,7 +144,7 @@ def _forward(x: Tensor, shut: Tensor, weights: list[Tensor]) -> Tensor:
 
 
 def _backward(grad: Tensor, x: Tensor, shut: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    """Repeat the forward with autograd, and differentiate it."""
+    """Repeat the forward with autograd and differentiate it."""
     with recording():
         leaves = [tensor.detach().requires_grad_() for tensor in (x, *weights)]
         found = torch.autograd.grad(_run(leaves[0], shut, leaves[1:]), leaves, grad)
@@ -170,7 +170,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, list[Tensor]]:
 
 
 def _flops(x: Tensor, shut: Tensor, weights: list[Tensor], out_val: Any = None) -> int:
-    """Count every slot, free ones included, as they are computed."""
+    """Count every slot, including free ones, which are computed too."""
     slots = x.shape[0] * x.shape[1]
     return 2 * slots * sum(weight.numel() for weight in weights if weight.ndim > 1)
 

@@ -17,7 +17,7 @@ from effasr.nn.parameters.sharded import is_sharded_tensor
 from effasr.nn.parameters.unused import touch_unused_parameters
 from effasr_kernels import PackedLayout, PackedSequence
 
-# Of the thread, for autograd computes again in its own.
+# Per thread, because autograd recomputes in a thread of its own.
 _here = threading.local()
 
 
@@ -47,8 +47,8 @@ def checkpointed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     def compute(self: Layer, *args: Any) -> Any:
         if not (self.is_checkpointed and torch.is_grad_enabled() and _is_reached(self, args)):
             return forward(self, *args)
-        # The compiler takes no contexts, and needs none: of what it computes again, it leaves out
-        # all that changes a buffer.
+        # The compiler does not support contexts and needs none: in its own recomputation it omits
+        # everything that changes a buffer.
         options: Any = (
             {}
             if torch.compiler.is_compiling()
@@ -58,7 +58,7 @@ def checkpointed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @cache
     def compiled() -> Callable[..., Any]:
-        # One for all layers, which differ by their weights alone.
+        # One compiled function for all layers, which differ only in their weights.
         return torch.compile(compute, fullgraph=True, dynamic=False)
 
     @wraps(forward)
@@ -87,7 +87,7 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def is_recomputing() -> bool:
-    """Whether this forward is a recomputation of an earlier one."""
+    """Return whether this forward is a recomputation of an earlier one."""
     return getattr(_here, "depth", 0) > 0
 
 
@@ -117,9 +117,9 @@ def run_layers(
 
     Args:
         layers: Called as ``layer(x, *args)``.
-        name: Of the profiler ranges.
+        name: Name of the profiler ranges.
         x: The input.
-        layout: Its sequences.
+        layout: The sequences of ``x``.
         args: Further arguments.
     """
     if is_empty(layout) and is_sharded(layers):
@@ -131,12 +131,12 @@ def run_layers(
 
 
 def is_empty(*layouts: PackedLayout) -> bool:
-    """Whether the host knows that a batch has no row in one of its layouts."""
+    """Return whether the host knows that a batch has no row in one of its layouts."""
     return all(layout.known_on_host for layout in layouts) and 0 in [x.total for x in layouts]
 
 
 def _is_reached(layer: nn.Module, inputs: Iterable[Any]) -> bool:
-    """Whether the backward reaches a layer: it, or something before it, is trained."""
+    """Return whether the backward reaches a layer: it, or something before it, is trained."""
     values = [x.values if isinstance(x, PackedSequence) else x for x in inputs]
     tensors = [x for x in values if isinstance(x, Tensor)]
     return any(x.requires_grad for x in (*tensors, *layer.parameters()))

@@ -43,7 +43,7 @@ class ConvSubsampling(nn.Module):
             mel.lengths,
             rows_per_slot=self.factor,
         )
-        # What the two products make of rows that are not real is not seen by the next convolution.
+        # The products at padding rows are finite and not read by the next convolution.
         x = self.pointwise1(x).relu_()
         if self.factor == 8:
             quarter = (mel.lengths + 3) // 4

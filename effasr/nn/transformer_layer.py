@@ -37,12 +37,12 @@ class TransformerLayer(Layer):
             width: Channels of input and output.
             heads: Attention heads; they divide the width.
             feed_forward: Channels inside the feed-forward network.
-            activation: Of the feed-forward network.
+            activation: Activation of the feed-forward network.
             bias: Whether the projections of attention have biases.
             key_bias: Whether the key projection has one.
-            residual_dropout: On the output of each module, before it is added.
+            residual_dropout: Dropout of the output of each module, before it is added.
             activation_dropout: Inside the feed-forward network.
-            attention_dropout: On attention weights.
+            attention_dropout: Dropout of attention weights.
         """
         super().__init__()
         self.dropout = residual_dropout

@@ -22,24 +22,24 @@ class OptimizerConfig:
     """AdamW, or LAMB.
 
     Attributes:
-        name: ``adamw``, or ``lamb``, whose updates are as long as the weights they are added to,
-            for large batches: see `effasr.optim.lamb`. It waits for the device once a step.
+        name: ``adamw``, or ``lamb`` for large batches, which scales an update to the norm of the
+            weights: see `effasr.optim.lamb`. LAMB synchronizes with the device once a step.
         lr: Peak learning rate; the schedule multiplies it.
-        lr_scaling: What becomes of ``lr`` with k times the reference batch: ``none``: nothing.
-            ``linear``: k times it. ``sqrt``: the square root of k times it, the rule for Adam.
-        lr_reference_micro_batches: The reference batch: the micro-batches of a step, over all
-            ranks, that ``lr`` and the schedule were chosen for.
-        adascale: Learning rate and progress by the noise of the gradient; null for none.
+        lr_scaling: Rule for k times the reference batch: ``none`` keeps ``lr``; ``linear``
+            multiplies it by k; ``sqrt``, the rule for Adam, by the square root of k.
+        lr_reference_micro_batches: Micro-batches of a step, over all ranks, that ``lr`` and the
+            schedule were chosen for.
+        adascale: Scaling of learning rate and progress by the noise of the gradient; null for none.
             ``training.max_steps`` and the schedule then count reference steps, of which a step is
             worth one or more, so that the run ends after fewer steps.
         betas: Decay of the first and second moments.
         eps: Added to the root of the second moment.
-        weight_decay: Decoupled, multiplied by the learning rate; of ``lamb``, a part of the update
-            before its length is set.
+        weight_decay: Decoupled weight decay, multiplied by the learning rate; with ``lamb`` it is
+            part of the update before that is scaled.
         exempt: Kinds of parameters without weight decay: ``biases``, ``norms``, ``embeddings``.
         implementation: ``torch``: fused AdamW of PyTorch, and LAMB of ``pytorch_optimizer``.
             ``apex``: FusedAdam and FusedLAMB of NVIDIA's apex, CUDA only, and not with fsdp2.
-            ``auto``: apex where it can be.
+            ``auto``: apex where it can be used.
     """
 
     name: Literal["adamw", "lamb"] = "adamw"
@@ -100,10 +100,10 @@ def build_adamw(
     """Build the optimizer from the groups of `parameter_groups`.
 
     Raises:
-        ValueError: ``apex`` is asked for, but cannot be used; the message says why.
+        ValueError: ``apex`` is requested but cannot be used; the message gives the reason.
     """
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    reason = why_not_apex(device, sharded=has_sharded(groups))
+    reason = apex_unsupported_reason(device, sharded=has_sharded(groups))
     if config.implementation == "apex" and reason is not None:
         raise ValueError(f"`implementation` must not be 'apex' here: {reason}. Use 'auto'.")
     if config.implementation != "torch" and reason is None:
@@ -117,12 +117,12 @@ def has_sharded(groups: Sequence[dict[str, Any]]) -> bool:
     return any(isinstance(p, DTensor) for group in groups for p in group["params"])
 
 
-def why_not_apex(
+def apex_unsupported_reason(
     device: torch.device, module: str = "fused_adam.py", *, sharded: bool = False
 ) -> str | None:
-    """Return the reason why NVIDIA's apex cannot be used, or None, without importing it."""
+    """Return the reason why NVIDIA's apex cannot be used, or None; apex is not imported."""
     if sharded:
-        return "apex knows no sharded parameters, as of training.strategy fsdp2"
+        return "apex does not support sharded parameters, as of training.strategy fsdp2"
     if device.type != "cuda":
         return f"apex needs a GPU, and the device is {device.type}"
     spec = importlib.util.find_spec("apex")
@@ -130,14 +130,14 @@ def why_not_apex(
         return "apex is not installed"
     folders = spec.submodule_search_locations or []
     if not any((Path(folder) / "optimizers" / module).is_file() for folder in folders):
-        return "the installed `apex` is another package of that name (PyPI's), not NVIDIA's"
+        return "the installed `apex` is PyPI's package of that name, not NVIDIA's"
     if importlib.util.find_spec("amp_C") is None:
         return "NVIDIA's apex is installed without its CUDA extensions"
     return None
 
 
 def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load moments and counts of a saved ``state_dict``, but not its settings.
+    """Load moments and step counts of a saved ``state_dict``, but not its settings.
 
     PyTorch's ``load_state_dict`` alone would restore the learning rate, betas, epsilon and weight
     decay of the time of saving, whatever the configuration says now.
@@ -177,7 +177,7 @@ def apply_update(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
     optimizer costs one wait for the device.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
-        # The protocol by which torch.amp.GradScaler hands its verdict to a fused optimizer.
+        # The protocol by which torch.amp.GradScaler passes infinities to a fused optimizer.
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         optimizer.step()
@@ -186,7 +186,7 @@ def apply_update(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
 
 
 def initialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the moments, which an optimizer creates at its first update, as zeros."""
+    """Create the moments as zeros; an optimizer would create them at its first update."""
     groups: Sequence[dict[str, Any]] = optimizer.param_groups
     parameters = [p for group in groups for p in group["params"] if p.requires_grad]
     if all(parameter in optimizer.state for parameter in parameters):
@@ -195,7 +195,7 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = torch.zeros_like(parameter)
     apply_update(optimizer, torch.zeros((), dtype=torch.bool, device=parameters[0].device))
     if parameters[0] not in optimizer.state:
-        # An optimizer that cannot skip an update on the device.
+        # For an optimizer that cannot skip an update on the device.
         set_learning_rate(optimizer, 0.0)
         optimizer.step()
     optimizer.zero_grad()

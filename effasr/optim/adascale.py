@@ -1,8 +1,8 @@
 """AdaScale: the gain of a large batch, measured while training (Johnson et al. 2020).
 
-A step on S times the reference batch is worth between 1 and S reference steps: 1 where the gradient
-has no noise, so that more data add nothing, and S where it is all noise. This *gain* multiplies the
-learning rate, and the schedule advances by it.
+A step on S times the reference batch is worth between 1 and S reference steps: 1 if the gradient
+    has no noise, so that more data add nothing, and S if it is all noise. This *gain* multiplies
+    the learning rate, and the schedule advances by it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaScaleConfig:
-    """Learning rate and progress by the noise of the gradient.
+    """Scales learning rate and progress by the noise of the gradient.
 
     Attributes:
-        scale: S, by how much the batch is larger than that which the learning rate and the
-            schedule were chosen for; null for the micro-batches of a step divided by
+        scale: S, ratio of the batch to that which the learning rate and the schedule were chosen
+            for; null for the micro-batches of a step divided by
             ``optimizer.lr_reference_micro_batches``.
         smoothing: Part of the old averages of variance and square that a step keeps, in [0, 1);
             the first steps have the plain mean. null for the paper's ``max(1 - scale / 1000, 0)``.
@@ -48,7 +48,7 @@ class Reading(Protocol):
     """Values that are being copied to the host."""
 
     def read(self) -> list[float]:
-        """Wait for them, but for nothing that was queued since."""
+        """Wait for them, but not for work queued since."""
         ...
 
 
@@ -66,12 +66,12 @@ class AdaScale:
     over steps, and the gain is (S V + M) / (V + M). The norm |g| is that before clipping.
 
     Args:
-        parameters: Of the model; hooks are put on those that are trained.
+        parameters: Parameters of the model; hooks are put on the trained ones.
         config: Smoothing and power.
         scale: S.
-        factor: By which gradients are multiplied in the backward, and divided in the exchange.
-        device: Of the parameters.
-        copy: Starts a copy to the host.
+        factor: Factor of gradients in the backward, which the all-reduce divides out.
+        device: Device of the parameters.
+        copy: Starts a copy of a tensor to the host.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class AdaScale:
         self._smoothing = default if config.smoothing is None else config.smoothing
         self._factor = factor
         self._copy = copy
-        # Written in place, so that a recorded CUDA graph writes to it as well.
+        # Written in place, so that a CUDA graph writes to the same address.
         self.square = torch.zeros((), device=device)
         self._sums = torch.zeros(2, device=device)
-        # Averages of V and M, over how many steps, and the progress.
+        # Averages of V and M, their number of steps, and the progress.
         self._state = torch.zeros(4, dtype=torch.float64, device=device)
         self._reading: Reading | None = None
         self._progress = 0.0
@@ -107,7 +107,7 @@ class AdaScale:
 
     @contextmanager
     def sample(self, targets: float) -> Iterator[None]:
-        """Measure the backward in the block as a sample with so many targets."""
+        """Measure the backward in the block as a sample with this number of targets."""
         self.square.zero_()
         yield
         if targets:
@@ -116,7 +116,7 @@ class AdaScale:
 
     @property
     def sums(self) -> Tensor:
-        """Of this rank, float32 (2,): sum over samples of |g_k|^2 per target, and their number."""
+        """This rank's float32 (2,): sum over samples of |g_k|^2 per target, and their number."""
         return self._sums
 
     def update(
@@ -128,7 +128,7 @@ class AdaScale:
             sums: `sums` of all ranks, added up.
             targets: Targets of the step, ().
             norm: Norm of the gradient before clipping, ().
-            made: Bool (): whether the update will be made; progress counts no other.
+            made: Bool (): whether the update will be made; others do not count as progress.
             seen: Bool (): whether the samples are complete. If not, the gain is that of the
                 averages so far.
 
@@ -141,10 +141,10 @@ class AdaScale:
         v = ((total - squared_norm) / (samples - 1)).clamp(min=0)
         m = (squared_norm - v).clamp(min=0)
         usable = made & seen & (samples > 1)
-        # Where there is nothing to be taken in, nothing is kept of the values either: 0/0.
+        # Where a step is not included, its values are replaced too: they may be 0/0.
         v, m = torch.where(usable, v, variance), torch.where(usable, m, square)
         count = count + usable
-        # The plain mean, until it would keep more than the smoothing says.
+        # The plain mean until its decay exceeds the smoothing.
         keep = (1 - 1 / count.clamp(min=1)).clamp(max=self._smoothing)
         variance, square = torch.lerp(v, variance, keep), torch.lerp(m, square, keep)
         noise = torch.where(count > 0, variance, 0.0)
@@ -157,14 +157,14 @@ class AdaScale:
 
     @property
     def reading(self) -> Reading:
-        """Gain, progress and factor of the learning rate of the newest step."""
+        """Return gain, progress and factor of the learning rate of the newest step."""
         if self._reading is None:
             raise RuntimeError("`update` must come before `reading`.")
         return self._reading
 
     @property
     def progress(self) -> float:
-        """Progress in reference steps, as `advance` last read it."""
+        """Progress in reference steps, as last read by `advance`."""
         return self._progress
 
     def advance(self) -> float:
@@ -185,7 +185,7 @@ class AdaScale:
         self._reading = self._copy(values)
 
     def begin_at(self, step: int) -> None:
-        """Count the steps of a run that had no AdaScale as reference steps."""
+        """Count the steps of a run without AdaScale as reference steps."""
         self.load_state_dict({"averages": [0.0, 0.0, 0.0, float(step)], "progress": float(step)})
 
     def _see(self, gradient: Tensor) -> None:

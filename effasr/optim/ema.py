@@ -14,12 +14,12 @@ class WeightAverage:
 
     An update on k times the reference batch stands for k reference updates, and keeps ``decay **
     k`` of the old average (Busbridge et al. 2023). The decay after n reference updates is
-    ``min(decay, (1 + n) / (10 + n))``, so that the first steps are soon forgotten.
+    ``min(decay, (1 + n) / (10 + n))``, so that the first steps have little weight.
 
     Args:
-        model: Its parameters at this moment are the first average.
-        decay: Part of the old average that a reference update keeps, in (0, 1).
-        scale: k.
+        model: Model whose present parameters are the first average.
+        decay: Share of the old average that a reference update keeps, in (0, 1).
+        scale: Ratio k of the batch to the reference batch.
     """
 
     def __init__(self, model: nn.Module, decay: float, scale: float = 1.0) -> None:
@@ -44,7 +44,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Give the model the averaged weights in the block."""
+        """Swap the averaged weights into the model in the block."""
         self._exchange()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Which parameters weight decay applies to."""
+"""Parameter groups with and without weight decay."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def parameter_groups(
     ``model.named_parameters()``, so it is the same in every process.
 
     Args:
-        model: Its parameters that require a gradient are split.
+        model: Model whose trained parameters are split.
         weight_decay: Weight decay of the first group; that of the second is 0.
-        exempt: Kinds of parameters to leave out: ``biases`` (named ``bias``, ``..._bias``, or as
+        exempt: Kinds of parameters without weight decay: ``biases`` (named ``bias``, ``..._bias``,
+            or as
             those of torch's LSTM, ``bias_ih...`` and ``bias_hh...``), ``norms`` (of a module whose
             class is named ``...Norm...``), ``embeddings``.
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """How the learning rate moves between zero and its peak.
+    """Learning rate between zero and its peak over the steps of a run.
 
     Attributes:
         name: ``inverse_sqrt``: falls as one over the square root of the updates since the
@@ -17,8 +17,8 @@ class ScheduleConfig:
             ``flat_cosine``: stays at the peak up to ``flat_fraction`` of all steps, then as
             ``cosine``.
         warmup_steps: Updates over which the rate rises linearly from zero to its peak.
-        flat_fraction: Part of ``max_steps`` after which ``flat_cosine`` begins to fall.
-        min_ratio: The floor, as a part of the peak.
+        flat_fraction: Share of ``max_steps`` after which ``flat_cosine`` begins to fall.
+        min_ratio: Floor of the learning rate as a fraction of the peak.
     """
 
     name: Literal["inverse_sqrt", "cosine", "flat_cosine"] = "inverse_sqrt"

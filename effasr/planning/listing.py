@@ -26,31 +26,31 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.planning.tables import MOST_TOKENS, Row, is_number, read_durations, read_table
 
 PROMPT_TOKENS = 5
-"""Tokens before the text: those of the prompts that `effasr tokenizer` makes."""
+"""Default number of tokens before the text, as in the prompts of `effasr tokenizer`."""
 BYTES_PER_TOKEN = 3
-"""Of a text, where there is no tokenizer: about that of 1,000 pieces of English, and of Chinese,
-where a token is a character of three bytes."""
+"""Estimate without a tokenizer: about that of 1,000 pieces of English, and of Chinese, where a
+token is a character of three bytes."""
 TOKENS_PER_SECOND = 3.6
-"""Where nothing but durations is known: that of LibriSpeech and Earnings-22 with 5,000 pieces."""
+"""Estimate where only durations are known: LibriSpeech and Earnings-22 with 5,000 pieces."""
 
 _Place = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listing:
-    """Utterances as lists give them, at every speed, before any is dropped for its length.
+    """Utterances of lists at every speed, before any is dropped for its length.
 
     Attributes:
         paths: The lists.
-        places: int32 (n, 2), for each utterance the list, by its number, and the line in it.
-        names: Names of the utterances; None where the list has none.
+        places: int32 (n, 2), index of the list and line number of each utterance.
+        names: Names of the utterances; None for an utterance without one.
         seconds: float64 (n,), durations.
         texts: int64 (n,), tokens of the texts.
         prompts: int64 (n,), tokens of the prompts.
-        by_text: How many of ``texts`` are estimated from characters.
-        by_duration: How many are estimated from durations.
-        dropped: What was left out for its text or its audio.
-        speeds: At which every utterance is listed.
+        by_text: Number of ``texts`` estimated from characters.
+        by_duration: Number of ``texts`` estimated from durations.
+        dropped: Utterances dropped for their text or audio.
+        speeds: Speeds at which every utterance is listed.
     """
 
     paths: tuple[str, ...]
@@ -68,7 +68,7 @@ class Listing:
         return len(self.seconds)
 
     def name(self, index: int) -> str:
-        """The name of an utterance, or else where it stands."""
+        """Return the name of an utterance, or its file and line."""
         source, line = self.places[index].tolist()
         return self.names[index] or f"{self.paths[source]}:{line}"
 
@@ -89,20 +89,21 @@ def read_listing(
     - a table, see `effasr.planning.tables.read_table`;
     - durations alone, one a line.
 
-    With a tokenizer, texts are checked and counted as training does. Without one, a text has
-    ``num_tokens``, or else a token for each `BYTES_PER_TOKEN`; a table without tokens,
-    `TOKENS_PER_SECOND`. Audio is opened only for lines without a duration, and only its header.
+    With a tokenizer, texts are checked and tokenized as in training. Without one, the number of
+    tokens is ``num_tokens``, or else one per `BYTES_PER_TOKEN` of the text; in a table without
+    tokens, `TOKENS_PER_SECOND`. Audio files are opened only for lines without a duration, to read
+    the header.
 
     Args:
         paths: Manifests and lists.
-        limits: For the texts, see `effasr.data.filters.rules.check`; every utterance is listed at
-            each of their speeds.
-        tokenizer: For texts and prompts.
-        prompt_tokens: Tokens of a prompt, where no tokenizer says.
-        language: The language of utterances that name none.
+        limits: Limits on texts, see `effasr.data.filters.rules.check`, and the speeds at which
+            every utterance is listed.
+        tokenizer: Tokenizer of texts and prompts; None to estimate.
+        prompt_tokens: Tokens of a prompt if there is no tokenizer.
+        language: Default language of utterances.
 
     Raises:
-        ValueError: A line is malformed or says too little; the message names file and line.
+        ValueError: A line is malformed or incomplete; the message names file and line.
     """
     reader = _Reader(limits, tokenizer, prompt_tokens, language)
     for source, path in enumerate(paths):
@@ -111,7 +112,7 @@ def read_listing(
 
 
 class _Reader:
-    """A listing while it is read: numbers in flat arrays, so that millions fit."""
+    """Builds a listing in flat arrays, so that millions of utterances fit in memory."""
 
     def __init__(
         self, limits: Limits, tokenizer: Tokenizer | None, prompt_tokens: int, language: str
@@ -120,7 +121,7 @@ class _Reader:
         self._tokenizer = tokenizer
         self._prompt_tokens = prompt_tokens
         self._language = language
-        # To make a cut of every line only where more than its length counts.
+        # Cuts are made only where more than their length is used.
         self._looks_at_texts = (
             tokenizer is not None
             or bool(limits.languages)
@@ -160,7 +161,7 @@ class _Reader:
             self._add_rows(source, read_table(file, lines))
 
     def listing(self, paths: tuple[str, ...]) -> Listing:
-        """What was read."""
+        """Return what was read so far."""
         return Listing(
             paths=paths,
             places=np.array(self._places, dtype=np.int32).reshape(-1, 2),
@@ -183,7 +184,7 @@ class _Reader:
         prompt: int,
         speeds: Sequence[float] | None = None,
     ) -> None:
-        """Add an utterance at these speeds; at every speed by default."""
+        """Add an utterance at these speeds, by default at every speed."""
         for speed in self._limits.speed_perturbation if speeds is None else speeds:
             self._names.append(name and name_at(name, speed))
             self._places.extend(place)
@@ -218,7 +219,7 @@ class _Reader:
     def _add_object(
         self, place: _Place, seconds: float, row: Mapping[str, Any], origin: str
     ) -> None:
-        """A JSON line with a duration."""
+        """Add a JSON line with a duration."""
         name = optional_text(row, "id", origin)
         counted = _num_tokens(row, origin)
         if "supervisions" in row:
@@ -234,7 +235,7 @@ class _Reader:
             )
 
     def _add_utterance(self, name: str, place: _Place, utterance: Utterance) -> None:
-        """What a reader of manifests yields."""
+        """Add an utterance of a manifest reader."""
         if isinstance(utterance, FileUtterance) and utterance.duration is not None:
             prompt = utterance.prompt
             row = {"source_lang": prompt.source, **custom_fields(prompt)}
@@ -270,7 +271,7 @@ class _Reader:
         self._add_cut(name, place, cut)
 
     def _add_cut(self, name: str | None, place: _Place, cut: Cut) -> None:
-        """Check a text as training does, and count its tokens."""
+        """Check a text as in training and count its tokens."""
         tokens, fitting, dropped = check_copies(cut, "", self._limits, self._tokenizer)
         self._dropped += dropped
         if tokens is None:
@@ -283,7 +284,7 @@ class _Reader:
 
 
 def _estimate(text: str) -> int:
-    """Tokens of a text, by its bytes."""
+    """Estimate the tokens of a text from its bytes."""
     return -(-len(text.encode()) // BYTES_PER_TOKEN)
 
 
@@ -299,7 +300,7 @@ def _num_tokens(row: Mapping[str, Any], origin: str) -> int | None:
 
 
 def _supervised(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """The fields of a lhotse cut's only supervision, by the names that NeMo's manifests use."""
+    """Return the fields of a lhotse cut's only supervision under the names of NeMo's manifests."""
     supervisions = row["supervisions"]
     count = len(supervisions) if isinstance(supervisions, list) else 0
     if count != 1 or not isinstance(supervisions[0], dict):

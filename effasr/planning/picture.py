@@ -25,7 +25,7 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-seri
   .rest { fill: #8a4f1d; }
 }"""
 _CHARACTER = 7.3
-"""Width of one, on average, so that names do not run into bars; more than any system font needs."""
+"""Mean width of a character, rounded up so that names do not run into bars with any system font."""
 _BAR = 170
 _LABEL = 62
 _GAP = 18
@@ -33,17 +33,17 @@ _TOP = 92
 _ROW = 30
 _HEIGHT = 18
 _BASE = 14
-"""Of the text beside a bar, below its top."""
+"""Distance of a label's baseline from the top of its bar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A column of bars, one for each row; the longest takes the whole width.
+    """A column of bars, one for each row; the longest bar takes the whole width.
 
     Attributes:
-        title: Above them, with the unit.
+        title: Title above the bars, with the unit.
         filled: Lengths of the first parts of the bars, at least 0.
-        labels: Behind the bars.
+        labels: Texts to the right of the bars.
         rest: Lengths of the second parts; none by default.
     """
 
@@ -54,7 +54,7 @@ class Panel:
 
 
 def padding_picture(path: Path, outcomes: Sequence[Outcome], *, title: str, subtitle: str) -> None:
-    """Draw what of the frames, tokens and FLOPs of each strategy is padding."""
+    """Draw the share of padding in the frames, tokens and FLOPs of each strategy."""
     panels = [
         Panel(
             f"{name}: padding %",
@@ -87,11 +87,11 @@ def draw(
 
     Args:
         rows: Names of the rows, the same in all panels.
-        panels: Each with a bar for every row.
-        title: Of the picture.
-        subtitle: Below it.
-        legend: What the first and the second part of a bar stand for.
-        groups: What each row belongs to: a heading where it changes; none by default.
+        panels: Panels with one bar for every row.
+        title: Title of the picture.
+        subtitle: Line below the title.
+        legend: Meanings of the first and second part of a bar.
+        groups: Group of each row, shown as a heading where it changes; none by default.
 
     Returns:
         An SVG document.
@@ -123,7 +123,7 @@ def draw(
 def _arrange(
     rows: int, groups: Sequence[str] | None
 ) -> tuple[list[tuple[float, str]], list[float]]:
-    """Where each heading stands, and each row."""
+    """Return the positions of headings and of rows."""
     headings: list[tuple[float, str]] = []
     tops: list[float] = []
     top = float(_TOP)

@@ -21,22 +21,22 @@ from effasr.training.build import find_tokenizer, resolve
 from effasr.training.config import TrainConfig
 
 _MODEL = "canary_180m_flash"
-"""Stands for any other where no recipe is named."""
+"""Model assumed without a recipe."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Utterances, limits and costs.
+    """Utterances, limits and cost model of a plan.
 
     Attributes:
         manifests: Manifests and lists of durations.
-        model: Name of the model, for people.
-        cost: Its FLOPs.
-        tokenizer: For texts; None to estimate.
+        model: Name of the model for the output.
+        cost: Cost model.
+        tokenizer: Tokenizer of texts; None to estimate their tokens.
         data: Budgets, durations and filters.
-        limits: What utterances may be.
-        seed: Of the plans.
-        sources: With ``data.mix``, the number of each manifest's source; otherwise None.
+        limits: Limits on utterances.
+        seed: Seed of the plans.
+        sources: Source of each manifest with ``data.mix``; otherwise None.
     """
 
     manifests: Sequence[Path]
@@ -59,18 +59,18 @@ class Request:
         token_budget: int | None = None,
         max_duration: float | None = None,
     ) -> Request:
-        """Read a recipe; what else is given stands in place of its fields.
+        """Read a recipe; the other arguments override its fields.
 
         Args:
-            recipe: By default, the model of canary_180m_flash with the defaults of `DataConfig`.
-            manifests: By default the recipe's, but for those of text alone.
-            tokenizer: Its folder; by default the recipe's, if there is one.
+            recipe: Path or name; by default canary_180m_flash with the defaults of `DataConfig`.
+            manifests: Manifests; by default the recipe's, except those of text alone.
+            tokenizer: Folder of the tokenizer; by default the recipe's, if it exists.
             frame_budget: Encoder frames of a micro-batch.
             token_budget: Decoder tokens of a micro-batch.
-            max_duration: Seconds of the longest utterance.
+            max_duration: Longest utterance in seconds.
 
         Raises:
-            ValueError: The recipe is wrong, or there is no manifest.
+            ValueError: The recipe is invalid, or there is no manifest.
         """
         settings = config.load(TrainConfig, recipe or _MODEL)
         model = resolve(settings, None).model
@@ -81,9 +81,9 @@ class Request:
         found = manifests or [path for path, _ in own]
         if not found:
             raise ValueError("`--manifest` must name a manifest or a list, but is not given.")
-        # Shares are of the recipe's own sources.
+        # The shares apply only to the recipe's own sources.
         is_mixed = not manifests and data.mix is not None
-        # A recipe may be given for its model alone, before there is a tokenizer.
+        # A recipe may be used for its model before its tokenizer exists.
         is_own = recipe is not None and (
             not manifests or settings.init_from is not None or _is_folder(data.tokenizer)
         )
@@ -119,7 +119,7 @@ class Request:
         )
 
     def read(self, prompt_tokens: int = PROMPT_TOKENS) -> tuple[Listing, Selection]:
-        """Read the lengths, and leave out what cannot be trained on.
+        """Read the lengths and drop utterances that cannot be trained on.
 
         Raises:
             ValueError: A line is malformed, or no utterance is left.
@@ -147,7 +147,7 @@ def _is_text_only(path: Path) -> bool:
     try:
         return is_text_only(path)
     except ValueError:
-        # No manifest: a list of durations, or what its reader will complain of.
+        # Not a manifest: a list of durations, or a file that its reader will reject.
         return False
 
 

@@ -21,16 +21,16 @@ from effasr.planning.listing import Listing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """Utterances to plan.
+    """Utterances to plan, with their static shape.
 
     Attributes:
         lengths: Encoder frames and decoder tokens.
         seconds: float64 (n,), durations.
         shape: The static shape of a micro-batch.
-        dropped: What was left out, and why.
-        samples: int64 (n,), durations by which sources share an epoch.
-        sources: int64 (n,), the number of each utterance's source.
-        mixture: What share each source is to get; None where an epoch has every utterance once.
+        dropped: Dropped utterances with the reasons.
+        samples: int64 (n,), durations in samples, in which sources share an epoch.
+        sources: int64 (n,), source number of each utterance.
+        mixture: Requested share of each source; None if an epoch has every utterance once.
     """
 
     lengths: UtteranceLengths
@@ -45,14 +45,14 @@ class Selection:
         return len(self.lengths)
 
     def populations(self, seed: int) -> Population | None:
-        """What gives the utterances of an epoch; None where it has every utterance once."""
+        """Return the function that draws an epoch's utterances; None if an epoch has each once."""
         if self.mixture is None:
             return None
         return self.mixture.populations(self.sources, self.samples, seed=seed)
 
     @property
     def reasons(self) -> dict[str, int]:
-        """How many were left out, by reason, the most first."""
+        """Number of dropped utterances by reason, the most frequent first."""
         return dict(Counter(str(drop.reason) for drop in self.dropped).most_common())
 
 
@@ -66,20 +66,20 @@ def select(
     mix: MixConfig | None = None,
     sources: Sequence[int] | None = None,
 ) -> Selection:
-    """Leave out what `effasr.data.index.corpus.Corpus.load` leaves out, as far as lengths tell.
+    """Drop what `effasr.data.index.corpus.Corpus.load` drops, as far as lengths show it.
 
     Args:
         listing: The utterances.
-        limits: What they may be.
+        limits: Limits on utterances.
         frame_budget: Encoder frames of a micro-batch.
-        token_budget: Decoder tokens of a micro-batch; by default what the utterances fill at the
-            same time as the frame budget.
+        token_budget: Decoder tokens of a micro-batch; by default the number that fills along with
+            the frame budget.
         max_sequences: Utterances of a micro-batch; by default one per 8 frames.
-        mix: The shares of sources; None where an epoch has every utterance once.
-        sources: With ``mix``, for each list the number of its source.
+        mix: Shares of the sources; None if an epoch has every utterance once.
+        sources: With ``mix``, the source number of each list.
 
     Raises:
-        ValueError: No utterance is left, be it of one source.
+        ValueError: No utterance is left, of all or of one source.
     """
     sieve = _Sieve(listing)
     seconds = listing.seconds
@@ -156,7 +156,7 @@ def select(
 
 
 class _Sieve:
-    """Which utterances of a listing are left, and why the others are not."""
+    """Mask of the kept utterances of a listing, and the dropped ones with reasons."""
 
     def __init__(self, listing: Listing) -> None:
         self._listing = listing
@@ -164,7 +164,7 @@ class _Sieve:
         self.dropped = list(listing.dropped)
 
     def drop(self, reason: Reason, out: np.ndarray, details: Callable[[int], str]) -> None:
-        """Leave out those that are left and where ``out``, bool (n,), is true."""
+        """Drop the kept utterances for which ``out``, bool (n,), is true."""
         leaving = out[self.kept]
         for index in self.kept[leaving].tolist():
             name, seconds = self._listing.name(index), float(self._listing.seconds[index])
@@ -179,12 +179,12 @@ def _over(
 
 
 def _samples(seconds: np.ndarray) -> np.ndarray:
-    """At `SAMPLE_RATE`, int64 (n,): as `effasr.data.filters.rules.frames_of` rounds."""
+    """Return samples at `SAMPLE_RATE`, int64 (n,), rounded as in `filters.rules.frames_of`."""
     return np.floor(seconds * SAMPLE_RATE + 0.5).astype(np.int64)
 
 
 def _drawn(mix: MixConfig | None, sources: np.ndarray, samples: np.ndarray) -> np.ndarray | slice:
-    """The utterances that an epoch has, whose lengths are not those of the corpus with shares."""
+    """Return the utterances of an epoch; with shares, their lengths differ from the corpus'."""
     mixture = None if mix is None else Mixture.of(mix, sources, samples)
     draw = None if mixture is None else mixture.populations(sources, samples, seed=0)
     return slice(None) if draw is None else draw(0)

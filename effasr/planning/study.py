@@ -21,26 +21,26 @@ from effasr.data.sampling.strategies import planner
 from effasr.planning.selection import Selection
 
 LADDER = ("random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "packed")
-"""All strategies, each a step better than the one before."""
+"""All strategies, in the order of decreasing padding."""
 
 _BY_SIZE = ("random", "bucketed", "sync_bucketed")
-"""Strategies that can be given a number of utterances in place of a duration."""
+"""Strategies that accept a number of utterances instead of a duration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyOptions:
-    """How to plan.
+    """Options of the plans.
 
     Attributes:
-        world_size: Ranks that share a step.
-        micro_batches: Of a global step, over all ranks; by default one for each.
-        seed: Of the plans.
-        epochs: How many to plan.
-        epoch_end: Of packed; see `effasr.data.sampling.packing.plan_epoch`.
-        batch_duration: Seconds of a micro-batch of all but packed, padding included; by default
-            what the frame budget holds.
-        batch_size: Utterances of one of random, bucketed and sync_bucketed, in place of seconds.
-        buckets: By duration, of the strategies that have them.
+        world_size: Number of ranks.
+        micro_batches: Micro-batches of a global step, over all ranks; by default one per rank.
+        seed: Seed of the plans.
+        epochs: Number of epochs to plan.
+        epoch_end: End of an epoch with packed; see `effasr.data.sampling.packing.plan_epoch`.
+        batch_duration: Seconds of a micro-batch of all strategies but packed, with padding; by
+            default derived from the frame budget.
+        batch_size: Utterances of a micro-batch of random, bucketed or sync_bucketed, instead.
+        buckets: Number of duration buckets, for the strategies that have them.
         table: Buckets and batch sizes of sync_bucketed_2d; by default derived from the budgets.
     """
 
@@ -62,18 +62,18 @@ class StudyOptions:
 
     @property
     def of_step(self) -> int:
-        """Micro-batches of a global step."""
+        """Number of micro-batches of a global step."""
         return self.micro_batches or self.world_size
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a strategy makes of the utterances.
+    """Figures of a strategy.
 
     Attributes:
-        strategy: Its name.
-        report: The figures.
-        seconds: How long it took to plan.
+        strategy: Name of the strategy.
+        report: Figures of its plans.
+        seconds: Time to plan, in seconds.
     """
 
     strategy: str
@@ -81,7 +81,7 @@ class Outcome:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """Flat, by the names of `PlanReport`."""
+        """Return a flat mapping with the names of `PlanReport`."""
         return {"strategy": self.strategy, **asdict(self.report), "seconds": round(self.seconds, 3)}
 
 
@@ -90,7 +90,7 @@ def compare(
 ) -> list[Outcome]:
     """Plan the utterances by each strategy.
 
-    All but ``packed`` are computed padded, as the toolkits do that they are from: every utterance
+    All but ``packed`` are computed with padding, as in the toolkits they come from: every utterance
     at the length of the longest of its micro-batch.
 
     Raises:
@@ -101,11 +101,11 @@ def compare(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
-    """Epochs as a strategy plans them.
+    """Epochs planned by a strategy.
 
     Attributes:
-        plans: One for each epoch.
-        shape: The static shape of every micro-batch; None where they are padded.
+        plans: One plan for each epoch.
+        shape: The static shape of every micro-batch; None if they are padded.
         buckets: See `effasr.data.sampling.plan.Planner`.
     """
 
@@ -138,7 +138,7 @@ def plan_by(strategy: str, selection: Selection, cost: CostModel, options: Study
 
 
 def summarise_mixture(selection: Selection, options: StudyOptions) -> MixtureSummary | None:
-    """The shares asked for beside those that the epochs have; None where there are no shares."""
+    """Return requested and planned shares of the sources; None without shares."""
     draw = selection.populations(options.seed)
     if draw is None or selection.mixture is None:
         return None
@@ -166,7 +166,7 @@ def _outcome(
 
 
 def _strategy_options(strategy: str, options: StudyOptions) -> StrategyOptions:
-    """Those that the strategy has."""
+    """Return the options that apply to the strategy."""
     by_size = strategy in _BY_SIZE and options.batch_size is not None
     table = options.table if strategy == "sync_bucketed_2d" else None
     return StrategyOptions(

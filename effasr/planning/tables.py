@@ -10,7 +10,7 @@ from pathlib import Path
 
 _DURATIONS = ("duration_seconds", "duration")
 MOST_TOKENS = 2**30
-"""Counts are cut off here: no budget holds as many."""
+"""Counts are clipped to this: no budget is as large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +18,10 @@ class Row:
     """A line of a list.
 
     Attributes:
-        line: Its number.
-        name: Of the utterance, if it has one.
-        seconds: Its duration.
-        tokens: Of its text, if they are known.
+        line: Line number.
+        name: Name of the utterance, if given.
+        seconds: Duration in seconds.
+        tokens: Tokens of the text, if given.
     """
 
     line: int
@@ -31,10 +31,10 @@ class Row:
 
 
 def read_durations(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[Row]:
-    """Durations alone, one a line; ``#`` begins a comment.
+    """Read durations in seconds, one a line; ``#`` begins a comment.
 
     Raises:
-        ValueError: A line is no duration.
+        ValueError: A line is not a duration.
     """
     for line, text in lines:
         value = text.split("#")[0].strip()
@@ -43,7 +43,7 @@ def read_durations(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[Row
 
 
 def read_table(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[Row]:
-    """A table separated by tabs or commas.
+    """Read a table separated by tabs or commas.
 
     The header names ``duration_seconds`` or ``duration``, and may name ``id`` and ``num_tokens``
     or a column that begins with ``n_tokens``, whose cells may be empty.
@@ -80,7 +80,7 @@ def read_table(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[Row]:
 
 
 def is_number(text: str) -> bool:
-    """Whether Python reads it as a float."""
+    """Return whether Python parses the text as a float."""
     try:
         float(text)
     except ValueError:
@@ -89,7 +89,7 @@ def is_number(text: str) -> bool:
 
 
 def _cells(line: str, delimiter: str, origin: str) -> list[str]:
-    # Quotes are part of a text that tabs separate, as most programs write it.
+    # In tab-separated tables quotes belong to the text, as most programs write them.
     quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     try:
         return next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter, quoting=quoting))

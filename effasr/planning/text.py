@@ -15,19 +15,19 @@ from effasr.planning.selection import Selection
 from effasr.planning.study import Outcome, StudyOptions, summarise_mixture
 
 _GOOD = 0.01
-"""Padding, and imbalance of ranks, that need no remedy."""
+"""Padding and imbalance of ranks below this need no advice."""
 _MANY_DROPPED = 0.02
 _MANY_DEFERRED = 0.1
 
 
 def summary(listing: Listing, selection: Selection, options: StudyOptions, model: str) -> str:
-    """What is planned: the lines above the table."""
+    """Return the lines above the table: utterances, budgets and remarks."""
     lines = [f"{setting(selection, options)}; FLOPs of {model}", *_remarks(listing)]
     return "\n".join([*lines, *_silence(selection)])
 
 
 def setting(selection: Selection, options: StudyOptions) -> str:
-    """Utterances, ranks and budgets."""
+    """Return a line with the utterances, ranks and budgets."""
     shape = selection.shape
     return (
         f"{len(selection):,} utterances, {selection.seconds.sum() / 3600:,.2f} h; "
@@ -39,10 +39,10 @@ def setting(selection: Selection, options: StudyOptions) -> str:
 
 
 def _remarks(listing: Listing) -> Iterator[str]:
-    """What the counts mean: speeds, and how many token counts were estimated, and how."""
+    """Yield remarks on speeds and on estimated token counts."""
     if listing.speeds != (1.0,):
         speeds = ", ".join(map(str, listing.speeds))
-        yield f"every utterance is there at each of the speeds {speeds} (data.speed_perturbation)"
+        yield f"every utterance is listed at each of the speeds {speeds} (data.speed_perturbation)"
     for count, how in (
         (listing.by_text, f"texts, {BYTES_PER_TOKEN} bytes each: --tokenizer DIR counts them"),
         (listing.by_duration, f"durations, {TOKENS_PER_SECOND} a second"),
@@ -52,19 +52,19 @@ def _remarks(listing: Listing) -> Iterator[str]:
 
 
 def _silence(selection: Selection) -> Iterator[str]:
-    """How much of what the encoder computes is no audio: it does not count as padding."""
+    """Yield the share of silence in the encoder frames, which does not count as padding."""
     framing = selection.shape.framing
     if framing.minimum:
         heard = selection.seconds.sum() / framing.seconds
         share = 1 - heard / selection.lengths.frames.sum(dtype=np.int64)
         yield (
-            f"{percent(share)} % of the encoder frames are silence, for an utterance has at least "
-            f"{framing.minimum * framing.seconds:g} s (model.features.minimum_s); it is no padding"
+            f"{percent(share)} % of the encoder frames are silence, as an utterance has at least "
+            f"{framing.minimum * framing.seconds:g} s (model.features.minimum_s); it is not padding"
         )
 
 
 def mixture(selection: Selection, options: StudyOptions) -> str | None:
-    """What each source gives; None where an epoch has every utterance once."""
+    """Return the shares of the sources; None if an epoch has every utterance once."""
     found = summarise_mixture(selection, options)
     if found is None:
         return None
@@ -75,7 +75,7 @@ def mixture(selection: Selection, options: StudyOptions) -> str | None:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One row for each strategy, and what its columns are."""
+    """Return a table with one row for each strategy, and a description of its columns."""
     made = Table(box=box.MARKDOWN)
     made.add_column("strategy")
     with_buckets = any(outcome.report.bucket_mismatch is not None for outcome in outcomes)
@@ -121,7 +121,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def dropped(selection: Selection, listed: str | None) -> str:
-    """What was left out, by reason."""
+    """Return the numbers of dropped utterances by reason."""
     count = len(selection.dropped)
     if not count:
         return "dropped 0 utterances"
@@ -132,12 +132,12 @@ def dropped(selection: Selection, listed: str | None) -> str:
 
 
 def advice(selection: Selection, outcomes: Sequence[Outcome], options: StudyOptions) -> str:
-    """What to do, in a sentence: the first remedy that is due."""
+    """Return advice in a sentence: the most important remedy."""
     reasons = selection.reasons
     count = sum(reasons.values())
     if count > _MANY_DROPPED * (count + len(selection)):
         worst = next(iter(reasons))
-        return f"Look at what is dropped first: {worst} takes {reasons[worst]:,} utterances."
+        return f"Look at the dropped utterances first: {worst} drops {reasons[worst]:,}."
     by_name = {outcome.strategy: outcome.report for outcome in outcomes}
     packed = by_name.get("packed")
     if packed is None:
@@ -179,7 +179,7 @@ def advice(selection: Selection, outcomes: Sequence[Outcome], options: StudyOpti
         )
     others = {name: report for name, report in by_name.items() if name != "packed"}
     if not others:
-        return "Nothing to mend: train with these budgets."
+        return "No change is needed: train with these budgets."
     worst = max(others, key=lambda name: others[name].flops_per_audio_hour)
     times = others[worst].flops_per_audio_hour / packed.flops_per_audio_hour
     return (
@@ -189,6 +189,6 @@ def advice(selection: Selection, outcomes: Sequence[Outcome], options: StudyOpti
 
 
 def percent(share: float) -> str:
-    """A ratio in percent, with as many digits as tell something."""
+    """Format a ratio in percent with the significant digits."""
     value = 100 * share
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -185,7 +185,7 @@ def build_train_state(
         idle = unreached_layers(model)
         recomputed = recomputed_costs(config.model, model.vocab_size, every, idle)
     if settings.compile and settings.strategy == "fsdp2":
-        # Layer by layer, because the gathering of parameters between them is not compiled.
+        # Layer by layer, because the all-gather of parameters between layers is not compiled.
         compile_layers(model)
     elif settings.compile:
         # In place: the state dict keeps its names.
@@ -194,7 +194,7 @@ def build_train_state(
         check_recordable(config.model, context)
     costs = StepCosts(learning_cost(model), learning_text_cost(model), recomputed)
     wrapped = distribute(config, model, context)
-    # A wrapper's parameter names are not those of the checkpoints.
+    # The wrapper adds a prefix to parameter names, which checkpoints do not have.
     trained = model if isinstance(wrapped, DistributedDataParallel) else wrapped
     groups = parameter_groups(trained, config.optimizer.weight_decay, config.optimizer.exempt)
     build_optimizer = build_lamb if config.optimizer.name == "lamb" else build_adamw
@@ -284,7 +284,7 @@ def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) 
     Raises:
         ValueError: There are none, or they are not those of the checkpoint.
     """
-    # Here, so that a model can be trained without the packages that read data.
+    # Imported here so that a model can be trained without the packages that read data.
     from effasr.data.index.corpus import Corpus
     from effasr.data.index.corpus_cache import CorpusCache
     from effasr.data.index.text_corpus import TextCorpus
@@ -328,8 +328,8 @@ def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) 
         corpus = corpus.with_text(text)
     if saved is not None and saved.state["corpus"] != corpus.fingerprint:
         raise ValueError(
-            f"`{where}` must hold the very utterances, texts and order that the checkpoint was "
-            "trained on, but it has changed. Restore it, choose another `name`, or begin anew "
+            f"`{where}` must hold the same utterances, texts and order that the checkpoint "
+            "was trained on, but has changed. Restore it, choose another `name`, or start again "
             "with training.restart=true."
         )
     return corpus
@@ -347,7 +347,7 @@ def _check_text(config: TrainConfig, paths: Sequence[str]) -> None:
     if paths and share is None:
         raise ValueError(
             f"`data.text_share` must be given where a manifest is text-only, as {paths[0]} is: "
-            "set it to the part of the micro-batches that are to be so."
+            "set it to the share of text-only micro-batches."
         )
     if share is None:
         return

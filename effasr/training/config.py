@@ -19,6 +19,7 @@ from effasr.nn.lora import LoRAConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training.calibration.settings import CalibrationConfig
+from effasr.training.diagnostics.config import DiagnosticsConfig
 from effasr.training.loss import (
     DEFAULT_CTC_WEIGHT,
     DEFAULT_TRANSDUCER_WEIGHT,
@@ -27,7 +28,7 @@ from effasr.training.loss import (
 from effasr.training.profiler import ProfileConfig
 
 ASYNCHRONOUS = ("adpsgd", "h_adpsgd")
-"""Strategies with learners that do not wait for each other."""
+"""Strategies whose learners do not wait for each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +46,8 @@ class LoopConfig:
         async_save: Whether training continues while a checkpoint is written. It then stops only for
             a copy to the host, which takes memory for weights and moments once more.
         precision: Autocast precision of matrix products; weights and sums are float32. ``auto``:
-            bfloat16 on a GPU, float32 on a CPU.
+            bfloat16 on a GPU, float32 on a CPU. On a CPU with AVX512-BF16 (``lscpu`` lists
+            avx512_bf16) bfloat16 makes a step about 1.5 times as fast; on one without, it is slow.
         clip: Largest norm of the gradient.
         freeze: Patterns of parameters, or of modules, that are not trained, such as ``encoder`` or
             ``encoder.layers.[0-9].*``: they have neither gradient nor moments, and nothing below
@@ -59,7 +61,7 @@ class LoopConfig:
             ``ema_decay``.
         on_nan: A non-finite loss or gradient never reaches the weights. ``stop`` ends the run there
             and names the utterances; ``skip`` lists them in skipped.jsonl.
-        restart: Start again; what an earlier run of this name wrote is renamed, not removed.
+        restart: Start again; the files of an earlier run of this name are renamed, not removed.
             Otherwise a run continues from its newest checkpoint.
         device: ``auto``: a GPU where there is one.
         threads: Threads of PyTorch on the CPU; null for PyTorch's default.
@@ -75,20 +77,21 @@ class LoopConfig:
             sharded, and layers are gathered when they are needed: for large models. With the
             others, each process makes updates of its own, and weights are averaged: for slow
             networks. ``local_sgd``: at intervals. ``hierarchical``: often among neighbours, seldom
-            among all. ``delayed``: in every step, during the next update. ``adpsgd``: each takes
-            work when it has time, and averages with its neighbours in the background, so that
-            nobody waits for slow processes, and the run continues without lost ones. ``h_adpsgd``:
-            so do nodes, within which it is as with ddp. All write the same checkpoints, from which
-            a run may continue with another strategy.
-        local_sgd: When ``local_sgd`` averages.
-        hierarchical: When which ranks average with ``hierarchical``.
-        delayed: When ``delayed`` begins to average.
-        gossip: Who averages with whom with ``adpsgd`` and ``h_adpsgd``.
+            among all. ``delayed``: in every step, during the next update. ``adpsgd``: each process
+            takes work when it is ready and averages with its neighbours in the background, so that
+            slow processes delay nobody and lost ones do not end the run. ``h_adpsgd``: the same for
+            nodes, with ddp within a node. All write the same checkpoints, from which a run may
+            continue with another strategy.
+        local_sgd: Schedule of the averages of ``local_sgd``.
+        hierarchical: Groups and schedule of the averages of ``hierarchical``.
+        delayed: Start of the averages of ``delayed``.
+        gossip: Neighbours of ``adpsgd`` and ``h_adpsgd``.
         cuda_graph: Whether forward and backward of a micro-batch are recorded once as a CUDA graph
             and replayed, so that the host launches no kernels; needs a GPU. Several ranks then
             exchange gradients after the backward, and not during it.
         tensorboard: Whether to write curves for TensorBoard.
-        profile: Which steps are profiled.
+        diagnostics: Warnings about a model that does not learn as it should; null for none.
+        profile: Steps to profile.
     """
 
     max_steps: int = 100_000
@@ -120,6 +123,7 @@ class LoopConfig:
     gossip: GossipConfig = field(default_factory=GossipConfig)
     cuda_graph: bool = False
     tensorboard: bool = True
+    diagnostics: DiagnosticsConfig | None = field(default_factory=DiagnosticsConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
@@ -174,7 +178,7 @@ class TrainConfig:
         output: Folder of runs.
         seed: Seed of the weights, the order of the data, dropout and augmentation.
         init_from: A model directory, or a run, to start from: its weights, its tokenizer and its
-            architecture, of which ``model`` changes the fields that a recipe gives.
+            architecture, of which ``model`` overrides single fields.
         lora: Adapters that are trained in place of the weights of ``init_from``; null for none.
         model: The architecture.
         data: The utterances, the tokenizer and the batches.
@@ -183,7 +187,7 @@ class TrainConfig:
         schedule: Learning-rate schedule.
         training: The loop.
         evaluation: Validation.
-        calibration: What ``data.frame_budget: auto`` aims at.
+        calibration: Settings of ``data.frame_budget: auto``.
     """
 
     name: str = "run"
@@ -202,10 +206,10 @@ class TrainConfig:
 
     @classmethod
     def inherited(cls, mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Complete ``model`` by the model of ``init_from``, or of the run itself if that is gone.
+        """Complete ``model`` from the model of ``init_from``, or of the run if that is gone.
 
-        Without both of them, `effasr.training.build.resolve` does what there is to do. If no model
-        can be read, it raises the error.
+        Without both of them, `effasr.training.build.resolve` completes it. If a model is named but
+        cannot be read, `resolve` raises the error.
         """
         given, source = mapping.get("model"), mapping.get("init_from")
         if not given or not isinstance(given, Mapping) or not isinstance(source, str):
@@ -240,7 +244,7 @@ def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:
     """Resolve the weights of the losses, and check that the model has every loss.
 
     Raises:
-        ValueError: It has not; the message says what to change.
+        ValueError: The model lacks a loss; the message names the change.
     """
     if not model.ctc and (loss.ctc_weight or loss.ctc_weight_before or loss.guided_after_ctc):
         raise ValueError(

@@ -11,7 +11,7 @@ from effasr.data.batch import Batch
 from effasr.data.sampling.cost import CostModel
 
 FORWARD_AND_BACKWARD = 3
-"""Products of the backward are two for each of the forward."""
+"""The backward has two matrix products for each of the forward."""
 
 _PEAKS = (
     ("GB200", 2500e12),
@@ -34,7 +34,7 @@ _PEAKS = (
     ("V100", 125e12),
     ("T4", 65e12),
 )
-"""Dense bfloat16 (float16 before Ampere) FLOP/s that NVIDIA states; the first name that fits."""
+"""Dense bfloat16 FLOP/s of NVIDIA's data sheets (float16 before Ampere); first match counts."""
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -1,4 +1,4 @@
-"""Which weights of a model are trained: all, those that are not frozen, or adapters."""
+"""Selects the weights that are trained: all, those that are not frozen, or adapters."""
 
 from __future__ import annotations
 

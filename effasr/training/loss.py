@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 DEFAULT_CTC_WEIGHT = 0.3
-"""Of a model that has a CTC head and another output."""
+"""Default for a model with a CTC head and another output."""
 
 DEFAULT_TRANSDUCER_WEIGHT = 0.5
-"""Of a model that has both a transducer and a decoder."""
+"""Default for a model with both a transducer and a decoder."""
 
 _MEMORY = 0.98
-"""Part of the running average of the CTC loss that a step keeps."""
+"""Decay of the running average of the CTC loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class LossConfig:
     """Weights of the losses: ``(1 - w) ((1 - t) CE + t TRANSDUCER) + w CTC + g guided``, per token.
 
     The guided-attention penalty helps a decoder to find the alignment, but only once the encoder
-    tells sounds apart: from the first step on it slows CTC down. So it can wait for CTC.
+    separates sounds: from the first step on it would slow CTC down. It can therefore wait for CTC.
 
     Attributes:
         label_smoothing: Part of the target's probability spread over the vocabulary.
@@ -71,29 +71,29 @@ class LossSums(Protocol):
 
     @property
     def cross_entropy(self) -> Tensor:
-        """Over counted targets."""
+        """Summed over counted targets."""
         ...
 
     @property
     def ctc(self) -> Tensor:
-        """Over utterances whose text follows the speech."""
+        """Summed over utterances whose text follows the speech."""
         ...
 
     @property
     def transducer(self) -> Tensor:
-        """Over the same utterances."""
+        """Summed over the same utterances."""
         ...
 
     @property
     def guided(self) -> Tensor:
-        """Over counted targets of these utterances."""
+        """Summed over counted targets of these utterances."""
         ...
 
 
 class Objective:
     """Weighs the losses of a micro-batch as its share of the loss of the global step.
 
-    Whether the penalty is on is decided, and kept, on the device: the host never waits for it.
+    The switch of the penalty is evaluated and kept on the device: the host never waits for it.
 
     Args:
         config: The weights, all resolved.
@@ -158,16 +158,16 @@ class Objective:
             return
         blended = torch.lerp(ctc, self._average, _MEMORY)
         updated = torch.where(self._average.isnan(), ctc, blended)
-        # In place: a recorded step reads them where they are.
+        # In place, because a CUDA graph reads these addresses.
         self._average.copy_(torch.where(valid, updated, self._average))
         self._on |= self._average < self.config.guided_after_ctc
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running average, and whether the penalty is on."""
+        """Return the running average and the switch of the penalty."""
         return {"average": self._average.clone(), "on": self._on.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self._average.copy_(state["average"])
-        # Where nothing is waited for any more, nothing would ever turn it on.
+        # With `guided_after_ctc` removed, no step would switch the penalty on any more.
         self._on.copy_(state["on"] | (self.config.guided_after_ctc is None))

@@ -56,7 +56,7 @@ def _cgroup_limits() -> list[int]:
             continue
         root = Path("/sys/fs/cgroup") / ("memory" if controllers else "")
         name = "memory.limit_in_bytes" if controllers else "memory.max"
-        # A group obeys the limits of those that it is in; in a container its own is the root.
+        # A group is limited by its ancestors too; inside a container its own group is the root.
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):

@@ -15,7 +15,7 @@ from effasr.training.step import StepReport
 from effasr.training.step_stats import StepCounts
 
 _MEANS = ("loss", "cross_entropy", "ctc", "transducer", "guided", "grad_norm")
-"""What `StepReport.values` begins with."""
+"""The first entries of `StepReport.values`."""
 _SUMS = ("steps", "updates", "audio_seconds", "tokens", "imbalance", *_MEANS)
 _FLOPS = ("useful_flops", "computed_flops", "hardware_flops")
 _ROWS = ("frames", "frame_rows", "token_rows", *_FLOPS)
@@ -25,14 +25,14 @@ _ROWS = ("frames", "frame_rows", "token_rows", *_FLOPS)
 class TrainingMetrics:
     """Sums since the last line.
 
-    Reports are read one step late: by then a GPU has computed them, and works on the next one.
+    Reports are read one step late: the GPU has computed them by then and runs the next step.
 
     Attributes:
         device: Device of this rank.
         ranks: Number of ranks that share a step.
-        skipped: Updates left out since the beginning of the run because of a non-finite loss or
+        skipped: Updates skipped since the beginning of the run because of a non-finite loss or
             gradient.
-        in_a_row: The newest of these without an update between them, as far as is known.
+        in_a_row: Number of consecutive skipped updates up to the newest known report.
         oom_splits: Micro-batches, and pieces of them, that all ranks split after out-of-memory
             errors.
         stopping: Whether a rank was asked to stop.
@@ -73,7 +73,7 @@ class TrainingMetrics:
         )
 
     def collect(self, *, leave: int = 1) -> list[StepReport]:
-        """Read all reports but the newest ``leave``; return those whose update was left out."""
+        """Read all reports but the newest ``leave``; return those whose update was skipped."""
         left_out = []
         while len(self._pending) > leave:
             report = self._pending.popleft()
@@ -95,7 +95,7 @@ class TrainingMetrics:
         return left_out
 
     def merge(self, context: DistributedContext, *, counts: bool) -> None:
-        """Sum ``skipped`` and ``oom_splits`` of learners, in each of which one rank counts."""
+        """Sum ``skipped`` and ``oom_splits`` over learners; ``counts`` marks one rank of each."""
         before = self._merged
         own = (self.skipped - before[0], self.oom_splits - before[1]) if counts else (0, 0)
         skipped, splits = map(sum, zip(*context.all_gather(own), strict=True))
@@ -103,7 +103,7 @@ class TrainingMetrics:
         self._merged = self.skipped, self.oom_splits
 
     def time(self, seconds: float, waited: float) -> None:
-        """Record the duration of a step, and of its wait for data."""
+        """Record the duration of a step and of its wait for data, in seconds."""
         self._seconds += seconds
         self._waited += waited
         self._timed += 1

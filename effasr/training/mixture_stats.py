@@ -17,8 +17,8 @@ class MixtureStats:
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
-        # Rows: utterances, and samples or tokens. Of all ranks until the last `merge`, and of this
-        # one since.
+        # Rows: utterances, and samples or tokens. `_merged` holds those of all ranks until the last
+        # `merge`, `_own` those of this rank since.
         self._merged = [np.zeros((2, len(mixture.names)), np.int64) for mixture in self._mixtures()]
         self._own = [np.zeros_like(counts) for counts in self._merged]
 

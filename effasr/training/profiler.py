@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 Tool = Literal["none", "nsys", "kineto"]
 
 PROFILE_FOLDER = "profile"
-"""Where in a run directory the recordings are."""
+"""Folder of the recordings in a run directory."""
 
 _MEMORY_EVENTS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileConfig:
-    """Which steps are profiled, and how.
+    """Steps to profile, and the tools.
 
     Attributes:
         tool: ``nsys``: the run was started by ``profiling/nsys_train.sh``, and the steps are its
@@ -108,7 +108,7 @@ class StepProfiler:
             self._dump_memory()
 
     def close(self) -> None:
-        """Stop recording; what was recorded is kept."""
+        """Stop recording and keep what was recorded."""
         if not self._recording:
             return
         self._recording = False
@@ -118,7 +118,7 @@ class StepProfiler:
 
     def _begin(self, step: int) -> None:
         config = self._config
-        # Kineto's own first step is for warming up, and is not written.
+        # Kineto's first step is a warm-up and is not written.
         first = config.first_step - (config.tool == "kineto")
         if self._recording or not max(first, 0) <= step <= self._last:
             return
@@ -157,7 +157,7 @@ class StepProfiler:
         )
         self._profiler = self._on.enter_context(profiler)
         if step >= self._config.first_step:
-            # No step is left to warm up in.
+            # No step is left for the warm-up.
             profiler.step()
 
     def _write(self, profiler: torch.profiler.profile) -> None:

@@ -1,4 +1,4 @@
-"""One training step, in the order in which it happens."""
+"""One training step, in execution order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StepConfig:
     """Settings of a step.
 
     Attributes:
-        learning_rate: Learning rate of an update, by the number of updates before it.
+        learning_rate: Maps the number of earlier updates to the learning rate.
         autocast: Returns the context in which the forward runs.
         costs: FLOPs of an utterance.
         seed: Seed of the run.
@@ -52,7 +52,7 @@ class StepConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainState:
-    """What a step reads and changes.
+    """Components that a step uses and updates.
 
     Attributes:
         config: Settings of the step.
@@ -90,7 +90,7 @@ class StepReport:
     Attributes:
         step: Counted from 0.
         lr: Learning rate; with AdaScale, before its factor.
-        counts: Sums over all ranks, as `StepCounts.tensor`; known as soon as the step has begun.
+        counts: Sums over all ranks, as `StepCounts.tensor`; available from the start of the step.
         values: float32 (9,): loss, cross-entropy, CTC, transducer, penalty, norm of the gradient
             before clipping, whether all was finite and the update made, whether the penalty was on,
             and how often a rank split a micro-batch after an out-of-memory error.
@@ -123,10 +123,10 @@ def train_step(
     `effasr.training.fault_tolerance.oom_recovery`.
 
     Args:
-        state: What is trained.
+        state: Components of the run.
         micro_batches: Micro-batches of this rank. Not empty.
         step: Number of the global step since the beginning of the run, from 0.
-        stopping: Whether this rank was asked to stop; the others learn it from the counts.
+        stopping: Whether this rank was asked to stop; the counts inform the other ranks.
         places: Indices of the micro-batches in the global step; by default r, r + W, ... on rank
             r of W.
 
@@ -172,7 +172,7 @@ def run_micro_batch(state: TrainState, batch: Batch, counts: Tensor) -> tuple[Te
     """Add the gradient of one micro-batch to that of the step.
 
     Args:
-        state: What is trained.
+        state: Components of the run.
         batch: The micro-batch.
         counts: Counts of the global step, as `StepCounts.tensor`.
 
@@ -263,7 +263,7 @@ def _update(
     """Update the weights, where ``finite``, and their average; return the learning rate."""
     made, factor = step, None
     if state.adascale is not None:
-        # Waits for no more than the step before, while this one's backward runs.
+        # Waits only for the step before, while the backward of this one runs.
         made = int(state.adascale.advance())
         targets = StepCounts.targets_of(counts)[0]
         factor = state.adascale.update(sums[6:8], targets, norm, finite, sums[5] == 0)
@@ -271,7 +271,7 @@ def _update(
     set_learning_rate(state.optimizer, lr, factor)
     with ranges.range("optimizer"):
         apply_update(state.optimizer, finite)
-    # A recorded graph adds to gradients at their addresses at the time of recording.
+    # A CUDA graph accumulates gradients at the addresses of the time of recording.
     state.optimizer.zero_grad(set_to_none=state.graph is None)
     if state.average is not None:
         state.average.update(step)

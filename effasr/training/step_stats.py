@@ -106,7 +106,7 @@ class StepCounts:
 
     @property
     def rank_imbalance(self) -> float:
-        """By how much the rank with most work exceeds the mean, as a fraction of the mean."""
+        """Excess of the rank with the most work over the mean, as a fraction of the mean."""
         mean = sum(self.work) / len(self.work)
         return max(self.work) / mean - 1 if mean else 0.0
 
@@ -117,7 +117,7 @@ _SCALARS = [field.name for field in fields(StepCounts)][:-1]
 class HostCopy:
     """An asynchronous copy of a small tensor to the host.
 
-    Reading it waits for what was queued before the copy, not for what was queued since.
+    Reading it waits for the work queued before the copy, but not for later work.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A training run, from its first step to its last, over any number of interruptions."""
+"""A training run from its first step to its last, with any number of interruptions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 
 import torch
@@ -29,6 +31,8 @@ from effasr.training.checkpointing.resume import Saved, check_resumable, check_s
 from effasr.training.checkpointing.run_checkpoints import TENSORS, RunCheckpoints
 from effasr.training.checkpointing.state import OptimizerState, RunProgress, Stateful
 from effasr.training.config import ASYNCHRONOUS, TrainConfig
+from effasr.training.diagnostics import examples
+from effasr.training.diagnostics.build import build_diagnostics
 from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard
 from effasr.training.fault_tolerance.phase_tracker import WAITING
 from effasr.training.fault_tolerance.stop import StopRequest, listening
@@ -38,7 +42,7 @@ from effasr.training.mixture_stats import MixtureStats
 from effasr.training.profiler import PROFILE_FOLDER, StepProfiler
 from effasr.training.run_dir.run_directory import RunDirectory
 from effasr.training.run_dir.run_log import RunLog
-from effasr.training.run_dir.summary import describe_data, describe_model
+from effasr.training.run_dir.summary import describe_alignment, describe_data, describe_model
 from effasr.training.step import train_step
 from effasr.training.strategies.asynchronous import make_strategy
 from effasr.training.strategies.parallelism import average_over_ranks, full_weights, is_sharded
@@ -76,14 +80,14 @@ def run(config: TrainConfig) -> int:
                 with trainer.log.display, trainer.checkpoints:
                     trainer.train(stop)
             except TrainingFailed as error:
-                trainer.log.say(f"failed: {error}")
+                trainer.log.show(f"failed: {error}")
                 return 1
     return 0
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """What a run is trained on: tokenizer, utterances, and the loader of its micro-batches."""
+    """Data of a run: tokenizer, utterances, and the loader of its micro-batches."""
 
     tokenizer: Tokenizer
     corpus: Corpus
@@ -100,7 +104,8 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, context: DistributedContext, directory: RunDirectory
     ) -> None:
-        # A rank that replaces rank 0 recognizes the lock of this start of the run by the name.
+        # All processes of this start of the run share the name in the lock, so that a rank that
+        # replaces rank 0 recognizes it.
         self.log = RunLog(directory, context.broadcast(uuid.uuid4().hex))
         self.checkpoints = RunCheckpoints(
             directory.checkpoints, config.training.keep, background=config.training.async_save
@@ -122,6 +127,7 @@ class Trainer:
         self.validator = self._make_validator()
         self.metrics = TrainingMetrics(context.device, group.size)
         self.mixture_stats = MixtureStats(self.data.corpus)
+        self.diagnostics = build_diagnostics(config, self.model, self.data.corpus)
         autocast, on_nan = self.state.config.autocast, config.training.on_nan
         self.guard = NonFiniteGuard(self.model, autocast, on_nan, group, self.log.skipped)
         limits = config.training.timeout_s, config.training.data_timeout_s
@@ -143,11 +149,11 @@ class Trainer:
         settings, strategy, progress = self.config.training, self.strategy, self.progress
         self._describe()
         if self._is_finished:
-            self.log.say(
-                f"all {settings.max_steps} steps have been made: training.max_steps allows more"
+            self.log.show(
+                f"all {settings.max_steps} steps have been made: raise training.max_steps for more"
             )
         elif progress.step:
-            self.log.say(f"going on from step {progress.step} of {settings.max_steps}")
+            self.log.show(f"continuing from step {progress.step} of {settings.max_steps}")
         steps_of_rank = strategy.steps(self.data.loader, self.state, progress)
         with closing(self.profiler), steps_of_rank as steps, self.watchdog:
             if progress.must_validate:
@@ -159,7 +165,7 @@ class Trainer:
                     is_sync_point = self._advance(steps, stop)
                 if not is_sync_point:
                     continue
-                # A request to stop does not wait for it: it comes first when the run continues.
+                # A request to stop takes precedence; the validation follows when the run continues.
                 if progress.must_validate and not strategy.is_stopping:
                     self._validate()
                 must_save = self._is_due(settings.checkpoint_every)
@@ -167,12 +173,12 @@ class Trainer:
                     self._save()
         self.checkpoints.wait()
         if not self._is_finished:
-            self.log.say(f"stopped at step {progress.step}; the same command goes on from there")
+            self.log.show(f"stopped at step {progress.step}; the same command continues from there")
         else:
-            self.log.say(f"done: {self.log.directory.path}")
+            self.log.show(f"done: {self.log.directory.path}")
 
     def _advance(self, steps: Iterator[StepBatch | None], stop: StopRequest) -> bool:
-        """Make a step, or synchronize; return whether all ranks are at the same step now."""
+        """Make a step or synchronize; return whether all ranks are at the same step now."""
         self.checkpoints.check()
         strategy, progress, metrics = self.strategy, self.progress, self.metrics
         started = time.perf_counter()
@@ -194,11 +200,14 @@ class Trainer:
         self.log.display.advance(progress.step)
         if must_log:
             line = metrics.line(progress.step, progress.epoch)
+            changes = [] if self.diagnostics is None else self.diagnostics.observe(line)
+            line |= {} if self.diagnostics is None else self.diagnostics.flags()
             if is_sync_point:
                 self._write_unreadable()
             if strategy.context.is_main:
                 line |= strategy.metrics(progress, self.watchdog, data)
             self.log.metrics(line)
+            self.log.changes(progress.step, progress.epoch, changes)
         return is_sync_point
 
     def _train(self, data: StepBatch, stop: StopRequest) -> None:
@@ -212,7 +221,7 @@ class Trainer:
         self.strategy.finish(data, self.progress, stopping=self.metrics.stopping)
 
     def _synchronize(self) -> None:
-        """Make ranks equal that have made steps apart."""
+        """Synchronize ranks that have made different steps."""
         self._handle_nonfinite(leave=0)
         was_main = self.strategy.context.is_main
         if self.strategy.synchronize(self.state, self.progress):
@@ -226,9 +235,9 @@ class Trainer:
         logging.getLogger("effasr").setLevel(logging.NOTSET)
         self.log.lock(succeeds=True)
         self._open_log()
-        self.log.say(
-            f"rank 0 is lost: from step {self.progress.step} on, another writes the files of the "
-            "run"
+        self.log.show(
+            f"rank 0 is lost: from step {self.progress.step} on, another rank writes the files of "
+            "the run"
         )
 
     def _is_due(self, every: int) -> bool:
@@ -236,40 +245,48 @@ class Trainer:
 
     def _must_log(self, is_sync_point: bool) -> bool:
         every = self.config.training.log_every
-        # A rank may not see every step.
+        # A rank may skip over step numbers.
         is_due = self.progress.step // every > self.log.step // every or self._is_finished
         return is_due or (is_sync_point and self.strategy.logs_sync_points)
 
     @property
     def _is_finished(self) -> bool:
-        """Whether the last step was made; with AdaScale, as many reference steps as are known.
+        """Return whether the last step was made; with AdaScale, enough reference steps.
 
-        The gain of a step is known when the next one has been made.
+        The gain of a step is available after the next one.
         """
         adascale, last = self.state.adascale, self.config.training.max_steps
         return self.progress.step >= last or (adascale is not None and adascale.progress >= last)
 
     def _handle_nonfinite(self, *, leave: int) -> None:
-        """Read the reports but the newest ``leave``, and handle those without an update."""
+        """Read the reports but the newest ``leave`` and handle the skipped updates among them."""
         reports = self.metrics.collect(leave=leave)
         if self.metrics.oom_splits:
             self.log.warn_of_splits(self.progress.step)
         if reports:
-            # All ranks look at the utterances.
+            # All ranks take part, because each has its own utterances.
             with full_weights(self.state, self.model):
                 self.guard.handle(reports, self.metrics.in_a_row)
 
     def _validate(self) -> None:
-        """Validate, and record whether no validation before was as good."""
+        """Validate and record whether the result is the best so far."""
         self.progress.must_validate = False
         if self.validator is None:
             return
         self.state.phases.begin("validating")
         average_over_ranks(self.state, self.strategy.context)
         with ranges.range("validation"), self._published_weights(), merged(self.model):
-            evaluations = self.validator()
-        for name, evaluation in evaluations.items():
-            self.log.validation(self.progress.step, self.progress.epoch, name, evaluation)
+            results = self.validator()
+        evaluations = {name: result.evaluation for name, result in results.items()}
+        settings = self.config.training.diagnostics
+        step, epoch = self.progress.step, self.progress.epoch
+        shown = {} if settings is None else examples.choose(evaluations, settings.examples)
+        for name, result in results.items():
+            self.log.validation(step, epoch, name, result, shown.get(name, ()))
+        if self.diagnostics is not None:
+            probe = reduce(add, (result.probe for result in results.values()))
+            changes = self.diagnostics.validated(evaluations, probe, epoch)
+            self.log.changes(step, epoch, changes)
         self.progress.record_error_rate(merge(list(evaluations.values())).wer)
 
     @contextmanager
@@ -314,12 +331,12 @@ class Trainer:
         self.log.mixture(self.progress.step, blends)
 
     def _restore(self, saved: Saved) -> None:
-        """Continue from a checkpoint; the model has the published weights already."""
+        """Continue from a checkpoint; the model has its published weights already."""
         progress, state = self.progress, saved.state
         progress.load_state_dict(state)
         progress.must_validate = progress.must_validate and self.validator is not None
         if progress.is_best and self.strategy.context.is_main:
-            # The run may have been killed between the checkpoint and its mark.
+            # The run may have been killed between writing the checkpoint and marking it.
             self.checkpoints.mark_best(progress.step)
         self._optimizer_state().load(state["optimizer"], saved.path / TENSORS)
         for name, component in self._components().items():
@@ -329,12 +346,13 @@ class Trainer:
             self.state.adascale.begin_at(progress.step)
 
     def _components(self) -> dict[str, Stateful | None]:
-        """Return the components with state, by their names in a checkpoint."""
+        """Return the stateful components by their names in a checkpoint."""
         return {
             "objective": self.state.objective,
             "meter": self.metrics,
             "blend": self.mixture_stats,
             "adascale": self.state.adascale,
+            "diagnostics": self.diagnostics,
         }
 
     def _optimizer_state(self) -> OptimizerState:
@@ -354,7 +372,7 @@ class Trainer:
         if context.is_main:
             self.log.lock()
             if restart and (aside := directory.set_aside()):
-                log.warning("what was in %s is now in %s", directory.path, aside)
+                log.warning("renamed the earlier run %s to %s", directory.path, aside)
             found = self.checkpoints.newest()
         path = context.broadcast(found and found[0])
         if path is None:
@@ -364,7 +382,7 @@ class Trainer:
     def _load_data(
         self, tokenizer: Tokenizer, saved: Saved | None, context: DistributedContext
     ) -> RunData:
-        """Load the corpus; where filters drop too much of it, list that all the same."""
+        """Load the corpus; if filters drop too much of it, list the dropped utterances first."""
         config, directory = self.config, self.log.directory
         try:
             corpus = build.load_corpus(config, tokenizer, saved)
@@ -397,14 +415,21 @@ class Trainer:
         self.log.open(self.config, is_main, step, self.metrics.ranks, dropped)
 
     def _describe(self) -> None:
-        """Show what is trained on what."""
+        """Report the data, the model and the ranks."""
         context, corpus = self.strategy.context, self.data.corpus
-        self.log.say(
+        self.log.show(
             f"{len(corpus)} utterances, {corpus.seconds / 3600:.2f} h, "
             f"{describe_model(self.model)}, {context.size} x {context.device}"
         )
         dropped = self.log.directory.path / "dropped.jsonl"
         epoch = self.progress.position[0]
         lines = describe_data(corpus, self.data.loader, self.config.data, epoch, dropped)
+        fixed = self.config.init_from is not None
+        aligned = describe_alignment(
+            corpus, self.config.data, self.config.model, self.data.tokenizer, fixed=fixed
+        )
         for line in (*self.strategy.describe(), *lines):
-            self.log.say(line)
+            self.log.show(line)
+        if context.is_main:
+            for line in aligned:
+                self.log.show(line)

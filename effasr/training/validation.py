@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import reduce
 from itertools import islice
+from operator import add
 
 from lhotse.cut import Cut
 
@@ -14,7 +17,22 @@ from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.result import Evaluation, merge, set_name
 from effasr.model.asr import ASRModel
 from effasr.training.config import TrainConfig
+from effasr.training.diagnostics.probe import Probe
+from effasr.training.diagnostics.probe_sums import ProbeSums
 from effasr.transcription.recognizer import Recognizer
+
+
+@dataclass(frozen=True, slots=True)
+class SetResult:
+    """Results of a validation set, over all ranks.
+
+    Attributes:
+        evaluation: Transcripts and errors.
+        probe: Losses of some of the utterances; sums of nothing without diagnostics.
+    """
+
+    evaluation: Evaluation
+    probe: ProbeSums
 
 
 class Validator:
@@ -22,7 +40,7 @@ class Validator:
 
     Raises:
         ValueError: A manifest cannot be read, the normaliser is unknown, or the model does not
-            support the decoding: before training, not after hours of it.
+            support the decoding: raised before training starts.
     """
 
     def __init__(
@@ -39,19 +57,32 @@ class Validator:
         get_normalizer(self._config.normalizer)
         Recognizer(model, tokenizer, self._config.decoding)
         self._sets: dict[str, list[Cut]] = {}
+        self._probes: dict[str, Probe] = {}
+        diagnostics = config.training.diagnostics
         for path in config.data.validation:
             every = iterate(path, language=config.data.language)
             cuts = list(islice(every, self._config.max_utterances))
             if not cuts:
                 raise ValueError(f"{path}: holds no utterances.")
             part = shard(cuts, context.rank, context.size)
-            self._sets[_free_name(path, self._sets)] = part
+            name = _free_name(path, self._sets)
+            self._sets[name] = part
+            if diagnostics is not None and diagnostics.probe_utterances:
+                self._probes[name] = Probe(
+                    part,
+                    model,
+                    tokenizer,
+                    count=diagnostics.probe_utterances,
+                    # The training step has room for as many, and for their gradients.
+                    frame_budget=config.data.known_frame_budget,
+                    precision=self._config.decoding.precision,
+                )
 
-    def __call__(self) -> dict[str, Evaluation]:
+    def __call__(self) -> dict[str, SetResult]:
         """Return the results of each set; all ranks call this."""
-        return {name: self._evaluate(cuts) for name, cuts in self._sets.items()}
+        return {name: self._evaluate(name, cuts) for name, cuts in self._sets.items()}
 
-    def _evaluate(self, cuts: list[Cut]) -> Evaluation:
+    def _evaluate(self, name: str, cuts: list[Cut]) -> SetResult:
         part = evaluate(
             self._model,
             self._tokenizer,
@@ -59,7 +90,9 @@ class Validator:
             normalizer=self._config.normalizer,
             config=self._config.decoding,
         )
-        return merge(self._context.all_gather(part))
+        probe = self._probes[name]() if name in self._probes else ProbeSums()
+        evaluations, probes = zip(*self._context.all_gather((part, probe)), strict=True)
+        return SetResult(merge(evaluations), reduce(add, probes))
 
 
 def _free_name(path: str, taken: dict[str, list[Cut]]) -> str:

@@ -24,7 +24,7 @@ _CPU_SLOTS = 32
 """A CPU gains nothing from more rows at a time."""
 
 _FEWEST_SLOTS = 8
-"""Of a GPU; doubled whenever a batch has more utterances."""
+"""Initial slots on a GPU, doubled whenever a batch has more utterances."""
 
 _PROMPT = 16
 """Prompt tokens per utterance that pages are allocated for; with longer prompts fewer utterances
@@ -92,9 +92,9 @@ class ContinuousSearch:
     """Greedy search of the attention decoder by continuous batching across batches.
 
     Args:
-        model: With a decoder, in evaluation mode.
-        tokenizer: Of the model.
-        config: Of greedy search.
+        model: Model with a decoder, in evaluation mode.
+        tokenizer: Tokenizer of the model.
+        config: Configuration of greedy search.
         max_frames: Most encoder frames of an utterance.
     """
 
@@ -185,7 +185,7 @@ class ContinuousSearch:
             self._most = slots
 
     def _engine_of(self, slots: int, budget: int) -> Engine:
-        """An engine with pages for the frames of the budget, and for their tokens."""
+        """Return an engine with pages for the frames of the budget, and for their tokens."""
         config, model = self._config, self._model
         assert model.config.decoder is not None  # checked by check_config
         longest = model.config.decoder.max_positions

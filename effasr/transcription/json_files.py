@@ -22,7 +22,7 @@ def write_json_lines(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Non
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """One JSON object and a line feed; letters of all scripts are not escaped.
+    """Return one JSON object and a line feed; letters of all scripts are not escaped.
 
     Bytes of a file name that are not UTF-8, lone surrogates in Python, become JSON escapes.
     """
@@ -30,7 +30,7 @@ def json_line(row: Mapping[str, Any]) -> str:
 
 
 def one_line(text: str) -> str:
-    """A text, such as a file name, with line breaks and control characters escaped."""
+    """Return a text, such as a file name, with line breaks and control characters escaped."""
     shown = (
         c if c.isprintable() or c == " " else c.encode("unicode_escape").decode() for c in text
     )

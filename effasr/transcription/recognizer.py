@@ -71,11 +71,11 @@ class Recognizer:
 
     @property
     def sample_rate(self) -> int:
-        """Of the audio that requests load, in Hz."""
+        """Sample rate of the audio that requests load, in Hz."""
         return self._features.sample_rate
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """The tokens that the decoder reads first.
+        """Return the tokens that the decoder reads first.
 
         Raises:
             ValueError: The tokenizer does not know a language, or the prompt asks CTC or the
@@ -156,7 +156,7 @@ class Recognizer:
                 samples = np.pad(samples, (0, missing)) if missing else samples
                 yield Piece(recording, chunk, samples, self._features.encoder_frames(len(samples)))
         except Exception as error:
-            # Ours are sentences already; of others the type is half of the message.
+            # Messages of effasr are sentences; other errors are shown with their type.
             ours = isinstance(error, ValueError)
             recording.failure = str(error) if ours else f"{type(error).__name__}: {error}"
 
@@ -172,7 +172,7 @@ class Recognizer:
     def _speech(
         self, recording: Recording, chunks: Iterable[tuple[Chunk, np.ndarray]]
     ) -> Iterator[tuple[Chunk, np.ndarray]]:
-        """The chunks to decode; records the recording's duration."""
+        """Yield the chunks to decode and record the recording's duration."""
 
         def noted() -> Iterator[tuple[Chunk, np.ndarray]]:
             for chunk, samples in chunks:
@@ -184,7 +184,7 @@ class Recognizer:
         return without_gaps(noted(), self.sample_rate, self.config.gap_seconds)
 
     def _longest_chunk(self) -> float:
-        """Seconds."""
+        """Return seconds."""
         longest, most = self.config.chunk_seconds, self.model.config.encoder.max_frames
         if most is not None:
             longest = min(longest, most * self._frame_samples / self.sample_rate)
@@ -210,7 +210,7 @@ class Recognizer:
         self, search: Search, pieces: list[Piece], on_audio: Callable[[float], None] | None
     ) -> None:
         """Decode a batch, or without pieces what a search still holds."""
-        with _evaluating(self.model):
+        with evaluating(self.model):
             done = self._decode(search, pieces)
         if on_audio is not None and done:
             on_audio(done)
@@ -278,7 +278,7 @@ class Recognizer:
         return tuple(replace(word, end=min(word.end, end)) for word in found)
 
     def _collated(self, pieces: list[Piece]) -> tuple[Batch, list[list[int]]]:
-        """The batch of these pieces on the model's device, and their prompts."""
+        """Return the batch of these pieces on the model's device, and their prompts."""
         examples = [
             Example(
                 id=piece.recording.request.id,
@@ -307,7 +307,7 @@ def _check(audio: np.ndarray) -> None:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for the length of a context; restores the mode of each module."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -60,10 +60,10 @@ class Recording:
 
     Attributes:
         request: The request.
-        sample_rate: In Hz.
+        sample_rate: Sample rate in Hz.
         duration: Seconds, so far.
         prompt: Tokens that the decoder reads first.
-        pieces: Its chunks, so far.
+        pieces: Chunks read so far.
         failure: Why there is no transcript; None otherwise.
         first: Chunks that were read ahead.
         coming: The other chunks.
@@ -100,7 +100,7 @@ class Recording:
         self.first, self.read = [], True
 
     def result(self) -> Result:
-        """The transcript or the failure."""
+        """Return the transcript or the failure."""
         if self.failure is not None:
             return Failure(self.request.id, self.failure)
         rate = self.sample_rate

@@ -14,7 +14,7 @@ class Segment:
 
     Attributes:
         start: Seconds from the beginning of the recording.
-        end: Likewise.
+        end: Seconds from the beginning of the recording.
         text: Transcript.
         truncated: Whether the decoder reached its limit: it probably repeated itself.
         words: Words with times, if requested; None if they could not be found.
@@ -27,7 +27,7 @@ class Segment:
     words: tuple[Word, ...] | None = ()
 
     def as_row(self) -> dict[str, Any]:
-        """The JSON object: start, end, text; truncated and words if present."""
+        """Return the JSON object: start, end, text; truncated and words if present."""
         row: dict[str, Any] = {
             "start": round(self.start, 3),
             "end": round(self.end, 3),
@@ -60,7 +60,7 @@ class Transcription:
         return any(segment.truncated for segment in self.segments)
 
     def as_row(self) -> dict[str, Any]:
-        """The JSON object: id, duration, text, segments."""
+        """Return the JSON object: id, duration, text, segments."""
         return {
             "id": self.id,
             "duration": round(self.duration, 3),
@@ -77,7 +77,7 @@ class Failure:
     reason: str
 
     def as_row(self) -> dict[str, Any]:
-        """The JSON object: id, error."""
+        """Return the JSON object: id, error."""
         return {"id": self.id, "error": self.reason}
 
 

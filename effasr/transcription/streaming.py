@@ -38,8 +38,8 @@ class RawFormat:
     """Samples without a header, channels interleaved.
 
     Attributes:
-        sample_rate: In Hz.
-        channels: To be averaged.
+        sample_rate: Sample rate in Hz.
+        channels: Number of channels, which are averaged.
         encoding: 16-bit integers or 32-bit floating point of full scale 1, little-endian.
     """
 
@@ -61,7 +61,7 @@ def raw_blocks(file: BinaryIO, form: RawFormat, sample_rate: int) -> Iterator[np
     Args:
         file: Buffered or not; no read waits for more than the available bytes.
         form: Format of the bytes.
-        sample_rate: Of the result in Hz.
+        sample_rate: Sample rate of the result in Hz.
 
     Yields:
         float32 (samples,), mono, at least one sample each.
@@ -177,16 +177,16 @@ class _StreamCutter:
         self._take(max(0, len(self.held) - self._margin * self._hop))
 
     def _speech(self) -> np.ndarray:
-        """The hops of the held audio that may be speech, int64, ascending."""
+        """Return the hops of the held audio that may be speech, int64, ascending."""
         levels = loudness(self.held, self._rate)
         heard = np.concatenate([self._past, levels])
         if not len(heard):
             return np.zeros(0, np.int64)
-        # Nobody speaks in an even voice: what is even is background, however loud it is.
+        # Speech varies in loudness: even sound is background, however loud it is.
         return np.flatnonzero(is_speech(heard, np.inf)[len(self._past) :])
 
     def _end(self, speech: np.ndarray, ended: bool) -> int | None:
-        """Number of samples of the first chunk, once its end is known."""
+        """Return the number of samples of the first chunk, once its end is known."""
         hops = -(-len(self.held) // self._hop)
         # The end of the held audio bounds a pause as speech does.
         following = np.append(speech[1:], hops + self._pause if ended else hops)
@@ -220,10 +220,10 @@ def transcribe_stream(
     Samples are read on a thread, so that the recorder need not wait during decoding.
 
     Args:
-        recognizer: Of the model.
+        recognizer: Recognizer of the model.
         blocks: float32 (samples,) each, mono, at the recognizer's rate, as they arrive.
         prompt: Languages and task.
-        latency_seconds: As in `cut_stream`, without the time to decode a chunk.
+        latency_seconds: Longest chunk as in `cut_stream`, without the time to decode a chunk.
 
     Yields:
         A segment for each chunk with recognised speech, as soon as it is known.
@@ -251,7 +251,7 @@ def _transcribed(
 
 
 def _ahead(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """The same blocks, read on a thread."""
+    """Yield the same blocks, read on a thread."""
     source = iter(blocks)
     for block in prefetch(lambda _: next(source, None), itertools.count(), workers=1, ahead=_AHEAD):
         if block is None:

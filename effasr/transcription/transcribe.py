@@ -31,7 +31,7 @@ class Waveform:
     Attributes:
         id: Identifies the result.
         samples: Floating point (samples,) or (samples, channels), full scale 1.
-        sample_rate: In Hz.
+        sample_rate: Sample rate in Hz.
     """
 
     id: str
@@ -44,7 +44,7 @@ class TranscriptionRun:
 
     Attributes:
         audio_seconds: Duration of the recordings transcribed so far.
-        seconds: From the start of the iteration to the last result, loading included.
+        seconds: Seconds from the start of the iteration to the last result, loading included.
         failed: Recordings without a transcript so far.
     """
 
@@ -86,7 +86,7 @@ def transcribe(
 
     Args:
         model: Decodes on its device.
-        tokenizer: Of this model.
+        tokenizer: Tokenizer of the model.
         sources: Audio files, results of `effasr.transcription.inputs.sources`, or audio in memory.
             Channels are averaged. Only a part of a long file is in memory at a time.
         prompt: Languages and task of sources without a prompt; English speech to English text by
@@ -106,7 +106,7 @@ def transcribe(
 
 
 def render(result: Result, style: Literal["text", "jsonl"]) -> str:
-    """A result as one line: id, tab and text, or its JSON object."""
+    """Return a result as one line: id, tab and text, or its JSON object."""
     if style == "jsonl":
         return json_line(result.as_row())
     text = result.text if isinstance(result, Transcription) else f"failed: {result.reason}"

@@ -14,7 +14,7 @@ from effasr.transcription.inputs.vad import HOP_SECONDS
 _PAUSE_SECONDS = 0.1
 """Least pause between words; the closure of a stop consonant is shorter."""
 _TAIL_SECONDS = 0.6
-"""How long a word may continue after CTC has recognised it."""
+"""Longest time that a word continues after CTC has recognised it, in seconds."""
 _DELAY_FRAMES = 1.0
 """From the start of a word to the centre of its first frame, if no pause shows it."""
 _LEAST_DELAY = 0.5
@@ -30,7 +30,7 @@ class Word:
     Attributes:
         text: Written form.
         start: Seconds from the beginning of the recording.
-        end: Likewise.
+        end: Seconds from the beginning of the recording.
     """
 
     text: str
@@ -56,10 +56,10 @@ def word_timestamps(
     last frame of the previous word. A word ends where the next one or a pause starts.
 
     Args:
-        tokens: Of a transcript.
+        tokens: Tokens of a transcript.
         spans: Frames of each; frame f is centred at ``f * frame_seconds``.
         decode: The tokenizer's, from tokens to text.
-        frame_seconds: Between the centres of encoder frames.
+        frame_seconds: Seconds between the centres of encoder frames.
         speech: bool (hops,), from `effasr.transcription.inputs.vad`.
         offset: Added to all times; seconds.
         spaces: Whether spaces separate words; else each character is one.
@@ -124,7 +124,7 @@ def _delay(
 
 
 def _onset(speech: np.ndarray, earliest: float, latest: float, longest: float) -> float | None:
-    """The time between these two at which speech starts after a pause, or None.
+    """Return the time between these two at which speech starts after a pause, or None.
 
     It is at most ``longest`` before the second.
     """
@@ -144,7 +144,7 @@ def _onset(speech: np.ndarray, earliest: float, latest: float, longest: float) -
 
 
 def _pause(speech: np.ndarray, earliest: float, latest: float) -> float:
-    """The time between these two at which a pause starts; the second if there is none."""
+    """Return the time between these two at which a pause starts; the second if there is none."""
     begin, end = round(earliest / HOP_SECONDS), round(latest / HOP_SECONDS)
     hops = round(_PAUSE_SECONDS / HOP_SECONDS)
     run = 0

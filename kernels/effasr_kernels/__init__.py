@@ -1,6 +1,6 @@
 """Operations on packed sequences: one function each, with several implementations.
 
-To add an operation, import its function here: its definition enters `OPERATIONS` by itself.
+To add an operation, import its function here, which adds its definition to `OPERATIONS`.
 """
 
 from effasr_kernels.append_to_pages import append_to_pages as append_to_pages

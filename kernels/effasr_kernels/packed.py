@@ -1,6 +1,6 @@
 """Sequences of unequal length stored end to end, without padding between them.
 
-Letters used for shapes everywhere in this project:
+Shapes are written with these letters everywhere in this project:
 
     N  sequences in a batch        C  channels (model width)
     T  packed frames (audio)       H  attention heads
@@ -8,8 +8,9 @@ Letters used for shapes everywhere in this project:
     V  vocabulary                  J  width of a transducer's joint
     K  taps of a convolution
 
-A batch of a static shape carries more rows than its sequences fill: the rows past
-``cu_seqlens[-1]`` are the *tail*. Every operation writes zeros there and gives it zero gradient.
+A batch of a static shape has more rows than its sequences fill: the rows from ``cu_seqlens[-1]`` on
+are the *tail*. Every operation writes zeros to the tail of its result, and the gradient there is
+zero.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ _INT32_MAX = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Where each sequence begins and ends in a packed tensor.
+    """The boundaries of the sequences in a packed tensor.
 
     Attributes:
-        cu_seqlens: int32 (N + 1,), on the device of the values. Sequence n is
+        cu_seqlens: Offsets, int32 (N + 1,), on the device of the values. Sequence n is
             rows ``cu_seqlens[n]:cu_seqlens[n + 1]``.
-        cu_seqlens_host: The same numbers as Python ints, so that sizing an output
-            never waits for the device.
-        rows: Rows of every tensor with this layout, the tail included.
-        static_max_seqlen: A number that no length exceeds, the same for every batch of a static
-            shape; None where it is not known beforehand. See `max_seqlen_bound`.
+        cu_seqlens_host: The same offsets as Python ints, so that the host computes the sizes of
+            outputs without waiting for the device.
+        rows: Rows of every tensor with this layout, including the tail.
+        static_max_seqlen: Upper bound of all lengths, equal for every batch of a static shape;
+            None if there is no such bound. See `max_seqlen_bound`.
     """
 
     cu_seqlens: Tensor
@@ -59,10 +60,10 @@ class PackedLayout:
 
         Args:
             lengths: The length of each sequence.
-            device: Where ``cu_seqlens`` lives.
+            device: Device of ``cu_seqlens``.
             rows: Rows of the tensors, for a static shape; ``sum(lengths)`` by default.
-            num_sequences: N, for a static shape: empty sequences fill up to it.
-            static_max_seqlen: What no length exceeds, for a static shape.
+            num_sequences: N, for a static shape; empty sequences are appended up to it.
+            static_max_seqlen: Upper bound of all lengths, for a static shape.
 
         Raises:
             ValueError: A length is negative or above ``static_max_seqlen``, the total does not fit
@@ -94,19 +95,19 @@ class PackedLayout:
 
     @property
     def num_sequences(self) -> int:
-        """N, the number of sequences, empty ones included."""
+        """N, the number of sequences, including empty ones."""
         return self.cu_seqlens.shape[0] - 1
 
     @property
     def known_on_host(self) -> bool:
-        """Whether the host can read lengths without waiting for the device, or tracing them."""
+        """Whether the host can read lengths without waiting for the device or tracing them."""
         if torch.compiler.is_compiling():
             return False
         return not isinstance(self.cu_seqlens_host, OffsetsOnDemand)
 
     @property
     def total(self) -> int:
-        """Rows that belong to a sequence; the tail is ``total:rows``."""
+        """Number of rows that belong to a sequence; the tail is ``total:rows``."""
         return self.cu_seqlens_host[-1]
 
     @property
@@ -116,36 +117,36 @@ class PackedLayout:
 
     @property
     def max_seqlen(self) -> int:
-        """The longest length; 0 where there is no sequence."""
+        """The largest length; 0 without sequences."""
         if torch.compiler.is_compiling() or not isinstance(self.cu_seqlens_host, tuple):
             return max(self.lengths, default=0)
         if self._max_seqlen is None:
-            # Every call of every operation on this layout needs it.
+            # Cached, as every call of every operation on this layout reads it.
             object.__setattr__(self, "_max_seqlen", max(self.lengths, default=0))
         return self._max_seqlen  # type: ignore[return-value]
 
     @property
     def max_seqlen_bound(self) -> int:
-        """What no length exceeds: ``static_max_seqlen`` if given, so that sizes stay the same."""
+        """Upper bound of all lengths: ``static_max_seqlen`` if given, else `max_seqlen`."""
         return self.max_seqlen if self.static_max_seqlen is None else self.static_max_seqlen
 
     @property
     def has_tail(self) -> bool:
-        """Whether rows may follow the last sequence: of a static shape always, to be one code."""
+        """Whether rows may follow the last sequence; always True for a static shape."""
         return self.static_max_seqlen is not None or self.rows > self.total
 
     @property
     def device(self) -> torch.device:
-        """Where ``cu_seqlens`` lives."""
+        """Device of ``cu_seqlens``."""
         return self.cu_seqlens.device
 
     def sequence_ids(self) -> Tensor:
-        """The sequence of each row: int64 (rows,), N in the tail. Made on the device, no sync."""
+        """The sequence of each row: int64 (rows,), N in the tail; computed on the device."""
         row = torch.arange(self.rows, device=self.device, dtype=torch.int32)
         return torch.bucketize(row, self.cu_seqlens[1:], right=True)
 
     def positions(self) -> Tensor:
-        """The place of each row in its sequence: int64 (rows,); in the tail, past its start."""
+        """The position of each row in its sequence or in the tail: int64 (rows,)."""
         row = torch.arange(self.rows, device=self.device)
         return row - self.cu_seqlens.long()[self.sequence_ids()]
 
@@ -154,7 +155,7 @@ class PackedLayout:
         return torch.arange(self.rows, device=self.device) < self.cu_seqlens[-1]
 
     def scaled(self, factor: int) -> PackedLayout:
-        """The layout in which each row of this one is ``factor`` rows.
+        """The layout in which each row of this one becomes ``factor`` rows.
 
         Raises:
             ValueError: The rows do not fit in int32.
@@ -162,11 +163,11 @@ class PackedLayout:
         rows = _fitting(self.rows * factor)
         offsets = self.cu_seqlens * factor
         host = self._derived(offsets, lambda n, offset: offset * factor)
-        most = None if self.static_max_seqlen is None else self.static_max_seqlen * factor
-        return PackedLayout(offsets, host, rows, most)
+        bound = None if self.static_max_seqlen is None else self.static_max_seqlen * factor
+        return PackedLayout(offsets, host, rows, bound)
 
     def lengthened(self, count: int) -> PackedLayout:
-        """The layout in which each sequence has ``count`` rows more.
+        """The layout in which each sequence has ``count`` more rows.
 
         Raises:
             ValueError: The rows do not fit in int32.
@@ -175,11 +176,11 @@ class PackedLayout:
         index = torch.arange(self.cu_seqlens.shape[0], dtype=torch.int32, device=self.device)
         offsets = self.cu_seqlens + index * count
         host = self._derived(offsets, lambda n, offset: offset + n * count)
-        most = None if self.static_max_seqlen is None else self.static_max_seqlen + count
-        return PackedLayout(offsets, host, rows, most)
+        bound = None if self.static_max_seqlen is None else self.static_max_seqlen + count
+        return PackedLayout(offsets, host, rows, bound)
 
     def _derived(self, offsets: Tensor, change: Callable[[int, int], int]) -> Sequence[int]:
-        """The host's offsets, each changed; none in compiled code, which would depend on each."""
+        """The host offsets, each changed; () in compiled code, which would guard on each offset."""
         if torch.compiler.is_compiling():
             return ()
         if not self.known_on_host:
@@ -192,9 +193,9 @@ class PackedLayout:
         return PackedLayout(moved, self.cu_seqlens_host, self.rows, self.static_max_seqlen)
 
     def rewritable(self) -> PackedLayout:
-        """The same layout in memory of its own, which may be overwritten with other offsets."""
-        own = self.cu_seqlens.clone()
-        return PackedLayout(own, OffsetsOnDemand(own), self.rows, self.static_max_seqlen)
+        """A copy of the layout whose ``cu_seqlens`` may be overwritten with other offsets."""
+        offsets = self.cu_seqlens.clone()
+        return PackedLayout(offsets, OffsetsOnDemand(offsets), self.rows, self.static_max_seqlen)
 
     def pin_memory(self) -> PackedLayout:
         """The same layout with ``cu_seqlens`` in pinned memory."""
@@ -203,14 +204,14 @@ class PackedLayout:
 
 
 class OffsetsOnDemand(Sequence[int]):
-    """``cu_seqlens_host`` of a layout whose numbers only the device knows.
+    """``cu_seqlens_host`` of a layout whose offsets are only on the device.
 
-    Who asks, waits for the device; while a CUDA graph is recorded, that is an error. Kernels do not
-    ask, references do.
+    Reading an offset waits for the device, which is an error while a CUDA graph is captured.
+    Kernels do not read the offsets, references do.
     """
 
     def __init__(self, cu_seqlens: Tensor):
-        """Hold the tensor, which may change."""
+        """Keep a reference to the tensor, whose values may change."""
         self._cu_seqlens = cu_seqlens
 
     def __len__(self) -> int:
@@ -229,7 +230,7 @@ class PackedSequence:
 
     Attributes:
         values: (rows, ...), row t belongs to the sequence whose range contains t.
-        layout: Shared, unchanged, by every tensor of the same batch.
+        layout: The boundaries of the sequences; tensors of one batch share it.
     """
 
     values: Tensor
@@ -247,7 +248,7 @@ class PackedSequence:
         return PackedSequence(values, self.layout)
 
     def unpack(self) -> list[Tensor]:
-        """Return one view per sequence, in order; the tail is left out."""
+        """Return one view per sequence, in order, without the tail."""
         return list(self.values[: self.layout.total].split(self.layout.lengths))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedSequence:
@@ -268,7 +269,7 @@ def pack(
     """Store sequences, each (length, ...), end to end, with a tail of zeros up to ``rows``.
 
     Raises:
-        ValueError: There is no sequence, or they do not fit in the static shape.
+        ValueError: ``sequences`` is empty, or the sequences do not fit in the static shape.
     """
     if not sequences:
         raise ValueError("`sequences` must not be empty.")
@@ -282,7 +283,7 @@ def pack(
 
 
 def _fitting(rows: int) -> int:
-    """The number of rows, which offsets in int32 must be able to hold."""
+    """Return the number of rows, checked to fit in int32 offsets."""
     if rows > _INT32_MAX:
         raise ValueError(f"`rows` must fit in int32, but is {rows}: use a smaller batch.")
     return rows

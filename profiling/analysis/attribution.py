@@ -41,10 +41,10 @@ class Launches:
     """Where and when the host asked for each row of work.
 
     Attributes:
-        row: Of ``launches``, or -1.
-        thread: Of the launch or, without one, of the operator; NONE where unknown.
-        begin: Of the launch; where unknown, the start of the work.
-        end: Of the launch; where unknown, the start of the work.
+        row: Row of ``launches``, or -1.
+        thread: Thread of the launch or, without one, of the operator; NONE where unknown.
+        begin: Begin of the launch; where unknown, the start of the work.
+        end: End of the launch; where unknown, the start of the work.
         is_known: Whether there is a launch, bool.
     """
 
@@ -107,7 +107,7 @@ def attribute(table: Table, launches: Launches, steps: dict[int, step_ranges.Ste
 
     Args:
         table: The capture.
-        launches: Of its work.
+        launches: Launches of its work.
         steps: By process.
     """
     work, ranges = table.work, table.ranges
@@ -174,7 +174,7 @@ class _Labels:
         self.is_backward = np.array([_BACKWARD.match(text) is not None for text in self.texts])
 
     def of_operators(self, names: np.ndarray) -> np.ndarray:
-        """The numbers of the labels of operators, by the numbers of their names."""
+        """Return the numbers of the labels of operators, by the numbers of their names."""
         numbers, place = np.unique(names, return_inverse=True)
         made = [self._number(f"(operator) {self._names[number]}") for number in numbers]
         return np.array(made, np.int64)[place] if made else place
@@ -202,7 +202,7 @@ class _Labels:
 
 
 def _without_counters(table: Table) -> list[str]:
-    """Names of ranges, where a number that is another each time is left out.
+    """Return names of ranges, where a number that is another each time is left out.
 
     ``Compute 30`` of iteration 30 is one of many; ``layers.3`` comes again in every step.
     """
@@ -221,7 +221,7 @@ def _without_counters(table: Table) -> list[str]:
 
 
 def _main_thread(table: Table, process: int, steps: dict[int, step_ranges.Steps]) -> int:
-    """The thread of the steps or, without them, the one with the longest ranges."""
+    """Return the thread of the steps or, without them, the one with the longest ranges."""
     if process in steps and steps[process].is_found:
         return steps[process].thread
     ranges = table.ranges[(table.ranges["process"] == process) & ~table.ranges["is_op"]]

@@ -64,7 +64,7 @@ class Lane:
 
 
 def classes(table: Table, categories: list[str]) -> np.ndarray:
-    """The part that each row of work belongs to while it runs: a number into `PARTS`."""
+    """Return the part that each row of work belongs to while it runs: a number into `PARTS`."""
     is_communication = np.array([name == COMMUNICATION for name in categories] or [False])
     kind = table.work["kind"]
     part = np.zeros(len(kind), np.int64)
@@ -80,13 +80,13 @@ def lanes(
     attribution: Attribution,
     part: np.ndarray,
 ) -> list[Lane]:
-    """The budget of every device of every process that works.
+    """Return the budget of every device of every process that works.
 
     Args:
         table: The capture.
-        launches: Of its work.
+        launches: Launches of its work.
         steps: By process.
-        attribution: Of its work.
+        attribution: Attribution of its work.
         part: From `classes`.
     """
     work = table.work
@@ -181,7 +181,7 @@ class _Host:
 def _queued(
     nothing: np.ndarray, work: np.ndarray, launches: Launches, rows: np.ndarray
 ) -> np.ndarray:
-    """The moments of ``nothing`` after the launch of the work that comes next, a set."""
+    """Return the moments of ``nothing`` after the launch of the work that comes next, a set."""
     if not len(nothing) or not len(work):
         return intervals.EMPTY
     order = np.lexsort((launches.end[rows], work["start"]))

@@ -47,7 +47,7 @@ CATEGORIES = (*PATTERNS, OTHER)
 
 
 def categorize(name: str) -> str:
-    """The category of a kernel, copy or operator of this name."""
+    """Return the category of a kernel, copy or operator of this name."""
     node = _NODE.match(name)
     if node:
         name = f"aten::{node[1]}"
@@ -58,7 +58,7 @@ def categorize(name: str) -> str:
 
 
 def shorten(name: str, longest: int = 96) -> str:
-    """A C++ name without its return type, arguments and most of its template parameters."""
+    """Return a C++ name without its return type, arguments and most of its template parameters."""
     text = _UNNAMED.sub("", name).removeprefix("void ")
     text = text[: _arguments_at(text)]
     head, _, rest = text.partition("<")

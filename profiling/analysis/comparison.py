@@ -11,7 +11,7 @@ _LOGGED = ("step_s", "data_wait_s", "rank_imbalance", "audio_seconds")
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """The differences of two reports; times per step and rank.
+    """Return the differences of two reports; times per step and rank.
 
     Args:
         before: Report of the one, as `analysis.summary.analyze` makes it.

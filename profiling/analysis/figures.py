@@ -25,8 +25,8 @@ class Pieces:
     """Work cut at the edges of steps: each piece lies in one step.
 
     Attributes:
-        row: Of the work.
-        step: Of the lane, counted from 0.
+        row: Row of the work.
+        step: Step of the lane, counted from 0.
         work: Duration, ns.
         wall: What it adds to the union of all work of the lane, ns.
     """
@@ -38,7 +38,7 @@ class Pieces:
 
 
 def cut(table: Table, lane: Lane, part: np.ndarray) -> Pieces:
-    """The work of a lane inside its steps.
+    """Return the work of a lane inside its steps.
 
     Where work overlaps, compute counts first, then communication, then copies: as in the budget.
     """
@@ -56,7 +56,7 @@ def cut(table: Table, lane: Lane, part: np.ndarray) -> Pieces:
 
 
 def _turns(table: Table, rows: np.ndarray) -> np.ndarray:
-    """The place of each row's name in the alphabet: it decides between equal spans."""
+    """Return the place of each row's name in the alphabet: it decides between equal spans."""
     used, place = np.unique(table.work["name"][rows], return_inverse=True)
     texts = np.array([table.names[name] for name in used], object)
     ranks = np.empty(len(used), np.int64)
@@ -70,12 +70,12 @@ def by_category(
     """Work and wall time by category, most work first, per step and rank, ms.
 
     Args:
-        category: For each row of work, a number into ``names``.
-        names: Of the categories.
+        category: Category for each row of work, a number into ``names``.
+        names: Names of the categories.
         part: For each row of work, a number into `PARTS`: ``compute_ms`` is the wall time of what
             is compute, without the copies and the communication of the budget.
-        pieces: Of every lane.
-        steps: Of all lanes together.
+        pieces: Pieces of every lane.
+        steps: Steps of all lanes together.
     """
     labels, texts = category, names
     row = np.concatenate([piece.row for piece in pieces])
@@ -146,7 +146,7 @@ def by_range(pieces: list[Pieces], attribution: Attribution, steps: int) -> list
 
 
 def by_rule(pieces: list[Pieces], attribution: Attribution) -> dict[str, float]:
-    """The share of the work that each rule attributed."""
+    """Return the share of the work that each rule attributed."""
     row = np.concatenate([piece.row for piece in pieces])
     work = np.concatenate([piece.work for piece in pieces])
     sums = np.zeros(len(RULES), np.int64)
@@ -158,7 +158,7 @@ def by_rule(pieces: list[Pieces], attribution: Attribution) -> dict[str, float]:
 def kernels(
     table: Table, pieces: list[Pieces], categories: list[str], steps: int, most: int = 40
 ) -> dict[str, Any]:
-    """The kernels with most work, and what the others have together."""
+    """Return the kernels with most work, and what the others have together."""
     row = np.concatenate([piece.row for piece in pieces])
     work = np.concatenate([piece.work for piece in pieces])
     wall = np.concatenate([piece.wall for piece in pieces])
@@ -209,7 +209,7 @@ def _calls(table: Table, rows: np.ndarray, work: np.ndarray) -> np.ndarray:
 
     Args:
         table: The capture.
-        rows: Of the work, one a piece.
+        rows: Rows of the work, one a piece.
         work: Duration of each piece.
     """
     if len(rows) and table.work["kind"][rows[0]] == Kind.OPERATOR:

@@ -14,7 +14,7 @@ EMPTY = np.zeros((0, 2), np.int64)
 
 
 def union(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The moments that lie in any of the intervals, which may overlap, (n,) and (n,)."""
+    """Return the moments that lie in any of the intervals, which may overlap, (n,) and (n,)."""
     kept = ends > begins
     begins, ends = np.asarray(begins)[kept], np.asarray(ends)[kept]
     if not len(begins):
@@ -27,23 +27,23 @@ def union(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def join(*sets: np.ndarray) -> np.ndarray:
-    """The moments that lie in any of the sets."""
+    """Return the moments that lie in any of the sets."""
     everything = np.concatenate(sets)
     return union(everything[:, 0], everything[:, 1])
 
 
 def subtract(whole: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """The moments of ``whole`` that are not in ``part``."""
+    """Return the moments of ``whole`` that are not in ``part``."""
     return _where(whole, part, lambda in_whole, in_part: in_whole & ~in_part)
 
 
 def intersect(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The moments that are in both sets."""
+    """Return the moments that are in both sets."""
     return _where(one, other, lambda in_one, in_other: in_one & in_other)
 
 
 def clip(moments: np.ndarray, begin: int, end: int) -> np.ndarray:
-    """The moments of a set in [begin, end), a set."""
+    """Return the moments of a set in [begin, end), a set."""
     first = np.searchsorted(moments[:, 1], begin, side="right")
     last = np.searchsorted(moments[:, 0], end, side="left")
     return np.clip(moments[first:last], begin, end)
@@ -55,13 +55,13 @@ def measure(moments: np.ndarray) -> int:
 
 
 def covered(moments: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """How much of each interval [begin, end) lies in the set, ns, int64 (n,)."""
+    """Return how much of each interval [begin, end) lies in the set, ns, int64 (n,)."""
     before = lambda times: _elapsed(moments, np.asarray(times, np.int64))
     return before(ends) - before(begins)
 
 
 def within(moments: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Whether each time lies in the set, bool (n,)."""
+    """Return whether each time lies in the set, bool (n,)."""
     if not len(moments):
         return np.zeros(len(times), bool)
     index = np.searchsorted(moments[:, 0], times, side="right") - 1
@@ -126,7 +126,7 @@ def _elapsed(moments: np.ndarray, times: np.ndarray) -> np.ndarray:
 def _where(
     one: np.ndarray, other: np.ndarray, keep: Callable[[np.ndarray, np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """The moments for which ``keep`` holds, given whether each stretch is in either set."""
+    """Return the moments for which ``keep`` holds, given whether each stretch is in either set."""
     # Sorted and mostly merged already: a stable sort is far faster than `np.unique`.
     edges = np.sort(np.concatenate([one.ravel(), other.ravel()]), kind="stable")
     if len(edges) < 2:

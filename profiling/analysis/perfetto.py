@@ -31,10 +31,10 @@ def write(path: Path, table: Table, lanes: list[Lane], attribution: Attribution)
     """Write the trace, first under another name.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         table: The capture.
         lanes: Its budgets.
-        attribution: Of its work.
+        attribution: Attribution of its work.
     """
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
@@ -54,7 +54,7 @@ def _write(file: TextIO, table: Table, lanes: list[Lane], attribution: Attributi
 
 
 def _shift(table: Table, lanes: list[Lane], lane: Lane) -> int:
-    """What to add to the times of a lane so that all begin near 0."""
+    """Return the offset of a lane's times that makes all lanes begin near 0."""
     epochs = [table.processes[each.process].epoch for each in lanes]
     begins = [int(each.steps.windows[0, 0]) for each in lanes]
     if all(epochs):

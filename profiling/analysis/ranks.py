@@ -59,7 +59,7 @@ def _common(lanes: list[Lane]) -> list[np.ndarray]:
 
 
 def lane_labels(table: Table, lanes: list[Lane]) -> list[str]:
-    """A name for each lane; with the device where a process has several."""
+    """Return a name for each lane; with the device where a process has several."""
     processes = [lane.process for lane in lanes]
     return [
         table.processes[lane.process].label

@@ -61,7 +61,7 @@ def find(
         table: The capture.
         process: Its number.
         launched: When the host asked for each row of work, int64; its start where not known.
-        name: Of the ranges that mark steps; None: whatever `STEP` matches.
+        name: Name of the ranges that mark steps; None: whatever `STEP` matches.
         skip: How many of the first steps to leave out.
     """
     containers, thread = _containers(table, process, name)
@@ -92,8 +92,8 @@ def _windows(
     """When the steps begin and end, int64 (n, 2); those that the next one has overtaken are empty.
 
     Args:
-        begins: Of the ranges on the host.
-        ends: Of the same.
+        begins: Begins of the ranges on the host.
+        ends: Ends of the same.
         pauses: What is part of no step, a set.
         finish: When work is done.
     """
@@ -149,8 +149,8 @@ def _with_data(table: Table, process: int, thread: int, begin: int, length: int)
         table: The capture.
         process: Its number.
         thread: The one with the steps.
-        begin: Of the range of the step.
-        length: Of a step, which is as long before as is looked.
+        begin: Begin of the range of the step.
+        length: Length of a step, which is as long before as is looked.
     """
     ranges = table.ranges
     named = np.array([DATA.match(text) is not None for text in table.names], bool)
@@ -164,7 +164,7 @@ def _with_data(table: Table, process: int, thread: int, begin: int, length: int)
 def _pauses(
     table: Table, process: int, thread: int, begins: np.ndarray, ends: np.ndarray
 ) -> np.ndarray:
-    """What lies between steps and is part of none, a set."""
+    """Return the set of intervals between steps."""
     ranges = table.ranges
     named = np.array([_NO_STEP.match(text) is not None for text in table.names], bool)
     rows = np.flatnonzero(
@@ -203,7 +203,7 @@ class _Finish:
 
 
 def _whole(table: Table, process: int, asked: np.ndarray, done: np.ndarray) -> Steps:
-    """The whole capture as one window."""
+    """Return the whole capture as one window."""
     launches = table.launches[table.launches["process"] == process]
     begins = [asked, launches["start"]]
     ends = [done, launches["end"]]

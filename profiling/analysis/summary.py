@@ -26,7 +26,7 @@ class Analysis:
         report: What report.json holds.
         table: The capture.
         lanes: The budgets of its devices.
-        attribution: Of its work.
+        attribution: Attribution of its work.
     """
 
     report: dict[str, Any]
@@ -80,7 +80,7 @@ def analyze(subject: Subject, *, step_range: str | None = None, skip: int = 0) -
 
 
 def _of_log(subject: Subject, table: Table) -> dict[str, Any]:
-    """A report with what is known without the work of the capture."""
+    """Return a report with what is known without the work of the capture."""
     padding = run_log.padding(subject.metrics)
     return {
         "name": subject.name,
@@ -118,13 +118,13 @@ def _add_work(
 
 
 def _shown(lanes: list[Lane]) -> Lane:
-    """The lane with most time of its own: the slowest rank."""
+    """Return the lane with most time of its own: the slowest rank."""
     own = [float((lane.wall - lane.parts["communication"]).mean()) for lane in lanes]
     return lanes[int(np.argmax(own))]
 
 
 def _budget(table: Table, lanes: list[Lane]) -> dict[str, Any]:
-    """The budget of all ranks together, and of each."""
+    """Return the budget of all ranks together, and of each."""
     walls = np.concatenate([lane.wall for lane in lanes])
     total, count = int(walls.sum()), len(walls)
     sums = {name: sum(int(lane.parts[name].sum()) for lane in lanes) for name in PARTS}

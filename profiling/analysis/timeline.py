@@ -22,13 +22,13 @@ _MOST_ROWS = 6
 def picture(
     table: Table, lane: Lane, attribution: Attribution, category: np.ndarray
 ) -> dict[str, Any]:
-    """The step of median length of a lane.
+    """Return the step of median length of a lane.
 
     Args:
         table: The capture.
         lane: Which device.
-        attribution: Of the work.
-        category: For each row of work, a number into `CATEGORIES`.
+        attribution: Attribution of the work.
+        category: Category for each row of work, a number into `CATEGORIES`.
 
     Returns:
         ``rows``: a name, and segments (begin, end, label) in ms from the start of the step.
@@ -72,7 +72,7 @@ def _of_parts(lane: Lane, begin: int, end: int) -> tuple[np.ndarray, np.ndarray,
 def _of_host(
     table: Table, lane: Lane, begin: int, end: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[str]] | None:
-    """The outermost ranges below the step on its thread."""
+    """Return the outermost ranges below the step on its thread."""
     ranges, steps = table.ranges, lane.steps
     chosen = (ranges["process"] == lane.process) & ~ranges["is_op"]
     chosen &= (ranges["end"] > begin) & (ranges["start"] < end)

@@ -83,7 +83,7 @@ _CPU_HINTS = {
 
 
 def actions(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """What could be done, the most promising first.
+    """Return possible remedies, the most promising first.
 
     Args:
         summary: With ``budget``, ``categories``, ``padding`` and ``ranks``.
@@ -139,7 +139,7 @@ def _add(found: list[dict[str, Any]], title: str, how: str, share: float, basis:
 
 
 def sentence(summary: dict[str, Any]) -> dict[str, Any]:
-    """The verdict: what limits the run, and by how much.
+    """Return the verdict: what limits the run, and by how much.
 
     Args:
         summary: With everything else in it.
@@ -203,7 +203,7 @@ def _scope(budget: dict[str, Any]) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """A time in ms, with three digits that count."""
+    """Return a time in ms, with three digits that count."""
     if value == 0:
         return "0 ms"
     if abs(value) >= 100:
@@ -214,7 +214,7 @@ def milliseconds(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as a percentage."""
+    """Return a share as a percentage."""
     return f"{100 * share:.1f} %"
 
 

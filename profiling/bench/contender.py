@@ -13,7 +13,7 @@ from effasr_kernels import PackedLayout
 
 
 def as_it_is(name: str, x: Tensor) -> Tensor:
-    """A result or gradient that already has the shape of ours."""
+    """Return a result or gradient that already has the shape of ours."""
     return x
 
 
@@ -76,7 +76,7 @@ class Case:
         peers: Makes those of others, by name; may fail where a package is missing.
         small: The same of a batch which the reference can compute in little time: results are
             compared on that, and those of the case itself are not. By default they are.
-        flops: Of the forward, needed with ``small``; counted by default.
+        flops: Flops of the forward, needed with ``small``; counted by default.
         heavy: Whether a call takes seconds: it is repeated less, and gets more time.
     """
 
@@ -136,7 +136,7 @@ def _moved(contender: Contender) -> tuple[int, int]:
 
 
 def error(outcome: Mapping[str, Tensor], gold: Gold) -> float:
-    """The largest error of a result or gradient, relative to its norm; infinity for NaN.
+    """Return the largest error of a result or gradient, relative to its norm; infinity for NaN.
 
     Raises:
         ValueError: A result has another shape, or is missing.
@@ -173,12 +173,12 @@ class Padding:
         return torch.where(mask, x.detach()[self.index], 0)
 
     def pack(self, x: Tensor) -> Tensor:
-        """The inverse, with zeros in the tail."""
+        """Return the inverse, with zeros in the tail."""
         rows = x.new_zeros(self.layout.rows, *x.shape[2:])
         rows[self.index[self.mask]] = x[self.mask]
         return rows
 
 
 def leaf(x: Tensor) -> Tensor:
-    """The values as a contiguous leaf."""
+    """Return the values as a contiguous leaf."""
     return x.detach().contiguous().clone().requires_grad_()

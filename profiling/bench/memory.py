@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """The most memory during a call, beyond what was there before."""
+    """Return the most memory during a call, beyond what was there before."""
     if device.type != "cuda":
         with Alive() as alive:
             call()

@@ -21,7 +21,7 @@ def parakeet_features(
     """Padded log-mel features as ``ParakeetFeatureExtractor`` returns them.
 
     Args:
-        config: Of kind parakeet.
+        config: Configuration of kind parakeet.
         audio: float32 samples of each utterance, at ``config.sample_rate``.
         device: Where they are computed.
 

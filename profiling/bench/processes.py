@@ -112,7 +112,7 @@ def end(process: subprocess.Popen[Any], grace_s: float = _GRACE_S) -> None:
 
 
 def _signal(group: int, number: int) -> bool:
-    """Whether the group still has a process to get a signal."""
+    """Return whether the group still has a process to get a signal."""
     with suppress(ProcessLookupError):
         os.killpg(group, number)
         return True

@@ -48,9 +48,9 @@ def measure(root: Path, command: Sequence[str], output: Path) -> list[Row]:
     """Run the benchmark with the kernels of a checkout.
 
     Args:
-        root: Of the checkout.
-        command: Of the benchmark, without its output.
-        output: For its rows.
+        root: Root of the checkout.
+        command: Command of the benchmark, without its output.
+        output: Output for its rows.
 
     Raises:
         ValueError: It has no row.

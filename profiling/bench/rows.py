@@ -44,13 +44,13 @@ def write(path: Path, columns: Sequence[str], found: Iterable[Mapping[str, Any]]
 
 
 def header(path: Path) -> list[str]:
-    """The columns of a file."""
+    """Return the columns of a file."""
     with path.open(newline="", encoding="utf-8") as file:
         return next(csv.reader(file), [])
 
 
 def read(path: Path) -> Iterator[dict[str, str]]:
-    """The rows of a file; none where there is no file."""
+    """Yield the rows of a file; none where there is no file."""
     if path.exists():
         with path.open(newline="", encoding="utf-8") as file:
             yield from csv.DictReader(file)

@@ -22,7 +22,7 @@ _LONGEST_SECONDS = 40.0
 
 
 def read_durations(path: Path) -> list[float]:
-    """Durations in seconds.
+    """Return durations in seconds.
 
     Args:
         path: JSON lines with ``duration``; a table with tabs and a header with
@@ -56,7 +56,7 @@ class Widths:
     Attributes:
         heads: H.
         vocabulary: V, without the blank.
-        channels: Of the subsampling.
+        channels: Channels of the subsampling.
         mels: Bands of the features.
         pieces: V of a transducer, with the blank.
         speech_tokens: U of a micro-batch of 8,448 frames.
@@ -79,9 +79,9 @@ class Workload:
     Attributes:
         rows: Frames of the static shape; a quarter as many are tokens.
         head_width: D.
-        durations: To draw utterances from.
+        durations: Durations to draw utterances from.
         device: Where.
-        dtype: Of floating tensors.
+        dtype: Dtype of floating tensors.
         widths: The rest of the model.
         sequences: N of the static shape; by default one for 8 frames, as in training.
     """
@@ -138,25 +138,25 @@ class Workload:
         )
 
     def draw(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """A leaf with normal values, equal in every run."""
+        """Return a leaf with normal values, equal in every run."""
         generator = torch.Generator(self.device).manual_seed(sum(shape))
         values = torch.randn(*shape, device=self.device, generator=generator) * scale
         return values.to(self.dtype).requires_grad_()
 
     def rows_of(self, layout: PackedLayout, *shape: int, scale: float = 1.0) -> Tensor:
-        """A leaf of packed rows, zero in the tail."""
+        """Return a leaf of packed rows, zero in the tail."""
         values = self.draw(layout.rows, *shape, scale=scale).detach()
         values[layout.total :] = 0
         return values.requires_grad_()
 
     def labels(self, classes: int) -> Tensor:
-        """A class for each token row, (U,)."""
+        """Return a class for each token row, (U,)."""
         generator = torch.Generator(self.device).manual_seed(3)
         shape = (self.tokens,)
         return torch.randint(classes, shape, device=self.device, generator=generator)
 
     def describe(self) -> str:
-        """The sizes, for a row of the results."""
+        """Return the sizes, for a row of the results."""
         frames = self.frame_layout
         return (
             f"T={self.rows} U={self.tokens} N={len(self.lengths[0])}/{frames.num_sequences} "

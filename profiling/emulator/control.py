@@ -46,7 +46,7 @@ def _common(a: int, b: int, rank: dict[int, int], meeting: dict[int, int]) -> in
 
 
 def _postorder(before: list[list[int]], end: int) -> list[int]:
-    """All instructions from which the end is reached; the end is last."""
+    """Return the instructions from which the end is reachable; the end is last."""
     order, stack, seen = [], [(end, iter(before[end]))], {end}
     while stack:
         node, rest = stack[-1]

@@ -22,7 +22,7 @@ def emulated(architecture: int, seed: int = 0, *, counted: bool = False) -> Iter
 
     Args:
         architecture: 80 or 90.
-        seed: Of the order of blocks and warps.
+        seed: Seed of the order of blocks and warps.
         counted: Whether accesses are counted, see `binaries`.
 
     Raises:
@@ -34,7 +34,7 @@ def emulated(architecture: int, seed: int = 0, *, counted: bool = False) -> Iter
 
 
 def binaries() -> list[Binary]:
-    """The kernels that have run."""
+    """Return the kernels that have run."""
     return [binary for binary, _ in _BINARIES.values()]
 
 
@@ -64,7 +64,7 @@ def execute(launch: Launch, architecture: int, seed: int = 0, *, counted: bool =
 
 
 def _arguments(launch: Launch, binary: Binary) -> tuple[bytes, list[tuple[str, int, int]]]:
-    """The parameters' bytes, and the memory that tensors among them own."""
+    """Return the parameters' bytes, and the memory that tensors among them own."""
     types, _, _ = aot.signature(launch)
     # Behind the arguments come two pointers to memory that no kernel here asks for.
     names = [name for name, kind in types.items() if kind != "constexpr"]

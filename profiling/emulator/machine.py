@@ -105,7 +105,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def operations() -> Operations:
-    """What the machine can do."""
+    """Return the supported instructions."""
     name, kinds = ctypes.c_char_p(), ctypes.c_char_p()
     ask = library().ptx_operation
     lanes = {}
@@ -156,8 +156,8 @@ def run(
         grid: Blocks along each axis.
         parameters: As `Program.parameters` lays them out.
         tensors: Name, address and bytes of all memory that it may touch.
-        shared_bytes: Of a block.
-        seed: Of the order of blocks and warps.
+        shared_bytes: Shared bytes of a block.
+        seed: Seed of the order of blocks and warps.
         counted: Whether ``binary.counts`` is added to.
 
     Raises:

@@ -41,15 +41,15 @@ class Program:
     """A kernel, ready to run.
 
     Attributes:
-        name: Of the kernel.
-        parameters: Of each parameter, where it begins and how many bytes it has.
-        parameter_bytes: Of all of them.
-        threads: Of a block.
+        name: Name of the kernel.
+        parameters: Parameters of each parameter, where it begins and how many bytes it has.
+        parameter_bytes: Parameter bytes of all of them.
+        threads: Threads of a block.
         words: Registers of a lane, in 32-bit words.
         constants: (place, whether 64 bits wide, value) of registers that are never written.
         specials: (place, number of `_SPECIALS`).
         code: (operation, guard or -1, negated, where its operands begin, line) each.
-        operands: Of all instructions.
+        operands: Operands of all instructions.
         lines: Places in the kernel's source, to which ``line`` is an index.
     """
 
@@ -111,7 +111,7 @@ class _Parser:
         return program
 
     def _after(self, branch: int, leave: int) -> list[list[int]]:
-        """What may follow each instruction; the end has the number behind the last."""
+        """Return the successors of each instruction; the end has the number after the last."""
         program = self._program
         found = []
         for number, (operation, guard, _, operands, _) in enumerate(program.code):
@@ -284,7 +284,7 @@ class _Parser:
         return self._wide.get(operand.rstrip("0123456789"), otherwise)
 
     def _value(self, operand: str, kind: str) -> int:
-        """The place of an operand: a register, a special one, or a constant put into one."""
+        """Return the place of an operand: a register, a special one, or a constant put into one."""
         wide = kind == "R"
         if operand == "_":
             return self._place(f"_{wide}", wide)
@@ -348,7 +348,7 @@ def _operands(text: str) -> list:
 
 
 def encode(value: float | int, size: int, floating: bool) -> bytes:
-    """A parameter's bytes."""
+    """Return a parameter's bytes."""
     if floating:
         return struct.pack("<d" if size == 8 else "<f", value)
     return (int(value) & (2 ** (8 * size) - 1)).to_bytes(size, "little")

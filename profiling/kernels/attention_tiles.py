@@ -66,7 +66,7 @@ def cut(kernel: str, config: Config | None) -> Iterator[None]:
 
 
 def usual_config(kernel: str, workload: Workload, *, plain: bool) -> Config:
-    """The choice of ``attention/triton/config.py`` on this device."""
+    """Return the choice of ``attention/triton/config.py`` on this device."""
     from effasr_kernels.attention.triton.config import configs
     from effasr_kernels.runtime.launch import capability
 
@@ -80,7 +80,7 @@ def cases(workload: Workload) -> list[Case]:
 
 
 def measured(case: Case, workload: Workload, gold: Gold, end: float) -> Iterator[dict[str, Any]]:
-    """A row for each candidate of each kernel."""
+    """Yield a row for each candidate of each kernel."""
     gpu = workload.device.type == "cuda"
     for kernel, by_width in CANDIDATES.items():
         usual = usual_config(kernel, workload, plain=not case.kind)

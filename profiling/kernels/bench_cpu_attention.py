@@ -114,7 +114,7 @@ def _check(systems: dict[str, _System]) -> None:
 
 
 def _times(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """The least milliseconds of each; they take turns."""
+    """Return the least milliseconds of each; they take turns."""
     least = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         call()

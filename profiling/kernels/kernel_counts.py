@@ -74,7 +74,7 @@ class Sum:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,7 +89,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """What `bench_ops` measures, on a short batch."""
+    """Return the cases of `bench_ops` on a short batch."""
     workload = Workload(
         rows=options.frames,
         head_width=options.head_width,

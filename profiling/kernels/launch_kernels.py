@@ -43,7 +43,7 @@ class Compiler:
 
     Attributes:
         seen: Digests of all kernels that were launched.
-        compiled: Of those that fell to this share.
+        compiled: Compiled of those that fell to this share.
         failed: What could not be compiled, and why.
     """
 
@@ -76,7 +76,7 @@ def warm_up(launch: Launch) -> None:
 
 
 def _calls(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What launches the kernels: cases of operations, and steps of training."""
+    """Return the callers of the kernels: cases of operations, and steps of training."""
     for _, case in bench_ops.cases(_of_ops(options)) if options.op else ():
         yield f"{case.name}, {case.shape}", lambda case=case: case.ours("triton").outcome()
     for name in options.model:
@@ -84,7 +84,7 @@ def _calls(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], obje
 
 
 def _of_ops(options: argparse.Namespace) -> argparse.Namespace:
-    """The options of `bench_ops` for the same cases."""
+    """Return the options of `bench_ops` for the same cases."""
     given = ["--op", *options.op]
     for name in ("kind", "frames", "head_width"):
         if found := getattr(options, name):
@@ -166,6 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--longest", type=float, default=30.0)
     parser.add_argument("--processes", type=int, help="one for each core, by default")
     parser.add_argument("--share", help=argparse.SUPPRESS)
+    parser.set_defaults(precision=None)
     options = parser.parse_args(given)
     if options.once:
         return run_once(options)

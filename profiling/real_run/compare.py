@@ -27,7 +27,7 @@ def state(run: Path, step: int) -> dict[str, Tensor]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, without what was measured."""
+    """Return the lines of metrics.jsonl, without what was measured."""
     lines = read_lines(run / METRICS)
     return [{name: line[name] for name in line.keys() - MEASURED} for line in lines]
 

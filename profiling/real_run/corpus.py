@@ -38,10 +38,10 @@ class Corpus:
     """A corpus on disk.
 
     Attributes:
-        folder: Of its files.
+        folder: Folder of its files.
         kind: ``speech`` or ``tones``.
         utterances: Lines of the training manifest.
-        seconds: Of their audio.
+        seconds: Seconds of their audio.
     """
 
     folder: Path
@@ -70,7 +70,7 @@ def prepare(folder: Path, utterances: int = 80) -> Corpus:
 
     Args:
         folder: New, or an earlier corpus, which is replaced.
-        utterances: To train on; a tenth as many to validate on.
+        utterances: Utterances to train on; a tenth as many to validate on.
 
     Raises:
         ValueError: The synthesiser is not installed, or the folder holds something else.
@@ -96,7 +96,7 @@ def prepare(folder: Path, utterances: int = 80) -> Corpus:
 
 
 def find_or_make(prepared: Path | None, folder: Path, *, utterances: int) -> Corpus:
-    """A copy of the prepared corpus with as many lines, or tones where there is none.
+    """Return a copy of the prepared corpus with as many lines, or tones where there is none.
 
     Args:
         prepared: Folder that `prepare` wrote, or None.
@@ -121,13 +121,13 @@ def find_or_make(prepared: Path | None, folder: Path, *, utterances: int) -> Cor
 
 
 def tones(folder: Path, utterances: int) -> Corpus:
-    """A corpus in which every word is a chord, in noise; the same bytes every time.
+    """Return a corpus in which every word is a chord, in noise; the same bytes every time.
 
     It needs no synthesiser, and no package to write audio.
 
     Args:
         folder: New, or an earlier corpus, which is replaced.
-        utterances: To train on; a tenth as many to validate on.
+        utterances: Utterances to train on; a tenth as many to validate on.
     """
     _clear(folder)
     rng = np.random.default_rng(0)

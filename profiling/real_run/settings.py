@@ -20,15 +20,15 @@ class Size:
     """Of the runs.
 
     Attributes:
-        utterances: Of the corpus.
+        utterances: Utterances of the corpus.
         encoder: Fields of the encoder.
         decoder: Fields of the decoder.
-        frame_budget: Of a micro-batch.
-        steps: Of a run.
+        frame_budget: Frame budget of a micro-batch.
+        steps: Steps of a run.
         checkpoint_every: Steps.
         killed_after: Step after which the run that is killed may be.
-        quiet_steps: Of the runs whose losses are compared with each other.
-        calibrated_steps: Of the run at the calibrated budget.
+        quiet_steps: Quiet steps of the runs whose losses are compared with each other.
+        calibrated_steps: Calibrated steps of the run at the calibrated budget.
         calibration: Fields of ``calibration``.
         workers: Processes that load audio.
         validated: Utterances of a validation.
@@ -82,7 +82,7 @@ DRY = Size(
 
 
 def train_config(size: Size, corpus: Corpus, runs: Path, *, device: str) -> TrainConfig:
-    """The run of which all others are variants."""
+    """Return the run of which all others are variants."""
     return TrainConfig(
         name="straight",
         output=str(runs),

@@ -51,11 +51,11 @@ class Context:
     Attributes:
         output: Folder of logs and of what runs tell.
         work: Folder of corpus, runs and checkpoints; not kept.
-        size: Of the runs.
+        size: Size of the runs.
         dry: On the CPU.
         prepared: A corpus that was brought along, or None.
-        environment: Of the commands.
-        limit_s: Of the step that runs.
+        environment: Environment of the commands.
+        limit_s: Limit in seconds of the step that runs.
         step: Its name.
         corpus: Once it is there.
         calibration: Once it was found.
@@ -78,7 +78,7 @@ class Context:
         return self.work / "runs"
 
     def recipe(self, *, quiet: bool = False) -> Path:
-        """The file of a recipe.
+        """Return the file of a recipe.
 
         Raises:
             LeftOut: There is no corpus.
@@ -144,7 +144,7 @@ class Context:
 
 
 def described(run: Path, steps: int, first: int = 1) -> tuple[list[dict[str, Any]], str]:
-    """The lines of metrics.jsonl, and what they say in words.
+    """Return the lines of metrics.jsonl, and what they say in words.
 
     Raises:
         Failed: A step is missing, or a loss is not finite.
@@ -308,7 +308,7 @@ def _wrapped(context: Context, strategy: str, kind: str) -> str:
 
 
 def calibrate(context: Context) -> str:
-    """The largest budget for a memory that is given."""
+    """Return the largest budget for a memory that is given."""
     command = [sys.executable, "-m", "effasr.cli", "calibrate", str(context.recipe())]
     command += [*context.size.calibration, "data.validation=[]", "--json"]
     ended = context.call(command, context.limit_s)
@@ -360,7 +360,7 @@ class RunStep:
     """One of them.
 
     Attributes:
-        name: Of its row and log.
+        name: Name of its row and log.
         do: What it does.
         least_s: Seconds without which it is not begun, on a GPU, where kernels are compiled.
         dry_s: The same in a dry run.

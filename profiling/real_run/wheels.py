@@ -11,7 +11,7 @@ class Wheel:
     """A distribution that a machine with torch, triton and transformers may lack.
 
     Attributes:
-        name: On the package index.
+        name: Name on the package index.
         module: That it is imported as.
         purpose: ``train``: needed by `effasr train`; ``peer``: compared with.
     """
@@ -57,7 +57,7 @@ BARE = {
 
 
 def missing(purpose: str) -> list[Wheel]:
-    """Those of a purpose that cannot be imported here."""
+    """Return the packages of a purpose that cannot be imported here."""
     return [
         wheel
         for wheel in WHEELS
@@ -66,7 +66,7 @@ def missing(purpose: str) -> list[Wheel]:
 
 
 def text() -> str:
-    """The list as a requirements file, to be installed with ``--no-deps``."""
+    """Return the list as a requirements file, to be installed with ``--no-deps``."""
     lines = ["# For pip install --no-deps. What effasr train imports beyond torch and triton:"]
     lines += [wheel.name for wheel in WHEELS if wheel.purpose == "train"]
     lines.append("# Compared with; numba, llvmlite and torchaudio are not small:")

@@ -72,7 +72,7 @@ def stacked(
 
 
 def timeline(picture: dict[str, Any], color_of: Callable[[str, str], str]) -> str:
-    """One step: a row for each track."""
+    """Draw a step with a row for each track."""
     left, height, gap = 130, 24, 10
     length = picture["length_ms"] or 1
     scale = (WIDTH - left - 10) / length

@@ -22,37 +22,37 @@ class Cell:
 
 
 def text(value: object) -> Cell:
-    """A cell with text."""
+    """Return a cell with text."""
     return Cell(escape(str(value)))
 
 
 def figure(value: float | None, html: str) -> Cell:
-    """A cell with a figure; a dash where there is none."""
+    """Return a cell with a figure; a dash where there is none."""
     return Cell("&ndash;", 0.0) if value is None else Cell(html, value)
 
 
 def unbroken(sentence: str) -> str:
-    """A sentence whose figures are not parted from their units at the end of a line."""
+    """Return a sentence whose figures are not parted from their units at the end of a line."""
     return re.sub(r"(\d) (ms|%|\u00b5s|times)", r"\1&nbsp;\2", escape(sentence))
 
 
 def times(ratio: float | None) -> str:
-    """How many times as fast a run could become."""
+    """Return how many times as fast a run could become."""
     return "no bound" if ratio is None else f"{ratio:.2f} \u00d7"
 
 
 def key(color: str) -> str:
-    """A square in the colour of a legend."""
+    """Return a square in the colour of a legend."""
     return f'<span class="key" style="background:var({color})"></span>'
 
 
 def keyed(color: str, name: str) -> str:
-    """A name with the colour of its legend, on one line."""
+    """Return a name with the colour of its legend, on one line."""
     return f'<span class="keyed">{key(color)}{escape(name)}</span>'
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Names and their colours."""
+    """Return names and their colours."""
     items = "".join(f"<li>{key(color)}{escape(name)}</li>" for name, color in entries)
     return f'<ul class="legend">{items}</ul>'
 
@@ -66,10 +66,10 @@ def table(
     sortable: bool = False,
     classes: str = "",
 ) -> str:
-    """A table whose first column names the rows.
+    """Return a table whose first column names the rows.
 
     Args:
-        heads: Of the columns.
+        heads: Heads of the columns.
         rows: Cells, a row as long as ``heads``.
         caption: Says what it shows.
         last: A row of sums.
@@ -112,7 +112,7 @@ def _cells(row: Sequence[Cell]) -> str:
 
 
 def section(title: str, identifier: str, *content: str, lead: str = "") -> str:
-    """A part of the page."""
+    """Return a part of the page."""
     intro = f"<p>{escape(lead)}</p>" if lead else ""
     inner = "".join(content)
     return f'<section id="{identifier}"><h2>{escape(title)}</h2>{intro}{inner}</section>'

@@ -15,7 +15,7 @@ _NOTABLE = 0.005
 
 
 def render(report: dict[str, Any]) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
         report: What report.json holds: of one run, or, with ``comparison``, of two.

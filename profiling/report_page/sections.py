@@ -59,7 +59,7 @@ def contents(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def all_of(report: dict[str, Any]) -> str:
-    """Every section that there is something to say in."""
+    """Return the sections that have content."""
     parts = [budget(report)] if report["budget"] else []
     parts.append(actions(report))
     if report["budget"]:
@@ -70,7 +70,7 @@ def all_of(report: dict[str, Any]) -> str:
 
 
 def budget(report: dict[str, Any]) -> str:
-    """The parts of a step, and that they add up."""
+    """Return the parts of a step, and that they add up."""
     data = report["budget"]
     meanings = MEANINGS if data["has_gpu"] else MEANINGS | ON_CPU
     parts = data["parts"]
@@ -127,7 +127,7 @@ def _per_step(data: dict[str, Any]) -> str:
 
 
 def actions(report: dict[str, Any]) -> str:
-    """What could be done, and the most that it can gain."""
+    """Return possible remedies with their largest gains."""
     if not report["actions"]:
         return section("What to do", "actions", lead="No part but compute takes 0.5 % of a step.")
     rows = [
@@ -149,7 +149,7 @@ def actions(report: dict[str, Any]) -> str:
 
 
 def timeline(report: dict[str, Any]) -> str:
-    """One step as a picture."""
+    """Draw a step."""
     picture = report["timeline"]
     phases: dict[str, str] = {}
     for row in picture["rows"]:
@@ -259,7 +259,7 @@ def padding(report: dict[str, Any]) -> str:
 
 
 def quality(report: dict[str, Any]) -> str:
-    """How far the figures can be trusted."""
+    """Return how far the figures can be trusted."""
     items = "".join(
         f'<li class="{note["level"]}"><b>{note["level"]}</b>{escape(note["text"])}</li>'
         for note in report["quality"]
@@ -268,7 +268,7 @@ def quality(report: dict[str, Any]) -> str:
 
 
 def method(report: dict[str, Any]) -> str:
-    """What the figures mean, and from what they were made."""
+    """Return the definitions and the sources of the figures."""
     patterns = table(
         ["category", "names that match, without regard to case"],
         [[text(name), Cell(f"<code>{escape(pattern)}</code>")] for name, pattern in

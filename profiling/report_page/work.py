@@ -75,7 +75,7 @@ def _ranges(ranges: list[dict[str, Any]]) -> str:
 
 
 def kernels(report: dict[str, Any]) -> str:
-    """The kernels with most work."""
+    """Return the kernels with most work."""
     data = report["kernels"]
     rows = [
         [

@@ -48,7 +48,7 @@ class Outcome:
     Attributes:
         kills: Processes killed, by kind.
         attempts: How often torchrun started the ranks.
-        steps: Of the run.
+        steps: Steps of the run.
         repeated: Steps that were made once more after a restart.
         faults: What is not as it must be; empty is good.
     """
@@ -66,8 +66,8 @@ def chaos(folder: Path, *, seconds: float, steps: int, seed: int, ranks: int = 2
     Args:
         folder: Empty, for data and runs.
         seconds: For how long processes are killed.
-        steps: Of a run.
-        seed: Of who is killed when.
+        steps: Steps of a run.
+        seed: Seed of who is killed when.
         ranks: Processes that train.
     """
     write_corpus(folder, utterances=40, held_out=0)
@@ -158,7 +158,7 @@ def _finished(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def _victim(agent: int, draw: random.Random) -> tuple[str, int] | None:
-    """A rank, or a data worker, which is a child of a rank."""
+    """Return a rank, or a data worker, which is a child of a rank."""
     ranks = sorted(_children(agent))
     workers = sorted(child for rank in ranks for child in _children(rank))
     everyone = [("rank", rank) for rank in ranks] + [("data worker", one) for one in workers]
@@ -206,7 +206,7 @@ def _compare(folder: Path, kills: dict[str, int], steps: int) -> Outcome:
 
 
 def _seen(path: Path) -> dict[int, dict[int, set[str]]]:
-    """What was trained, by attempt and step."""
+    """Return the trained utterances by attempt and step."""
     found: dict[int, dict[int, set[str]]] = {}
     for file in path.parent.glob(f"{path.name}.*"):
         # The last line of a process that was killed may be cut short.
@@ -217,7 +217,7 @@ def _seen(path: Path) -> dict[int, dict[int, set[str]]]:
 
 
 def _train(recipe: str, seen: str) -> int:
-    """One rank: trains, and writes down on what."""
+    """Run one rank: train, and record the utterances."""
     from effasr.cli.main import main
     from effasr.training import trainer
 

@@ -68,8 +68,8 @@ class Measured:
     """What steps of a strategy took.
 
     Attributes:
-        cpu_seconds: Of this process, in forward, backward and update.
-        audio_seconds: Of their utterances, shortened.
+        cpu_seconds: Cpu seconds of this process, in forward, backward and update.
+        audio_seconds: Audio seconds of their utterances, shortened.
         steps: How many there were.
         of_steps: How many an epoch has.
     """
@@ -94,7 +94,7 @@ class Rung:
 
 
 def shorten(selection: Selection, scale: float) -> Selection:
-    """The utterances and budgets, at a part of their length."""
+    """Return the utterances and budgets, at a part of their length."""
 
     def part(values: np.ndarray) -> np.ndarray:
         return np.maximum(1, np.rint(values * scale)).astype(np.int32)
@@ -138,14 +138,14 @@ class Workload:
         self.order = iter(np.random.default_rng(0).permutation(steps).tolist())
 
     def next_step(self) -> list[Batch] | None:
-        """The micro-batches of the next step; None after the last."""
+        """Return the micro-batches of the next step; None after the last."""
         number = next(self.order, None)
         if number is None:
             return None
         return self.step(number)
 
     def step(self, number: int) -> list[Batch]:
-        """The micro-batches of a step."""
+        """Return the micro-batches of a step."""
         plan, shape = self.planned.plans[0], self.planned.shape
         if shape is not None:
             # The CPU goes from one sequence to the next, and takes its time even for empty ones.
@@ -195,7 +195,7 @@ def calibrated(selection: Selection, buckets: int) -> BucketTable:
 
 
 def lengthen(table: BucketTable, selection: Selection, scale: float) -> BucketTable:
-    """A table of shortened lengths, for the lengths as they are."""
+    """Return a table of shortened lengths, for the lengths as they are."""
     bins = [(math.ceil(frames / scale), math.ceil(tokens / scale)) for frames, tokens in table.bins]
     lengths = selection.lengths
     frames, tokens = bins[-1]

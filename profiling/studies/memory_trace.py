@@ -35,7 +35,7 @@ COLUMNS = (
 
 
 def memory(device: torch.device) -> dict[str, int | str]:
-    """Bytes that are allocated, were at most, and are held for later."""
+    """Return bytes that are allocated, were at most, and are held for later."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return {
@@ -52,7 +52,7 @@ def memory(device: torch.device) -> dict[str, int | str]:
 
 
 def growth(peaks: Sequence[int]) -> int:
-    """Bytes by which the peak after the last step exceeds that after step `SETTLED`.
+    """Return bytes by which the peak after the last step exceeds that after step `SETTLED`.
 
     Raises:
         ValueError: There are not more steps than that.

@@ -1,4 +1,4 @@
-"""How far each training strategy scales, with and without slow nodes: predicted, not measured.
+"""Predicted (not measured) scaling of each training strategy, with and without slow nodes.
 
     python profiling/studies/scale_study.py --model canary_180m_flash --step-s 0.4 [--slow 10]
     python profiling/studies/scale_study.py --model canary_180m_flash --run runs/NAME [--slow 10 2]
@@ -54,18 +54,18 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What is predicted.
+    """Inputs of the predictions.
 
     Attributes:
         sizes: GPUs of the clusters.
         cluster: Links and nodes; its size is replaced.
-        workload: Of each GPU.
-        unit: Of the samples.
+        workload: Workload of each GPU.
+        unit: Unit of the samples.
         scenarios: What is slow.
-        costs: Of gossip.
+        costs: Costs of gossip.
         strategies: What is compared.
         steps: That are simulated.
-        seed: Of the jitter.
+        seed: Seed of the jitter.
     """
 
     sizes: Sequence[int]
@@ -79,7 +79,7 @@ class Study:
     seed: int
 
     def run(self) -> list[list[Prediction]]:
-        """The predictions of each scenario, by strategy, then by size."""
+        """Return the predictions of each scenario, by strategy, then by size."""
         return [
             [
                 predict(
@@ -98,7 +98,7 @@ class Study:
         ]
 
     def assumptions(self) -> list[str]:
-        """All that the predictions rest on, a line each."""
+        """Return the assumptions of the predictions, one a line."""
         cluster, work, costs = self.cluster, self.workload, self.costs
         size = work.parameters / 1e6
         gossip = costs.link or cluster.inter
@@ -148,7 +148,7 @@ def table(study: Study, found: Sequence[Sequence[Prediction]]) -> str:
 
 
 def _mixing(study: Study, predictions: Sequence[Prediction]) -> list[str]:
-    """How seldom learners exchange weights, and how old these are: what speed may cost."""
+    """Return the interval of weight exchanges and the staleness of the weights."""
     lines = []
     for strategy in study.strategies:
         shown = [

@@ -57,12 +57,12 @@ COLUMNS = (
     *("equal_time_s", "equal_samples", "consensus", "staleness"),
     "node_steps",
 )
-"""Of the CSV."""
+"""Columns of the CSV file."""
 _TOLD_S = 1.0
 
 
 def override(given: TrainConfig, strategy: Strategy) -> TrainConfig:
-    """The run with a strategy, from its first step on.
+    """Return the run with a strategy, from its first step on.
 
     Raises:
         ValueError: This version does not know the strategy, or it cannot be compared.
@@ -168,7 +168,7 @@ def _rounded(value: float | None) -> object:
 
 
 def groups(rows: Sequence[dict[str, str]]) -> dict[tuple[str, str, str], list[dict[str, str]]]:
-    """The rows that are alike but for their seed, by strategy, slowdown and rate."""
+    """Return the rows that are alike but for their seed, by strategy, slowdown and rate."""
     found: dict[tuple[str, str, str], list[dict[str, str]]] = {}
     for row in rows:
         found.setdefault((row["rate_mbit"], row["slowdown"], row["strategy"]), []).append(row)
@@ -176,7 +176,7 @@ def groups(rows: Sequence[dict[str, str]]) -> dict[tuple[str, str, str], list[di
 
 
 def mean(rows: Sequence[dict[str, str]], name: str) -> float | None:
-    """Of the rows that have the figure."""
+    """Return the mean over the rows that have the figure."""
     values = [float(row[name]) for row in rows if row[name] != ""]
     return statistics.mean(values) if values else None
 

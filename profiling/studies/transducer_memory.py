@@ -47,7 +47,7 @@ Row = dict[str, object]
 
 
 def drawn(size: int, options: argparse.Namespace) -> Batch:
-    """A batch of utterances of random durations; those of a smaller one are among them."""
+    """Return a batch of utterances of random durations; those of a smaller one are among them."""
     path = options.lengths or LISTED
     durations = read_durations(path) if path.exists() else drawn_durations()
     if options.seconds:
@@ -63,7 +63,7 @@ def drawn(size: int, options: argparse.Namespace) -> Batch:
 
 
 def ours(batch: Batch, backend: str) -> Contender:
-    """One of our backends."""
+    """Return a way that uses one of our backends."""
     leaves = batch.leaves
     encoded, predicted, weight, bias = leaves.values()
 
@@ -90,7 +90,7 @@ def ways(batch: Batch) -> dict[str, Callable[[], Contender]]:
 
 
 def measured(batch: Batch, options: argparse.Namespace) -> Iterator[Row]:
-    """A row for each way that can compute this batch, as it comes."""
+    """Yield a row for each way that can compute this batch, as it comes."""
     gold: Gold | None = None
     judge = ""
     device, size = batch.encoded.device, batch.frames.num_sequences
@@ -139,7 +139,7 @@ def _mib(size: object) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """All of it in Markdown: a line for each batch, time and peak of each way."""
+    """Format the results in Markdown: a line for each batch, time and peak of each way."""
     names = list(dict.fromkeys(str(row["backend"]) for row in rows))
     titles = ["B", "lattice nodes, packed / padded", "gradients, MiB"]
     titles += [f"{name.removeprefix('peer: ')}, ms / MiB" for name in names]
@@ -157,7 +157,7 @@ def table(rows: list[Row]) -> str:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     gpu = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if gpu else "cpu")

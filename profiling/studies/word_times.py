@@ -1,4 +1,4 @@
-"""How far the times of words are from the truth, on speech whose times are known.
+"""Error of word timestamps on speech whose times are known.
 
     python profiling/studies/word_times.py runs/NAME [--sentences 100] [--output ROWS.json]
 
@@ -41,7 +41,7 @@ class Errors:
 
     Attributes:
         words: How many were compared.
-        mean: Of the errors' sizes.
+        mean: Mean of the errors' sizes.
         bias: Their median, with its sign.
         p95: The size that 95 % do not exceed.
         within_80_ms: Share of errors of at most one encoder frame.
@@ -106,7 +106,7 @@ def speak(recordings: Iterable[Recording]) -> list[Spoken]:
 def compare(
     spoken: Sequence[Spoken], results: Sequence[Transcription]
 ) -> list[tuple[bool, float, float]]:
-    """Whether it is a digit of a string of such, and the errors of start and end in seconds.
+    """Return whether it is a digit of a string of such, and the errors of start and end in seconds.
 
     Recordings count whose transcript has all words, and no others. Several words that were said as
     one have a start and an end together.

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MOST_BYTES = 15 * 2**20
-"""Of the archive: a little below what such machines give back of a file."""
+"""Size limit of the archive, a little below the transfer limit of such machines."""
 _LARGEST_READ = 256 * 2**20
 _ORDER = (".md", ".csv", ".json", ".jsonl", ".log", ".html", ".so")
 _NOTE = "left_out.txt"
@@ -19,7 +19,7 @@ _sizes: dict[tuple[str, int, int], int] = {}
 
 
 def _files(folder: Path) -> list[Path]:
-    """What is packed: results first, and what is large, such as traces, last."""
+    """Return the files to pack: results first, and large ones such as traces last."""
 
     def order(path: Path) -> tuple[int, int, str]:
         kind = _ORDER.index(path.suffix) if path.suffix in _ORDER else len(_ORDER)
@@ -38,7 +38,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _compressed(path: Path, status: os.stat_result, data: bytes) -> int:
-    """Bytes that it takes in the archive, about."""
+    """Return bytes that it takes in the archive, about."""
     key = str(path), status.st_size, status.st_mtime_ns
     if key not in _sizes:
         _sizes[key] = len(zlib.compress(data, 6)) + 1024
@@ -46,10 +46,10 @@ def _compressed(path: Path, status: os.stat_result, data: bytes) -> int:
 
 
 def packed(folder: Path, most: int = MOST_BYTES) -> bytes:
-    """The archive of a folder; what would make it too large is named in ``left_out.txt``.
+    """Return the archive of a folder; what would make it too large is named in ``left_out.txt``.
 
     Args:
-        folder: Of the results.
+        folder: Folder of the results.
         most: Bytes that it may have.
     """
     buffer, used, left_out = io.BytesIO(), 0, []

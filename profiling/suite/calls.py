@@ -1,4 +1,4 @@
-"""What the suite does, in which call, in which order, and with how much time."""
+"""The parts of the suite: their calls, their order and their time."""
 
 from __future__ import annotations
 

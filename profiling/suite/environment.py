@@ -1,4 +1,4 @@
-"""What the suite runs on, as JSON; exit code 2 where a GPU is wanted and torch sees none.
+"""Environment of the suite as JSON; exit code 2 where a GPU is wanted and torch sees none.
 
 python profiling/suite/environment.py --output FILE [--cpu]
 """

@@ -1,4 +1,4 @@
-"""What may be measured: a speed counts only behind green tests of what the row really uses."""
+"""Gate of measurements: a speed counts only if the tests of all that it uses have passed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ADAPTERS = {f"attention: {x}": x for x in ("varlen", *(f"flash_attn_{n}" for n i
 """Other projects' attention behind ours: for each group, the backend whose rows rest on it."""
 _FORWARD = ("attention", "depthwise_conv", "strided_depthwise", "subsampling_stem")
 TRAINING = (*_FORWARD, "linear_cross_entropy", MODEL)
-"""What a training step of Canary uses."""
+"""Operations of a training step of Canary."""
 INFERENCE = (
     *(*_FORWARD, "append_to_pages", "decode_attention", "projected_top_k"),
     *(MODEL, ENGINE),
 )
-"""What its inference uses."""
+"""Operations of its inference."""
 GROUPS = (*OPERATIONS, MODEL, ENGINE, LOADER, GOSSIP, *ADAPTERS)
 _OF_OPERATIONS = ("gpu", "ops")
 
@@ -80,7 +80,7 @@ class Group:
 
 @cache
 def _users(module: str) -> tuple[str, ...]:
-    """The operations that import a module of `effasr_kernels.shared`."""
+    """Return the operations that import a module of `effasr_kernels.shared`."""
     if not (_PACKAGE / "shared" / f"{module}.py").exists():
         return ()
     words = f"effasr_kernels.shared.{module} import", f"effasr_kernels.shared import {module}"
@@ -93,7 +93,7 @@ def _users(module: str) -> tuple[str, ...]:
 
 
 def groups_of(test: str) -> tuple[str, ...]:
-    """What a test proves.
+    """Return the operations that a test covers.
 
     Args:
         test: As pytest names it, ``tests/gpu/test_ctc_loss.py::test_x[float32]``; or its file.
@@ -117,7 +117,7 @@ def groups_of(test: str) -> tuple[str, ...]:
 
 
 def _adapters(test: str) -> tuple[str, ...]:
-    """Of which package a test is, by its name or its parameters; of all where it is the file."""
+    """Return the packages of a test by its name or parameters; all packages of a file."""
     by_name = {"version_3": "flash_attn_3", "version_4": "flash_attn_4"}
     words = {backend for word, backend in by_name.items() if word in test}
     found = [group for group, backend in ADAPTERS.items() if backend in test or backend in words]
@@ -125,7 +125,7 @@ def _adapters(test: str) -> tuple[str, ...]:
 
 
 class Gate:
-    """What the tests have shown.
+    """Results of the tests.
 
     Attributes:
         groups: By name.
@@ -159,12 +159,12 @@ class Gate:
         return {name: self.groups[name].reason for name in names if self.groups[name].reason}
 
     def note(self, names: Collection[str]) -> str:
-        """What is to be said beside a measurement that uses these."""
+        """Return the remark on a measurement that uses these operations."""
         notes = {name: self.groups[name].note for name in names}
         return "; ".join(f"{name}: {note}" for name, note in notes.items() if note)
 
     def lacking(self, names: Collection[str]) -> list[str]:
-        """Those of these of which tests are still to be run; red ones stay red."""
+        """Return the operations with tests still to run; failed ones stay failed."""
         groups = {name: self.groups[name] for name in names}
         return [
             name
@@ -181,7 +181,7 @@ class Gate:
 
 
 def is_of(path: Path, key: Mapping[str, str]) -> bool:
-    """Whether what `Gate.save` wrote is of these sources and this device."""
+    """Return whether what `Gate.save` wrote is of these sources and this device."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))["key"] == dict(key)
     except (OSError, ValueError, KeyError, TypeError):
@@ -189,7 +189,7 @@ def is_of(path: Path, key: Mapping[str, str]) -> bool:
 
 
 def outcomes_in(path: Path) -> tuple[set[str], dict[str, str]]:
-    """The tests in a file of the plugin `outcomes`, and how those ended that have run."""
+    """Return the tests in a file of the plugin `outcomes`, and how those ended that have run."""
     collected: set[str] = set()
     outcomes: dict[str, str] = {}
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []

@@ -13,7 +13,7 @@ FRAME_BUDGET = ("--frame-budget", "8448")
 PEER = ("transformers>=5.23",)
 """The first with Canary."""
 REAL_NEEDS = (*DATA_PACKAGES, "jiwer", "nvtx")
-"""What `effasr train` imports, beside what the suite does."""
+"""Packages that `effasr train` imports in addition to the suite's."""
 NOTHING_HERE = 3
 """Exit code of `bench_training.py` where nothing can be measured on this machine."""
 TINY = ["--model", "small", "--frame-budget", "100", "--utterances", "60", "--longest", "4"]
@@ -27,7 +27,7 @@ def compiled(setting: Setting, model: str) -> Step:
 
 
 def training(setting: Setting, gate: Gate) -> Steps:
-    """The step in every mode, and where its time goes."""
+    """Return the step in every mode, and where its time goes."""
     output = ["--output", setting.output / "training.csv", "--categories"]
     command = setting.script("bench_training.py", *output, "--systems", "packed_static")
     if setting.dry:
@@ -41,7 +41,7 @@ def training(setting: Setting, gate: Gate) -> Steps:
 
 
 def peers(setting: Setting, gate: Gate) -> Steps:
-    """The same step of transformers' Canary, and of other ways of batching."""
+    """Return the same step of transformers' Canary, and of other ways of batching."""
     command = setting.script("bench_training.py", "--output", setting.output / "training.csv")
     if setting.dry:
         systems = ["--systems", "random", "packed"]
@@ -92,7 +92,7 @@ def real_training(setting: Setting, gate: Gate) -> Steps:
 
 
 def profile(setting: Setting, gate: Gate) -> Steps:
-    """A recorded step, and its report."""
+    """Return a recorded step, and its report."""
     folder = setting.output / "profile"
     record = ["--profile", folder, "--systems", "packed_static"]
     tiny = [*TINY, "--steps", "2"] if setting.dry else ["--steps", "3"]

@@ -56,7 +56,7 @@ def warm_up(setting: Setting, gate: Gate) -> Steps:
 
 
 def operations(setting: Setting, gate: Gate) -> Steps:
-    """Every operation against its peers, each in a process of its own."""
+    """Measure every operation against its peers, each in its own process."""
     tiny = ["--frames", "40"] if setting.dry else []
     reasons = gate.reasons(OPERATIONS)
     names = sorted(OPERATIONS, key=lambda x: _ORDER.index(x) if x in _ORDER else len(_ORDER))
@@ -107,7 +107,7 @@ def _interpreted(setting: Setting, tiny: Sequence[str]) -> Step | LeftOut:
 
 
 def transducer(setting: Setting, gate: Gate) -> Steps:
-    """The batch of the published mark, and memory by the batch."""
+    """Return the batch of the published mark, and memory by the batch."""
     large = ["--op", "transducer_loss", "--kind", "large 8x", "large 4x"]
     command = setting.script("bench_ops.py", *large, "--output", setting.output / "ops.csv")
     ours = [*command, "--no-peers"]
@@ -138,7 +138,7 @@ def wide_heads(setting: Setting, gate: Gate) -> Steps:
 
 
 def find_tool(name: str) -> str | None:
-    """A program of the CUDA toolkit, or of the system."""
+    """Return a program of the CUDA toolkit, or of the system."""
     places = [os.environ.get("PATH", "")]
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if variable in os.environ:

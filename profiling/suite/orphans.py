@@ -19,16 +19,16 @@ from pathlib import Path
 
 VARIABLE = "EFFASR_SUITE_TOKEN"
 _ROUNDS = 20
-"""How often is looked for what was started while others were being killed."""
+"""Searches for processes that were started while others were being killed."""
 
 
 def new_token() -> str:
-    """One that no other process has."""
+    """Return a name that no other process has."""
     return uuid.uuid4().hex
 
 
 def marked(token: str, variable: str = VARIABLE) -> Iterator[int]:
-    """The processes with this token in a variable, this one and zombies excepted."""
+    """Yield the processes with this token in a variable, this one and zombies excepted."""
     wanted = f"{variable}={token}".encode()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():

@@ -1,4 +1,4 @@
-"""What a part of the suite is, and the first ones: the environment, and the tests."""
+"""Parts of the suite, and the first ones: the environment and the tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _REFERENCES += "writes_each_row or leave_and_others_enter or batch_has_the_same_
 
 @dataclass(frozen=True)
 class Setting:
-    """How the suite runs.
+    """Settings of the suite.
 
     Attributes:
         output: Folder of the rows.
@@ -63,7 +63,7 @@ class Setting:
         return self.output / "tests_poisoned"
 
     def script(self, name: str, *arguments: str | Path) -> list[str]:
-        """A command."""
+        """Return a command."""
         return [sys.executable, str(PROFILING / name), *map(str, arguments)]
 
 
@@ -75,7 +75,7 @@ class Part:
     """Commands with one purpose.
 
     Attributes:
-        name: For ``--only`` and ``--skip``.
+        name: Name for ``--only`` and ``--skip``.
         about: A line of help.
         steps: What to run, by the setting and what the tests have shown.
         calls: In which calls it runs; for each the floor in seconds that earlier parts leave it,
@@ -98,7 +98,7 @@ def environment(setting: Setting, gate: Gate) -> Steps:
 
 
 def pytest(*arguments: str | Path) -> list[str]:
-    """A command; options of plugins that a bare machine lacks are no reason to stop."""
+    """Return a command; options of plugins that a bare machine lacks are no reason to stop."""
     quiet = ["-q", "-W", "ignore::pytest.PytestConfigWarning", "-p", "no:cacheprovider"]
     # torch 2.9 and 2.10 say so, once, where tests turn TF32 off in the way that older ones know.
     quiet += ["-W", "ignore:Please use the new API settings:UserWarning"]
@@ -123,7 +123,7 @@ def gpu_tests(wanted: Collection[str] = GROUPS) -> tuple[list[Path], list[LeftOu
 
 
 def _turn(path: Path) -> tuple[int, int, str]:
-    """By the first group that a file proves; what several operations share is soon needed."""
+    """Sort key: the first group that a file covers; shared operations come early."""
     groups = groups_of(str(path))
     places = [_FIRST.index(name) for name in groups if name in _FIRST]
     return min(places, default=len(_FIRST)), -len(groups), path.name
@@ -173,7 +173,7 @@ def tests(setting: Setting, gate: Gate) -> Steps:
 
 
 def _dry_tests(setting: Setting, lacking: Sequence[str]) -> Steps:
-    """Of references, and of a kernel in the emulator of compiled kernels, which needs no GPU."""
+    """Return tests of references, and of a compiled kernel in the emulator, without a GPU."""
     files = [TESTS / "ops" / f"test_{name}.py" for name in OPERATIONS if name in lacking]
     files += [TESTS / "model" / "test_asr.py"] * ("model" in lacking)
     files += [TESTS / "decoding" / "test_continuous_batching.py"] * ("decoding engine" in lacking)
@@ -194,7 +194,7 @@ def _dry_tests(setting: Setting, lacking: Sequence[str]) -> Steps:
 
 
 def missing(needs: Sequence[str]) -> str:
-    """What of this is not installed, or too old; empty where nothing is."""
+    """Return the requirements that are missing or too old."""
     lacking = []
     for need in needs:
         name, _, least = need.partition(">=")

@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def is_poisoned() -> bool:
-    """Whether the GPU refuses to work for this process; no where it never has."""
+    """Return whether the GPU refuses to work for this process; no where it never has."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return False

@@ -14,7 +14,7 @@ from bench import processes
 from suite import orphans
 
 SHOWN_LINES = 12
-"""Of the end of a log, where a command failed."""
+"""Characters of the end of a log that are shown after a failure."""
 POISONED = 86
 """Exit code of a process that ended itself because its GPU context cannot be used any more."""
 _GRACE = 8.0
@@ -28,11 +28,11 @@ class Step:
     """A command of a part.
 
     Attributes:
-        name: Of its log, and of its line on the screen.
-        command: To run in the root of the checkout.
+        name: Name of its log, and of its line on the screen.
+        command: Command to run in the root of the checkout.
         weight: Its share of the part's spare time.
         floor: Seconds that earlier steps of the part leave it.
-        variables: Of the environment, beside the suite's; an empty one is taken away.
+        variables: Variables of the environment, beside the suite's; an empty one is taken away.
         needs: What must be installed, such as ``transformers>=5.23``.
         budget: The option that tells the command how much time there is: ``--budget-s``, in
             seconds, or ``--minutes``; empty where it has none.
@@ -59,7 +59,7 @@ class Step:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What a part does not do.
+    """A measurement that a part omits.
 
     Attributes:
         name: Of what.
@@ -74,10 +74,10 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Result:
-    """How a step ended.
+    """Outcome of a step.
 
     Attributes:
-        name: Of the step.
+        name: Name of the step.
         status: ``ok``, ``failed``, ``out of time``, ``interrupted`` or ``left out``.
         seconds: It took.
         details: The exit code, or the reason.
@@ -107,7 +107,7 @@ def limits(shares: Sequence[tuple[float, float]], seconds: float) -> list[float]
 
     Args:
         shares: Floor in seconds and weight of each.
-        seconds: For all.
+        seconds: Seconds for all.
     """
     spare = max(0.0, seconds - sum(floor for floor, _ in shares))
     total = sum(weight for _, weight in shares) or 1.0
@@ -124,7 +124,7 @@ class Running:
     Args:
         step: What.
         seconds: After which it is ended, with all its processes.
-        folder: Of the logs.
+        folder: Folder of the logs.
         root: Where it runs.
         base: Variables of the environment.
 
@@ -188,13 +188,13 @@ class Running:
         return Result(name, "failed", taken, details, tail, well=False, code=code)
 
     def interrupted(self) -> Result:
-        """What to say of it where the suite was interrupted."""
+        """Return the remark on a step when the suite was interrupted."""
         taken = time.monotonic() - self._began
         details = f"after {taken:.0f} s; rows until then are kept; {self._log}"
         return Result(self.step.name, "interrupted", taken, details, well=False)
 
     def tail(self) -> list[str]:
-        """The last lines of its log."""
+        """Return the last lines of its log."""
         try:
             return self._log.read_text(encoding="utf-8", errors="replace").splitlines()[
                 -SHOWN_LINES:

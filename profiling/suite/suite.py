@@ -21,13 +21,13 @@ from suite.parts import ROOT, Part, Setting, missing
 from suite.steps import POISONED, LeftOut, Result, Running, Step, limits
 
 _KEY = ("fingerprint", "device", "torch", "triton")
-"""What tests that have run before must have in common with this run."""
+"""Fields that earlier test results must share with this run."""
 _PROBE_BYTES = 256 * 1024
-"""That an output folder must still take: rows and logs of a part."""
+"""Bytes that must be free in an output folder: rows and logs of a part."""
 
 
 def base_environment(*, dry: bool = False) -> dict[str, str]:
-    """That of the commands: this checkout first, and kernels on the GPU, or none of them."""
+    """Return the environment of the commands: this checkout first, kernels on the GPU or none."""
     variables = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     ours = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "profiling")]
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [*ours, variables.get("PYTHONPATH")]))
@@ -37,7 +37,7 @@ def base_environment(*, dry: bool = False) -> dict[str, str]:
 
 
 def _installed(step: Step | LeftOut) -> Step | LeftOut:
-    """The step, if what it needs is installed; what is left out has no share of the time."""
+    """Return the step, if what it needs is installed; what is left out has no share of the time."""
     reason = missing(step.needs) if isinstance(step, Step) else ""
     return LeftOut(step.name, reason) if reason else step
 
@@ -48,7 +48,7 @@ class Suite:
     Args:
         setting: How.
         parts: Which.
-        minutes: For all of them.
+        minutes: Minutes for all of them.
         call: Number of the call; None for all.
         archive: Folder of the packed results; by default that of the rows.
     """
@@ -211,7 +211,7 @@ class Suite:
         self.save()
 
     def _text(self) -> str:
-        """The summary so far; where the rows cannot be read, it says so in their place."""
+        """Return the summary so far; where the rows cannot be read, it says so in their place."""
         said = {"dry": self.setting.dry, "gate": self._gate, "call": self._call}
         state = f"running: {self._now}" if self._now else ""
         try:

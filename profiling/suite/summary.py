@@ -19,12 +19,12 @@ Rows = Mapping[str, Sequence[Row]]
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be reached.
+    """A target of a measurement.
 
     Attributes:
         what: Is measured.
-        bound: To be reached.
-        unit: Of both.
+        bound: Bound to be reached.
+        unit: Unit of both.
         measure: The figure of some rows, the worst where there are several; None without rows.
         at_most: Whether the bound is one from above.
     """
@@ -45,10 +45,10 @@ class Target:
 
 
 def recent(folder: Path, since: str) -> dict[str, list[Row]]:
-    """The rows that were begun at a time or later.
+    """Return the rows that were begun at a time or later.
 
     Args:
-        folder: Of the CSV files.
+        folder: Folder of the CSV files.
         since: ISO 8601, UTC, as in their column ``date``.
     """
     return {
@@ -103,7 +103,7 @@ def _ops(
 def speedup(
     op: str, kind: str, peers: Iterable[str], *, shape: str = ""
 ) -> Callable[[Rows], float | None]:
-    """How many times as fast as the fastest of these peers, forward and backward, at the worst."""
+    """Return the least speed-up over the fastest of these peers, forward and backward."""
 
     def measure(rows: Rows) -> float | None:
         ours = _ops(rows, op, kind, "triton", shape=shape)
@@ -156,7 +156,7 @@ def _transducer_memory(rows: Rows) -> float | None:
 def _throughput(
     rows: Rows, system: str, column: str = "audio_s_per_s"
 ) -> dict[tuple[str, str], float]:
-    """The best of a system, as a graph or compiled or not, by model and frame budget."""
+    """Return the best of a system, as a graph or compiled or not, by model and frame budget."""
     found: dict[tuple[str, str], float] = {}
     for row in rows["training"]:
         if row["system"] == system and row[column]:
@@ -200,7 +200,7 @@ def _depth(rows: Rows) -> float | None:
 
 
 def _growth(rows: Rows) -> float | None:
-    """Bytes by which the peak grew after step 5; of a GPU alone, which keeps an account."""
+    """Return bytes by which the peak grew after step 5; of a GPU alone, which keeps an account."""
     peaks = {int(r["step"]): int(r["peak_bytes"]) for r in rows["memory"] if r["reserved_bytes"]}
     return float(peaks[max(peaks)] - peaks[5]) if 5 in peaks else None
 
@@ -263,10 +263,10 @@ def markdown(
     state: str = "",
     call: int | None = None,
 ) -> str:
-    """All tables, with what they were measured on.
+    """Return all tables, with the environment of the measurements.
 
     Args:
-        results: Of the steps so far.
+        results: Results of the steps so far.
         rows: That this run has measured.
         where: Device, versions, sources.
         dry: Whether nothing is a figure of a GPU.
@@ -293,7 +293,7 @@ def markdown(
 
 
 def _steps(rows: Rows) -> list[tuple[str, ...]]:
-    """A training step in every mode."""
+    """Return a training step in every mode."""
     return [
         (
             *(row["model"], row.get("mode", ""), row["system"]),

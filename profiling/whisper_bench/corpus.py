@@ -27,7 +27,7 @@ class Corpus:
     """Durations drawn from a list, and what is said in them.
 
     Attributes:
-        seconds: Of each utterance, at most the model's window.
+        seconds: Seconds of each utterance, at most the model's window.
         batch: Utterances of a batch of padded features.
     """
 
@@ -36,19 +36,19 @@ class Corpus:
 
     @classmethod
     def of(cls, settings: Settings) -> Corpus:
-        """The same utterances in every process."""
+        """Return the same utterances in every process."""
         listed = np.minimum(read_durations(Path(settings.lengths)), settings.size.window_s)
         drawn = np.random.default_rng(0).choice(listed, settings.utterances)
         return cls(tuple(drawn.tolist()), settings.batch)
 
     def lengths(self, framing: Framing) -> UtteranceLengths:
-        """Frames, by this framing, and tokens of each utterance."""
+        """Return frames, by this framing, and tokens of each utterance."""
         frames = [framing.frames(round(16_000 * x)) for x in self.seconds]
         tokens = [len(PROMPT) + max(1, round(TOKENS_PER_SECOND * x)) for x in self.seconds]
         return UtteranceLengths(np.array(frames, np.int32), np.array(tokens, np.int32))
 
     def examples(self, indices: Sequence[int]) -> list[Example]:
-        """Some of them."""
+        """Return a part of the utterances."""
         workload = Workload(list(self.seconds), self.lengths(Framing()), TEXT_TOKENS)
         return [replace(workload.example(index), prompt=list(PROMPT)) for index in indices]
 
@@ -87,17 +87,17 @@ class Packed:
     plan: list[list[int]]
 
     def collated(self, number: int) -> Batch:
-        """The batch of a step."""
+        """Return the batch of a step."""
         return self.of(self.corpus.examples(self.plan[number % len(self.plan)]))
 
     def of(self, examples: Sequence[Example], *, static: bool = True) -> Batch:
-        """A batch of these, of the static shape or of their own."""
+        """Return a batch of these, of the static shape or of their own."""
         shape, framing = self.shape if static else None, self.shape.framing
         return collate(examples, shape, eos_id=EOS, pad_id=EOS, framing=framing)
 
 
 def packed(system: str, corpus: Corpus, config: ModelConfig, classes: int) -> Packed:
-    """The batches of one of effasr's systems.
+    """Return the batches of one of effasr's systems.
 
     Args:
         system: ``effasr_silence`` has the utterances of transformers in each step. ``effasr`` has
@@ -106,7 +106,7 @@ def packed(system: str, corpus: Corpus, config: ModelConfig, classes: int) -> Pa
             planner.
         corpus: The utterances.
         config: Whose features have the system's ``minimum_s``.
-        classes: Of the model.
+        classes: Classes of the model.
     """
     framing = config.features.framing
     lengths = corpus.lengths(framing)

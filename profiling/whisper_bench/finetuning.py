@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 _CHECKED = 4
 """Utterances whose loss is compared before the first step."""
 OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.0)
-"""As in recipes/finetune_whisper.yaml, but for a rate at which three updates show in the loss."""
+"""As in recipes/finetune_whisper.yaml, with a rate at which three updates change the loss."""
 
 
 class TransformersSteps:
@@ -56,7 +56,7 @@ class TransformersSteps:
 
     @torch.no_grad()
     def check(self) -> dict[str, Any]:
-        """The loss of some utterances."""
+        """Return the loss of some utterances."""
         self._model.eval()
         examples = self._corpus.examples(self._plan[0][:_CHECKED])
         return {"loss": float(self._model(**self._inputs(examples)).loss)}
@@ -114,7 +114,7 @@ class EffasrSteps:
 
     @torch.no_grad()
     def check(self) -> dict[str, Any]:
-        """The loss of the utterances that transformers is asked for."""
+        """Return the loss of the utterances that transformers is asked for."""
         self._model.eval()
         first = self._corpus.random_batches()[0][:_CHECKED]
         # A batch of its own shape: these may not fit into the static one.

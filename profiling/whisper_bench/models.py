@@ -30,7 +30,7 @@ def transformers_model(settings: Settings) -> Any:
 
 
 def feature_extractor(settings: Settings) -> Any:
-    """Of transformers; it pads every utterance to the model's window."""
+    """Return the feature extractor of transformers; it pads utterances to the model's window."""
     from transformers import WhisperFeatureExtractor
 
     return WhisperFeatureExtractor.from_pretrained(settings.exported)

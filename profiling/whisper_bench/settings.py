@@ -1,4 +1,4 @@
-"""What one process of the Whisper benchmark is told: plain values, passed as JSON."""
+"""Settings of one process of the Whisper benchmark: plain values, passed as JSON."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Size:
     """The shape of a Whisper model.
 
     Attributes:
-        width: Of encoder and decoder.
-        layers: Of each.
-        heads: Of their attention; feed-forward networks are four times as wide as the model.
+        width: Width of encoder and decoder.
+        layers: Layers of each.
+        heads: Heads of their attention; feed-forward networks are four times as wide as the model.
         window_s: Whole seconds that the encoder was made for; shorter utterances are followed by
             silence, except where ``minimum_s`` is 0.
     """
@@ -43,7 +43,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, with what.
+    """Settings of a measurement.
 
     Attributes:
         task: Which of the two.
@@ -52,7 +52,7 @@ class Settings:
         lengths: A file of durations; see `bench.workload.read_durations`.
         utterances: Drawn from it; ``transcribe`` decodes them all in a run.
         batch: Utterances of a batch of padded features.
-        threads: Of each system.
+        threads: Threads of each system.
     """
 
     task: Task
@@ -79,11 +79,11 @@ class Settings:
         return Path(self.folder) / "transformers"
 
     def converted(self, compute_type: str) -> Path:
-        """The checkpoint that CTranslate2 reads."""
+        """Return the checkpoint that CTranslate2 reads."""
         return Path(self.folder) / f"ctranslate2_{compute_type}"
 
     def minimum_s(self, system: str) -> int:
-        """Seconds that an utterance lasts at least, by silence behind it."""
+        """Return seconds that an utterance lasts at least, by silence behind it."""
         return 0 if system in ("effasr", "effasr_filled") else self.size.window_s
 
     def to_json(self) -> str:
@@ -92,5 +92,5 @@ class Settings:
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        """What `to_json` wrote."""
+        """Return the inverse of `to_json`."""
         return cls(**json.loads(text))

@@ -1,4 +1,4 @@
-"""What a measured system answers, and the memory of its process."""
+"""Answers of a measured system, and the memory of its process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class System(Protocol):
 
     Attributes:
         base_bytes: Memory of the process when everything was imported, and no weight was read.
-        version: Of the package that computes; effasr's is the revision of the row.
+        version: Version of the package that computes; effasr's is the revision of the row.
     """
 
     base_bytes: int
     version: str
 
     def check(self) -> dict[str, Any]:
-        """What is compared before anything is timed: a loss, or the tokens."""
+        """Return the result that is compared before timing: a loss, or the tokens."""
         ...
 
     def run(self, number: int) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def high_water_mark() -> int:
 
 
 def _status(name: str) -> int:
-    """Bytes of a line of Linux's account of this process; 0 where there is none."""
+    """Return bytes of a line of Linux's account of this process; 0 where there is none."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

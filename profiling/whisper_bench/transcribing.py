@@ -19,7 +19,7 @@ from whisper_bench.settings import Settings
 from whisper_bench.system import resident_bytes
 
 Tokens = dict[int, list[int]]
-"""Of each utterance, by its number."""
+"""Transcript of each utterance by number."""
 
 
 class _Passes:
@@ -35,7 +35,7 @@ class _Passes:
             self._limits |= dict.fromkeys(batch, self._corpus.limit(batch))
 
     def check(self) -> dict[str, Any]:
-        """The tokens of every utterance.
+        """Return the tokens of every utterance.
 
         Raises:
             ValueError: An utterance has another number of tokens than all systems are asked for.
@@ -142,7 +142,7 @@ class CTranslate2Passes(_PaddedPasses):
 
 
 class EffasrPasses(_Passes):
-    """What ``effasr transcribe`` does with a window of utterances, in as many slots as a batch has.
+    """Decode a window of utterances as ``effasr transcribe``, in as many slots as a batch has.
 
     The lengths that it would allow a transcript are replaced by those that all systems are asked
     for. The encoder's batches have at most the frames that the others pad theirs to.

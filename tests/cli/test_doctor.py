@@ -59,7 +59,7 @@ def test_another_package_named_apex_is_recognised(monkeypatch, tmp_path) -> None
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert "another package of that name" in _row(doctor.report(), "apex").note
+    assert "package of that name" in _row(doctor.report(), "apex").note
 
 
 @pytest.fixture

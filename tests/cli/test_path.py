@@ -64,10 +64,10 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(effasr, workplace, tmp_
     command = ("train", workplace.recipe, f"output={tmp_path}")
     stopped = effasr(*command, "training.stop_at=3")
     assert stopped.code == 0
-    assert "stopped at step 3; the same command goes on from there" in stopped.err
+    assert "stopped at step 3; the same command continues from there" in stopped.err
     resumed = effasr(*command)
     assert resumed.code == 0
-    assert "going on from step 3 of 4" in resumed.err
+    assert "continuing from step 3 of 4" in resumed.err
     assert_same_weights(workplace.run, tmp_path / "first")
     finished = effasr(*command)
     assert finished.code == 0

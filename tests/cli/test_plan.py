@@ -115,9 +115,9 @@ def test_what_a_person_reads(effasr, corpus, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "advice"),
     [
-        (("--frame-budget", "2000"), "Nothing to mend: train with these budgets."),
+        (("--frame-budget", "2000"), "No change is needed: train with these budgets."),
         (("--strategy", "random"), "Plan with --strategy all to see what packed saves: up to "),
-        (("--max-duration", "5"), "Look at what is dropped first: too_long takes "),
+        (("--max-duration", "5"), "Look at the dropped utterances first: too_long drops "),
         (("--frame-budget", "2000", "--token-budget", "900"), "Leave --token-budget out: this "),
         (("--frame-budget", "30000"), "Steps are large for this corpus, and "),
         (("--frame-budget", "60000"), "The corpus fills no more than one step, and that not well"),

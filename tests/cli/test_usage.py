@@ -10,9 +10,8 @@ import pytest
 from effasr import config
 
 COMMANDS = [
-    "prepare", "tokenizer", "demo-data", "plan", "calibrate", "train", "evaluate", "compare",
-    "transcribe",
-    "import", "export", "doctor",
+    "prepare", "tokenizer", "init", "demo-data", "plan", "calibrate", "train", "evaluate",
+    "compare", "transcribe", "import", "export", "doctor",
 ]  # fmt: skip
 
 

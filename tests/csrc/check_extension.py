@@ -89,7 +89,9 @@ def check_errors() -> None:
     assert "`cu_frames` must be int32" in transducer(x, x, lengths.long(), first)
     assert "`first_nodes` must have shape" in transducer(x, x, lengths, first.repeat(2))
     assert "must be contiguous" in transducer(x.repeat(2)[::2], x, lengths, first)
-    assert "`first_nodes` must lie in the 6 elements" in transducer(x, x, lengths, first)
+    assert "`first_nodes` must have ranges within the 6 elements" in transducer(
+        x, x, lengths, first
+    )
     assert "`log_blank` must be on a CPU" in transducer(x.to("meta"), x, lengths, first)
 
 

@@ -31,7 +31,7 @@ def test_columns_come_back(tmp_path: Path) -> None:
 
 def test_another_key_is_refused(tmp_path: Path) -> None:
     write_columns(tmp_path / "file", "key", COLUMNS)
-    with pytest.raises(Damaged, match="is not what its name says"):
+    with pytest.raises(Damaged, match="its format or key is not the expected one"):
         map_columns(tmp_path / "file", "other")
 
 

@@ -252,7 +252,7 @@ def test_a_damaged_file_is_made_anew(
         check_same(plain, load(manifest, tokenizer, folder, notes))
     assert was_read(notes)
     assert f"{file}" in caplog.text
-    assert "it is made anew" in caplog.text
+    assert "the cache file is built again" in caplog.text
     assert file.read_bytes() == whole
 
 
@@ -399,7 +399,7 @@ def test_a_long_reading_says_how_far_it_is(
 
 def test_a_file_is_no_folder(nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path) -> None:
     folder.write_text("")
-    with pytest.raises(ValueError, match=r"`cache` must be a folder, but .*/cache is none"):
+    with pytest.raises(ValueError, match=r"`cache` must be a folder, but .*/cache is not one"):
         load(nemo(3), tokenizer, folder, [])
 
 

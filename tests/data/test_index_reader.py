@@ -120,5 +120,5 @@ def test_a_killed_process_is_told(
 
     manifest = nemo(12)
     monkeypatch.setattr(index_reader.IndexBuilder, "add", die)
-    with pytest.raises(RuntimeError, match="a process that read it was killed: if memory ran out"):
+    with pytest.raises(RuntimeError, match="a process that reads it was killed: if memory ran out"):
         build_table([manifest], tokenizer, LIMITS, "en", [0], jobs=2)

@@ -208,5 +208,5 @@ def test_a_killed_learner_leaves_the_others_running():
     for learner, result in zip((0, 2, 3), (first, *others), strict=True):
         assert result.returncode == 0, result.stderr
         assert f"learner {learner} went on" in result.stdout
-        told = f"learner {learner} lost learner 1, and goes on with learner 3: " in result.stderr
+        told = f"learner {learner} lost learner 1, and continues with learner 3: " in result.stderr
         assert told == (learner != 3), result.stderr

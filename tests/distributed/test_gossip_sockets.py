@@ -138,7 +138,7 @@ def test_one_that_is_silent_is_lost_in_time_and_one_that_is_slow_is_not() -> Non
 @pytest.mark.parametrize("learner", [0, 1])
 def test_one_that_does_not_come_is_lost_at_the_first_message(learner) -> None:
     transport = SocketTransport(HashStore(), learner, [1 - learner], 0.2)
-    with pytest.raises(PeerLost, match="it did not come"):
+    with pytest.raises(PeerLost, match="it did not connect"):
         transport.send(torch.zeros(1), 1 - learner, 1.0)
 
 

@@ -239,7 +239,7 @@ def test_a_learner_whose_only_neighbour_died_goes_on_alone(caplog):
         time.sleep(0.01)
     fleet.gossips[0].drain()
     assert fleet.weights[0][0][0].item() == 3.0
-    assert "has no other: it goes on alone: Connection closed by peer" in caplog.text
+    assert "has no other: continues alone: Connection closed by peer" in caplog.text
 
 
 @pytest.mark.parametrize("silent", [0, 1])

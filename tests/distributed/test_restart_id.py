@@ -43,6 +43,6 @@ def test_those_who_died_before_all_had_come_are_not_taken_for_those_who_come(ser
 
 def test_who_is_missing_is_said(server) -> None:
     (error,) = meet(server, [0], 3, 0.2)
-    assert str(error) == "rank 0: not all of 3 ranks came within 0.2 s; missing: [1, 2]."
+    assert str(error) == "rank 0: not all 3 ranks joined within 0.2 s; missing: [1, 2]."
     (error,) = meet(server, [2], 3, 0.2)
-    assert str(error) == "rank 2: rank 0 did not come within 0.2 s."
+    assert str(error) == "rank 2: rank 0 did not join within 0.2 s."

@@ -133,7 +133,7 @@ def test_the_third_version_serves_inference(library: Library) -> None:
     found = attention(q, k, v, layout, backend="flash_attn_3")
     assert torch.equal(found, attention(q, k, v, layout, backend="reference"))
     assert len(library.calls) == 1
-    with pytest.raises(BackendUnavailable, match="serves inference alone"):
+    with pytest.raises(BackendUnavailable, match="supports only inference"):
         attention(q.requires_grad_(), k, v, layout, backend="flash_attn_3")
     assert Backend.FLASH_ATTN_3 not in order.UNMEASURED
 
@@ -181,9 +181,9 @@ def _unsupported_reason(backend: Backend, **changed: Any) -> str:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"position": Rotary()}, "does not rotate"),
-        ({"position": RelativeBias(*torch.zeros(3, 1))}, "knows no relative positions"),
-        ({"dropout": 0.1}, "its dropout does not repeat with a seed"),
+        ({"position": Rotary()}, "does not support rotary positions"),
+        ({"position": RelativeBias(*torch.zeros(3, 1))}, "does not support relative positions"),
+        ({"dropout": 0.1}, "does not support dropout with a seed"),
         ({"q": torch.zeros(4, HEADS, WIDTH)}, "not in float32"),
         ({"q": torch.zeros(4, 1, 12).half()}, "a multiple of 8, up to 256, not 12"),
         ({"q": torch.zeros(4, 1, 264).half()}, "a multiple of 8, up to 256, not 264"),
@@ -296,7 +296,7 @@ def test_a_signature_that_changed_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_torch_may_run_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.current_flash_attention_impl", lambda: "FA3")
-    assert "activate_flash_attention_impl has put another" in _unsupported_reason(Backend.VARLEN)
+    assert "activate_flash_attention_impl has replaced" in _unsupported_reason(Backend.VARLEN)
     monkeypatch.undo()
     packages.find.cache_clear()
     monkeypatch.setattr(packages, "capability", lambda device: (9, 0))

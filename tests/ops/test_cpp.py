@@ -40,7 +40,7 @@ def test_where_it_is_not_built_the_reference_serves_and_says_how_to_build(
 
 
 def test_other_devices_and_float64_are_refused() -> None:
-    assert refusal(None, torch.zeros(1, device="meta")) == "serves CPUs"
+    assert refusal(None, torch.zeros(1, device="meta")) == "supports only CPUs"
     assert refusal(torch.zeros(1, dtype=torch.float64)) == "float64 is for the reference"
 
 

@@ -6,10 +6,10 @@ import torch
 
 from effasr.optim.adamw import (
     OptimizerConfig,
+    apex_unsupported_reason,
     apply_update,
     build_adamw,
     restore,
-    why_not_apex,
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -52,19 +52,19 @@ def test_a_step_that_is_not_finite_changes_nothing(fused) -> None:
 
 
 def test_apex_is_told_apart_from_its_namesake(monkeypatch, tmp_path) -> None:
-    assert "needs a GPU" in str(why_not_apex(CPU))
-    assert why_not_apex(CUDA) == "apex is not installed"
+    assert "needs a GPU" in str(apex_unsupported_reason(CPU))
+    assert apex_unsupported_reason(CUDA) == "apex is not installed"
     package = tmp_path / "apex"
     package.mkdir()
     # Importing it would fail: it is recognised without being imported.
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert "another package" in str(why_not_apex(CUDA))
+    assert "package of that name" in str(apex_unsupported_reason(CUDA))
     (package / "optimizers").mkdir()
     (package / "optimizers" / "fused_adam.py").touch()
-    assert "without its CUDA extensions" in str(why_not_apex(CUDA))
+    assert "without its CUDA extensions" in str(apex_unsupported_reason(CUDA))
     (tmp_path / "amp_C.py").touch()
-    assert why_not_apex(CUDA) is None
+    assert apex_unsupported_reason(CUDA) is None
     assert "apex" not in sys.modules
 
 

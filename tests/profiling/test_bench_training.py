@@ -20,6 +20,7 @@ from bench import rows
 from bench.peer_features import parakeet_features
 from bench.training import jobs as training_jobs
 from bench.training.corpus import Workload, plan_of, random_batches
+from bench.training.systems import time_in_turns
 from torch._dynamo.utils import counters
 
 from effasr.data.features.log_mel import FeatureConfig
@@ -165,7 +166,7 @@ def test_the_reason_of_what_is_not_installed_is_told(
         # As transformers begins them.
         raise ImportError("\nCanary requires the x library\nbut it was not found")
 
-    monkeypatch.setattr(bench_training, "run_system", missing)
+    monkeypatch.setattr(bench_training.Prepared, "of", missing)
     assert bench_training.main([*TINY, "--systems", "transformers"]) == training_jobs.LEFT_OUT
     expected = "transformers: left out: ImportError: Canary requires the x library but it was not"
     assert expected in capsys.readouterr().err
@@ -190,7 +191,7 @@ def test_features_are_those_of_transformers() -> None:
 
 def test_the_same_steps_whatever_was_measured_before(setup: bench_training.Setup) -> None:
     before = [value.clone() for value in setup.model.state_dict().values()]
-    bench_training.run_system("packed", setup, 1)
+    bench_training.run_systems([bench_training.Prepared.of("packed", setup, 2)], 1)
     after = setup.model.state_dict().values()
     assert all(map(torch.equal, before, after))
 
@@ -269,3 +270,24 @@ assert not absent & set(sys.modules)
     run = [sys.executable, "-c", f"import sys; sys.path[:0] = {folders!r}\n{code}"]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_systems_on_a_cpu_take_turns(setup: bench_training.Setup) -> None:
+    order: list[tuple[str, int]] = []
+    steps = [lambda number, name=name: order.append((name, number)) for name in ("a", "b")]
+    timed = time_in_turns(steps, 2, 1, torch.device("cpu"))
+    assert order == [(name, number) for number in range(3) for name in ("a", "b")]
+    assert [len(one.seconds) for one in timed] == [2, 2]
+
+
+@pytest.mark.parametrize("model", ["demo", "whisper_tiny"])
+def test_other_shapes_are_trained_by_both(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5.23")
+    output = tmp_path / "training.csv"
+    arguments = ["--model", model, "--frame-budget", "150", "--utterances", "20", "--steps", "1"]
+    chosen = ["--longest", "2", "--systems", "packed_static", "transformers"]
+    assert bench_training.main([*arguments, *chosen, "--output", str(output)]) == 0
+    with output.open() as table:
+        ours, theirs = csv.DictReader(table)
+    assert (ours["model"], ours["system"]) == (model, "packed_static")
+    assert float(theirs["loss_difference"]) < 1e-3

@@ -26,7 +26,7 @@ def torchrun(recipe: Path, ranks: int) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert f"{ranks} x cpu" in done.stderr
-    assert "going on from step" in done.stderr
+    assert "continuing from step" in done.stderr
 
 
 @pytest.mark.slow

@@ -56,11 +56,9 @@ def test_a_rank_that_dies_or_stops_is_named_with_what_it_did(make_config, tmp_pa
     )
     assert found, line
     assert int(found[1]) - last in (0, 1)
-    assert re.search(
-        r"cannot reach the others\. Rank 1 does not answer any more: \d+ s ago it", line
-    )
+    assert re.search(r"cannot reach the others\. Rank 1 no longer answers: \d+ s ago it", line)
     assert re.search(r"was in step \d+, (computing, utterances train-|loading|saving|wait)", line)
-    assert "goes on from its last checkpoint" in line
+    assert "A restart continues from the last checkpoint" in line
     # A little more than the limit, for what is said is looked up, and the process has to end.
     assert seconds < TIMEOUT_S + 10
 
@@ -85,7 +83,7 @@ def test_a_read_that_never_returns_is_named(make_config, tones, tmp_path, monkey
     assert not others
     assert re.match(
         rf"effasr train: rank {stuck}: step \d+, loading, utterances train-7 \({file}\), "
-        r"for \d\.\d s: nothing has come of it for 5 s \(training\.data_timeout_s\)",
+        r"for \d\.\d s: no progress for 5 s \(training\.data_timeout_s\)",
         said,
     ), said
     # The other has nothing to add, and does not wait for its own limit.

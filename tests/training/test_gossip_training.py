@@ -138,7 +138,7 @@ def test_another_rank_writes_the_files_when_that_which_did_was_killed(
     make_config, tones, tmp_path
 ) -> None:
     said = lose_one(make_config, tones, tmp_path, ranks=3, lost=0)
-    assert "rank 0 is lost: from step 5 on, another writes the files of the run" in said[1]
+    assert "rank 0 is lost: from step 5 on, another rank writes the files of the run" in said[1]
     assert "done: " in said[1]
     assert "done: " not in said[2]
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")

@@ -30,7 +30,7 @@ def test_without_a_terminal_there_is_one_plain_line_per_entry() -> None:
     with ProgressDisplay(total=170, done=0, ranks=1, console=console) as display:
         display.advance(49)
         display.metrics(LINE)
-        display.say("validation: [WER] 0.1")
+        display.show("validation: [WER] 0.1")
     first, second = out.getvalue().splitlines()
     assert first.startswith("step 50/170  loss 1.2346")
     assert first.endswith("ETA 0:01:00")
@@ -50,5 +50,5 @@ def test_on_a_terminal_there_is_a_bar(step) -> None:
 def test_other_ranks_say_nothing(capsys) -> None:
     with SilentDisplay() as display:
         display.metrics(LINE)
-        display.say("hello")
+        display.show("hello")
     assert capsys.readouterr() == ("", "")

@@ -68,7 +68,7 @@ def test_the_second_is_told_who_trains_and_what_to_do(tmp_path) -> None:
         with pytest.raises(ValueError, match="must be free") as caught:
             RunLock(folder, "two")
         assert re.fullmatch(
-            rf"`name`: the run directory {re.escape(str(folder))} must be free to be trained in, "
+            rf"`name`: the run directory {re.escape(str(folder))} must be free, "
             rf"but process {process.pid} on {re.escape(socket.gethostname())} has trained there "
             r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d: wait until it has ended, or end "
             rf"it with a checkpoint by `kill {process.pid}` on .*, or choose another `name`\.",
@@ -188,7 +188,7 @@ def test_a_second_start_is_refused_before_it_writes_or_renames(make_config, tmp_
     with holder(tmp_path / "run", "one"):
         before = contents(tmp_path)
         for restart in (False, True):
-            with pytest.raises(ValueError, match="must be free to be trained in"):
+            with pytest.raises(ValueError, match="must be free"):
                 run(make_config(training={"max_steps": 4, "restart": restart}))
         assert contents(tmp_path) == before
     # It was killed; the run goes on.
@@ -225,7 +225,7 @@ def test_of_two_ranks_one_locks_and_a_second_start_of_both_is_told_once(
         with started("effasr.train", str(recipe), "training.restart=true") as second:
             said = [process.communicate(timeout=60)[1] for process in second]
         assert second[0].returncode == 2, said[0]
-        assert said[0].count("must be free to be trained in, but process") == 1
+        assert said[0].count("must be free, but process") == 1
         assert f"process {first[0].pid} on" in said[0]
         assert "must be free" not in said[1]
         assert all(process.poll() is None for process in first)

@@ -156,9 +156,7 @@ def test_only_packed_goes_on_on_another_number_of_ranks() -> None:
     saved = {"ranks": 2, "position": (3, 7), "plan": "abc"}
     check_same_ranks(saved, "packed", 3)
     check_same_ranks(saved, "random", 2)
-    with pytest.raises(
-        ValueError, match=r"= random needs 2 ranks to go on, .* but there are 3: lh"
-    ):
+    with pytest.raises(ValueError, match=r"= random needs 2 ranks, .* but has 3: lh"):
         check_same_ranks(saved, "random", 3)
     asked = []
     check_same_plan(saved, lambda epoch: asked.append(epoch) or "abc")

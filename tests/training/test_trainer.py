@@ -190,7 +190,7 @@ def test_a_run_goes_on_only_as_the_run_it_was(make_config, tmp_path, tones, capl
         run(make_config(data={"frame_budget": 61}))
     with pytest.raises(ValueError, match=r"`seed` must stay 3.* training\.restart=true"):
         run(make_config(seed=4))
-    with pytest.raises(ValueError, match=r"`data\.train` must hold the very utterances"):
+    with pytest.raises(ValueError, match=r"`data\.train` must hold the same utterances"):
         run(make_config(data={"train": str(tones / "test.jsonl")}))
     assert run(make_config(training={"max_steps": 3})) == 0
     assert "training.max_steps: 2 -> 3" in caplog.text

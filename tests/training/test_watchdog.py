@@ -54,9 +54,9 @@ def test_who_is_silent_is_named(make, batches) -> None:
         time.sleep(0.2)
     said = lose(first)
     assert said.startswith("rank 0: step 8, waiting for the others, utterances 0-0, 0-1, 0-2, for ")
-    assert " s: cannot reach the others. Rank 1 does not answer any more: " in said
-    assert " s ago it was in step 8, computing, utterances 1-0, 1-1, 1-2, for " in said
-    assert said.endswith("(PyTorch says: Connection closed by peer [127.0.0.1]:1)")
+    assert " s: cannot reach the others. Rank 1 no longer answers: " in said
+    assert " s ago it was at step 8, computing, utterances 1-0, 1-1, 1-2, for " in said
+    assert said.endswith("(PyTorch: Connection closed by peer [127.0.0.1]:1)")
 
 
 def test_who_answers_but_is_late_is_named_with_what_it_reads(make) -> None:
@@ -65,7 +65,7 @@ def test_who_answers_but_is_late_is_named_with_what_it_reads(make) -> None:
     other.begin("loading", 7)
     with second:
         said = lose(first)
-    assert "Rank 1 answers, but has not come so far: 0 s ago it was in step 7, loading" in said
+    assert "Rank 1 answers, but is behind: 0 s ago it was at step 7, loading" in said
     assert "utterances u7 (/far/u7.wav), for " in said
 
 
@@ -74,7 +74,7 @@ def test_where_all_are_well_it_is_the_network(make) -> None:
     mine.begin("computing", 8)
     other.begin("computing", 8)
     with second:
-        assert "All answer, so the network between them may be at fault." in lose(first)
+        assert "All ranks answer, so the network between them may be at fault." in lose(first)
 
 
 def test_other_errors_are_left_alone(make) -> None:

@@ -28,7 +28,7 @@ _SAMPLES_PER_BYTE = 8192
 
 
 class AudioProblem(enum.StrEnum):
-    """What can be wrong with a recording."""
+    """Problems of a recording."""
 
     MISSING = "missing_audio"
     UNREADABLE = "unreadable_audio"
@@ -50,7 +50,7 @@ class AudioError(ValueError):
         self.problem = problem
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A worker process returns it by pickling it."""
+        """Let a worker process return it by pickling it."""
         return type(self), (self.problem, str(self))
 
 
@@ -64,7 +64,7 @@ class TarMember:
 
     Attributes:
         tar: The tar file.
-        offset: Where the audio file begins in it, in bytes.
+        offset: Byte offset of the audio file.
         size: Bytes of the audio file.
     """
 
@@ -77,7 +77,7 @@ class TarMember:
 
     @classmethod
     def parse(cls, text: str) -> TarMember | None:
-        """The inverse of ``str``; None where the text is no such place."""
+        """Return the inverse of ``str``; None where the text is no such place."""
         found = _TAR_MEMBER.fullmatch(text)
         return found and cls(found[1], int(found[2]), int(found[3]) - int(found[2]))
 
@@ -181,11 +181,11 @@ def check_not_cut_short(file: soundfile.SoundFile, path: str | Path | TarMember)
 
 
 def reason(error: Exception) -> str:
-    """What soundfile says, as one short sentence."""
+    """Return soundfile's message as one short sentence."""
     return f"{one_line(getattr(error, 'error_string', error)).rstrip('.')}."
 
 
 def one_line(error: object) -> str:
-    """A message on one line, and not a long one."""
+    """Return a message on one line, and not a long one."""
     text = " ".join(str(error).split())
     return text if len(text) <= 200 else f"{text[:200]}..."

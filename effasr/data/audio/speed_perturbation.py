@@ -13,12 +13,12 @@ from effasr.data.features.log_mel import SAMPLE_RATE
 
 
 def name_at(name: str, speed: float) -> str:
-    """The name of an utterance at a speed; lhotse gives it the same."""
+    """Return the name of an utterance at a speed; lhotse gives it the same."""
     return name if speed == 1 else f"{name}_sp{speed}"
 
 
 def load_at(source: Cut | AudioSegment, speed: float) -> np.ndarray:
-    """The waveform at a speed: read at another sample rate, and played at the usual one.
+    """Return the waveform at a speed: read at another sample rate, and played at the usual one.
 
     Returns:
         float32 (samples,), exactly ``samples_in(duration_at(source.duration, speed))``.

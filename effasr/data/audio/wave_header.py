@@ -9,11 +9,11 @@ _UNKNOWN = 0x7FFF_0000
 """Sizes from here on stand for "not known yet": programs that write to a pipe claim such ones."""
 
 _CHUNKS = 1000
-"""Of a file; no sound one has as many before its data."""
+"""Limit of the chunks before the data of a file; intact files have fewer."""
 
 
 def missing_share(file: BinaryIO, size: int) -> float:
-    """The part of the samples that the header of a RIFF file promises and that is not there.
+    """Return the part of the samples that the header of a RIFF file promises and that is not there.
 
     The file, of ``size`` bytes, is read from its beginning.
 

@@ -6,13 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import soundfile
 import soxr
-from lhotse.cut import Cut
-from lhotse.cut.data import DataCut
 
 from effasr.data.audio.audio_file import (
     DURATION_TOLERANCE,
@@ -26,6 +24,10 @@ from effasr.data.audio.audio_file import (
 )
 from effasr.data.features.log_mel import SAMPLE_RATE
 
+if TYPE_CHECKING:
+    # Its import takes a third of a second, which plain files need not wait for.
+    from lhotse.cut import Cut
+
 _BLOCK = 2**20
 """Values that are decoded at a time: a header may claim more than there is, or than fits."""
 
@@ -35,7 +37,7 @@ _LOUDEST = 2.0**31
 
 @dataclass(frozen=True, slots=True)
 class AudioHeader:
-    """What the header of an audio file says."""
+    """Properties in the header of an audio file."""
 
     sample_rate: int
     num_samples: int
@@ -78,8 +80,8 @@ def read_audio(
     Args:
         path: A WAV, FLAC, Ogg or MP3 file, or one inside a tar file.
         sample_rate: Rate of the result in Hz; other rates are resampled by soxr.
-        offset: Where to begin, in seconds.
-        duration: How much to read, in seconds; up to the end by default.
+        offset: Start in seconds.
+        duration: Seconds to read; up to the end by default.
         channels: The channels to average; all by default.
 
     Returns:
@@ -107,7 +109,7 @@ class AudioSegment:
         path: The file, or where in a tar file it is.
         start: Seconds.
         duration: Seconds.
-        channels: Those that are averaged.
+        channels: Channels to average.
     """
 
     path: str | TarMember
@@ -117,10 +119,12 @@ class AudioSegment:
 
     @classmethod
     def of(cls, cut: Cut) -> AudioSegment | None:
-        """The segment that a lhotse cut is; None if only lhotse can read its audio.
+        """Return the segment that a lhotse cut is; None if only lhotse can read its audio.
 
         That is so of in-memory and remote recordings, mixed cuts and recordings with transforms.
         """
+        from lhotse.cut.data import DataCut
+
         if not isinstance(cut, DataCut) or cut.recording is None or cut.recording.transforms:
             return None
         sources = cut.recording.sources
@@ -135,7 +139,7 @@ class AudioSegment:
 
 
 def load_audio(source: Cut | AudioSegment, sample_rate: float = SAMPLE_RATE) -> np.ndarray:
-    """The waveform of a lhotse cut, or of a part of a file, as one channel.
+    """Return the waveform of a lhotse cut, or of a part of a file, as one channel.
 
     Files are read with soundfile and soxr; lhotse reads only what has no `AudioSegment`.
 
@@ -158,7 +162,7 @@ def load_audio(source: Cut | AudioSegment, sample_rate: float = SAMPLE_RATE) -> 
             duration=part.duration,
             channels=part.channels,
         )
-    assert isinstance(source, Cut)
+    assert not isinstance(source, AudioSegment)
     try:
         samples: Any = source.load_audio()
     except Exception as error:  # lhotse raises whatever the storage behind it raises
@@ -183,7 +187,7 @@ def audio_path(source: Cut | AudioSegment) -> str | None:
 def place(
     file: soundfile.SoundFile, path: str | Path | TarMember, offset: float, duration: float | None
 ) -> tuple[int, int]:
-    """The first sample of a part of a file, and how many it has.
+    """Return the first sample of a part of a file, and how many it has.
 
     Raises:
         AudioError: The file ends before.

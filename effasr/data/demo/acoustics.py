@@ -26,13 +26,13 @@ def record(
 
     Args:
         speech: float32 (samples,) in [-1, 1].
-        speech_rate: Its sample rate in Hz.
+        speech_rate: Sample rate of the speech in Hz.
         gain_db: Level relative to `REFERENCE_LEVEL_DB`.
         snr_db: Power of the speech over that of the noise.
         noise_slope: Noise power falls as 1 / f^slope.
         lead_s: Seconds of noise alone before the speech.
         tail_s: Seconds of noise alone after it.
-        seed: Of the noise.
+        seed: Seed of the noise.
 
     Returns:
         int16 (samples',) at 16 kHz; where the peak would pass 95 % of full scale, all of it is

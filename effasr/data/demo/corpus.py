@@ -24,7 +24,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class SplitStatistics:
-    """What a split holds. Rows are manifest lines; a translated recording has two."""
+    """Contents of a split. Rows are manifest lines; a translated recording has two."""
 
     rows: int
     recordings: int
@@ -38,15 +38,15 @@ class SplitStatistics:
 
 @dataclass(frozen=True, slots=True)
 class DemoCorpus:
-    """Where a built corpus is.
+    """Paths of a built corpus.
 
     Attributes:
-        root: Its folder.
+        root: Folder of the corpus.
         train: Manifest of the training split, NeMo JSONL.
         dev: Manifest of the development split: other sentences, other voices.
         test: Manifest of the test split: again other sentences, other voices.
         sample: A test recording to try a trained model on.
-        sample_text: What is said in it.
+        sample_text: Transcript of the sample.
         statistics: Split -> figures.
     """
 
@@ -77,7 +77,7 @@ def build(
         out: Folder to create. An earlier or half-written demo corpus in it is replaced.
         multilingual: English, German, and German to English, from a smaller grammar.
         utterances: Training recordings; dev adds 5 %, test 10 %.
-        seed: Of sentences, voices and noise.
+        seed: Seed of sentences, voices and noise.
         jobs: Processes at a time.
         progress: Told about the advance.
 
@@ -113,7 +113,7 @@ def build(
 
 
 def manifest_rows(recording: Recording, duration: float) -> list[dict[str, str | float | bool]]:
-    """The NeMo JSONL rows of a recording: its transcription, then any translation."""
+    """Return the NeMo JSONL rows of a recording: its transcription, then any translation."""
     rows: list[dict[str, str | float | bool]] = []
     for target, text in recording.texts.items():
         task = "transcribe" if target == recording.language else "translate"
@@ -139,7 +139,7 @@ def _fingerprint(recordings: Sequence[Recording]) -> str:
 
 
 def _read_state(root: Path) -> dict:
-    """The state file; empty for a new or empty folder.
+    """Return the state file; empty for a new or empty folder.
 
     Raises:
         ValueError: The folder holds something that is no demo corpus.
@@ -159,7 +159,7 @@ def _read_state(root: Path) -> dict:
 
 
 def _is_whole(root: Path, state: dict) -> bool:
-    """Whether the build ended and nothing was removed since."""
+    """Return whether the build ended and nothing was removed since."""
     if not state.get("complete"):
         return False
     return all(

@@ -53,9 +53,9 @@ class SpokenWords:
     """A word with its place in the audio, or several that the library says as one ("on the").
 
     Attributes:
-        text: As it was given.
-        start: In seconds.
-        end: In seconds: where the next word begins, or a pause.
+        text: Text as given.
+        start: Start in seconds.
+        end: End in seconds, where the next word begins, or a pause.
     """
 
     text: str
@@ -77,7 +77,7 @@ class Espeak:
     """The synthesiser of this process.
 
     Attributes:
-        sample_rate: Of what `speak` returns, in Hz.
+        sample_rate: Sample rate of the result of `speak`, in Hz.
     """
 
     def __init__(self, seed: int = 1) -> None:
@@ -118,7 +118,7 @@ class Espeak:
         """Renders a sentence with the current voice.
 
         Args:
-            text: What to say.
+            text: Text to speak.
             rate: Words a minute.
             pitch: 0 to 100; 50 is the voice's own.
 

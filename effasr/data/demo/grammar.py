@@ -31,15 +31,15 @@ class Sentence:
     clauses: Mapping[str, tuple[str, ...]]
 
     def text(self, language: str) -> str:
-        """The transcript: lower-case words, no punctuation."""
+        """Return the transcript: lower-case words, no punctuation."""
         return f" {phrases.AND[language]} ".join(self.clauses[language])
 
     def spoken(self, language: str) -> str:
-        """What the synthesiser reads: a comma makes it pause between clauses."""
+        """Text for the synthesiser: a comma makes it pause between clauses."""
         return f", {phrases.AND[language]} ".join(self.clauses[language])
 
     def split(self) -> str:
-        """The only split this sentence may occur in: ``train``, ``dev`` or ``test``.
+        """Return the only split this sentence may occur in: ``train``, ``dev`` or ``test``.
 
         Decided by a hash of the English text, so a German sentence follows its translation.
         """
@@ -63,13 +63,13 @@ class Grammar:
     slots: Mapping[str, tuple[Phrase, ...]]
 
     def digits(self, rng: random.Random) -> Sentence:
-        """A string of 1 to 26 digits, spelt as words: ``seven four two``."""
+        """Return a string of 1 to 26 digits, spelt as words: ``seven four two``."""
         length = min(1 + int(MAX_DIGITS * rng.betavariate(*_DIGITS_SHAPE)), MAX_DIGITS)
         chosen = rng.choices(phrases.DIGITS, k=length)
         return Sentence({lang: (" ".join(d[lang] for d in chosen),) for lang in self.languages})
 
     def command(self, rng: random.Random) -> Sentence:
-        """One to four clauses: ``open the door in the office and wait two minutes``."""
+        """Return one to four clauses: ``open the door in the office and wait two minutes``."""
         count = rng.choices(_CLAUSES, _CLAUSE_WEIGHTS)[0]
         clauses = []
         for template in rng.choices(self.templates, k=count):
@@ -78,7 +78,7 @@ class Grammar:
         return Sentence({lang: tuple(c[lang] for c in clauses) for lang in self.languages})
 
     def all_clauses(self) -> Iterator[Phrase]:
-        """Every clause the grammar can say, once."""
+        """Yield every clause of the grammar once."""
         for template in self.templates:
             names = _SLOT.findall(template["en"])
             for values in product(*(self.slots[name] for name in names)):

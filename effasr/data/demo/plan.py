@@ -27,7 +27,7 @@ class Recording:
         split: ``train``, ``dev`` or ``test``.
         language: Spoken language.
         texts: Language -> text: the transcript first, then the English translation if there is one.
-        spoken: What the synthesiser reads.
+        spoken: Text for the synthesiser.
         voice: The synthesiser's name for the voice.
         rate: Words a minute.
         pitch: 0 to 100, 50 is the voice's own.
@@ -36,7 +36,7 @@ class Recording:
         noise_slope: Noise power falls as 1 / f^slope.
         lead_s: Seconds of background before the speech.
         tail_s: Seconds of background after it.
-        seed: Of the noise.
+        seed: Seed of the noise.
     """
 
     path: str
@@ -56,7 +56,7 @@ class Recording:
 
 
 def plan(*, multilingual: bool, utterances: int, seed: int) -> list[Recording]:
-    """The whole corpus, a pure function of its arguments.
+    """Return the whole corpus, a pure function of its arguments.
 
     Returns:
         Recordings of train, dev and test, in this order.

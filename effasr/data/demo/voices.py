@@ -42,5 +42,5 @@ class Voice:
 
 
 def voices(split: str, language: str) -> list[Voice]:
-    """All voices of a split in a language, in a fixed order."""
+    """Return all voices of a split in a language, in a fixed order."""
     return [Voice(a, v) for v in VARIANTS[split] for a in ACCENTS[language]]

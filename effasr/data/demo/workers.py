@@ -51,7 +51,7 @@ def render_all(
 
 
 def _run_worker(root: Path, shard: Sequence[Recording]) -> list[int]:
-    """One shard in a fresh process; returns the samples of each recording.
+    """Render one shard in a fresh process; return the samples of each recording.
 
     A plain subprocess: multiprocessing would import the user's main module again, which fails in
     scripts without a main guard and in code read from standard input.

@@ -388,7 +388,7 @@ class LogMel(nn.Module):
     def _spread_on_host(
         self, audio: PackedSequence, frames: PackedLayout
     ) -> tuple[Tensor, list[tuple[int, int]]]:
-        """All windows as a view, and the first and last of each utterance that has any."""
+        """Return all windows as a view, and the first and last of each utterance that has any."""
         config, slot = self.config, self.config.rows_per_frame
         pairs = zip(
             audio.layout.lengths, frames.lengths, audio.layout.cu_seqlens_host, strict=False
@@ -431,7 +431,7 @@ def _utterance_sum(values: Tensor, mel: MelFrames) -> Tensor:
 
 
 def spread_layout(frames: PackedLayout) -> PackedLayout:
-    """The layout in which one spare row follows each sequence; row t moves to t + its id."""
+    """Return the layout in which one spare row follows each sequence; row t moves to t + its id."""
     return frames.lengthened(1)
 
 

@@ -28,7 +28,7 @@ def segment_sum(values: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def segment_max(values: Tensor, layout: PackedLayout) -> Tensor:
-    """The largest row of each sequence; the tail is left out.
+    """Return the largest row of each sequence; the tail is left out.
 
     Args:
         values: (T,), floating point.

@@ -60,7 +60,7 @@ class ReflectedWindows:
         return len(self._places) * self._rows
 
     def chunk(self, begin: int, end: int) -> Tensor:
-        """The windows of some rows of slots: float32 (end - begin, width)."""
+        """Return the windows of some rows of slots: float32 (end - begin, width)."""
         rows = torch.arange(begin, end, device=self._places.device)
         slots, within = rows // self._rows, rows % self._rows
         first = (self._places[slots] * self._rows + within.int()) * self._hop - self._width // 2
@@ -75,7 +75,7 @@ class ReflectedWindows:
 
 
 def log_bands(power: Tensor) -> Tensor:
-    """The logarithm of mel bands, in place: base 10, at least -10."""
+    """Return the logarithm of mel bands, in place: base 10, at least -10."""
     return power.clamp_(min=_GUARD).log10_()
 
 

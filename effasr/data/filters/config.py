@@ -16,11 +16,11 @@ _SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilterConfig:
-    """What an utterance must be like, beside what model and budgets can hold.
+    """Filters of utterances, in addition to the limits of model and budgets.
 
     Attributes:
         max_tokens_per_second: More text than that in the audio is an error of its transcript.
-        max_characters_per_second: Likewise, in characters.
+        max_characters_per_second: The same limit in characters.
         rate_deviations: Utterances are left out whose tokens per second lie so many standard
             deviations over those of others as long; see `effasr.data.filters.rules.rate_outliers`.
             ``effasr prepare`` has done it with 4.
@@ -94,5 +94,5 @@ def check_share(dropped: Sequence[Dropped], utterances: int, limit: float) -> No
 
 
 def _allowing(count: int, utterances: int) -> float:
-    """The least share, in steps of one percent, that lets them pass."""
+    """Return the least share, in steps of one percent, that lets them pass."""
     return min(1.0, -(-100 * count // utterances) / 100)

@@ -8,12 +8,12 @@ from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 
 _SLOWEST, _FASTEST = 0.5, 2.0
 _MOST_SPEEDS = 8
-"""Of which nobody needs more."""
+"""Upper limit of the setting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What an utterance may be.
+    """Limits on utterances.
 
     Attributes:
         min_duration: Seconds.
@@ -29,8 +29,8 @@ class Limits:
         characters: The only ones of texts, as between the brackets of a regular expression; None
             for any.
         ctc: Whether a transcription must leave CTC a path through its frames.
-        speed_perturbation: Those at which it is trained on, each as an utterance of its own.
-        framing: How many encoder frames the model has of it.
+        speed_perturbation: Speeds at which it is trained on, each as an utterance of its own.
+        framing: Frame geometry of the model.
     """
 
     min_duration: float = 0.1

@@ -41,10 +41,10 @@ class Dropped:
     """An utterance that was left out.
 
     Attributes:
-        id: Its name.
+        id: Name of the utterance.
         reason: A `Reason` or an `effasr.data.audio.waveform.AudioProblem`.
-        details: What exactly is wrong, with figures.
-        audio: Its audio file.
+        details: Description of the problem, with figures.
+        audio: Audio file of the utterance.
         duration: Seconds; None where it could not be found out.
     """
 
@@ -69,13 +69,13 @@ class Unfit(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    """What the decoder reads and writes for an utterance.
+    """Input and target of the decoder for an utterance.
 
     Attributes:
         prompt: Token ids of the prompt.
         text: Token ids of the text, without the end token.
         monotonic: Whether the text follows the speech in order.
-        unknown: How many ids of ``text`` stand for something the vocabulary cannot spell.
+        unknown: Number of ids of ``text`` stand for something the vocabulary cannot spell.
     """
 
     prompt: list[int]
@@ -97,7 +97,7 @@ def tokenize(cut: Cut, tokenizer: Tokenizer) -> TokenizedText:
 
 
 def text_of(cut: Cut) -> str:
-    """The transcript or translation of a cut; empty where it has none."""
+    """Return the transcript or translation of a cut; empty where it has none."""
     return cut.supervisions[0].text or ""
 
 
@@ -117,11 +117,11 @@ def check(
     """Check a cut by its manifest alone.
 
     Args:
-        cut: With one supervision.
-        limits: What it may be.
-        tokenizer: For the checks of language and tokens; they are left out without one.
-        speed: At which it is trained on.
-        tokens: What `tokenize` gives of it, where that is known.
+        cut: Cut with one supervision.
+        limits: Limits on the utterance.
+        tokenizer: Tokenizer of the checks of language and tokens; None to omit these.
+        speed: Speed at which it is trained on.
+        tokens: Result of `tokenize`, if known.
 
     Returns:
         The tokens; None without a tokenizer.
@@ -193,7 +193,7 @@ def rate_outliers(rates: np.ndarray, durations: np.ndarray, deviations: float = 
     Args:
         rates: float (n,), tokens or characters per second, greater than 0.
         durations: float (n,), seconds.
-        deviations: How far out an outlier lies.
+        deviations: Deviations beyond which a value is an outlier.
 
     Returns:
         bool (n,).
@@ -234,7 +234,7 @@ def _check_wanted(cut: Cut, text: str, limits: Limits) -> None:
 
 
 def spells_something(tokens: TokenizedText, tokenizer: Tokenizer) -> bool:
-    """Whether any token stands for more than a space or an unknown character."""
+    """Return whether any token stands for more than a space or an unknown character."""
     if tokens.text and not tokens.unknown:
         return True
     return any(

@@ -14,13 +14,13 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 600.0
-"""How long a builder may be silent."""
+"""Default for how long a builder may go without a progress report, in seconds."""
 
 _POLL_S = 0.2
 
 _held: set[int] = set()
-"""Descriptors of this process. A lock belongs to what a descriptor refers to, which a fork has as
-well: it would keep the lock of a builder that was killed."""
+"""Descriptors that this process has locked. A fork shares the lock of an open file, so a child
+must close its copies: it would otherwise hold the lock of a builder that was killed."""
 
 
 def _forget_in_child() -> None:
@@ -33,24 +33,23 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class BuilderSilent(RuntimeError):
-    """The process that builds has not said for long that it goes on."""
+    """The process that builds the file has reported no progress for too long."""
 
 
 @contextmanager
 def building(
     lock: Path, note: Callable[[str], None], patience_s: float = PATIENCE_S
 ) -> Iterator[Callable[[str], None]]:
-    """Hold a lock, which the kernel drops with its process; wait while another one does.
+    """Hold an exclusive file lock, which the kernel releases with the process.
 
-    What that process reports is passed to ``note``.
-
-    Where the file system has no locks, nothing is held.
+    While another process holds the lock, wait and pass its progress reports to ``note``. Where the
+    file system has no locks, nothing is locked.
 
     Yields:
-        What to call with how far this process is: the others wait as long as that changes.
+        A function that publishes this process's progress; the others wait as long as it changes.
 
     Raises:
-        BuilderSilent: It has said nothing for ``patience_s``.
+        BuilderSilent: The other process has reported no progress for ``patience_s`` seconds.
         OSError: The file cannot be opened.
     """
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -59,23 +58,23 @@ def building(
         _wait(descriptor, lock, note, patience_s)
         name = f"{socket.gethostname()}, process {os.getpid()}"
 
-        def say(text: str) -> None:
+        def report_progress(text: str) -> None:
             content = f"{text} ({name})".encode()
             os.pwrite(descriptor, content, 0)
             os.ftruncate(descriptor, len(content))
 
-        say("begins to read")
-        yield say
+        report_progress("begins to read")
+        yield report_progress
         os.ftruncate(descriptor, 0)
     finally:
-        # A forked child has none, nor does it end what its parent holds.
+        # A forked child has closed its copy already and must not release its parent's lock.
         if descriptor in _held:
             _held.discard(descriptor)
             os.close(descriptor)
 
 
 def _wait(descriptor: int, lock: Path, note: Callable[[str], None], patience_s: float) -> None:
-    said, changed = None, time.monotonic()
+    last_report, changed = None, time.monotonic()
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,15 +85,15 @@ def _wait(descriptor: int, lock: Path, note: Callable[[str], None], patience_s: 
             return
         else:
             return
-        now = os.pread(descriptor, 4096, 0)
-        if now != said:
-            said, changed = now, time.monotonic()
-            if now:
-                note(f"waiting for another process: {now.decode(errors='replace')}")
+        report = os.pread(descriptor, 4096, 0)
+        if report != last_report:
+            last_report, changed = report, time.monotonic()
+            if report:
+                note(f"waiting for another process: {report.decode(errors='replace')}")
         elif time.monotonic() - changed > patience_s:
             raise BuilderSilent(
                 f"{lock}: waited {patience_s:g} s for the process that reads the manifests, which "
-                f"says nothing ({now.decode(errors='replace') or 'nor who it is'}): end it, or "
-                "start with data.cache=null, with which every process reads for itself."
+                f"reports nothing ({report.decode(errors='replace') or 'no name'}): end it, or "
+                "start with data.cache=null, with which every process reads the manifests itself."
             )
         time.sleep(_POLL_S)

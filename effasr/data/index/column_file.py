@@ -1,8 +1,8 @@
 """Stores arrays in one checksummed file that processes map and share.
 
-The file begins with a line of JSON, filled up to `_HEADER` bytes with spaces: ``format``, ``key``,
-``size`` of the whole, and for each column its type, its place, its length and the CRC-32 of its
-bytes. Columns begin at multiples of `_ALIGNMENT`.
+The file begins with a line of JSON, padded with spaces to `_HEADER` bytes: ``format``, ``key``,
+``size`` of the file, and for each column its dtype, byte offset, length and CRC-32. Columns begin
+at multiples of `_ALIGNMENT`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _FORMAT = "effasr columns 1"
 _HEADER = 16_384
 _ALIGNMENT = 4_096
 _BLOCK = 2**24
-"""Bytes that are looked at together."""
+"""Bytes that are written or checked at a time."""
 
 
 class Damaged(ValueError):
-    """A file of columns is not what was written."""
+    """A column file is truncated, corrupted or of another key."""
 
 
 def write_columns(
@@ -38,10 +38,10 @@ def write_columns(
     columns: Mapping[str, np.ndarray],
     progress: Callable[[int], None] = lambda size: None,
 ) -> int:
-    """Write a file, in place of one that may be there; readers of that one keep it.
+    """Write a file and replace an existing one; processes that map the old file keep it.
 
     Returns:
-        Bytes of the file.
+        Size of the file in bytes.
     """
     header: dict[str, Any] = {"format": _FORMAT, "key": key, "size": 0, "columns": {}}
     with atomic_file(path) as file:
@@ -55,7 +55,7 @@ def write_columns(
                 len(values),
                 _write(file, values, progress),
             ]
-        # A last column without values lies behind the end.
+        # A last column without values begins at the aligned end of the file.
         header["size"] = size = max(file.tell(), _HEADER)
         file.truncate(size)
         file.seek(0)
@@ -64,27 +64,27 @@ def write_columns(
 
 
 def map_columns(path: Path, key: str) -> dict[str, np.ndarray]:
-    """Map a file into memory, all of which is read once to check it.
+    """Map a file into memory after checking all of its checksums.
 
-    As long as it is mapped, by this process or one that it forks, `remove_unused` leaves it.
+    While a process has it mapped, or a fork of that process, `remove_unused` does not remove it.
 
     Returns:
-        The columns, by name; they cannot be written to.
+        The columns by name, read-only.
 
     Raises:
-        Damaged: The file is not one that was written with this key, or not whole.
-        OSError: It cannot be read.
+        Damaged: The file is truncated or corrupted, or was written with another key.
+        OSError: The file cannot be read.
     """
     with path.open("rb", buffering=0) as file:
         header = _header(file, path, key)
         for name, (kind, place, count, checksum) in header["columns"].items():
             if _checksum(file, place, count * np.dtype(kind).itemsize) != checksum:
-                raise Damaged(f"{path}: the values of {name!r} are not those that were written")
+                raise Damaged(f"{path}: column {name!r} does not match its checksum")
         with suppress(OSError):
-            # Held by the map, too, which keeps a copy of the descriptor.
+            # The map keeps a copy of the descriptor and with it the lock.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    # Utterances are asked for in random order: what lies beside one is of no use.
+    # Utterances are read in random order, so read-ahead is of no use.
     if hasattr(mmap, "MADV_RANDOM"):
         mapped.madvise(mmap.MADV_RANDOM)
     return {
@@ -94,9 +94,9 @@ def map_columns(path: Path, key: str) -> dict[str, np.ndarray]:
 
 
 def remove_unused(path: Path) -> bool:
-    """Remove a file that nobody has mapped; whether that was possible.
+    """Remove a file that no process has mapped, and return whether it was removed.
 
-    Where the file system has no locks nobody knows, and it stays.
+    Where the file system has no locks, the file is kept.
     """
     try:
         with path.open("r+b") as file:
@@ -108,7 +108,7 @@ def remove_unused(path: Path) -> bool:
 
 
 def _write(file: IO[bytes], values: np.ndarray, progress: Callable[[int], None]) -> int:
-    """Write the bytes of an array; their checksum."""
+    """Write the bytes of an array and return their CRC-32."""
     data, checksum = np.ascontiguousarray(values).view(np.uint8).data, 0
     for first in range(0, len(data), _BLOCK):
         block = data[first : first + _BLOCK]
@@ -122,13 +122,13 @@ def _header(file: IO[bytes], path: Path, key: str) -> dict[str, Any]:
     try:
         header = json.loads(file.read(_HEADER))
         if header["format"] != _FORMAT or header["key"] != key:
-            raise Damaged(f"{path}: is not what its name says")
+            raise Damaged(f"{path}: its format or key is not the expected one")
         size = os.fstat(file.fileno()).st_size
         if header["size"] != size:
-            raise Damaged(f"{path}: must have {header['size']} bytes, but has {size}")
+            raise Damaged(f"{path}: has {size} bytes instead of {header['size']}")
         for kind, place, count, _ in header["columns"].values():
             if place < _HEADER or (count and place + count * np.dtype(kind).itemsize > size):
-                raise Damaged(f"{path}: a column lies outside of it")
+                raise Damaged(f"{path}: a column lies outside the file")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, Damaged):
             raise
@@ -137,7 +137,7 @@ def _header(file: IO[bytes], path: Path, key: str) -> dict[str, Any]:
 
 
 def _checksum(file: IO[bytes], place: int, size: int) -> int:
-    # Read, not mapped: the pages of a map would count as memory of every process.
+    # Read instead of mapped: mapped pages would count as memory of every process.
     buffer, checksum = memoryview(bytearray(min(_BLOCK, size))), 0
     file.seek(place)
     while size:

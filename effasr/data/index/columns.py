@@ -15,12 +15,17 @@ from lhotse.cut.set import deserialize_cut
 from effasr.data.audio.waveform import AudioSegment, TarMember
 
 _BLOCK = 2**16
-"""Arrays that are copied together."""
+"""Arrays that are copied at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """Arrays of unequal length, end to end."""
+    """Arrays of unequal length, concatenated.
+
+    Attributes:
+        values: The concatenated arrays.
+        offsets: int64 (n + 1,); array i is ``values[offsets[i]:offsets[i + 1]]``.
+    """
 
     values: np.ndarray
     offsets: np.ndarray
@@ -30,11 +35,11 @@ class Ragged:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 (n,), of each array."""
+        """int64 (n,), the length of each array."""
         return np.diff(self.offsets)
 
     def blocks(self, rows: np.ndarray) -> Iterator[np.ndarray]:
-        """The values of the arrays at these indices, end to end, a part at a time."""
+        """Yield the concatenated values of the arrays at these indices, in parts."""
         for first in range(0, len(rows), _BLOCK):
             some = rows[first : first + _BLOCK]
             begin, end = self.offsets[some], self.offsets[some + 1]
@@ -47,7 +52,7 @@ class Ragged:
 
 
 class RaggedBuilder:
-    """A `Ragged` while it is made; the typecode is that of `array.array`."""
+    """Builds a `Ragged`; the typecode is one of `array.array`."""
 
     def __init__(self, typecode: str = "B") -> None:
         self._values = array(typecode)
@@ -71,24 +76,24 @@ class RaggedBuilder:
         self._lengths.extend(other._lengths)
 
     def build(self) -> Ragged:
-        """The arrays, which share the memory of this; nothing can be added any more."""
+        """Return the arrays, which share this builder's memory; it can no longer grow."""
         ends = np.cumsum(to_numpy(self._lengths), dtype=np.int64)
         return Ragged(to_numpy(self._values), np.concatenate([[0], ends]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AudioColumns:
-    """The name of each of n rows, and where its audio is.
+    """Names and audio locations of n rows.
 
     Attributes:
-        paths: The audio file, or the tar file that it is in; empty for the rows of ``cuts``.
-        names: See `encode`.
-        starts: float64 (n,), seconds.
-        durations: float64 (n,), seconds.
-        channels: int32 (n,), one channel; or -c for the mean of the first c channels.
-        member_offsets: int64 (n,), where in a tar file the audio file begins; -1 if there is none.
-        member_sizes: int64 (n,), bytes of that audio file.
-        cuts: lhotse cuts as JSON, of rows whose audio only lhotse can read; empty for all others.
+        paths: Path of the audio file, or of the tar file that holds it; empty for rows of ``cuts``.
+        names: Names, encoded by `encode`.
+        starts: float64 (n,), start within the file in seconds.
+        durations: float64 (n,), duration in seconds.
+        channels: int32 (n,), one channel, or -c for the mean of the first c channels.
+        member_offsets: int64 (n,), byte offset of the audio file in its tar file; -1 without one.
+        member_sizes: int64 (n,), size of that audio file in bytes.
+        cuts: JSON of the lhotse cuts whose audio only lhotse can read; empty for all other rows.
     """
 
     paths: Ragged
@@ -101,7 +106,7 @@ class AudioColumns:
     cuts: Ragged
 
     def name(self, row: int) -> str:
-        """The name of a row."""
+        """Return the name of a row."""
         return decode(self.names[row])
 
     def __getitem__(self, row: int) -> AudioSegment | Cut:
@@ -116,7 +121,7 @@ class AudioColumns:
 
 
 class AudioColumnsBuilder:
-    """`AudioColumns` while they are made."""
+    """Builds `AudioColumns`."""
 
     def __init__(self) -> None:
         self.paths, self.names, self.cuts = RaggedBuilder(), RaggedBuilder(), RaggedBuilder()
@@ -152,7 +157,7 @@ class AudioColumnsBuilder:
             values.extend(getattr(other, name))
 
     def build(self) -> AudioColumns:
-        """The columns; nothing can be added any more."""
+        """Return the columns; no row can be appended afterwards."""
         columns: dict[str, Any] = {
             name: values.build() if isinstance(values, RaggedBuilder) else to_numpy(values)
             for name, values in vars(self).items()
@@ -161,22 +166,22 @@ class AudioColumnsBuilder:
 
 
 def _channel(channels: tuple[int, ...]) -> int | None:
-    """As in `AudioColumns.channels`; None for a choice of channels that no number stands for."""
+    """Encode channels as in `AudioColumns.channels`; None if no single number can express them."""
     if len(channels) == 1:
         return channels[0]
     return -len(channels) if channels == tuple(range(len(channels))) else None
 
 
 def to_numpy(values: array) -> np.ndarray:
-    """A numpy array that shares the memory of an `array.array`, to which nothing can be added."""
+    """Return a numpy array that shares the memory of an `array.array`, which can no longer grow."""
     return np.frombuffer(values, values.typecode) if values else np.zeros(0, values.typecode)
 
 
 def encode(text: str) -> bytes:
-    """UTF-8; bytes of a file name that are not UTF-8 stay as they are (as with `os.fsencode`)."""
+    """Encode as UTF-8; bytes of a file name that are not UTF-8 are kept, as `os.fsencode` does."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def decode(data: np.ndarray) -> str:
-    """The text of uint8 (n,): the inverse of `encode`."""
+    """Decode uint8 (n,), the inverse of `encode`."""
     return data.tobytes().decode("utf-8", "surrogateescape")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import itemgetter
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
 class Corpus:
     """Utterances that can be trained on; made by `Corpus.load`.
 
-    Everything is in flat arrays: a forked worker shares them and copies none, as it would
-    objects whose reference counts it touches.
+    The data are flat arrays, which forked workers share; objects would be copied when their
+    reference counts change.
 
     Attributes:
         lengths: Encoder frames and decoder tokens of each utterance.
         shape: The static shape of every batch.
-        dropped: What the manifests hold beside, and why it was left out.
-        seconds: Duration of all utterances.
+        dropped: Utterances of the manifests that were left out, with the reasons.
+        seconds: Total duration of the utterances.
         samples: int32 (n,), duration of each utterance in samples at `SAMPLE_RATE`.
         sources: uint16 (n,), the source of each utterance.
-        mixture: What share each source is to get; None where an epoch has every utterance once
-            and nothing is reported by source.
-        fingerprint: Changes if a length, a text or the order does; a resumed run compares it.
-        text: Text pairs that are trained on beside; None without any.
-        prompt: What is asked most often: what a model trained on this is best at.
-        eos_id: The tokenizer's.
-        pad_id: The tokenizer's.
+        mixture: Requested share of each source; None if an epoch has every utterance once and
+            nothing is reported by source.
+        fingerprint: Digest of lengths, texts and order, which a resumed run compares.
+        text: Text pairs for text-only micro-batches; None without any.
+        prompt: The most frequent prompt, which model cards and defaults use.
+        eos_id: Token id of the tokenizer's end of sentence.
+        pad_id: Token id of the tokenizer's padding.
     """
 
     lengths: UtteranceLengths
@@ -73,6 +73,7 @@ class Corpus:
     text: TextCorpus | None
     _audio: AudioColumns
     _tokens: Ragged
+    _speakers: np.ndarray
     _rows: np.ndarray
     _speeds: np.ndarray
     """Number of each utterance's speed in ``_all_speeds``."""
@@ -94,29 +95,30 @@ class Corpus:
         sources: Sequence[int] | None = None,
         read: Reader = build_table,
     ) -> Corpus:
-        """Read manifests, tokenize their texts and leave out what cannot be trained on.
+        """Read manifests, tokenize their texts and drop utterances that cannot be trained on.
 
         Args:
-            paths: Manifests of any kind; audio is opened only where a manifest is not lhotse's.
-            tokenizer: For texts and prompts.
+            paths: Manifests of any kind; audio files are opened only for manifests other than
+                lhotse's.
+            tokenizer: Tokenizer of texts and prompts.
             config: Budgets, durations and the default language.
-            ctc: Whether the model has a CTC head, so that texts must not be too long for it.
-            max_frames: Most encoder frames that the model can read; None for no limit.
-            max_positions: Most decoder tokens that it can write; None for no limit.
-            framing: Of the model's features.
-            sources: The number of each manifest's source among the leaves of ``config.mix``; by
-                default all are of one.
-            read: What reads the manifests; see `effasr.data.index.corpus_cache.CorpusCache`.
+            ctc: Whether the model has a CTC head, which limits the tokens by the frames.
+            max_frames: Most encoder frames that the model accepts; None for no limit.
+            max_positions: Most decoder tokens that the model accepts; None for no limit.
+            framing: Frame geometry of the model's features.
+            sources: Source of each manifest, as an index into the leaves of ``config.mix``; by
+                default all belong to one.
+            read: Function that reads the manifests; see
+                `effasr.data.index.corpus_cache.CorpusCache`.
 
         Raises:
-            ValueError: A manifest is malformed, or no utterance is left, be it of one source.
+            ValueError: A manifest is malformed, or no utterance is left, of all or of one source.
         """
         sources = [0] * len(paths) if sources is None else sources
         limits = config.limits(
             ctc=ctc, max_frames=max_frames, max_positions=max_positions, framing=framing
         )
-        # Of the budgets, what is left out is known when all lengths are: another one then needs no
-        # other reading.
+        # The token budget is applied after reading: a change of it then needs no new reading.
         table = read(paths, tokenizer, replace(limits, token_budget=None), config.language, sources)
         corpus = _Derivation(table, config, limits.framing).corpus(paths, tokenizer)
         if corpus.mixture is not None:
@@ -127,20 +129,20 @@ class Corpus:
         return len(self.lengths)
 
     def populations(self, seed: int) -> Population | None:
-        """What gives the utterances of an epoch; None where it has every utterance once."""
+        """Return the function that draws an epoch's utterances; None if an epoch has each once."""
         if self.mixture is None:
             return None
         return self.mixture.populations(self.sources, self.samples, seed=seed)
 
     def steps(self, micro_batches: int) -> int:
-        """Global steps of an epoch, about: as many as its frames and tokens need."""
+        """Return the approximate global steps of an epoch, from its frames and tokens."""
         members = slice(None) if (draw := self.populations(seed=0)) is None else draw(0)
         frames = int(self.lengths.frames[members].sum(dtype=np.int64)) / self.shape.frame_budget
         tokens = int(self.lengths.tokens[members].sum(dtype=np.int64)) / self.shape.token_budget
         return max(1, round(max(frames, tokens) / micro_batches))
 
     def with_text(self, text: TextCorpus) -> Corpus:
-        """The same utterances, with text pairs beside them."""
+        """Return the same utterances with text pairs for text-only micro-batches."""
         digest = hashlib.sha256(f"{self.fingerprint} {text.fingerprint}".encode())
         dropped = (*self.dropped, *text.dropped)
         return replace(self, text=text, dropped=dropped, fingerprint=digest.hexdigest())
@@ -148,9 +150,9 @@ class Corpus:
     def summaries(
         self, plan: EpochPlan, text_plan: EpochPlan | None = None
     ) -> list[MixtureSummary]:
-        """The shares that a plan of speech, and one of text, give the sources.
+        """Return the shares that a plan of speech, and one of text, give the sources.
 
-        Nothing without a mixture.
+        The list is empty without a mixture.
         """
         if self.mixture is None:
             return []
@@ -161,27 +163,62 @@ class Corpus:
             summaries.append(text.mixture.summary(drawn))
         return summaries
 
-    def audio(self, index: int) -> AudioSegment | Cut:
-        """Where the audio of an utterance is: a part of a file, or a cut that lhotse must read.
+    @property
+    def speakers(self) -> int:
+        """Number of speakers, of those that the manifests name."""
+        found = np.unique(self._speakers[self._rows])
+        return int((found >= 0).sum())
 
-        Of an utterance at another speed, the audio from which it is made.
+    @property
+    def text_lengths(self) -> np.ndarray:
+        """Tokens of each text without its prompt, int32 (n,)."""
+        return self.lengths.tokens - self._prompt_lengths
+
+    @property
+    def monotonic(self) -> np.ndarray:
+        """Whether each text follows the speech in order, so that CTC applies: bool (n,)."""
+        return self._monotonic
+
+    def token_ids(self, vocab_size: int) -> np.ndarray:
+        """The different token ids of prompts and texts, sorted."""
+        seen = np.zeros(vocab_size, dtype=bool)
+        for tokens in self._tokens.blocks(self._rows):
+            seen[tokens] = True
+        return np.flatnonzero(seen)
+
+    def audio(self, index: int) -> AudioSegment | Cut:
+        """Return the audio of an utterance: a segment of a file, or a cut that lhotse must read.
+
+        For an utterance with speed perturbation this is the original audio.
         """
         return self._audio[self._rows[index]]
 
     def speed(self, index: int) -> float:
-        """The speed at which an utterance is trained on."""
+        """Return the speed factor of an utterance."""
         return self._all_speeds[self._speeds[index]]
 
     def name(self, index: int) -> str:
-        """The id of an utterance; of one at another speed, with that."""
+        """Return the id of an utterance, with its speed factor as a suffix unless it is 1."""
         return name_at(self._audio.name(self._rows[index]), self.speed(index))
 
+    def transcripts(self, limit: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Encoder frames and token ids, int (U,), of at most so many transcriptions.
+
+        They are evenly spaced over the corpus; translations are left out.
+        """
+        chosen = np.flatnonzero(self._monotonic)
+        if len(chosen) > limit:
+            chosen = chosen[np.arange(limit) * len(chosen) // limit]
+        for index in chosen.tolist():
+            tokens = self._tokens[self._rows[index]][self._prompt_lengths[index] :]
+            yield int(self.lengths.frames[index]), tokens
+
     def duration(self, index: int) -> float:
-        """Seconds that an utterance lasts at its speed."""
+        """Return the duration of an utterance at its speed, in seconds."""
         return int(self.samples[index]) / SAMPLE_RATE
 
     def example(self, index: int) -> Example:
-        """The utterance with its audio, ready to be packed.
+        """Return the utterance with its audio, ready to be packed.
 
         Raises:
             AudioError: The audio cannot be read; the message names file and utterance.
@@ -197,7 +234,7 @@ class Corpus:
 
 
 class _Derivation:
-    """From what manifests hold to what is trained on."""
+    """Derives a `Corpus` from the table of its manifests: token budget, outliers, shape."""
 
     def __init__(self, table: UtteranceTable, config: DataConfig, framing: Framing) -> None:
         self._table = table
@@ -206,11 +243,11 @@ class _Derivation:
         self._lengths = UtteranceLengths(table.frames, table.token_lengths)
 
     def corpus(self, paths: Sequence[str | Path], tokenizer: Tokenizer) -> Corpus:
-        """The corpus, with the shape that the configuration leaves to be derived.
+        """Return the corpus, with the shape derived where the configuration leaves it open.
 
         Raises:
-            ValueError: There is no utterance.
-            TooManyDropped: None is left.
+            ValueError: The manifests have no utterance.
+            TooManyDropped: Every utterance was dropped.
         """
         table, config = self._table, self._config
         fit, dropped = self._within(config.token_budget)
@@ -266,6 +303,7 @@ class _Derivation:
             text=None,
             _audio=table.audio,
             _tokens=table.tokens,
+            _speakers=table.speakers,
             _rows=rows,
             _speeds=table.speeds[kept],
             _all_speeds=config.speed_perturbation,
@@ -274,7 +312,7 @@ class _Derivation:
         )
 
     def _within(self, token_budget: int | None) -> tuple[np.ndarray, list[Dropped]]:
-        """What is within a budget that is given, and all that was dropped until here, in order."""
+        """Return the utterances within a budget, and all dropped so far in manifest order."""
         table, tokens = self._table, self._lengths.tokens
         if token_budget is None:
             return np.ones(len(table), dtype=bool), list(table.dropped)
@@ -282,12 +320,12 @@ class _Derivation:
         drops = list(zip(table.dropped_before.tolist(), table.dropped, strict=True))
         for index in np.flatnonzero(~fit).tolist():
             details = f"{tokens[index]} tokens, over {token_budget}"
-            # That which was dropped before the next utterance came before this one.
+            # Utterances dropped while reading come before the next utterance of the table.
             drops.append((index + 0.5, self._dropped(index, Reason.TOKEN_BUDGET, details)))
         return fit, [drop for _, drop in sorted(drops, key=itemgetter(0))]
 
     def _usual(self, kept: np.ndarray) -> UtteranceLengths:
-        """The lengths that an epoch has: with shares, not those of the corpus."""
+        """Return the lengths of an epoch's utterances, drawn by the shares where there are any."""
         if self._config.mix is not None:
             sources, samples = self._table.sources[kept], self._samples(kept)
             mixture = Mixture.of(self._config.mix, sources, samples)
@@ -296,15 +334,19 @@ class _Derivation:
         return UtteranceLengths(self._lengths.frames[kept], self._lengths.tokens[kept])
 
     def _samples(self, kept: np.ndarray | slice) -> np.ndarray:
-        """As `samples_in` computes them."""
+        """Return the durations in samples, as `samples_in` computes them."""
         return np.floor(self._table.durations[kept] * SAMPLE_RATE + 0.5).astype(np.int32)
 
     def _prompt(self, fit: np.ndarray) -> Prompt:
-        """The most frequent one of those that fit; of equally frequent ones, the first."""
+        """Return the most frequent prompt of those that fit, the first one on a tie."""
         return self._table.prompts[int(np.bincount(self._table.prompt_ids[fit]).argmax())]
 
     def _rate_outliers(self, fit: np.ndarray) -> tuple[np.ndarray, list[Dropped]]:
-        """Texts with far more tokens a second than others as long: bool (n,), and a list."""
+        """Find texts with far more tokens a second than others of their length.
+
+        Returns:
+            bool (n,), True for the utterances to keep, and the list of dropped ones.
+        """
         durations, outliers = self._table.durations, np.zeros(len(fit), dtype=bool)
         deviations = self._config.filters.rate_deviations
         if deviations is None:
@@ -325,14 +367,14 @@ class _Derivation:
 
 
 def _where(kept: np.ndarray) -> np.ndarray | slice:
-    """What selects: where it is everything, arrays are shared and not copied."""
+    """Return an index for the kept rows; a slice if all are kept, so that arrays are not copied."""
     return slice(None) if kept.all() else np.flatnonzero(kept)
 
 
 def _fingerprint(
     lengths: Iterable[np.ndarray], texts: Iterable[np.ndarray], others: Iterable[np.ndarray]
 ) -> str:
-    """Of what decides plans and targets; not of paths, so that data may move."""
+    """Digest what determines plans and targets; paths are left out, so that data may move."""
     digest = hashlib.sha256()
     for values in chain(lengths, texts, others):
         digest.update(np.ascontiguousarray(values).data)

@@ -1,8 +1,8 @@
 """Memory-mapped cache of parsed manifests.
 
-Reading is by far the slowest part of a start: every line is parsed and every text tokenized. The
-table that comes of it depends on the manifests, the tokenizer and a few limits, but on no budget.
-Its file is named after a digest of all of these, so that another table is never found under it.
+Reading takes most of the start-up time: every line is parsed and every text tokenized. The
+resulting table depends on the manifests, the tokenizer and a few limits, but on no budget. Its file
+is named by a digest of these, so that a table is versions only under its own key.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from effasr.data.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _LEAST_BYTES = 4 * 2**20
-"""Smaller manifests are read anew: that takes seconds."""
+"""Smaller manifests are not cached: reading them takes seconds."""
 
 _GZIP = 8
-"""By how much a manifest is larger than its file."""
+"""Assumed compression ratio of gzipped manifests."""
 
 _KEPT = 3
-"""Files of the same manifests that are kept at least: with other limits, or another tokenizer."""
+"""Files kept for the same manifests, with other limits or another tokenizer."""
 
 _MOST_JOBS = 32
 _NOTE_EVERY_S = 10.0
 _READ = "reading manifests: {:,} utterances, {:,.0f} a second"
 _PROBES = 256
-"""Audio files whose size and age are looked at, to see whether all were replaced."""
+"""Audio files whose size and modification time are compared, to detect replaced audio."""
 
 T = TypeVar("T")
 
@@ -60,17 +60,17 @@ _PACKAGES = ("effasr", "lhotse", "numpy", "sentencepiece", "soundfile", "tokeniz
 
 
 class CorpusCache:
-    """Reads manifests as `index_reader.build_table` does, or maps what was read before.
+    """Reads manifests as `index_reader.build_table` does, or maps an earlier result.
 
-    Of the processes that ask for the same table at once, one reads, with all processors of the
-    machine, and the others wait.
+    If several processes request the same table, one reads with all processors of the machine and
+    the others wait.
 
     Args:
-        folder: Of the files; made when the first one is. None to read every time.
-        note: Is told every few seconds how far reading is.
-        jobs: Processes that read; as many as there are processors by default.
-        least_bytes: Smaller manifests are read anew; by default those of seconds.
-        patience_s: How long another process that reads may be silent.
+        folder: Folder of the cache files, created on demand; None to read every time.
+        note: Called every few seconds with the progress of reading.
+        jobs: Processes that read; by default one for each processor.
+        least_bytes: Manifests smaller than this are not cached; by default 4 MiB.
+        patience_s: How long another reading process may go without progress, in seconds.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class CorpusCache:
         language: str,
         sources: Sequence[int],
     ) -> UtteranceTable:
-        """The table: see `effasr.data.index.index_reader.build_table`.
+        """Return the table; see `effasr.data.index.index_reader.build_table`.
 
         Raises:
-            ValueError: A manifest is malformed, or was changed while it was read, or there is no
-                room for the file.
-            BuilderSilent: The process that reads does not go on.
+            ValueError: A manifest is malformed or changed while it was read, or there is no space
+                for the file.
+            BuilderSilent: The process that reads reports no progress.
         """
         arguments = (paths, tokenizer, limits, language, sources)
         folder, files = self._folder, _files(paths)
@@ -113,43 +113,45 @@ class CorpusCache:
             return table
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with building(path.with_suffix(".lock"), self._note, self._patience_s) as say:
+            with building(
+                path.with_suffix(".lock"), self._note, self._patience_s
+            ) as report_progress:
                 table = self._find(path, key)
                 if table is None:
-                    table = self._build(path, key, arguments, files, say)
+                    table = self._build(path, key, arguments, files, report_progress)
                 return table
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise ValueError(
-                    f"`cache`: {folder} must have room for what is read from the manifests, "
-                    f"about 0.5 kB for each utterance, but has not ({error.strerror}): free some, "
+                    f"`cache`: {folder} must have room for the parsed manifests, about 0.5 kB for "
+                    f"each utterance, but has not ({error.strerror}): free some space, "
                     "name another folder, or set data.cache=null."
                 ) from error
             if error.errno in (errno.EEXIST, errno.ENOTDIR):
                 raise ValueError(
-                    f"`cache` must be a folder, but {folder} is none: name another one."
+                    f"`cache` must be a folder, but {folder} is not one: name another folder."
                 ) from error
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
-            log.warning("%s cannot be written to (%s): nothing is kept", folder, error)
+            log.warning("%s cannot be written to (%s): nothing is cached", folder, error)
             return build_table(*arguments, progress=_Progress(_READ, self._note))
 
     def _find(self, path: Path, key: str) -> UtteranceTable | None:
-        """The table in a file, if that is there, whole, and about audio that is as it was."""
+        """Map the table of a file, if the file is complete and the audio files have not changed."""
         try:
             columns = map_columns(path, key)
         except FileNotFoundError:
             return None
         except (Damaged, OSError) as error:
-            log.warning("%s; it is made anew", error)
+            log.warning("%s; the cache file is built again", error)
             return None
         table, meta = _restored(columns), _meta(columns)
-        if _looks_at(table) != [list(map(tuple, meta[name])) for name in ("missed", "probes")]:
-            self._note("audio files have changed since the manifests were read: they are read anew")
+        if _audio_stats(table) != [list(map(tuple, meta[name])) for name in ("missed", "probes")]:
+            self._note("audio files have changed since the manifests were read: reading them again")
             return None
         with suppress(OSError):
             os.utime(path)
-        self._note(f"{len(table):,} utterances, as they were read before, from {path}")
+        self._note(f"{len(table):,} utterances, cached in {path}")
         return table
 
     def _build(
@@ -158,39 +160,41 @@ class CorpusCache:
         key: str,
         arguments: tuple[Any, ...],
         files: tuple[list[Path], list[Path]],
-        say: Callable[[str], None],
+        report_progress: Callable[[str], None],
     ) -> UtteranceTable:
-        """Read the manifests, keep what was read, and map it as all others do."""
+        """Read the manifests, write the cache file and map it as all other processes do."""
         for left in path.parent.glob(f"{path.name}.*.partial"):
-            # Of a process that was killed: only who holds the lock writes one.
+            # Left by a killed process: only the holder of the lock writes partial files.
             left.unlink(missing_ok=True)
         started = time.monotonic()
-        progress = _Progress(_READ, self._note, say)
+        progress = _Progress(_READ, self._note, report_progress)
         table = build_table(*arguments, jobs=self._jobs, progress=progress)
-        say("checking that the manifests have not changed")
+        report_progress("checking that the manifests have not changed")
         if _key(arguments, *files) != key:
             shown = ", ".join(map(str, arguments[0]))
             raise ValueError(f"{shown}: must not change while it is read, but did: start again.")
-        written = _Progress("writing the corpus: {:,} bytes, {:,.0f} a second", self._note, say)
+        written = _Progress(
+            "writing the corpus: {:,} bytes, {:,.0f} a second", self._note, report_progress
+        )
         size = write_columns(path, key, _columns(table), written)
         for old in _by_age(path)[_KEPT:]:
             if remove_unused(old):
                 old.with_suffix(".lock").unlink(missing_ok=True)
-                self._note(f"{old} was removed: {_KEPT} newer ones are of the same manifests")
+                self._note(f"removed {old}: the same manifests have {_KEPT} newer files")
         seconds = time.monotonic() - started
         self._note(
-            f"read {len(table) + len(table.dropped):,} utterances in {seconds:.0f} s, kept for "
-            f"later starts in {path} ({size / 1e9:.1f} GB)"
+            f"read {len(table) + len(table.dropped):,} utterances in {seconds:.0f} s, cached "
+            f"in {path} ({size / 1e9:.1f} GB)"
         )
         return _restored(map_columns(path, key))
 
 
 class _Progress:
-    """Reports every few seconds a number and its growth in a second."""
+    """Reports a count and its rate every few seconds."""
 
-    def __init__(self, text: str, *tell: Callable[[str], None]) -> None:
+    def __init__(self, text: str, *sinks: Callable[[str], None]) -> None:
         self._text = text
-        self._tell = tell
+        self._sinks = sinks
         self._started = self._last = time.monotonic()
 
     def __call__(self, count: int) -> None:
@@ -198,13 +202,13 @@ class _Progress:
         if now - self._last >= _NOTE_EVERY_S:
             self._last = now
             rate = count / (now - self._started)
-            for tell in self._tell:
-                tell(self._text.format(count, rate))
+            for sinks in self._sinks:
+                sinks(self._text.format(count, rate))
 
 
 def _columns(table: UtteranceTable) -> dict[str, np.ndarray]:
-    """A table as arrays; `_restored` is the way back."""
-    missed, probes = _looks_at(table)
+    """Return a table as named arrays; `_restored` is the inverse."""
+    missed, probes = _audio_stats(table)
     meta = {
         "dropped": [list(astuple(drop)) for drop in table.dropped],
         "prompts": [asdict(prompt) for prompt in table.prompts],
@@ -223,7 +227,7 @@ def _restored(columns: dict[str, np.ndarray]) -> UtteranceTable:
 
 
 def _flattened(value: Any, prefix: str = "") -> dict[str, np.ndarray]:
-    """The arrays of a dataclass and of those in its fields, by dotted path."""
+    """Return the arrays of a dataclass and of nested dataclasses, by dotted path."""
     columns: dict[str, np.ndarray] = {}
     for field in fields(value):
         part, name = getattr(value, field.name), f"{prefix}{field.name}"
@@ -249,20 +253,20 @@ def _meta(columns: dict[str, np.ndarray]) -> dict[str, Any]:
     return json.loads(columns["meta"].tobytes())
 
 
-_Look = tuple[str, int | None, int | None]
+_Stat = tuple[str, int | None, int | None]
 
 
-def _looks_at(table: UtteranceTable) -> list[list[_Look]]:
-    """Audio that could not be used, which may be there by now, and some that could."""
+def _audio_stats(table: UtteranceTable) -> list[list[_Stat]]:
+    """Stat audio files that could not be used, which may exist now, and a sample of the others."""
     problems = set(map(str, AudioProblem))
-    missed = [_look(drop.audio) for drop in table.dropped if drop.reason in problems]
+    missed = [_stat(drop.audio) for drop in table.dropped if drop.reason in problems]
     opened = np.flatnonzero(table.opened)
     chosen = opened[np.linspace(0, len(opened) - 1, min(_PROBES, len(opened))).astype(np.int64)]
-    return [missed, [_look(decode(table.audio.paths[row])) for row in table.rows[chosen]]]
+    return [missed, [_stat(decode(table.audio.paths[row])) for row in table.rows[chosen]]]
 
 
-def _look(file: str) -> _Look:
-    """A file's size and age."""
+def _stat(file: str) -> _Stat:
+    """Return a file's path, size and modification time."""
     try:
         state = os.stat(file)
     except OSError:
@@ -271,25 +275,25 @@ def _look(file: str) -> _Look:
 
 
 def _files(paths: Iterable[str | Path]) -> tuple[list[Path], list[Path]] | None:
-    """See `deciding_files`: those of all manifests."""
+    """Return `deciding_files` of all manifests; None if any of them has none."""
     contents, archives = [], []
     for path in paths:
-        found = deciding_files(path)
-        if found is None:
+        versions = deciding_files(path)
+        if versions is None:
             return None
-        contents += found[0]
-        archives += found[1]
+        contents += versions[0]
+        archives += versions[1]
     return contents, archives
 
 
 def _name(arguments: tuple[Any, ...]) -> str:
-    """Of manifests, whatever is in them."""
+    """Return a digest of the manifests' paths, independent of their content."""
     paths = [str(Path(path).absolute()) for path in arguments[0]]
     return hashlib.sha256(json.dumps(paths).encode()).hexdigest()[:8]
 
 
 def _by_age(path: Path) -> list[Path]:
-    """The files of the same manifests, that which was used last first."""
+    """Return the cache files of the same manifests, the most recently used first."""
     ages = {}
     for file in path.parent.glob(f"{path.name.partition('-')[0]}-*.corpus"):
         with suppress(FileNotFoundError):
@@ -298,21 +302,21 @@ def _by_age(path: Path) -> list[Path]:
 
 
 def _key(arguments: tuple[Any, ...], files: list[Path], archives: list[Path]) -> str:
-    """A digest of all that decides what a table holds."""
+    """Return a digest of everything that determines the table."""
     paths, tokenizer, limits, language, sources = arguments
     longest = limits.framing.frames(samples_in(limits.max_duration))
     if limits.frame_budget is not None and limits.frame_budget >= longest:
-        # It takes nothing away, so that all budgets of usual size have one table.
+        # Such a budget drops nothing: budgets of the usual sizes share one table.
         limits = replace(limits, frame_budget=None)
     parts = {
         "versions": _versions(),
         "code": _code(),
-        # Relative audio paths are relative to the manifest's folder.
+        # Absolute, because audio paths may be relative to the manifest's folder.
         "paths": [str(Path(path).absolute()) for path in paths],
         "tokenizer": [type(tokenizer).__qualname__, *_tokenizer_digests(tokenizer)],
         "limits": asdict(limits),
         "files": _digests(files),
-        "archives": [_look(str(file)) for file in archives],
+        "archives": [_stat(str(file)) for file in archives],
         "language": language,
         "sources": list(sources),
     }
@@ -320,7 +324,7 @@ def _key(arguments: tuple[Any, ...], files: list[Path], archives: list[Path]) ->
 
 
 def _digests(files: list[Path]) -> list[list[str]]:
-    """Names and contents."""
+    """Return [name, digest of the content] of each file."""
     with ThreadPoolExecutor(4) as executor:
         digests = executor.map(_digest, files)
         return [[file.name, digest] for file, digest in zip(files, digests, strict=True)]
@@ -345,7 +349,7 @@ def _tokenizer_digests(tokenizer: Tokenizer) -> list[list[str]]:
 
 
 def _processors() -> int:
-    """That this process may use."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -353,18 +357,18 @@ def _processors() -> int:
 
 @cache
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 @cache
 def _code() -> str:
-    """A digest of the sources of `effasr.data`; the version alone changes too seldom."""
+    """Digest the sources of `effasr.data`, which change more often than the version."""
     folder, digest = Path(__file__).parents[1], hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         digest.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode())

@@ -21,13 +21,13 @@ Reader = Callable[
     [Sequence[str | Path], Tokenizer, Limits, str, Sequence[int]],
     UtteranceTable,
 ]
-"""Reads manifests as `build_table` does, with its first five arguments."""
+"""Reads manifests with the first five arguments of `build_table`."""
 
 PART = 2_000
-"""Lines that a process is given at a time."""
+"""Manifest lines that a process reads at a time."""
 
 _AHEAD = 4
-"""Parts for each process that are read before their turn."""
+"""Parts for each process that are read ahead."""
 
 
 def build_table(
@@ -40,20 +40,20 @@ def build_table(
     jobs: int = 1,
     progress: Callable[[int], None] = lambda count: None,
 ) -> UtteranceTable:
-    """Read manifests, tokenize their texts and leave out what cannot be trained on.
+    """Read manifests, tokenize their texts and drop utterances that cannot be trained on.
 
     Args:
-        paths: Manifests of any kind; audio is opened only where a manifest is not lhotse's.
-        tokenizer: For texts and prompts.
-        limits: What an utterance may be.
-        language: The language of utterances that name none.
-        sources: The number of each manifest's source.
-        jobs: Processes that read; the table does not depend on it.
+        paths: Manifests of any kind; audio files are opened only for manifests other than lhotse's.
+        tokenizer: Tokenizer of texts and prompts.
+        limits: Limits on an utterance.
+        language: Default language of utterances.
+        sources: Source number of each manifest.
+        jobs: Processes that read; the result does not depend on their number.
         progress: Called with the number of utterances read so far.
 
     Raises:
         ValueError: A manifest is malformed.
-        RuntimeError: A process was killed.
+        RuntimeError: A reading process was killed.
     """
     builder, count = IndexBuilder(), 0
     for path, source in zip(paths, sources, strict=True):
@@ -71,7 +71,7 @@ def build_table(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What is done with each utterance of a manifest."""
+    """Reads and indexes parts of a manifest."""
 
     tokenizer: Tokenizer
     limits: Limits
@@ -79,7 +79,7 @@ class _Work:
     source: int
 
     def of(self, part: Part, names: Sequence[str] | None) -> tuple[IndexBuilder, list[str]]:
-        """Index a part; without ``names``, each utterance has that which the source gives it."""
+        """Index a part and return it with the names in the source; ``names`` replaces these."""
         builder, own = IndexBuilder(), []
         for place, utterance in enumerate(part.utterances(self.language)):
             own.append(utterance.id)
@@ -98,10 +98,11 @@ def _in_turn(path: str | Path, work: _Work) -> Iterator[IndexBuilder]:
 
 
 def _in_parallel(path: Path, work: _Work, jobs: int) -> Iterator[IndexBuilder]:
-    """Parts of a manifest, in order.
+    """Yield the indexed parts of a manifest, in order.
 
-    The processes take names as they are, and only here is seen whether one is taken. A source whose
-    names are not unique from the start, such as files with several utterances each, is named first.
+    The processes use the names of the source, and this process checks that they are unique. If
+    the first part has repeated names, such as files with several utterances, names are assigned
+    before.
     """
     names, every = Names(), parts(path, work.language, PART)
     first = next(every, None)
@@ -122,7 +123,7 @@ def _in_parallel(path: Path, work: _Work, jobs: int) -> Iterator[IndexBuilder]:
             yield builder
     except BrokenProcessPool as error:
         raise RuntimeError(
-            f"{path}: a process that read it was killed: if memory ran out, start where there is "
+            f"{path}: a process that reads it was killed: if memory ran out, use a machine with "
             "more of it."
         ) from error
     finally:
@@ -136,7 +137,7 @@ def _in_order(
     names: Names | None,
     jobs: int,
 ) -> Iterator[tuple[Part, list[str] | None, tuple[IndexBuilder, list[str]]]]:
-    """Parts with their names, where ``names`` gives them, and what came of them."""
+    """Yield the parts with the names assigned to them, if any, and their index."""
     pending: deque[tuple[Part, list[str] | None, Future[tuple[IndexBuilder, list[str]]]]] = deque()
     for part in every:
         given = None if names is None else names.take_all(part.utterances(work.language))
@@ -150,7 +151,7 @@ def _in_order(
 
 
 _work: _Work | None = None
-"""Of a process that reads, for all of its parts."""
+"""The work of a reading process, for all of its parts."""
 
 
 def _begin(work: _Work, parent: int) -> None:

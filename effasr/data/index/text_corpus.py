@@ -24,10 +24,10 @@ from effasr.data.sampling.population import population
 from effasr.data.tokenizer import Tokenizer, UnknownLanguageError
 
 _SEED = 0x7E47
-"""Added to the seed of the run, so that text is not drawn in the order of speech."""
+"""Added to the seed of the run, so that the orders of text and speech are unrelated."""
 
 _FILL = 0.98
-"""How full micro-batches are asked to be: what the planner surely reaches."""
+"""Share of the budgets that micro-batches are planned to fill, which the planner reaches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,15 +35,15 @@ class TextCorpus:
     """Text pairs that can be trained on; made by `TextCorpus.load`.
 
     Attributes:
-        lengths: As ``frames``, the tokens that the text encoder reads, its end token included;
-            as ``tokens``, the decoder's, prompt and translation.
+        lengths: ``frames`` are the text encoder's tokens, with its end token; ``tokens`` are the
+            decoder's, prompt and translation.
         shape: The static shape of every text-only batch; its frames are the text encoder's rows.
-        dropped: What the manifests hold beside, and why it was left out.
+        dropped: Pairs of the manifests that were left out, with the reasons.
         sources: uint16 (n,), the source of each pair.
-        mixture: What share of the text encoder's tokens each source is to get.
-        fingerprint: Changes if a length, a text, a source or the order does.
-        eos_id: The tokenizer's.
-        pad_id: The tokenizer's.
+        mixture: Requested share of each source in the text encoder's tokens.
+        fingerprint: Digest of lengths, texts, sources and order.
+        eos_id: Token id of the tokenizer's end of sentence.
+        pad_id: Token id of the tokenizer's padding.
     """
 
     lengths: UtteranceLengths
@@ -74,12 +74,13 @@ class TextCorpus:
 
         Args:
             paths: See `effasr.data.manifest.pairs.pairs`.
-            tokenizer: For texts and prompts.
+            tokenizer: Tokenizer of texts and prompts.
             config: The sources, and ``text_token_budget``.
-            token_budget: Decoder tokens of a micro-batch where the configuration leaves it open.
-            max_positions: Most decoder tokens that the model can write; None for no limit.
-            sources: The number of each manifest's source among the leaves of ``config.mix``; by
-                default all are of one.
+            token_budget: Decoder tokens of a micro-batch if ``config.text_token_budget`` is not
+                set.
+            max_positions: Most decoder tokens that the model accepts; None for no limit.
+            sources: Source of each manifest, as an index into the leaves of ``config.mix``; by
+                default all belong to one.
 
         Raises:
             ValueError: A manifest is malformed, or no pair is left.
@@ -96,7 +97,7 @@ class TextCorpus:
                 f"{', '.join(map(str, paths))}: no text pair can be trained on "
                 f"({len(builder.dropped)} dropped{first})."
             )
-        # Without shares, all is one source.
+        # Without shares, all manifests belong to one source.
         mix = config.mix or MixConfig(sources={"text": tuple(map(str, paths))})
         corpus = builder.corpus(mix)
         corpus.mixture.check(sources)
@@ -113,11 +114,11 @@ class TextCorpus:
     def plan(self, epoch: int, *, steps: int, micro_batches: int, seed: int) -> EpochPlan:
         """Plan the text-only micro-batches that go with an epoch of speech.
 
-        The sources are endless: each epoch goes on where the one before ended.
+        Each source is an endless sequence: an epoch continues where the one before ended.
 
         Args:
             epoch: Number of the epoch of speech.
-            steps: Global steps that every epoch of speech has, about.
+            steps: Approximate global steps of every epoch of speech.
             micro_batches: Text-only micro-batches of a global step, over all ranks.
             seed: Seed of the run.
 
@@ -145,7 +146,7 @@ class TextCorpus:
 
 
 class _TextIndexBuilder:
-    """A `TextCorpus` while it is made."""
+    """Builds a `TextCorpus`."""
 
     def __init__(self, tokenizer: Tokenizer, token_budget: int, max_positions: int | None) -> None:
         self.tokenizer = tokenizer
@@ -157,7 +158,7 @@ class _TextIndexBuilder:
         self.sources = array("H")
 
     def add(self, pair: TextPair, source: int) -> None:
-        """Add a pair, or list why it cannot be trained on."""
+        """Add a pair, or record why it was dropped."""
         try:
             read, prompt, text = self._tokenize(pair)
         except Unfit as error:
@@ -170,13 +171,13 @@ class _TextIndexBuilder:
         self.sources.append(source)
 
     def corpus(self, mix: MixConfig) -> TextCorpus:
-        """The corpus, with as many rows for the text encoder as go with the decoder's."""
+        """Return the corpus, with an encoder budget that fills along with the decoder's."""
         texts, sources = (self.written.build(), self.read.build()), to_numpy(self.sources)
         written, read = (text.lengths.astype(np.int32) for text in texts)
         digest = hashlib.sha256()
         for values in (read, written, sources, *(text.values for text in texts)):
             digest.update(np.ascontiguousarray(values).data)
-        # As many rows as go with the decoder's tokens, but no pair may be too long for them.
+        # The rows that fill along with the decoder's tokens, and at least the longest pair's.
         rows = suggest_token_budget(UtteranceLengths(written, read), self.token_budget)
         shape = StaticShape(
             max(rows, int(read.max())),
@@ -201,10 +202,10 @@ class _TextIndexBuilder:
         )
 
     def _tokenize(self, pair: TextPair) -> tuple[list[int], list[int], list[int]]:
-        """What the text encoder reads, what the decoder is given, and what it must write.
+        """Return the ids of the text encoder's input, of the decoder's prompt and of its target.
 
         Raises:
-            Unfit: The pair cannot be trained on; the first reason found.
+            Unfit: The pair cannot be trained on; carries the first reason.
         """
         if not pair.source or not pair.text:
             raise Unfit(Reason.EMPTY_TEXT, "the text or its translation is empty")

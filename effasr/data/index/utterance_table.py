@@ -25,27 +25,29 @@ from effasr.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UtteranceTable:
-    """Utterances of manifests, in their order; made by `IndexBuilder`, or mapped from a file.
+    """Utterances of manifests in manifest order; built by `IndexBuilder` or mapped from a file.
 
     Attributes:
-        audio: Where the audio of each manifest line is.
-        tokens: int32, prompt and text of each line.
-        rows: int32 (n,), the line of each utterance; several may share one.
-        speeds: uint8 (n,), the number of each utterance's speed in `Limits.speed_perturbation`.
+        audio: Audio location of each manifest line.
+        tokens: int32, prompt and text tokens of each line.
+        speakers: int32, speaker number of each line; -1 where it is unknown.
+        rows: int32 (n,), the line of each utterance; several utterances may share one.
+        speeds: uint8 (n,), index of each utterance's speed in `Limits.speed_perturbation`.
         token_lengths: int32 (n,), tokens of prompt and text.
         prompt_lengths: int32 (n,), tokens of the prompt.
-        prompt_ids: int32 (n,), the number of each utterance's request in ``prompts``.
+        prompt_ids: int32 (n,), index of each utterance's prompt in ``prompts``.
         frames: int32 (n,), encoder frames.
         durations: float64 (n,), seconds.
-        sources: uint16 (n,), the number of each utterance's source.
-        opened: bool (n,), whether its audio file was opened; a cut has its duration in itself.
-        dropped_before: int32, for each of ``dropped``, how many utterances came before it.
-        dropped: What cannot be trained on, whatever the token budget is.
-        prompts: The different requests, in the order in which they first appear.
+        sources: uint16 (n,), source number of each utterance.
+        opened: bool (n,), whether the audio file was opened; lhotse cuts carry their duration.
+        dropped_before: int32, for each of ``dropped`` the number of utterances before it.
+        dropped: Utterances that cannot be trained on with any token budget.
+        prompts: The different prompts, in order of first appearance.
     """
 
     audio: AudioColumns
     tokens: Ragged
+    speakers: np.ndarray
     rows: np.ndarray
     speeds: np.ndarray
     token_lengths: np.ndarray
@@ -64,11 +66,12 @@ class UtteranceTable:
 
 
 class IndexBuilder:
-    """An `UtteranceTable` while it is made."""
+    """Builds an `UtteranceTable`."""
 
     def __init__(self) -> None:
         self.audio = AudioColumnsBuilder()
         self.tokens = RaggedBuilder("i")
+        self.speakers = array("i")
         self.rows = array("i")
         self.speeds = array("B")
         self.token_lengths = array("i")
@@ -81,11 +84,12 @@ class IndexBuilder:
         self.dropped_before = array("i")
         self.dropped: list[Dropped] = []
         self.prompts: dict[Prompt, int] = {}
+        self.speaker_ids: dict[str, int] = {}
 
     def add(
         self, name: str, utterance: Utterance, limits: Limits, tokenizer: Tokenizer, source: int
     ) -> None:
-        """Add an utterance at every speed, or list why it cannot be trained on."""
+        """Add an utterance at every speed, or record why it was dropped."""
         try:
             cut = utterance.cut(name)
         except AudioError as error:
@@ -101,6 +105,9 @@ class IndexBuilder:
         assert tokens is not None
         self.audio.append(cut)
         self.tokens.append(tokens.prompt + tokens.text)
+        speaker = cut.supervisions[0].speaker
+        known = self.speaker_ids.setdefault(speaker, len(self.speaker_ids)) if speaker else -1
+        self.speakers.append(known)
         prompt = self.prompts.setdefault(request(cut), len(self.prompts))
         for number in fitting:
             speed = limits.speed_perturbation[number]
@@ -122,6 +129,10 @@ class IndexBuilder:
         """Add the utterances of another builder."""
         lines, utterances = len(self.audio), len(self.rows)
         ids = [self.prompts.setdefault(prompt, len(self.prompts)) for prompt in other.prompts]
+        speakers = [
+            self.speaker_ids.setdefault(name, len(self.speaker_ids)) for name in other.speaker_ids
+        ]
+        self.speakers.extend(speakers[number] if number >= 0 else -1 for number in other.speakers)
         self.rows.extend(row + lines for row in other.rows)
         self.prompt_ids.extend(ids[number] for number in other.prompt_ids)
         self.dropped_before.extend(number + utterances for number in other.dropped_before)
@@ -129,12 +140,12 @@ class IndexBuilder:
         self.audio.extend(other.audio)
         self.tokens.extend(other.tokens)
         for name, values in vars(other).items():
-            shifted = name in ("rows", "prompt_ids", "dropped_before")
+            shifted = name in ("speakers", "rows", "prompt_ids", "dropped_before")
             if isinstance(values, array) and not shifted:
                 getattr(self, name).extend(values)
 
     def table(self) -> UtteranceTable:
-        """The table, which shares the memory of this; nothing can be added any more."""
+        """Return the table, which shares the memory of this; nothing can be added any more."""
         columns = {
             name: to_numpy(values)
             for name, values in vars(self).items()

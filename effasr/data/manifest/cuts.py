@@ -17,7 +17,7 @@ from effasr.data.manifest.utterance import CutUtterance, absolute, custom_fields
 from effasr.data.prompt import Prompt
 
 CUTS_FILE = "cuts.jsonl.gz"
-"""What makes a folder a prepared one."""
+"""File that identifies a prepared folder."""
 
 
 def utterances(
@@ -42,7 +42,7 @@ def utterances(
 
 
 def cut_prompt(cut: Cut, origin: str, language: str) -> Prompt:
-    """The request that a cut's supervision and ``custom`` fields make.
+    """Return the request that a cut's supervision and ``custom`` fields make.
 
     Raises:
         ValueError: The fields contradict each other.
@@ -83,7 +83,7 @@ def _complete(cut: Cut, origin: str, folder: Path, language: str) -> None:
 
 
 def audio_of(cut: Cut | AudioSegment) -> str:
-    """Where the audio of a cut with a recording, or of a segment, is: for messages."""
+    """Return the path of a cut's or segment's audio, for messages."""
     if isinstance(cut, AudioSegment):
         return str(cut.path)
     assert isinstance(cut, DataCut)

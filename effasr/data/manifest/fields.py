@@ -28,7 +28,7 @@ _YES_NO = {
 
 
 def text_field(row: Mapping[str, Any], name: str, origin: str) -> str:
-    """A field that must be there and must be a string.
+    """Return a field that must be there and must be a string.
 
     Raises:
         ValueError: It is missing or of another type.
@@ -42,7 +42,7 @@ def text_field(row: Mapping[str, Any], name: str, origin: str) -> str:
 
 
 def optional_text(row: Mapping[str, Any], name: str, origin: str) -> str | None:
-    """A string field that may be missing, null or empty.
+    """Return a string field that may be missing, null or empty.
 
     Raises:
         ValueError: It is of another type.
@@ -56,7 +56,7 @@ def optional_text(row: Mapping[str, Any], name: str, origin: str) -> str | None:
 def seconds_field(
     row: Mapping[str, Any], name: str, origin: str, *, zero: bool = False
 ) -> float | None:
-    """A time in seconds that may be missing; 0 is valid with ``zero``.
+    """Return a time in seconds that may be missing; 0 is valid with ``zero``.
 
     Raises:
         ValueError: It is not a finite number, or negative, or 0 where that is not allowed.

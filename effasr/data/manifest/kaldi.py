@@ -11,11 +11,11 @@ from effasr.data.manifest.utterance import FileUtterance, absolute
 from effasr.data.prompt import Prompt
 
 FILES = ("wav.scp", "text", "segments", "utt2spk", "utt2lang")
-"""What is read, beside audio."""
+"""Files that are read, besides audio."""
 
 
 def is_kaldi(folder: Path) -> bool:
-    """Whether the folder is a Kaldi data folder."""
+    """Return whether the folder is a Kaldi data folder."""
     return (folder / "wav.scp").is_file()
 
 
@@ -49,7 +49,7 @@ def utterances(folder: Path, language: str) -> Iterator[FileUtterance]:
 
 
 def _table(folder: Path, name: str, *, optional: bool = False) -> dict[str, tuple[str, str]]:
-    """Lines of ``key value``: the origin and the value by key."""
+    """Return lines of ``key value``: the origin and the value by key."""
     path = folder / name
     if not path.is_file():
         if optional:

@@ -14,7 +14,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a UTF-8 file with their numbers, blank ones left out, endings kept.
+    """Yield the lines of a UTF-8 file with their numbers, blank ones left out, endings kept.
 
     A file is gzipped if its name ends in ``.gz``.
 

@@ -34,7 +34,7 @@ class TextPair:
 
 
 def is_text_only(path: str | Path) -> bool:
-    """Whether a manifest is one of text pairs; its first line tells.
+    """Return whether a manifest is one of text pairs, judged by its first line.
 
     Raises:
         ValueError: That line cannot be read.

@@ -59,7 +59,7 @@ class Share:
 
 @dataclass(slots=True)
 class PrepareReport:
-    """What `prepare` kept and left out; the same as OUT/report.json.
+    """Numbers of kept and dropped utterances; the same as OUT/report.json.
 
     Attributes:
         source: The manifest.
@@ -91,6 +91,7 @@ def prepare(
     decode: bool = True,
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
+    note: Callable[[Cut, list[int] | None], None] | None = None,
 ) -> PrepareReport:
     """Check a manifest and write what can be trained on.
 
@@ -117,6 +118,9 @@ def prepare(
             file goes unseen.
         jobs: Threads; the number of processors by default.
         progress: Called with the number of utterances checked so far.
+        note: Called in the order of the source with each utterance that passes the checks, and the
+            tokens of its text, None without a tokenizer. Outliers, which are known at the end, are
+            among them.
 
     Returns:
         The counts.
@@ -141,6 +145,8 @@ def prepare(
                 dropped.append((place, outcome))
             else:
                 kept.add(place, outcome)
+                if note is not None:
+                    note(outcome.cut, outcome.tokens)
             if progress is not None:
                 progress(place + 1)
         if not len(kept) and not dropped:
@@ -164,8 +170,10 @@ def _made(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """A kept utterance: its cut as JSON, and what the counts and the outliers need."""
+    """A kept utterance: its cut, also as JSON, and what the counts and the outliers need."""
 
+    cut: Cut
+    tokens: list[int] | None
     line: bytes
     language: str
     duration: float
@@ -196,6 +204,8 @@ class _Check:
             return Dropped(name, error.reason, str(error), utterance.audio, duration)
         asked = request(cut)
         return _Fit(
+            cut,
+            None if tokens is None else tokens.text,
             json.dumps(cut.to_dict(), ensure_ascii=False).encode(),
             asked.source if asked.monotonic else f"{asked.source}>{asked.target}",
             duration,

@@ -22,7 +22,7 @@ from effasr.data.manifest.utterance import Utterance
 from effasr.data.prompt import Prompt
 
 _Read = Callable[[Iterable[tuple[int, str]], Path, str], Iterator[Utterance]]
-"""What makes utterances of the numbered lines of a manifest, given also their default language."""
+"""Makes utterances from numbered lines of a manifest and a default language."""
 
 
 def read(path: str | Path, *, language: str = "en") -> CutSet:
@@ -50,7 +50,7 @@ def read(path: str | Path, *, language: str = "en") -> CutSet:
 
 
 def iterate(path: str | Path, *, language: str = "en") -> Iterator[Cut]:
-    """The cuts of a manifest, one at a time.
+    """Yield the cuts of a manifest, one at a time.
 
     Lines that are no lhotse cuts need the header of their audio file, which is read here:
     lengths are then exact. A prepared folder needs none and is the fast way into training.
@@ -68,7 +68,7 @@ def iterate(path: str | Path, *, language: str = "en") -> Iterator[Cut]:
 
 
 def request(cut: Cut) -> Prompt:
-    """What is asked of the model for this cut.
+    """Return the prompt of a cut.
 
     Raises:
         ValueError: The cut's fields contradict each other.
@@ -77,7 +77,7 @@ def request(cut: Cut) -> Prompt:
 
 
 def named(path: str | Path, *, language: str = "en") -> Iterator[tuple[str, Utterance]]:
-    """The utterances of a manifest, each with a unique name; no audio file is opened.
+    """Yield the utterances of a manifest, each with a unique name; no audio file is opened.
 
     A name that the source gives must be unique. A name made from a file's name gets ``-2``,
     ``-3`` ... in the order of the source where it is taken.
@@ -99,7 +99,7 @@ class Names:
         """Up to which number the names made of a file's name are taken."""
 
     def take(self, utterance: Utterance) -> str:
-        """The name of the next utterance.
+        """Return the name of the next utterance.
 
         Raises:
             ValueError: It has one that is taken.
@@ -119,7 +119,7 @@ class Names:
         return name
 
     def take_all(self, utterances: Iterable[Utterance]) -> list[str]:
-        """The names of the next utterances.
+        """Return the names of the next utterances.
 
         Raises:
             ValueError: One has one that is taken.
@@ -151,14 +151,14 @@ class Part:
     others: list[Utterance] = field(default_factory=list)
 
     def utterances(self, language: str) -> Iterator[Utterance]:
-        """The utterances; see `named`, but for their names."""
+        """Return the utterances; see `named`, but for their names."""
         if self.read is None:
             return iter(self.others)
         return self.read(self.lines, self.path, language)
 
 
 def parts(path: str | Path, language: str, size: int) -> Iterator[Part]:
-    """The parts of a manifest, each of ``size`` utterances at most; see `named`.
+    """Yield the parts of a manifest, each of ``size`` utterances at most; see `named`.
 
     Raises:
         ValueError: As `named`.
@@ -176,7 +176,7 @@ def parts(path: str | Path, language: str, size: int) -> Iterator[Part]:
 
 
 def deciding_files(path: str | Path) -> tuple[list[Path], list[Path]] | None:
-    """The files that decide what is read from a manifest.
+    """Return the files that decide what is read from a manifest.
 
     Returns:
         Those whose content does, and archives of audio; None for a folder of audio files, whose
@@ -208,7 +208,7 @@ def _utterances(path: Path, language: str) -> Iterator[Utterance]:
 
 
 def _file_of_lines(path: Path) -> Path | None:
-    """The file, if the manifest is one or a prepared folder."""
+    """Return the file, if the manifest is one or a prepared folder."""
     if path.is_dir():
         file = path / cuts.CUTS_FILE
         return file if file.is_file() else None

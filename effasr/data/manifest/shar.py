@@ -22,12 +22,12 @@ _CUTS = re.compile(r"cuts\.(\d+)\.jsonl(\.gz)?")
 
 
 def is_shar(folder: Path) -> bool:
-    """Whether the folder holds shards of cuts."""
+    """Return whether the folder holds shards of cuts."""
     return any(_CUTS.fullmatch(path.name) for path in folder.glob("cuts.*"))
 
 
 def files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The shards of cuts, in the order of their numbers, and those of audio."""
+    """Return the shards of cuts, in the order of their numbers, and those of audio."""
     shards = sorted(
         (match[1], path) for path in folder.iterdir() if (match := _CUTS.fullmatch(path.name))
     )
@@ -49,7 +49,7 @@ def utterances(folder: Path, language: str) -> Iterator[CutUtterance]:
 
 
 def _members(tar: Path, cuts: Path) -> dict[str, TarMember]:
-    """Where the recording of each cut is; the headers alone are read."""
+    """Locate the recording of each cut; only headers are read."""
     try:
         with tarfile.open(tar, "r:") as file:
             return {
@@ -65,7 +65,7 @@ def _members(tar: Path, cuts: Path) -> dict[str, TarMember]:
 
 
 def _located(cuts: Path, tar: Path, members: dict[str, TarMember]) -> Iterator[tuple[int, str]]:
-    """The lines of a shard, each with the place of its audio."""
+    """Yield the lines of a shard, each with the place of its audio."""
     for number, line in numbered_lines(cuts):
         row = parse_object(line, f"{cuts}:{number}")
         recording = row.get("recording")

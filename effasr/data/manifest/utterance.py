@@ -21,7 +21,7 @@ from effasr.data.prompt import Prompt
 
 
 class Utterance(Protocol):
-    """What every reader yields."""
+    """The result of every reader."""
 
     @property
     def id(self) -> str:
@@ -53,14 +53,14 @@ class FileUtterance:
     """An utterance in an audio file.
 
     Attributes:
-        id: Its name.
+        id: Name of the utterance.
         named: Whether the source gave the name.
         origin: File and line, for messages.
         audio: Absolute path of the file.
         text: The transcript or translation.
         prompt: Languages and task.
-        offset: Where it begins in the file, in seconds; None where it is the whole file.
-        duration: In seconds; None where it ends with the file.
+        offset: Start in the file, in seconds; None if it is the whole file.
+        duration: Duration in seconds; None if it ends with the file.
         speaker: Who speaks, if known.
     """
 
@@ -75,7 +75,7 @@ class FileUtterance:
     speaker: str | None = None
 
     def cut(self, name: str) -> Cut:
-        """The utterance as a lhotse cut; the file's header is read.
+        """Return the utterance as a lhotse cut; the file's header is read.
 
         Raises:
             AudioError: The file is missing or unreadable, or does not hold what is claimed.
@@ -156,7 +156,7 @@ class CutUtterance:
         return self.value.id
 
     def cut(self, name: str) -> Cut:
-        """The cut itself."""
+        """Return the cut itself."""
         return self.value if self.value.id == name else self.value.with_id(name)
 
 
@@ -170,7 +170,7 @@ _NOT_PLAIN = re.compile(r"//|/\.?(/|$)")
 
 
 def absolute(path: str, folder: Path) -> str:
-    """A path of a manifest in ``folder`` as an absolute path, links left as they are."""
+    """Return a path of a manifest in ``folder`` as an absolute path, links left as they are."""
     # A Path costs as much as the rest of a line.
     if path.startswith("/") and not _NOT_PLAIN.search(path):
         return path

@@ -7,23 +7,23 @@ import numpy as np
 from effasr.data.sampling.shuffle import shuffled
 
 _ORDERS = 24
-"""Orders of the micro-batches of a step, of which the most balanced is taken."""
+"""Orders of a step's micro-batches that are tried; the most balanced one is used."""
 
 
 def steps(cost: np.ndarray, micro_batches: int, seed: int, epoch: int) -> np.ndarray:
-    """Put micro-batches of like cost into the same step; steps are in random order.
+    """Group micro-batches of similar cost into steps, in random order.
 
-    Within a step, rank r of W takes the micro-batches r, r + W, ...: they are ordered so that this
-    is balanced for all W that divide ``micro_batches``.
+    Within a step, rank r of W runs the micro-batches r, r + W, ...: their order balances the ranks
+    for all W that divide ``micro_batches``.
 
     Args:
         cost: int64 (steps * micro_batches,), predicted FLOPs of each micro-batch.
-        micro_batches: Of a step.
+        micro_batches: Micro-batches of a step.
         seed: Seed of the run.
         epoch: Number of the epoch.
 
     Returns:
-        int64 (steps, micro_batches), numbers of micro-batches.
+        int64 (steps, micro_batches), indices of micro-batches.
     """
     alike = np.argsort(cost, kind="stable").reshape(-1, micro_batches)
     alike = alike[shuffled(len(alike), seed, epoch)]
@@ -38,7 +38,8 @@ def steps(cost: np.ndarray, micro_batches: int, seed: int, epoch: int) -> np.nda
         worst = np.zeros(len(alike), np.int64)
         for world in worlds:
             ranks = sorted_cost[:, order].reshape(len(alike), -1, world).sum(axis=1)
-            # The mean over ranks is total / world: its multiples are compared.
+            # The mean over ranks is total / world: multiples of it are compared, to stay in
+            # integers.
             np.maximum(worst, ranks.max(axis=1) * world, out=worst)
         best[worst < least] = number
         np.minimum(least, worst, out=least)
@@ -46,18 +47,18 @@ def steps(cost: np.ndarray, micro_batches: int, seed: int, epoch: int) -> np.nda
 
 
 def imbalance(cost: np.ndarray, micro_batches: int, world_size: int) -> np.ndarray:
-    """By how much the slowest rank's work exceeds the mean, in each step.
+    """Return by how much the slowest rank's work exceeds the mean of the ranks, in each step.
 
     Args:
         cost: int (steps * micro_batches,), predicted FLOPs of each micro-batch, as planned.
-        micro_batches: Of a step.
-        world_size: W, ranks; divides ``micro_batches``.
+        micro_batches: Micro-batches of a step.
+        world_size: Number of ranks; divides ``micro_batches``.
 
     Returns:
-        float64 (steps,), 0 where all ranks work as much as one another.
+        float64 (steps,), relative to the mean; 0 where all ranks have equal work.
 
     Raises:
-        ValueError: The ranks cannot share the micro-batches evenly.
+        ValueError: ``world_size`` does not divide ``micro_batches``.
     """
     if world_size < 1 or micro_batches % world_size:
         raise ValueError(
@@ -69,7 +70,7 @@ def imbalance(cost: np.ndarray, micro_batches: int, world_size: int) -> np.ndarr
 
 
 def _orders(micro_batches: int) -> np.ndarray:
-    """Orders to try, of what is sorted by cost: the first is fair wherever halves are equal."""
+    """Return orders to try for micro-batches sorted by cost; the first balances equal halves."""
     half = (micro_batches + 1) // 2
     fold = np.concatenate([np.arange(half), np.arange(micro_batches - 1, half - 1, -1)])
     random = [shuffled(micro_batches, micro_batches, number) for number in range(_ORDERS - 1)]

@@ -18,19 +18,20 @@ from effasr.data.sampling.plan import UtteranceLengths
 
 _BINS, _SIZES = "bucket_duration_bins", "bucket_batch_size"
 _BY_TOKENS = 2
-"""Buckets that each range of durations is divided into; NeMo's recipes for Canary have two."""
+"""Token buckets of each duration range; NeMo's recipes for Canary have two."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketTable:
-    """What each bucket may hold, in ascending order.
+    """Limits and batch sizes of buckets, in ascending order.
 
-    An utterance belongs to the first bucket that has room for it. Most often that is one of its
-    own range of durations; one with more text than these allow finds room further on.
+    An utterance belongs to the first bucket that it fits in: usually one of its own duration range;
+        one
+    with more text than these allow goes to a later range.
 
     Attributes:
-        bins: The most encoder frames and decoder tokens (prompt and text) of an utterance.
-        batch_sizes: Utterances of a batch.
+        bins: Upper limits of encoder frames and decoder tokens (prompt and text) of each bucket.
+        batch_sizes: Utterances of a batch of each bucket.
     """
 
     bins: tuple[tuple[int, int], ...]
@@ -57,19 +58,19 @@ class BucketTable:
 
     @classmethod
     def derive(cls, lengths: UtteranceLengths, shape: StaticShape, buckets: int) -> BucketTable:
-        """The table of a corpus, whose full batches stay within both budgets.
+        """Derive the table of a corpus so that full batches stay within both budgets.
 
-        Ranges of durations have about the same total duration each, and the two buckets of a
-        range about the same total of tokens. Utterances with far more tokens than others as long
-        do not count in this: for a few of them every batch of a range would have to be small.
+        Duration ranges have about equal total durations, and the two buckets of a range about equal
+        total tokens. Outliers with far more tokens than others of their duration are not counted:
+        they would make every batch of their range small.
 
         Args:
-            lengths: The corpus.
-            shape: Of whose budgets a batch's padded frames and tokens exceed none.
-            buckets: Ranges of durations; fewer where many utterances are equally long.
+            lengths: Lengths of the corpus.
+            shape: Budgets that a padded batch must not exceed.
+            buckets: Number of duration ranges; fewer result if many utterances are equally long.
         """
         frames, tokens = np.maximum(lengths.frames, 1), np.maximum(lengths.tokens, 1)
-        # Here, so that a configuration needs none of the packages that read data.
+        # Imported here so that a configuration needs none of the packages that read data.
         from effasr.data.filters.rules import rate_outliers
 
         usual = ~rate_outliers(tokens / frames, frames.astype(np.float64))
@@ -92,7 +93,7 @@ class BucketTable:
 
     @classmethod
     def load(cls, path: str | Path, framing: Framing = FASTCONFORMER) -> BucketTable:
-        """Read a table in the form of `save`, in encoder frames of the corpus.
+        """Read a table written by `save`, in encoder frames of the corpus.
 
         Raises:
             ValueError: The file is missing or malformed.
@@ -105,7 +106,8 @@ class BucketTable:
             pairs, sizes = _parsed(content)
             bins = [(framing.frames(round(s * SAMPLE_RATE)), tokens) for s, tokens in pairs]
             if len(bins) == len(sizes):
-                # Durations that differ by less than a frame may be out of order in frames.
+                # Durations that differ by less than a frame may come out of order after rounding to
+                # frames.
                 sizes = [size for _, size in sorted(zip(bins, sizes, strict=True))]
                 bins.sort()
             return cls(tuple(bins), tuple(sizes))
@@ -113,10 +115,10 @@ class BucketTable:
             raise ValueError(f"{path}: {error}") from error
 
     def save(self, path: str | Path, framing: Framing = FASTCONFORMER) -> None:
-        """Write the table as JSON, in the terms of NeMo's OOMptimizer.
+        """Write the table as JSON with the keys of NeMo's OOMptimizer.
 
-        ``bucket_duration_bins`` are pairs of seconds and tokens, ``bucket_batch_size`` numbers of
-        utterances.
+        ``bucket_duration_bins`` are pairs of seconds and tokens; ``bucket_batch_size`` are numbers
+        of utterances.
         """
         seconds = [round(frames * framing.seconds, 2) for frames, _ in self.bins]
         content = {
@@ -126,7 +128,7 @@ class BucketTable:
         write_atomically(Path(path), (json.dumps(content) + "\n").encode())
 
     def assign(self, lengths: UtteranceLengths) -> np.ndarray:
-        """The bucket of each utterance: int32 (n,).
+        """Return the bucket of each utterance, int32 (n,).
 
         Raises:
             ValueError: An utterance fits in no bucket.
@@ -146,7 +148,7 @@ class BucketTable:
 
 
 def _first_fitting(bins: Sequence[tuple[int, int]], lengths: UtteranceLengths) -> np.ndarray:
-    """The first bucket with room for each utterance; as many as there are where none has."""
+    """Return the first bucket that each utterance fits in; ``len(bins)`` where none does."""
     found = np.full(len(lengths), len(bins), dtype=np.int32)
     for number, (frame_limit, token_limit) in reversed(list(enumerate(bins))):
         found[(lengths.frames <= frame_limit) & (lengths.tokens <= token_limit)] = number
@@ -154,7 +156,7 @@ def _first_fitting(bins: Sequence[tuple[int, int]], lengths: UtteranceLengths) -
 
 
 def _edges(values: np.ndarray, count: int) -> np.ndarray:
-    """The ascending upper limits of ``count`` groups of about the same sum, or of fewer."""
+    """Return ascending upper limits of at most ``count`` groups with about equal sums."""
     ordered = np.sort(values)
     totals = np.cumsum(ordered, dtype=np.int64)
     shares = totals[-1] * np.arange(1, count + 1) // count

@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 _MOST = 2**62
-"""No cost may exceed this, so that a few can be added in int64."""
+"""Upper limit of a cost, so that several can be added in int64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    r"""Predicted forward work of an utterance of f encoder frames and u decoder tokens, in FLOPs.
+    r"""Predicted FLOPs of the forward of an utterance of f encoder frames and u decoder tokens.
 
     .. math:: a f + b f^2 + c u + d u^2 + e u f
 
@@ -21,11 +21,11 @@ class CostModel:
     The backward of matrix products is twice the forward, so it changes no comparison.
 
     Attributes:
-        frame: a, FLOPs of each frame: convolutions, projections, feed-forward networks.
-        frame_pair: b, of each pair of frames: self-attention of the encoder.
-        token: c, of each token.
-        token_pair: d, of each pair of tokens: self-attention of the decoder.
-        token_frame: e, of each pair of a token and a frame: cross-attention, a transducer's joint.
+        frame: a, FLOPs per frame: convolutions, projections, feed-forward networks.
+        frame_pair: b, FLOPs per pair of frames: self-attention of the encoder.
+        token: c, FLOPs per token.
+        token_pair: d, FLOPs per pair of tokens: self-attention of the decoder.
+        token_frame: e, FLOPs per pair of a token and a frame: cross-attention, transducer joint.
     """
 
     frame: float
@@ -46,14 +46,14 @@ class CostModel:
             raise ValueError("`frame` or another factor must be at least 1 FLOP, but all are 0.")
 
     def of(self, frames: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """The work of each utterance, in exact integers: the same on every machine.
+        """Return the cost of each utterance in exact integers, equal on every machine.
 
         Args:
             frames: int (n,), encoder frames, at least 0.
             tokens: int (n,), decoder tokens, at least 0.
 
         Returns:
-            int64 (n,), FLOPs with the factors rounded to whole numbers.
+            int64 (n,), FLOPs, with the factors rounded to integers.
 
         Raises:
             ValueError: A cost is too large for int64.
@@ -85,4 +85,4 @@ CANARY_180M_FLASH = CostModel(
     token_pair=8_192,
     token_frame=16_384,
 )
-"""Of the preset of this name: for planning where no model is known."""
+"""Cost of the preset of this name, the default for planning without a model."""

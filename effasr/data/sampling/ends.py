@@ -1,9 +1,9 @@
 """Carries the utterances that do not fill a whole step over to the next epoch.
 
-After epoch e, (e + 1) passes over the corpus have been due, and as many steps as these fill have
-been made. What is left, less than a step, is a random part D(e) of the corpus, of known size. So
-epoch e has the corpus, without D(e), with D(e - 1): it fills whole steps, every utterance is
-planned once in each pass, and any epoch is known without those before it.
+After epoch e, (e + 1) passes over the corpus are due, and as many whole steps as these fill have
+been made. The rest, less than a step, is a random subset D(e) of the corpus of known size. Epoch e
+therefore plans the corpus without D(e) and with D(e - 1): it fills whole steps, every utterance is
+planned once in each pass, and any epoch can be planned without those before it.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from effasr.data.sampling.shuffle import hashes, shuffled
 
 _SHARES = (9990, 9980, 9970, 9950, 9900, 9800, 9700, 9500, 9200, 9000, 8500, 8000, 7000, 6000)
 _SHARES += (5000, 4000, 3000, 2000, 1000)
-"""Shares of a budget that may be filled on average, in 1/10,000."""
+"""Average fill of a budget that is tried, in 1/10,000."""
 _RANDOM = 4
-"""So many of them are tried without a reserve, which makes steps unequal."""
+"""Trials without a reserve, which makes steps unequal."""
 _TRIED = 128
-"""Micro-batches with which that is tried."""
+"""Micro-batches of a trial."""
 _TRIALS = 8
-"""Trials at most; so many where they are small, and differ."""
+"""Most trials; as many are made where micro-batches have few utterances, and results differ."""
 _WINDOW = 256
-"""Utterances at the border of what is carried over that may still change sides."""
+"""Utterances at the border of D(e) that may be exchanged to adjust its sums."""
 _ADJUSTMENTS = 64
-"""Of them, at most so many do."""
+"""Most exchanges of these."""
 _TRIAL = 0x7472_6961_6C
 _CARRY = 0x6361_7272_79
-"""Added to seeds, for orders that have nothing to do with that of an epoch."""
+"""Added to seeds, so that these orders are unrelated to the epochs' orders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a micro-batch can be expected to hold.
+    """Expected content of a micro-batch.
 
     Attributes:
-        scarce: What runs out first: 0 for frames, 1 for tokens, 2 for utterances.
-        amount: How much of it a micro-batch holds.
+        scarce: Quantity that runs out first: 0 for frames, 1 for tokens, 2 for utterances.
+        amount: Amount of that quantity in a micro-batch.
     """
 
     scarce: int
@@ -49,14 +49,14 @@ class Capacity:
 
 
 def capacity(utterances: Utterances, shape: StaticShape) -> Capacity:
-    """Find out how full micro-batches of these utterances can be, by filling some."""
+    """Measure how full micro-batches of these utterances become, by filling some."""
     totals, limits = utterances.totals(), budgets(shape)
     scarce = scarcest(totals, limits)
 
     def holds(share: int) -> int:
         return max(1, limits[scarce] * share // 10_000)
 
-    # Twice what is needed, to choose those that have frames and tokens in the same proportion.
+    # Twice what is needed, to select a subset with the proportion of frames to tokens.
     count = -(-2 * _TRIED * limits[scarce] * len(utterances) // totals[scarce])
     sample = _sample(utterances, count)
 
@@ -66,12 +66,12 @@ def capacity(utterances: Utterances, shape: StaticShape) -> Capacity:
     for share in _SHARES[:_RANDOM]:
         if reached(share, (False,)):
             return Capacity(scarce, holds(share))
-    # The largest share that is reached, by halving what is in question.
+    # Bisection for the largest share that is reached.
     low, high = 0, len(_SHARES) - 1
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if reached(_SHARES[middle], (False, True)) else (middle + 1, high)
-    # What was reached with some effort may not be reached each time.
+    # A share that was just reached in the trials may not be reached each time.
     return Capacity(scarce, holds(_SHARES[min(low + 1, len(_SHARES) - 1)]))
 
 
@@ -83,9 +83,9 @@ def _reached(
     shape: StaticShape,
     ways: Sequence[bool],
 ) -> bool:
-    """Whether micro-batches can be filled to this amount on average, in every trial.
+    """Return whether micro-batches reach this average amount in every trial.
 
-    Ways are without and with a reserve; one of them must do.
+    ``ways`` lists the uses of a reserve that are tried; one of them must succeed.
     """
     micro_batches = min(_TRIED, sample.totals()[scarce] // amount)
     if not micro_batches:
@@ -100,12 +100,12 @@ def _reached(
 
 
 class Ends:
-    """The ends of all epochs of a run."""
+    """Utterances carried over the end of each epoch of a run."""
 
     def __init__(
         self, utterances: Utterances, holds: Capacity, micro_batches: int, seed: int
     ) -> None:
-        """Prepare; at least a step must be full in each pass."""
+        """Prepare for a corpus of which each pass fills at least one step."""
         self._utterances, self._seed = utterances, seed
         self._scarce = holds.scarce
         self._totals = utterances.totals()
@@ -113,21 +113,21 @@ class Ends:
 
     @property
     def fills_a_step(self) -> bool:
-        """Whether a pass fills a step; else nothing can be carried over."""
+        """Whether a pass fills a step; otherwise nothing can be carried over."""
         return self._totals[self._scarce] >= self._step
 
     @property
     def least_steps(self) -> int:
-        """Steps that a pass needs, the last one partly filled."""
+        """Steps that a pass needs, with the last one partly filled."""
         return max(1, -(-self._totals[self._scarce] // self._step))
 
     def num_steps(self, epoch: int) -> int:
-        """Steps of an epoch, at least 1."""
+        """Return the number of steps of an epoch, at least 1."""
         total = self._totals[self._scarce]
         return (epoch + 1) * total // self._step - epoch * total // self._step
 
     def carried(self, epoch: int) -> np.ndarray:
-        """D(e), the utterances that an epoch leaves to the next: int64, ascending."""
+        """Return D(e), the utterances that an epoch leaves to the next: int64, ascending."""
         total = self._totals[self._scarce]
         amount = (epoch + 1) * total % self._step
         if epoch < 0 or not amount:
@@ -144,18 +144,18 @@ def matched(
     seed: int,
     number: int,
 ) -> np.ndarray:
-    """A random part of the utterances, with frames and tokens in a given proportion.
+    """Draw a random subset of the utterances with a given proportion of frames to tokens.
 
     Args:
         utterances: At least one.
-        totals: Frames, tokens and utterances in that proportion.
-        scarce: What is measured; see `Capacity`.
-        amount: How much of it the part has, to within an utterance.
-        seed: Of the random order from which it is taken.
-        number: Likewise.
+        totals: Frames, tokens and utterances that define the proportion.
+        scarce: Quantity in which ``amount`` is given; see `Capacity`.
+        amount: Amount of the subset, met to within an utterance.
+        seed: Seed of the random order.
+        number: Second seed of the random order.
 
     Returns:
-        int64, places in ascending order.
+        int64, indices in ascending order.
     """
     order = _first(utterances, scarce, amount, seed, number)
     ends = np.cumsum(values_of(utterances, scarce)[order], dtype=np.int64)
@@ -166,9 +166,9 @@ def matched(
 
 
 def _first(utterances: Utterances, scarce: int, amount: int, seed: int, number: int) -> np.ndarray:
-    """The first utterances of a random order, with surely more than the amount."""
+    """Return the first utterances of a random order, somewhat more than the amount."""
     count, values = len(utterances), hashes(len(utterances), seed, number)
-    # To sort them all would take long where they are millions.
+    # Sorting all of them would be slow for millions.
     share = amount / utterances.totals()[scarce] * 1.25 + 4 * _WINDOW / count
     if share < 1:
         some = np.flatnonzero(values < np.uint64(int(share * 2**64)))
@@ -184,9 +184,9 @@ def _adjusted(
     target: list[int],
     scarce: int,
 ) -> np.ndarray:
-    """Exchange some of the chosen with waiting ones, to meet the target of each quantity."""
+    """Exchange chosen utterances for waiting ones, to meet the target of each quantity."""
     kinds = [0, 1] if scarce < 2 else [0, 1, 2]
-    # Number -1 stands for nothing.
+    # Index -1 stands for no utterance.
     chosen, waiting = np.append(chosen, -1), np.append(waiting, -1)
     values = [np.append(values_of(utterances, kind), np.int32(0)) for kind in kinds]
     missing = [target[k] - int(v[chosen].sum(dtype=np.int64)) for k, v in enumerate(values)]
@@ -208,7 +208,7 @@ def _adjusted(
 
 
 def _sample(utterances: Utterances, count: int) -> Utterances:
-    """Some of the utterances in random order; all of them where they are few."""
+    """Draw some of the utterances in random order; all of them where they are few."""
     total = len(utterances)
     if 2 * count < total:
         # Drawn with replacement: a permutation of millions would take long.

@@ -10,33 +10,33 @@ import numpy as np
 from effasr.data.sampling.shuffle import shuffled
 
 _SPARE_SLOTS = 4
-"""Of each group, beyond its first or the mean number of members, so that it can get more."""
+"""Empty slots of each group beyond its initial or the mean size, so that it can grow."""
 _UNIT_BITS = 20
-"""A full group is 2**20 units of each quantity, so that quantities can be compared."""
+"""A full group has 2**20 units of each quantity, so that quantities can be compared."""
 _RATIO_BITS = 10
 _MOST = 2**26
-"""Units beyond which sums are not told apart; those of four quantities stay inside int32."""
+"""Units at which excesses are clipped; sums over four quantities stay inside int32."""
 _NO_MEMBER = 2**29
-"""A choice that reaches beyond a group's slots: worse than any other."""
+"""Value of a choice beyond a group's slots: worse than any other."""
 _AT_ONCE = 2**18
-"""Choices weighed in one go: their arrays stay in the cache."""
+"""Choices evaluated at a time, so that their arrays stay in the processor's cache."""
 _CHOOSERS = 16
-"""So many groups that exceed a limit choose a partner in a round."""
+"""Groups over a limit that choose a partner in a round."""
 _PARTNERS = 32
-"""Each among so many."""
+"""Candidate partners of each of these groups."""
 _FEW = 64
-"""Up to so many pairs of groups are given more choices, or groups choose."""
+"""Up to this many pairs get more choices, or groups choose partners."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantity:
-    """What is to be equal over groups.
+    """A quantity whose sums are to be equal over groups.
 
     Attributes:
-        values: int32 (n,), of each utterance.
-        limit: What no group may exceed; None for a wish only.
-        slack: Share of the mean by which a group may differ where there is no limit, in 1/1024.
-        weight: How much it counts against others, in eighths.
+        values: int32 (n,), the value of each utterance.
+        limit: Upper limit of a group's sum; None if equality is only an objective.
+        slack: Tolerated deviation from the mean in 1/1024 of it, where there is no limit.
+        weight: Weight relative to the other quantities, in eighths.
     """
 
     values: np.ndarray
@@ -46,25 +46,25 @@ class Quantity:
 
 
 class Exchange:
-    """Utterances in groups, each group in a stretch of slots of which some are empty.
+    """Utterances in groups; each group owns a range of slots, some of which are empty.
 
-    In each round groups are paired, too much with too little, and each pair makes the one
-    exchange, out of a thousand, that brings all its sums closest to each other. All pairs do so
-    at once, in whole arrays, so that millions of utterances take seconds. Decisions are made in
-    integers: those of floats could differ between two machines.
+    In each round groups with too much are paired with groups with too little, and each pair makes
+    the one exchange, out of a thousand, that brings all its sums closest to each other. All pairs
+    do so at once, in whole arrays, so that millions of utterances take seconds. Decisions use
+    integers, because those of floats could differ between machines.
     """
 
     def __init__(
         self, quantities: Sequence[Quantity], group: np.ndarray, groups: int, aside: int = 0
     ) -> None:
-        """Begin with these groups.
+        """Start from an initial grouping.
 
         Args:
             quantities: At most four; those with a limit come first.
             group: int (n,), ascending, the group of each utterance.
             groups: Number of groups.
-            aside: So many groups, the last ones, need not be like the others, but only help
-                those that exceed a limit.
+            aside: The last ``aside`` groups need not be like the others and only help those that
+                exceed a limit.
         """
         self._groups, self._members, self._alike = groups, len(group), groups - aside
         count = np.bincount(group, minlength=groups)
@@ -76,7 +76,7 @@ class Exchange:
         places += np.repeat(self._start - bounds[:-1], count)
         self._slots[places] = np.arange(len(group), dtype=np.int32)
         del places
-        # An empty slot holds number n, which counts nothing.
+        # An empty slot holds index n, whose values are 0.
         self._values = [np.append(q.values, np.int32(0)) for q in quantities]
         self._limited = sum(q.limit is not None for q in quantities)
         self._turn = np.zeros(groups, np.int64)
@@ -98,39 +98,39 @@ class Exchange:
 
     @property
     def has_wishes(self) -> bool:
-        """Whether there is a quantity without a limit."""
+        """Whether a quantity has no limit."""
         return self._limited < len(self._values)
 
     def over(self) -> np.ndarray:
-        """Bool (groups,): which exceed a limit."""
+        """Return bool (groups,): which groups exceed a limit."""
         over = self._excess[: self._limited] > self._high[: self._limited]
         return np.asarray(over.any(axis=0))
 
     def overflow(self) -> int:
-        """By how much limits are exceeded, over all groups and quantities, in units."""
+        """Return the excess over limits in units, over all groups and quantities."""
         over = self._excess[: self._limited] - self._high[: self._limited]
         np.maximum(over, 0, out=over)
         return sum(int(_units(row, r).sum()) for row, r in zip(over, self._ratio, strict=False))
 
     def uneven(self) -> np.ndarray:
-        """Bool (groups,): which exceed a limit, or differ too much from the mean."""
+        """Return bool (groups,): which groups exceed a limit or differ too much from the mean."""
         outside = (self._excess > self._high) | (self._excess < self._low)
         uneven = np.asarray(outside.any(axis=0))
         uneven[self._alike :] = False
         return uneven
 
     def even_out(self, number: int, wanting: np.ndarray, *, wishes: bool) -> None:
-        """Let every pair with a wanting group make the exchange that makes it most alike.
+        """Let every pair with a group marked in ``wanting`` make its best exchange.
 
-        With ``wishes``, quantities without a limit count as well.
+        With ``wishes``, quantities without a limit count too.
         """
         rows = len(self._values) if wishes else self._limited
         self._round(number, wanting, rows, squeeze=False)
 
     def squeeze(self, number: int, wanting: np.ndarray) -> None:
-        """Let groups exceed limits by less; see `even_out`.
+        """Let groups reduce their excess over limits; see `even_out`.
 
-        Where few are wanting, each may choose among many partners.
+        Where few groups are marked, each may choose among many partners.
         """
         few = np.roll(np.flatnonzero(wanting), -number * _CHOOSERS)
         helping = np.roll(np.arange(self._alike, self._groups), number)
@@ -161,7 +161,7 @@ class Exchange:
     def _pairs(
         self, ones: np.ndarray, others: np.ndarray, number: int, rows: int, *, squeeze: bool
     ) -> None:
-        """Let each of ``ones`` exchange something with the other at its place."""
+        """Let each group of ``ones`` make an exchange with the group of ``others`` at its index."""
         choices = self._choices(number, few=len(ones) <= _FEW)
         at_once = max(1, _AT_ONCE // len(choices) ** 2)
         for begin in range(0, len(ones), at_once):
@@ -171,7 +171,7 @@ class Exchange:
             self._turn[some] += int(choices.max())
 
     def members(self) -> tuple[np.ndarray, np.ndarray]:
-        """The utterances, group by group, and where each group begins.
+        """Return the utterances, group by group, and where each group begins.
 
         Returns:
             int32 (n,), and int64 (groups + 1,).
@@ -182,10 +182,10 @@ class Exchange:
         return self._slots[used], starts
 
     def _order(self, number: int, rows: int) -> np.ndarray:
-        """Groups so that the first and the last, and so on, should exchange something."""
+        """Order the groups so that the first should exchange with the last, and so on inwards."""
         alike = self._excess[:, : self._alike]
         excess = [_units(row, ratio) for row, ratio in zip(alike, self._ratio, strict=True)]
-        # The differences between quantities first: they are what exchanges at random do not mend.
+        # Differences between quantities first: random exchanges do not reduce them.
         keys = [one - excess[0] for one in excess[1:rows]] + excess[:rows]
         which = number % (len(keys) + 1)
         if which == len(keys):
@@ -193,10 +193,10 @@ class Exchange:
         return np.argsort(keys[which], kind="stable")
 
     def _choices(self, number: int, *, few: bool) -> np.ndarray:
-        """What a group may give, among the slots whose turn it is: one, two, or at first a run.
+        """Return the slots a group may give, relative to its turn: one, two, or at first a run.
 
         Returns:
-            int64 (choices, slots of a choice).
+            int64 (choices, slots per choice).
         """
         slots = len(self._slots) // self._groups
         run = slots // 32 >> number // 2
@@ -216,7 +216,7 @@ class Exchange:
         squeeze: bool,
         best_only: bool = False,
     ) -> None:
-        """Let each pair of groups, or the best one, make its best exchange if it is of use."""
+        """Let each pair, or only the best one, make its best exchange if it is an improvement."""
         count = len(choices)
         slots_one, beyond_one = self._choices_of(ones, choices)
         slots_other, beyond_other = self._choices_of(others, choices)
@@ -243,7 +243,7 @@ class Exchange:
                 np.maximum(target, 0, out=target)
                 target += spare
             else:
-                # Equal sums need this much to go from one to the other.
+                # Moving this much from one group to the other makes their sums equal.
                 wanted = _units((excess_one - excess_other) // 2, ratio)
                 now += np.abs(wanted)
                 given -= wanted[:, None]
@@ -268,14 +268,14 @@ class Exchange:
             self._excess[row, others[better]] += change
 
     def _choices_of(self, groups: np.ndarray, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The slots of each choice, (groups, choices, slots); and which reach beyond the last."""
+        """Return the slots of each choice, (groups, choices, slots); and which are out of range."""
         size = self._size[groups, None, None]
         slots = (self._turn[groups, None, None] + choices) % size
         return slots + self._start[groups, None, None], choices.max(axis=1) >= size[:, :, 0]
 
 
 def slots(members: np.ndarray) -> np.ndarray:
-    """How many slots each group has if it begins with so many members: int (groups,)."""
+    """Return the number of slots of groups with these initial sizes: int (groups,)."""
     mean = -(-int(members.sum()) // len(members))
     return np.maximum(members, mean) + _SPARE_SLOTS
 

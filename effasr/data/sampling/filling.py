@@ -10,27 +10,27 @@ from effasr.data.batch import StaticShape
 from effasr.data.sampling.exchange import Exchange, Quantity, slots
 
 _ROUNDS = 16
-"""Of exchanges for equal cost; more of them for few micro-batches, where it takes no time."""
+"""Rounds of exchanges for equal cost; few micro-batches, where a round is cheap, get more."""
 _ROUNDS_OF_FEW = 48
 _FEW = 1024
 _PATIENCE_IN_TRIALS, _PATIENCE = 8, 48
-"""Rounds after which budgets must be exceeded by clearly less than before, or it is given up."""
+"""Rounds after which the excess over budgets must have fallen clearly, or filling fails."""
 _COST_BITS = 22
-"""Bits of the mean cost of a micro-batch: a resolution far finer than any imbalance."""
+"""Bits of the mean cost of a micro-batch: a much finer resolution than any imbalance."""
 _FULL = 998
-"""Share of a budget to which all are filled where room is held in reserve, in 1/1000."""
+"""Fill of a budget in 1/1000 where a reserve is held in the last micro-batches."""
 _LOOSE = 97
-"""Filled to less than this percentage, a budget counts little: it does not run out."""
+"""Percentage of fill below which a budget has a low weight, since it does not run out."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Utterances:
-    """Utterances to be dealt to micro-batches.
+    """Lengths and costs of the utterances to be distributed over micro-batches.
 
     Attributes:
         frames: int32 (n,), encoder frames.
         tokens: int32 (n,), decoder tokens.
-        cost: int64 (n,), predicted FLOPs; None where cost need not be equal.
+        cost: int64 (n,), predicted FLOPs; None to leave costs unequal.
     """
 
     frames: np.ndarray
@@ -41,18 +41,18 @@ class Utterances:
         return len(self.frames)
 
     def totals(self) -> tuple[int, int, int]:
-        """Frames, tokens and utterances."""
+        """Return total frames, tokens and utterances."""
         frames, tokens = (int(v.sum(dtype=np.int64)) for v in (self.frames, self.tokens))
         return frames, tokens, len(self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filled:
-    """Micro-batches.
+    """Utterances of each micro-batch.
 
     Attributes:
-        members: int32 (n,), places of utterances, micro-batch by micro-batch.
-        starts: int64 (micro-batches + 1,), where each begins.
+        members: int32 (n,), indices of utterances, micro-batch by micro-batch.
+        starts: int64 (micro-batches + 1,), index into ``members`` where each begins.
     """
 
     members: np.ndarray
@@ -60,13 +60,13 @@ class Filled:
 
 
 def budgets(shape: StaticShape) -> tuple[int, int, int]:
-    """Most frames, tokens and utterances of a micro-batch."""
+    """Return the most frames, tokens and utterances of a micro-batch."""
     return shape.frame_budget, shape.token_budget, shape.max_sequences
 
 
 def scarcest(totals: tuple[int, int, int], limits: tuple[int, int, int]) -> int:
-    """Of which there is most in relation to its budget: 0 for frames, 1 tokens, 2 utterances."""
-    # Products of the other limits, since quotients would be rounded.
+    """Return the largest quantity relative to its budget: 0 frames, 1 tokens, 2 utterances."""
+    # Multiplies by the other limits, since quotients would be rounded.
     products = limits[0] * limits[1] * limits[2]
     return max(range(3), key=lambda i: totals[i] * (products // limits[i]))
 
@@ -74,19 +74,19 @@ def scarcest(totals: tuple[int, int, int], limits: tuple[int, int, int]) -> int:
 def fill(
     utterances: Utterances, shape: StaticShape, micro_batches: int, *, reserve: bool = False
 ) -> Filled | None:
-    """Deal all utterances to micro-batches within the budgets, as equal in cost as it can.
+    """Distribute all utterances over micro-batches within the budgets, with about equal costs.
 
-    Each gets a stretch of the order, and then they exchange utterances.
+    Each micro-batch gets a contiguous part of the order; then they exchange utterances.
 
     Args:
-        utterances: In random order; each fits in the budgets.
-        shape: The budgets.
-        micro_batches: How many.
-        reserve: Leave what room there is to a few, the last ones, and fill the others. Where few
-            utterances make a micro-batch, a little room in each is of no use.
+        utterances: Utterances in random order, each within the budgets.
+        shape: Budgets of a micro-batch.
+        micro_batches: Number of micro-batches.
+        reserve: Leave the spare room to the last few micro-batches and fill the others. Where a
+            micro-batch has few utterances, a little room in each cannot be used.
 
     Returns:
-        The micro-batches; None if they were not found.
+        The micro-batches; None if the search failed.
     """
     totals, limits = utterances.totals(), budgets(shape)
     if any(total > limit * micro_batches for total, limit in zip(totals, limits, strict=True)):
@@ -112,22 +112,22 @@ def fill(
 
 
 def values_of(utterances: Utterances, kind: int) -> np.ndarray:
-    """Frames, tokens, or 1 for each utterance: int32 (n,); kinds are those of `scarcest`."""
+    """Return frames, tokens, or ones, int32 (n,); ``kind`` as returned by `scarcest`."""
     if kind == 2:
         return np.ones(len(utterances), np.int32)
     return utterances.tokens if kind else utterances.frames
 
 
 def _aside(total: int, limit: int, micro_batches: int) -> int:
-    """How many micro-batches are half full if the others are as full as they can be."""
+    """Return how many micro-batches are half full if the others are full."""
     room = micro_batches * limit * _FULL - 1000 * total
     return min(micro_batches - 1, max(1, room // (limit * (_FULL - 500))))
 
 
 def _stretches(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Which micro-batch gets which utterance: int64 (n,), ascending; ``edges`` are their ends."""
+    """Return the micro-batch of each utterance, int64 (n,), ascending; ``edges`` are the ends."""
     ends = np.cumsum(values, dtype=np.int64)
-    # An utterance belongs where its middle lies.
+    # An utterance belongs to the micro-batch that holds its midpoint.
     ends *= 2
     ends -= values
     group = np.searchsorted(2 * edges, ends, side="left")
@@ -152,7 +152,7 @@ def _quantities(
 
 
 def _even_out(exchange: Exchange, micro_batches: int) -> bool:
-    """Exchange until no budget is exceeded; whether that was reached."""
+    """Exchange utterances until no budget is exceeded; return whether that succeeded."""
     number = 0
     if exchange.has_wishes:
         rounds = _ROUNDS_OF_FEW if micro_batches <= _FEW else _ROUNDS

@@ -1,8 +1,8 @@
 """Plans the batches of other toolkits, by lhotse's samplers over lengths alone.
 
-lhotse keeps ranks in step without talking: the sampler of every rank draws the batches of all of
-them, in the same order, and returns only its own. So one sampler that returns all of them draws
-what the samplers of a whole run would.
+lhotse keeps ranks in step without communication: the sampler of every rank draws the batches of all
+ranks, in the same order, and returns only its own. One sampler that returns all of them therefore
+plans the whole run.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.shuffle import shuffled
 
 _BUFFER = 20_000
-"""Utterances that wait in buckets: lhotse's default."""
+"""Utterances buffered in buckets, lhotse's default."""
 _ESTIMATED_FROM = 10_000
-"""Utterances that buckets are estimated from: lhotse's default."""
+"""Utterances from which bucket limits are estimated, lhotse's default."""
 
 
 class LhotsePlanner:
@@ -61,11 +61,11 @@ class LhotsePlanner:
         seed: int,
         options: StrategyOptions,
     ) -> None:
-        """See `effasr.data.sampling.strategies.planner`, which also checks what is given here.
+        """Make the planner; `effasr.data.sampling.strategies.planner` checks the arguments.
 
         Raises:
-            ValueError: There is no utterance, there are fewer than buckets, or one exceeds a
-                micro-batch.
+            ValueError: There is no utterance, there are fewer utterances than buckets, or one
+                exceeds a micro-batch.
         """
         if not len(lengths):
             raise ValueError("`lengths` must hold at least one utterance, but is empty.")
@@ -95,7 +95,7 @@ class LhotsePlanner:
 
     @property
     def shape(self) -> None:
-        """Each batch has its own."""
+        """None: each batch has its own shape."""
         return None
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -116,12 +116,12 @@ class LhotsePlanner:
         if self._table is None:
             measured, edges = self._lengths.frames, self._edges
             if self._batch_frames is not None:
-                # Less would leave buckets without full batches; lhotse warns of it.
+                # A smaller buffer would leave buckets without full batches; lhotse warns of it.
                 mean = max(1.0, sum(edges) / len(edges))
                 needed = self._batch_frames * (len(edges) + 1) / mean
                 waiting = max(waiting, int(needed) + 1)
         else:
-            # lhotse's constraint knows one length: the number of the bucket stands for both.
+            # lhotse's constraint compares one length: the bucket's number stands for both.
             measured, edges = self.buckets, [*map(float, range(len(self._table.bins) - 1))]
             sizes = list(self._table.batch_sizes)
             constraint = FixedBucketBatchSizeConstraint(list(range(len(sizes))), sizes)
@@ -140,10 +140,10 @@ class LhotsePlanner:
         return sampler
 
     def _joined(self, batches: list[list[int]]) -> EpochPlan:
-        """The plan of the batches that lhotse hands out: number i to rank i modulo their number."""
+        """Make the plan of lhotse's batches; batch i belongs to rank i modulo the world size."""
         steps = max(1, len(batches) // self._micro_batches)
         kept = batches[: steps * self._micro_batches]
-        # The partial step of an epoch without a full one ends with empty micro-batches.
+        # An epoch without a full step keeps a partial one, which ends with empty micro-batches.
         kept += [[]] * (steps * self._micro_batches - len(kept))
         sizes = np.array([len(batch) for batch in kept], dtype=np.int64)
         indices = np.array([index for batch in kept for index in batch], dtype=np.int32)
@@ -169,11 +169,11 @@ class LhotsePlanner:
 
 @dataclass(frozen=True, slots=True)
 class _StandIn:
-    """What a sampler asks of a cut.
+    """The attributes of a cut that a sampler reads.
 
     Attributes:
-        index: Of the utterance.
-        duration: What is measured: encoder frames, whose sums are exact, or a bucket's number.
+        index: Index of the utterance.
+        duration: Encoder frames, whose sums are exact, or the number of a bucket.
     """
 
     index: int
@@ -182,7 +182,7 @@ class _StandIn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stream:
-    """Stand-ins for all utterances in an order, made when they are asked for."""
+    """Yields stand-ins for all utterances in a given order."""
 
     order: np.ndarray
     durations: np.ndarray
@@ -194,7 +194,7 @@ class _Stream:
 
 
 class _AllRanks(CutSampler):
-    """Returns the batches of all ranks, in turn, and not those of one."""
+    """Returns the batches of all ranks in turn instead of those of one rank."""
 
     def __next__(self) -> CutSet:
         return self._next_batch()
@@ -209,10 +209,10 @@ class _BucketingSampler(_AllRanks, DynamicBucketingSampler): ...
 def _batch_frames(
     lengths: UtteranceLengths, shape: StaticShape, batch_duration: float | None
 ) -> int:
-    """Encoder frames of a batch.
+    """Return the encoder frames of a batch.
 
     Raises:
-        ValueError: An utterance has more.
+        ValueError: An utterance has more frames.
     """
     longest = int(lengths.frames.max())
     if batch_duration is None:
@@ -230,7 +230,7 @@ def _batch_frames(
 
 
 def _scaled(shape: StaticShape, frames: int | None) -> StaticShape:
-    """A shape of so many frames, and of tokens in proportion."""
+    """Return a shape of this many frames, with tokens in proportion."""
     if frames is None or frames == shape.frame_budget:
         return shape
     tokens = max(1, shape.token_budget * frames // shape.frame_budget)
@@ -238,7 +238,7 @@ def _scaled(shape: StaticShape, frames: int | None) -> StaticShape:
 
 
 def _estimated_edges(frames: np.ndarray, num_buckets: int) -> list[float]:
-    """Where one bucket ends and the next begins, by lhotse's estimate: at least one edge.
+    """Return at least one bucket limit, as lhotse estimates them.
 
     Raises:
         ValueError: There are fewer utterances than buckets.
@@ -251,12 +251,12 @@ def _estimated_edges(frames: np.ndarray, num_buckets: int) -> list[float]:
     count = min(len(frames), max(_ESTIMATED_FROM, num_buckets))
     places = np.linspace(0, len(frames) - 1, count).astype(np.int64)
     sample = _Stream(places, np.sort(frames))
-    # Equally long utterances give equal edges, between which nothing lies.
+    # Equally long utterances give equal limits with nothing in between.
     edges = {float(edge) for edge in estimate_duration_buckets(sample, num_buckets)}  # type: ignore[arg-type]
     return sorted(edges) or [float(frames.max())]
 
 
 def _padding(values: np.ndarray, begins: np.ndarray, sizes: np.ndarray) -> float:
-    """The share of rows that is padding where each batch is as wide as its longest utterance."""
+    """Return the share of padding where each batch is as wide as its longest utterance."""
     rows = int((np.maximum.reduceat(values, begins) * sizes).sum())
     return 1 - int(values.sum(dtype=np.int64)) / rows if rows else 0.0

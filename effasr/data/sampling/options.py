@@ -13,17 +13,17 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyOptions:
-    """What the strategies other than ``packed`` leave open.
+    """Options of the strategies other than ``packed``.
 
     Attributes:
-        batch_duration: Seconds of a micro-batch, padding included; by default what the frame
-            budget holds.
-        batch_size: Utterances of a micro-batch, in place of a duration.
-        buckets: Buckets by duration, each with about the same total duration.
+        batch_duration: Seconds of a micro-batch, with padding; by default derived from the
+            frame budget.
+        batch_size: Utterances of a micro-batch, instead of ``batch_duration``.
+        buckets: Number of duration buckets with about equal total durations.
         table: Buckets and batch sizes of ``sync_bucketed_2d``; by default derived from the
             budgets.
         padded: Whether a micro-batch is computed at the length of its longest utterance, which
-            is what padding then counts.
+            the reported padding then counts.
     """
 
     batch_duration: float | None = None
@@ -33,11 +33,11 @@ class StrategyOptions:
     padded: bool = False
 
     def check(self, strategy: str) -> None:
-        """Check that a strategy can obey these options.
+        """Check the options against a strategy.
 
         Raises:
-            ValueError: The strategy is unknown, a value is out of range, or an option has no
-                meaning for the strategy.
+            ValueError: The strategy is unknown, a value is out of range, or an option does not
+                apply to the strategy.
         """
         if strategy not in STRATEGIES:
             raise ValueError(

@@ -1,8 +1,8 @@
 """The packed planner: micro-batches that fill a frame budget and a token budget at once.
 
-Utterances come in a random order, of which each micro-batch gets a stretch. Then micro-batches
-exchange single utterances, until frames and tokens fit in all of them and their predicted cost is
-about the same; those of most similar cost share a step.
+Each micro-batch gets a contiguous part of a random order. Then micro-batches exchange single
+utterances until frames and tokens fit in all of them and their predicted costs are about equal.
+Micro-batches of similar cost share a step.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.shuffle import shuffled
 
 _ATTEMPTS = 8
-"""Orders that are tried before a step is added, where micro-batches are few."""
+"""Orders that are tried before a step is added, if micro-batches are few."""
 _SMALL = 512
-"""Micro-batches that may be filled for that, over all attempts."""
+"""Most micro-batches filled by these attempts, over all of them."""
 
 EpochEnd = Literal["carry", "exact"]
 
@@ -40,11 +40,11 @@ def plan_epoch(
 ) -> EpochPlan:
     """Plan an epoch; a pure function of its arguments.
 
-    With ``carry`` every epoch has full steps only: the utterances that are too many, a random set
-    of known size, are carried over to the next epoch, which plans them beside its own. After epoch
-    e, each utterance was planned e + 1 times, but e times if it is in ``deferred``. With ``exact``
-    an epoch is exactly the corpus; what its last step lacks is spread evenly over all steps. So it
-    is wherever the corpus fills less than a step.
+    With ``carry`` every epoch has full steps only: the surplus utterances, a random subset of known
+    size, are carried over to the next epoch, which plans them with its own. After epoch e, each
+    utterance was planned e + 1 times, or e times if it is in ``deferred``. With ``exact`` an epoch
+    is exactly the corpus, and the room left in its last step is spread evenly over all steps. A
+    corpus that fills less than a step is always planned so.
 
     Args:
         lengths: Frames and tokens of the utterances.
@@ -52,14 +52,14 @@ def plan_epoch(
         micro_batches: Micro-batches of a global step, over all ranks.
         seed: Seed of the run.
         epoch: Number of the epoch.
-        cost: What micro-batches of a step have in common; by default that of a common model.
+        cost: Cost model by which micro-batches are grouped; by default that of a common model.
         epoch_end: ``carry`` or ``exact``; by default ``carry``, or ``exact`` for a ``population``.
-        population: int32 (p,), the utterances of this epoch, with repetitions, in place of every
-            utterance once. As other epochs may have others, it can only be ``exact``.
+        population: int32 (p,), the utterances of this epoch with repetitions, instead of every
+            utterance once. Only ``exact`` is possible, because other epochs may have others.
 
     Raises:
         ValueError: There is no utterance, an argument is out of range, or an utterance alone
-            exceeds a budget; these must be dropped before.
+            exceeds a budget; such utterances must be dropped before.
     """
     _check(micro_batches, epoch, epoch_end, population)
     members = _members(lengths, population)
@@ -83,14 +83,14 @@ def plan_epoch(
             filled = _filled(utterances, shape, num_steps * micro_batches)
             if filled is not None:
                 return _plan(filled, utterances, order, deferred, shape, micro_batches, seed, epoch)
-        # Rare: the micro-batches are all a little emptier.
+        # Rarely needed: all micro-batches become a little emptier.
         num_steps += max(1, num_steps // 256)
 
 
 def suggest_token_budget(lengths: UtteranceLengths, frame_budget: int) -> int:
-    """The token budget that this corpus fills at the same time as the frame budget.
+    """Return the token budget that this corpus fills along with the frame budget.
 
-    It is raised, where need be, so that no more than one utterance in a thousand exceeds it.
+    It is raised if more than one utterance in a thousand would exceed it.
 
     Raises:
         ValueError: The corpus has no frames.
@@ -122,7 +122,7 @@ def _check(
 
 
 def _members(lengths: UtteranceLengths, population: np.ndarray | None) -> np.ndarray:
-    """The utterances of an epoch: int32."""
+    """Return the utterances of an epoch, int32."""
     if not len(lengths):
         raise ValueError("`lengths` must hold at least one utterance, but is empty.")
     if population is None:
@@ -175,14 +175,14 @@ def _plan(
     seed: int,
     epoch: int,
 ) -> EpochPlan:
-    """Put micro-batches into steps."""
+    """Group the micro-batches into steps."""
     assert utterances.cost is not None
     starts = filled.starts
     cost = _sums(utterances.cost, filled)
     chosen = grouped(cost, micro_batches, seed, epoch).ravel()
     sizes = np.diff(starts)[chosen]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    # The places of one micro-batch after the other, in the new order.
+    # Indices into the members, micro-batch by micro-batch in the new order.
     places = np.arange(len(filled.members)) + np.repeat(starts[chosen] - offsets[:-1], sizes)
     frames, tokens, _ = utterances.totals()
     return EpochPlan(
@@ -196,6 +196,6 @@ def _plan(
 
 
 def _sums(values: np.ndarray, filled: Filled) -> np.ndarray:
-    """Of each micro-batch: int64."""
+    """Sum the values of each micro-batch: int64."""
     ends = np.concatenate([[0], np.cumsum(values[filled.members])])
     return ends[filled.starts[1:]] - ends[filled.starts[:-1]]

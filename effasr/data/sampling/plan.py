@@ -13,7 +13,7 @@ from effasr.data.batch import StaticShape
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UtteranceLengths:
-    """Lengths of the utterances that may be planned.
+    """Lengths of utterances.
 
     Attributes:
         frames: int32 (n,), encoder frames.
@@ -45,12 +45,12 @@ class UtteranceLengths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochPlan:
-    """Which utterances each micro-batch of an epoch holds, the same on every rank.
+    """Utterances of each micro-batch of an epoch, equal on every rank.
 
     Attributes:
         micro_batches: Micro-batches of a global step, over all ranks.
-        indices: int32, the planned utterances in order.
-        offsets: int64 (num_steps * micro_batches + 1,), micro-batch m is
+        indices: int32, the planned utterances, micro-batch by micro-batch.
+        offsets: int64 (num_steps * micro_batches + 1,); micro-batch m is
             ``indices[offsets[m]:offsets[m + 1]]``.
         deferred: int32, the utterances left for the next epoch, in ascending order.
         padding_frames: Share of all frame rows that no utterance fills.
@@ -70,7 +70,7 @@ class EpochPlan:
         return (len(self.offsets) - 1) // self.micro_batches
 
     def step(self, step: int) -> list[np.ndarray]:
-        """The micro-batches of a global step, each an array of utterance indices.
+        """Return the micro-batches of a global step, each an array of utterance indices.
 
         Raises:
             IndexError: The epoch has no such step.
@@ -83,16 +83,16 @@ class EpochPlan:
 
 
 class Planner(Protocol):
-    """Plans epochs; each plan is a pure function of what the planner was made from."""
+    """Plans epochs; each plan is a pure function of the planner's arguments and the epoch."""
 
     @property
     def shape(self) -> StaticShape | None:
-        """The static shape of every batch; None where each batch has its own."""
+        """The static shape of every batch; None if each batch has its own."""
         ...
 
     @property
     def buckets(self) -> np.ndarray | None:
-        """int32 (n,): the bucket of each utterance, all of a batch in one; None without any."""
+        """int32 (n,), the bucket of each utterance; None for a strategy without buckets."""
         ...
 
     def plan(self, epoch: int) -> EpochPlan:

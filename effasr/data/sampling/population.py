@@ -14,7 +14,7 @@ from effasr.data.sampling.plan import EpochPlan, Planner, UtteranceLengths
 from effasr.data.sampling.shuffle import shuffled
 
 Population = Callable[[int], np.ndarray]
-"""The utterances of an epoch, int32 (p,), with repetitions."""
+"""Maps an epoch to its utterances, int32 (p,), with repetitions."""
 
 
 def population(
@@ -25,22 +25,22 @@ def population(
     seed: int,
     epoch: int,
 ) -> np.ndarray:
-    """The utterances of an epoch to which every source contributes its quota; a pure function.
+    """Draw the utterances of an epoch so that every source contributes its quota.
 
-    The utterances of a source, shuffled anew for each pass, follow one another without end. Each
-    epoch takes the next stretch of ``quotas[s]``: an utterance is in the epoch in which it begins.
-    As every pass is equally long, any epoch is found at once, whatever came before; none is drawn
-    twice more often than another of its source, and quotas are met but for one utterance.
+    A pure function. Each source is an endless sequence of its utterances, shuffled anew for each
+    pass. An epoch takes the next ``quotas[s]`` of it; an utterance belongs to the epoch in which it
+    begins. As all passes are equally long, any epoch is computed directly. Quotas are met to within
+    one utterance, and utterances of a source are drawn equally often to within one or two.
 
     Args:
         sources: int (n,), the source of each utterance.
-        amounts: int (n,), what each utterance counts for, such as its samples; at least 1.
-        quotas: What each source contributes to an epoch, in the unit of ``amounts``.
+        amounts: int (n,), size of each utterance, such as its samples; at least 1.
+        quotas: Contribution of each source to an epoch, in the unit of ``amounts``.
         seed: Seed of the run.
         epoch: Number of the epoch.
 
     Returns:
-        int32 (p,), grouped by source, for a planner to shuffle.
+        int32 (p,), grouped by source; the planner shuffles them.
 
     Raises:
         ValueError: A source with a quota has no utterance, or an amount is less than 1.
@@ -66,12 +66,12 @@ def population(
 
 @dataclass(frozen=True, slots=True)
 class PopulationPlanner:
-    """Plans each epoch's own population as another planner plans a corpus.
+    """Plans the population of each epoch with another planner.
 
     Attributes:
-        make: Makes that planner for utterances of these lengths.
-        lengths: Of all utterances.
-        population: Which of them an epoch has.
+        make: Makes the planner for utterances of given lengths.
+        lengths: Lengths of all utterances.
+        population: Maps an epoch to its utterances.
     """
 
     make: Callable[[UtteranceLengths], Planner]
@@ -80,12 +80,12 @@ class PopulationPlanner:
 
     @property
     def shape(self) -> StaticShape | None:
-        """The static shape of every batch; None where each batch has its own."""
+        """The static shape of every batch; None if each batch has its own."""
         return self.make(self.lengths).shape
 
     @property
     def buckets(self) -> np.ndarray | None:
-        """int32 (n,), as if every utterance were drawn once."""
+        """int32 (n,), the buckets of a plan with every utterance once."""
         return self.make(self.lengths).buckets
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -103,7 +103,7 @@ class PopulationPlanner:
 def _stretch(
     members: np.ndarray, amounts: np.ndarray, begin: int, end: int, seed: int
 ) -> list[np.ndarray]:
-    """The utterances that begin in ``begin .. end - 1`` of a source's endless sequence."""
+    """Return the utterances that begin in ``[begin, end)`` of a source's endless sequence."""
     total = int(amounts.sum(dtype=np.int64))
     first, last = begin // total, (end - 1) // total
 
@@ -116,7 +116,7 @@ def _stretch(
 
     if first == last:
         return [of_pass(first)]
-    # The passes between are whole; their order does not matter, as the planner has its own.
+    # Passes in between are complete; their order does not matter, as the planner shuffles.
     return [of_pass(first), *[members] * (last - first - 1), of_pass(last)]
 
 

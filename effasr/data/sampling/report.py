@@ -15,28 +15,28 @@ from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """Figures of one or more planned epochs; ratios are parts of one.
+    """Figures of one or more planned epochs; shares are fractions of one.
 
-    A batch is a micro-batch, which a rank runs at a time; a step is that of all ranks.
+    A batch is a micro-batch, which one rank runs; a step is a global step of all ranks.
 
     Attributes:
         steps: Global steps.
-        planned: Utterances planned, each as often as it is.
-        deferred: Utterances that the last of the epochs leaves out, or for the next.
-        batch_utterances: Utterances of a batch, on average.
-        batch_audio_seconds: Audio of a batch, on average.
-        padding_frames: Share of the encoder's rows that no utterance fills.
-        padding_tokens: Share of the decoder's rows that no utterance fills.
-        padding_flops: Share of the FLOPs that is spent on such rows.
-        padding_cells: Share of the cells, frames times tokens, of a transducer's lattices that
-            lies outside the utterances.
-        rank_imbalance_mean: By how much the FLOPs of a step's busiest rank exceed the mean of its
-            ranks, over all steps.
-        rank_imbalance_p99: Likewise, of which one step in a hundred has more.
-        bucket_mismatch: Share of the steps in which not all ranks drew the same bucket; None for
-            a strategy without buckets.
-        step_flops: FLOPs of a step, forward, on average.
-        flops_per_audio_hour: Likewise, of an hour of audio.
+        planned: Utterances planned, counted with repetitions.
+        deferred: Utterances that the last epoch leaves out or to the next.
+        batch_utterances: Mean utterances of a batch.
+        batch_audio_seconds: Mean seconds of audio of a batch.
+        padding_frames: Share of the encoder's rows that are padding.
+        padding_tokens: Share of the decoder's rows that are padding.
+        padding_flops: Share of the FLOPs spent on padding.
+        padding_cells: Share of the cells (frames times tokens) of a transducer's lattices that are
+            padding.
+        rank_imbalance_mean: Mean over steps of the FLOPs of the busiest rank relative to the mean
+            of the ranks, minus 1.
+        rank_imbalance_p99: 99th percentile of the same.
+        bucket_mismatch: Share of the steps in which the ranks drew different buckets; None for a
+            strategy without buckets.
+        step_flops: Mean forward FLOPs of a step.
+        flops_per_audio_hour: Forward FLOPs per hour of audio.
     """
 
     steps: int
@@ -65,22 +65,21 @@ def measure(
     shape: StaticShape | None,
     buckets: np.ndarray | None = None,
 ) -> PlanReport:
-    """Add up what plans execute and what of it the utterances need.
+    """Add up what plans execute and what the utterances need.
 
-    With a static shape, every micro-batch has the rows of its budgets; the tail costs what is
-    linear in rows, since no utterance attends to it. Without, micro-batches are padded: each of
-    their utterances costs as much as one that has the most frames and the most tokens of them.
+    With a static shape, every micro-batch has the rows of its budgets; padding rows cost the linear
+    terms only, since no utterance attends to them. Otherwise micro-batches are padded: each of
+    their utterances costs as much as one with the batch's most frames and most tokens.
 
     Args:
-        plans: Of one epoch or several, with the same micro-batches in a step.
-        lengths: Of the utterances.
-        seconds: float64 (n,), their durations.
-        cost: FLOPs by lengths.
-        world_size: Ranks; micro-batch m of a step belongs to rank m modulo their number. Where
-            they cannot share a step evenly, some have an empty micro-batch in its last round.
+        plans: Plans of one or more epochs, with equal micro-batches per step.
+        lengths: Lengths of the utterances.
+        seconds: float64 (n,), durations of the utterances.
+        cost: Cost model.
+        world_size: Number of ranks; micro-batch m of a step belongs to rank m modulo it. If they
+            cannot share a step evenly, some ranks have an empty micro-batch in its last round.
         shape: The static shape; None for padded micro-batches.
-        buckets: int (n,), the bucket of each utterance, one for all of a micro-batch; None for a
-            strategy without buckets.
+        buckets: int (n,), the bucket of each utterance; None for a strategy without buckets.
 
     Raises:
         ValueError: There is no plan, or ``world_size`` is less than 1.
@@ -94,7 +93,7 @@ def measure(
     plans = [_shared(plan, rounds * world_size) for plan in plans]
     parts = [_work(plan, lengths, seconds, cost, shape) for plan in plans]
     work = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    # A rank runs its micro-batches one after the other, and waits at the end of the step.
+    # A rank runs its micro-batches one after the other and waits at the end of the step.
     uneven = imbalance(work["flops_run"], rounds * world_size, world_size)
     audio = float(work["seconds"].sum())
     total = float(work["flops_run"].sum(dtype=np.float64))
@@ -118,7 +117,7 @@ def measure(
 
 
 def _shared(plan: EpochPlan, micro_batches: int) -> EpochPlan:
-    """The plan with so many micro-batches in a step, of which the last ones are empty."""
+    """Append empty micro-batches to each step, up to this number."""
     extra = micro_batches - plan.micro_batches
     if not extra:
         return plan
@@ -135,7 +134,7 @@ def _work(
     cost: CostModel,
     shape: StaticShape | None,
 ) -> dict[str, np.ndarray]:
-    """Sums of each micro-batch: what utterances need, and with ``run`` what is executed."""
+    """Sum each micro-batch: what utterances need, and as ``*_run`` what is executed."""
     frames = lengths.frames[plan.indices].astype(np.int64)
     tokens = lengths.tokens[plan.indices].astype(np.int64)
     count = np.diff(plan.offsets)
@@ -170,7 +169,7 @@ def _work(
 
 
 def _reduce(function: np.ufunc, values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Apply to each micro-batch; 0 where it is empty, of which numpy's own makes no case."""
+    """Reduce each micro-batch; 0 where it is empty, a case that ``ufunc.reduceat`` gets wrong."""
     reduced = np.zeros(len(offsets) - 1, dtype=values.dtype)
     filled = np.flatnonzero(np.diff(offsets))
     if filled.size:
@@ -181,7 +180,7 @@ def _reduce(function: np.ufunc, values: np.ndarray, offsets: np.ndarray) -> np.n
 def _mismatch(
     plans: Sequence[EpochPlan], buckets: np.ndarray | None, world_size: int
 ) -> float | None:
-    """Share of the steps in which ranks run different buckets at the same time."""
+    """Return the share of the steps in which ranks run different buckets at the same time."""
     if buckets is None:
         return None
     differ = []
@@ -197,6 +196,6 @@ def _mismatch(
 
 
 def _unused(used: np.ndarray, executed: np.ndarray) -> float:
-    # In floats: the FLOPs of a large corpus exceed int64.
+    # In floats, because the FLOPs of a large corpus exceed int64.
     total = float(executed.sum(dtype=np.float64))
     return 1 - float(used.sum(dtype=np.float64)) / total if total else 0.0

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of ``0 .. count - 1`` that depends on the arguments alone.
+    """Return a permutation of ``0 .. count - 1`` that depends on the arguments alone.
 
     Every index is hashed together with seed and epoch, and the hashes are sorted.
 
@@ -17,10 +17,10 @@ def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def hashes(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Random numbers for ``0 .. count - 1`` that depend on the arguments alone.
+    """Return pseudo-random numbers for ``0 .. count - 1`` that depend on the arguments alone.
 
     Returns:
-        uint64 (count,), uniform.
+        uint64 (count,), uniformly distributed.
 
     References:
         The hash is SplitMix64's: Steele et al., 2014, https://doi.org/10.1145/2714064.2660195.

@@ -1,7 +1,7 @@
 """Makes the planner of a batching strategy.
 
-``packed`` fills static shapes. The others are the batches of other toolkits, made by lhotse's
-samplers from lengths alone, to measure and to train against.
+``packed`` fills static shapes. The other strategies produce the batches of other toolkits, made by
+lhotse's samplers from lengths alone, for comparison and for training.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def planner(
     Args:
         strategy: One of `STRATEGIES`.
         lengths: Frames and tokens of the utterances.
-        shape: Budgets of a micro-batch: what ``packed`` fills, and what the others' batch sizes
-            are derived from.
+        shape: Budgets of a micro-batch, which ``packed`` fills and from which the batch sizes of
+            the other strategies are derived.
         micro_batches: Micro-batches of a global step, over all ranks.
-        world_size: Number of ranks; anything but ``packed`` gives each as many micro-batches.
+        world_size: Number of ranks; all strategies but ``packed`` give each as many micro-batches.
         seed: Seed of the run.
-        options: Of the strategies other than ``packed``.
-        population: The utterances of an epoch, with repetitions; by default every one once.
-        cost: By what ``packed`` balances the ranks.
-        epoch_end: Of ``packed``; see `plan_epoch`.
+        options: Options of the strategies other than ``packed``.
+        population: Utterances of an epoch, with repetitions; by default each once.
+        cost: Cost model by which ``packed`` balances the ranks.
+        epoch_end: End of an epoch with ``packed``; see `plan_epoch`.
 
     Raises:
-        ValueError: An argument is out of range, does not suit the strategy, or an utterance fits
+        ValueError: An argument is out of range or does not suit the strategy, or an utterance fits
             in no micro-batch.
     """
     options = options or StrategyOptions()
@@ -69,7 +69,7 @@ def planner(
             f"`micro_batches` must be a multiple of the number of ranks, {world_size}, for "
             f"strategy {strategy}, but is {micro_batches}: use {nearest}, or strategy packed."
         )
-    # Here, so that a configuration does not need lhotse.
+    # Imported here so that a configuration does not need lhotse.
     from effasr.data.sampling.lhotse_samplers import LhotsePlanner
 
     make = partial(
@@ -86,7 +86,7 @@ def planner(
 
 @dataclass(frozen=True, slots=True)
 class PackedPlanner:
-    """The planner of ``packed``; the ``arguments`` are those of `plan_epoch`."""
+    """The planner of ``packed``; ``arguments`` are those of `plan_epoch`."""
 
     lengths: UtteranceLengths
     shape: StaticShape

@@ -42,7 +42,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; special tokens are skipped.
+        """Return the text of token ids; special tokens are skipped.
 
         Raises:
             ValueError: An id is outside the vocabulary.
@@ -50,7 +50,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def prompt(self, prompt: Prompt) -> list[int]:
-        """What the decoder reads before it writes.
+        """Return the tokens that the decoder reads before it writes.
 
         Raises:
             UnknownLanguageError: The tokenizer has no such language.
@@ -58,7 +58,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def count_unknown(self, ids: Iterable[int]) -> int:
-        """How many of these ids stand for text that the vocabulary cannot spell."""
+        """Return how many of these ids stand for text that the vocabulary cannot spell."""
 
     @abstractmethod
     def save(self, directory: str | Path) -> None:
@@ -93,7 +93,7 @@ def check_language(language: str, known: Collection[str], what: str) -> None:
 
 
 def check_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
-    """The ids as a list.
+    """Return the ids as a list.
 
     Raises:
         ValueError: One is outside the vocabulary.

@@ -14,7 +14,7 @@ from effasr.data.tokenizer.base import Tokenizer, check_ids, check_language
 
 TOKENIZER_FILE = "tokenizer.json"
 VOCABULARY_FILE, MERGES_FILE, _ADDED_FILE = "vocab.json", "merges.txt", "added_tokens.json"
-"""What older checkpoints have in place of ``tokenizer.json``."""
+"""Files of older checkpoints instead of ``tokenizer.json``."""
 
 TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
 """A token of Whisper's for a time."""
@@ -162,7 +162,7 @@ class ParakeetTokenizer(HuggingFaceTokenizer):
 
 
 def find_blank(vocabulary: Mapping[str, int]) -> int | None:
-    """The blank of a Parakeet; None where these are the tokens of another model."""
+    """Return the blank of a Parakeet; None where these are the tokens of another model."""
     if _BLANK in vocabulary:
         return vocabulary[_BLANK]
     last = vocabulary.get(_PAD)
@@ -198,7 +198,7 @@ def read_tokenizer_json(path: Path) -> Any:
 
 
 def _from_vocabulary(folder: Path) -> Any:
-    """The tokenizer of the three files that older checkpoints of Whisper have."""
+    """Return the tokenizer of the three files that older checkpoints of Whisper have."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     try:

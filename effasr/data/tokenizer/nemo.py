@@ -11,7 +11,7 @@ from effasr.data.tokenizer.base import check_ids, check_language
 from effasr.data.tokenizer.sentence_piece import AggregateTokenizer, read_metadata, read_models
 
 NEMO_FILE = "nemo_tokenizer.json"
-"""What makes a folder one of these."""
+"""File that identifies such a folder."""
 
 SPECIAL = "spl_tokens"
 """The model of the special tokens of an aggregate tokenizer, where NeMo looks for them."""
@@ -190,7 +190,7 @@ class NeMoTokenizer(AggregateTokenizer):
             )
 
     def _find_places(self, tags: set[str]) -> dict[str, int]:
-        """The model of each language; of a Canary's, those that its prompts can name."""
+        """Return the model of each language; of a Canary's, those that its prompts can name."""
         places = {name: place for place, name in enumerate(self._names) if name != SPECIAL}
         for name, short in _SHORT.items():
             if name in places:

@@ -16,7 +16,7 @@ from effasr.data.prompt import Prompt
 from effasr.data.tokenizer.base import Tokenizer, check_ids, check_language
 
 METADATA_FILE = "effasr_tokenizer.json"
-"""What makes a folder one of ours: Hugging Face's folders have ``tokenizer.json``."""
+"""File that identifies a folder of effasr: Hugging Face's folders have ``tokenizer.json``."""
 
 _VERSION = 1
 _PAD, _EOS, _START = "<pad>", "<|endoftext|>", "<|startoftranscript|>"
@@ -154,7 +154,7 @@ class SentencePieceTokenizer(AggregateTokenizer):
 
 
 def read_metadata(path: Path, remedy: str) -> dict[str, Any]:
-    """The metadata of an `AggregateTokenizer`.
+    """Return the metadata of an `AggregateTokenizer`.
 
     Raises:
         ValueError: The file cannot be read, or another version wrote it; the message ends with

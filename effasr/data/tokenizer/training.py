@@ -12,17 +12,34 @@ import sentencepiece
 
 from effasr.data.tokenizer.sentence_piece import SentencePieceTokenizer
 
+ModelType = Literal["unigram", "bpe"]
+
 _MAX_SENTENCES = 2_000_000
 # A fixed number, not the machine's: the sums of the training depend on it.
 _THREADS = 4
+
+
+class VocabularyTooSmall(ValueError):
+    """A vocabulary cannot hold the characters of a language.
+
+    Attributes:
+        needed: Pieces that it must have at least.
+    """
+
+    def __init__(self, language: str, vocab_size: int, needed: int) -> None:
+        super().__init__(
+            f"`vocab_size` must be at least {needed}, the characters of {language!r}, "
+            f"but is {vocab_size}: raise it, or clean the transcripts of rare characters."
+        )
+        self.needed = needed
 
 
 def train_tokenizer(
     texts_by_language: Mapping[str, Iterable[str]],
     out: str | Path,
     *,
-    vocab_size: int = 1024,
-    model_type: Literal["unigram", "bpe"] = "unigram",
+    vocab_size: int | Mapping[str, int] = 1024,
+    model_type: ModelType = "unigram",
     byte_fallback: bool = False,
     sources: Sequence[str] = (),
 ) -> SentencePieceTokenizer:
@@ -34,7 +51,8 @@ def train_tokenizer(
     Args:
         texts_by_language: Transcripts by language code.
         out: The folder to write.
-        vocab_size: Pieces of each language; a small corpus gets as many as it can fill.
+        vocab_size: Pieces of each language, or of all languages by their names; a small corpus gets
+            as many as it can fill.
         model_type: ``unigram`` or ``bpe``.
         byte_fallback: Spell unseen characters as UTF-8 bytes (256 more pieces each).
         sources: Languages that are spoken but never written (translated from).
@@ -48,8 +66,12 @@ def train_tokenizer(
     if not texts_by_language:
         raise ValueError("`texts_by_language` must name at least one language, but is empty.")
     models = {
-        language: _train(
-            language, texts_by_language[language], vocab_size, model_type, byte_fallback
+        language: train_model(
+            language,
+            texts_by_language[language],
+            vocab_size if isinstance(vocab_size, int) else vocab_size[language],
+            model_type,
+            byte_fallback=byte_fallback,
         )
         for language in sorted(texts_by_language)
     }
@@ -58,9 +80,20 @@ def train_tokenizer(
     return tokenizer
 
 
-def _train(
-    language: str, texts: Iterable[str], vocab_size: int, model_type: str, byte_fallback: bool
+def train_model(
+    language: str,
+    texts: Iterable[str],
+    vocab_size: int,
+    model_type: ModelType,
+    *,
+    byte_fallback: bool = False,
 ) -> bytes:
+    """Train a SentencePiece model of one language, and return it serialised.
+
+    Raises:
+        VocabularyTooSmall: ``vocab_size`` cannot hold the characters.
+        ValueError: There is no text.
+    """
     lines = _lines(texts)
     first = next(lines, None)
     if first is None:
@@ -95,10 +128,7 @@ def _train(
         needed = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
         if needed is None:
             raise ValueError(f"SentencePiece cannot train {language!r}: {error}") from error
-        raise ValueError(
-            f"`vocab_size` must be at least {needed[1]}, the characters of {language!r}, "
-            f"but is {vocab_size}: raise it, or clean the transcripts of rare characters."
-        ) from error
+        raise VocabularyTooSmall(language, vocab_size, int(needed[1])) from error
     return model.getvalue()
 
 

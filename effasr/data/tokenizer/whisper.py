@@ -91,7 +91,7 @@ class WhisperTokenizer(HuggingFaceTokenizer):
         return [self._vocabulary[name] for name in names]
 
     def generation(self, prompt: Prompt) -> dict[str, Any]:
-        """What transformers' ``generate`` must know of these tokens."""
+        """Return the settings of transformers' ``generate`` for these tokens."""
         vocabulary = self._vocabulary
         facts: dict[str, Any] = {
             "is_multilingual": self.is_multilingual,
@@ -108,5 +108,5 @@ class WhisperTokenizer(HuggingFaceTokenizer):
 
 
 def is_whisper(vocabulary: Mapping[str, int]) -> bool:
-    """Whether these are the tokens of a Whisper model."""
+    """Return whether these are the tokens of a Whisper model."""
     return _START in vocabulary and _NOTIMESTAMPS in vocabulary

@@ -45,8 +45,8 @@ def _capture(step: Step) -> tuple[Callable[[], Any], Tensor]:
             step()
     here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    # Other threads pin memory for coming batches meanwhile, which would break the recording if it
-    # were not of this thread alone.
+    # Other threads meanwhile pin memory for later batches, which would invalidate a recording that
+    # covers all threads.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         output = step()
     return graph.replay, output
@@ -59,9 +59,9 @@ class Readback:
     is copied to pinned memory behind its step. On a CPU there is nothing to wait for.
 
     Args:
-        rows: Of each result.
+        rows: Rows of each result.
         ahead: Steps that may be queued while the host reads the result of the one before them.
-        device: Of the results.
+        device: Device of the results.
     """
 
     def __init__(self, rows: int, ahead: int, device: torch.device) -> None:

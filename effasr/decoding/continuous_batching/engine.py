@@ -35,7 +35,7 @@ class Utterance:
 
     Attributes:
         name: Returned with the result; of any type.
-        prompt: At least one token.
+        prompt: Prompt of at least one token.
         limit: Most tokens after the prompt, at least one.
     """
 
@@ -66,7 +66,7 @@ class Utterance:
         return self._finished
 
     def result(self) -> Decoded:
-        """The transcript."""
+        """Return the transcript."""
         return Decoded(tuple(self._said), self._truncated)
 
 
@@ -109,14 +109,14 @@ class Engine:
         """Allocate the caches, and capture the step.
 
         Args:
-            model: With a decoder, in evaluation mode.
+            model: Model with a decoder, in evaluation mode.
             eos_id: The end token.
             classes: Number of the model's classes that are tokens; all by default.
             slots: Utterances at a time.
-            max_frames: Most encoder frames of one.
+            max_frames: Most encoder frames of one utterance.
             frame_budget: Most encoder frames of all at a time, unless one alone has more; unlimited
                 by default.
-            pages: For all tokens and for all frames at a time; by default as many as could be
+            pages: Pages for all tokens and for all frames at a time; by default as many as could be
                 needed.
             paged: Whether the caches are paged; by default on a GPU.
             graph: Whether a GPU captures the step, which does not pay for a few utterances.
@@ -267,7 +267,7 @@ class Engine:
             self._admit([next(free) for _ in entering], entering)
 
     def _next(self, slots: int, *, alone: bool) -> list[_Waiting]:
-        """The utterances that have waited longest and fit together into the free slots."""
+        """Return the utterances that have waited longest and fit together into the free slots."""
         chosen: list[_Waiting] = []
         rooms: list[int] = []
         frames: list[int] = []

@@ -21,12 +21,12 @@ _ROWS = 64
 _LONGEST = 1024
 """Most tokens of a context."""
 _CACHE_BYTES = 64 << 20
-"""Of cached scores: hypotheses of a beam share contexts."""
+"""Size of the cache of scores, which hypotheses of a beam share."""
 _STATE_BYTES = 512 << 20
 _MOST_TOKENS = 1 << 15
-"""Of cached keys and values; what does not fit is computed again."""
+"""Tokens in the cache of keys and values; others are computed again."""
 _PASS_BYTES = 256 << 20
-"""Of keys and values that are read at a time."""
+"""Bytes of keys and values that are read at a time."""
 
 
 class NeuralLM:
@@ -118,8 +118,8 @@ class NeuralLM:
         """Score every token after each context, continuing from its cached beginning.
 
         Args:
-            contexts: To be scored.
-            asked: Those of all hypotheses; others may be removed from the cache.
+            contexts: Contexts to score.
+            asked: Contexts of all hypotheses; others may be removed from the cache.
         """
         assert self._cache is not None
         for length in sorted({len(context) + 1 for context in contexts}):
@@ -171,7 +171,7 @@ class NeuralLM:
 
 
 def _parts(cache: Any) -> list[Tensor]:
-    """Keys and values of each layer, (texts, heads, tokens, width) each."""
+    """Return keys and values of each layer, (texts, heads, tokens, width) each."""
     return [part for layer in cache.layers for part in (layer.keys, layer.values)]
 
 

@@ -67,7 +67,7 @@ class TokenNgrams:
         """Index n-grams by context.
 
         Args:
-            ngrams: By length, from 1 on: log10 of probability and of back-off weight.
+            ngrams: N-grams by length, from 1 on, with log10 of probability and of back-off weight.
             vocab_size: V.
             eos_id: The token for ``</s>``.
             unknown: log10 of the probability of a token without unigram.
@@ -99,7 +99,7 @@ class TokenNgrams:
         return torch.from_numpy(found).to(symbols.device).unflatten(0, symbols.shape[:2])
 
     def _known(self, tokens: Sequence[int]) -> Context:
-        """The longest suffix of these tokens, after one ``<s>``, that is a context."""
+        """Return the longest suffix of these tokens, after one ``<s>``, that is a context."""
         said = [token for token in tokens if token != _BEGIN]
         context = (_BEGIN, *said) if len(said) < self.order - 1 else tuple(said)
         context = context[max(0, len(context) - self.order + 1) :]
@@ -108,7 +108,7 @@ class TokenNgrams:
         return context
 
     def _computed(self, context: Context) -> np.ndarray:
-        """Log-probabilities of all tokens, float64 (V,)."""
+        """Return log-probabilities of all tokens, float64 (V,)."""
         if context:
             every = self._follow(context[1:]) + self._backoffs.get(context, 0.0)
         else:
@@ -160,7 +160,7 @@ def load_ngrams(path: str | Path, vocab_size: int, eos_id: int) -> TokenNgrams:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that are not empty, with their numbers."""
+    """Yield the lines that are not empty, with their numbers."""
     opened = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8") as file:
@@ -182,7 +182,7 @@ def _count(path: Path, number: int, line: str) -> int:
 
 
 def _entry(path: Path, number: int, line: str, length: int) -> tuple[list[str], float, float]:
-    """The words of a line, and log10 of their probability and of their back-off weight."""
+    """Return the words of a line, and log10 of their probability and of their back-off weight."""
     parts = line.split()
     try:
         probability = float(parts[0])

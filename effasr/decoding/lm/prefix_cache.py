@@ -21,8 +21,8 @@ class PrefixCache:
     Args:
         width: Numbers per token, in all layers.
         limit: Most tokens.
-        dtype: Of the numbers.
-        device: Of the numbers.
+        dtype: Data type of the numbers.
+        device: Device of the numbers.
     """
 
     def __init__(self, width: int, limit: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class PrefixCache:
         return 0
 
     def read(self, beginnings: Iterable[Text]) -> Tensor:
-        """Keys and values of cached prefixes of one length: (texts, tokens, width)."""
+        """Return keys and values of cached prefixes of one length: (texts, tokens, width)."""
         places = [self._places[text] for text in beginnings]
         return self._rows[torch.tensor(places, device=self._rows.device)]
 
@@ -51,7 +51,7 @@ class PrefixCache:
         """Cache the last tokens of texts whose other tokens are cached, if there is room.
 
         Args:
-            texts: Of one length.
+            texts: Texts of equal length.
             values: (texts, tokens, width).
 
         Returns:

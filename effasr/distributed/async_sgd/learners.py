@@ -1,13 +1,13 @@
 """Learners: groups of ranks that train without waiting for the other groups.
 
 Within a learner, ranks exchange gradients as with ddp. Learners share a queue of work items
-(`effasr.distributed.async_sgd.work_queue`): each takes the next item when it has time, so that
-nobody waits for a slow learner, and an epoch still has each utterance once. They synchronize where
-a validation or a checkpoint is due, at the end, and when the run is to stop: nobody begins an item
-beyond, items that nobody began go to the learner that arrives first, and when all are finished the
-learners that are left (`effasr.distributed.async_sgd.membership`) continue together.
+(`effasr.distributed.async_sgd.work_queue`): each takes the next item when it is ready, so that a
+slow learner delays nobody and an epoch still has each utterance once. Learners synchronize for a
+validation, a checkpoint, the end of the run or a request to stop: no learner begins an item beyond
+that step, items that were not begun go to the learner that arrives first, and when all are finished
+the remaining learners (`effasr.distributed.async_sgd.membership`) continue together.
 
-A step of the run is a step of the plan: with G learners, G updates, each of one G-th of it.
+With G learners, a step of the plan consists of G updates, each on one G-th of its data.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ T_co = TypeVar("T_co", bound=WorkData, covariant=True)
 _TRAIN, _OTHER, _PASS, _SYNC, _WAIT, _FAIL = range(6)
 _STOP = "stop"
 _POLL_S = 0.03
-# Well below any time after which a rank counts as lost.
+# Well below any timeout of a lost rank.
 _WAIT_S = 0.5
 
 
@@ -62,7 +62,7 @@ class WorkLoader(Protocol, Generic[T_co]):
         ...
 
     def position(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step of the run, and its number there."""
+        """Return the epoch of a step of the run, and its index there."""
         ...
 
 
@@ -70,7 +70,7 @@ class Learners:
     """The learner of this process: ``size`` neighbouring ranks among all.
 
     Attributes:
-        context: All ranks that are left.
+        context: All remaining ranks.
         own: Ranks of this learner, of which the first is the leader.
         count: Number of learners of the run, lost ones included.
         left: Numbers of the learners at the last synchronization.
@@ -78,7 +78,7 @@ class Learners:
         made: Steps that this learner has made, and those of the run before it was resumed.
         step: Step that the run has reached.
         epoch: Epoch of the step before.
-        position: Epoch of the next step, and its number there.
+        position: Epoch of the next step, and its index there.
         stopped: Whether the run was asked to stop here.
     """
 
@@ -149,14 +149,14 @@ class Learners:
                 self._warn_of_loss,
             )
         self.store.add(f"made/{self.number}", 0)
-        # From here on, all members have a heartbeat.
+        # From here on, all members send heartbeats.
         self._all.barrier()
         try:
             with self.membership or nullcontext(), closing(self._work(loader)) as work:
                 yield work
         except BaseException as error:
             if isinstance(error, TrainingFailed | ValueError):
-                # Bad data or settings concern all learners.
+                # Invalid data or settings concern all learners.
                 with suppress(RuntimeError):
                     self.store.compare_set("ending", "", str(error))
             raise
@@ -174,19 +174,19 @@ class Learners:
         self.made += 1
         if self._queue is not None:
             if self.membership is not None:
-                # A learner that others have given up must not write any more.
+                # A learner that the others consider lost must not write any more.
                 self.membership.check()
             self._queue.finish(item)
             if stopping:
                 self.store.compare_set("ending", "", _STOP)
             self.store.add(f"made/{self.number}", 1)
             done = self.store.add(f"finished/{self._begun_at}", 1) // self.count
-            # The last of them is reached when all have synchronized.
+            # The last steps are complete only after the synchronization.
             self._done = min(self._begun_at + done, self._sync_step - 1)
         return self.step
 
     def steps_of_all(self) -> list[int]:
-        """Return the steps that each learner has made since this run was started."""
+        """Return the steps that each learner has made since this start of the run."""
         keys = [f"made/{number}" for number in range(self.count)]
         return [int(value) for value in self.store.multi_get(keys)]
 
@@ -207,7 +207,7 @@ class Learners:
                     self._taken += 1
                     ahead = next(loaded)
                 elif move == _OTHER:
-                    # Seldom, and out of order: not worth a place in the queue of the workers.
+                    # Rare, and out of order: loaded here instead of in the queue of the workers.
                     yield loader.load(value)
                 elif move == _WAIT:
                     self._on_wait()
@@ -234,7 +234,7 @@ class Learners:
         return f"reserved/{self.number}/{number}"
 
     def _agree(self, ahead: int) -> tuple[int, int]:
-        """Return the leader's decision about the next move, on all ranks of the learner."""
+        """Broadcast the leader's decision about the next action to all ranks of the learner."""
         move = torch.zeros(3, dtype=torch.int64)
         failure = None
         if self._queue is not None:
@@ -250,7 +250,7 @@ class Learners:
         return kind, value
 
     def _decide(self, ahead: int) -> tuple[int, int]:
-        """Decide about the next move, given the item that this learner has reserved and loaded."""
+        """Decide about the next action, given the item that this learner has loaded."""
         queue, membership = self._queue, self.membership
         assert queue is not None
         assert membership is not None
@@ -262,7 +262,7 @@ class Learners:
                 if ahead < limit * self.count:
                     return (_TRAIN if self._try_begin(queue, ahead) else _PASS), ahead
                 unfinished = queue.unfinished(self._begun_at * self.count, limit * self.count)
-                # The last of them first: their owners begin with the first.
+                # Backwards, because the learners that reserved them begin with the first.
                 for item in reversed(unfinished):
                     if self._try_begin(queue, item, membership.lost):
                         return _OTHER, item
@@ -275,14 +275,14 @@ class Learners:
         return _WAIT, 0
 
     def _try_begin(self, queue: WorkQueue, item: int, lost: frozenset[int] = frozenset()) -> bool:
-        """Begin an item that nobody else has begun but learners that are lost."""
+        """Begin an item that no other learner has begun, except lost ones."""
         if not queue.begin(item) and not (lost and queue.seize(item, lost)):
             return False
         self._begun = max(self._begun, item // self.count + 1)
         return True
 
     def _limit(self, membership: Membership) -> int | None:
-        """Return the step at which all synchronize; None while a stop is being agreed on.
+        """Return the step at which all synchronize; None while learners agree on a stop.
 
         Raises:
             TrainingFailed: A learner failed for a reason that concerns all.
@@ -305,21 +305,21 @@ class Learners:
         return min(self._sync_step, int(store.get("limit")))
 
     def _begin(self) -> None:
-        """Begin to train towards the next synchronization."""
+        """Start training towards the next synchronization."""
         self._begun_at = self._begun = self._done = self.step
         self._sync_step = self._next_sync_step(self.step)
         self._arrived = False
         self._on_begin()
 
     def _synchronize(self, reached: int) -> None:
-        """Agree with the learners that are left on the step that the run has reached."""
+        """Agree with the remaining learners on the step that the run has reached."""
         self.left, size = self.own.broadcast(self.left), self.own.size
         ranks = [size * learner + rank for learner in self.left for rank in range(size)]
         if len(ranks) < self.context.size:
             self.context = self._all.subgroup(ranks)
             self._all.survivors.append(self.context)
             clear_failure(self.store)
-        # A learner that saw the request to stop late may be further, and all of it is finished.
+        # A learner that saw the request to stop late may be ahead; all of its items are finished.
         seen = self.context.all_gather((reached, self._halted))
         self.step = max(step for step, _ in seen)
         self.stopped = any(halted for _, halted in seen)
@@ -334,8 +334,8 @@ class Learners:
 
     def _warn_of_loss(self, learner: int) -> None:
         log.warning(
-            "learner %d is lost, near step %d: the others go on, and train what it has left. Of "
-            "what it had trained, that is kept which reached a neighbour.",
+            "learner %d is lost, near step %d: the others continue and train its other items. Its "
+            "last updates are kept if they reached a neighbour.",
             learner,
             self.step,
         )

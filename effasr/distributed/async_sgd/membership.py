@@ -1,4 +1,4 @@
-"""Membership of learners: heartbeats, lost learners, and who takes part in a synchronization."""
+"""Membership of learners: heartbeats, lost learners, and the participants of synchronizations."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class LeftOut(RuntimeError):
 class Membership:
     """The learners of a run; a thread of each leader sends a heartbeat to the store.
 
-    A learner is lost when it reports so, when it was silent for ``timeout_s``, or when a connection
-    to it broke and it is silent. Learners notice that at different times, so who is left is decided
-    at a synchronization, by the first learner that finds all there who are not lost.
+    A learner is lost when it reports a failure, when it was silent for ``timeout_s``, or when a
+    connection to it broke and it is silent. Learners notice that at different times, so the
+    remaining learners are determined at a synchronization, by the first learner that finds all of
+    them there.
 
     Args:
         store: Store that all leaders share; used by nothing else.
@@ -68,9 +69,9 @@ class Membership:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Stop the heartbeat; after an error, tell the others at once."""
+        """Stop the heartbeat; after an error, inform the others at once."""
         self._ended.set()
-        # Not for ever, because the store may be gone.
+        # With a timeout, because the store may be gone.
         self._thread.join(2 * BEAT_S)
         if error is not None:
             try:
@@ -80,12 +81,12 @@ class Membership:
 
     @property
     def lost(self) -> frozenset[int]:
-        """Lost learners, as far as this one knows."""
+        """Lost learners known to this one."""
         return self._lost
 
     @property
     def left(self) -> list[int]:
-        """Other learners that are not lost, as far as this one knows."""
+        """Other learners that are not known to be lost."""
         return [other for other in self._others if other not in self._lost]
 
     def suspect(self, learner: int) -> None:
@@ -97,17 +98,17 @@ class Membership:
         key = f"present/{self._synchronizations}"
         if self._store.check([key]) and self._learner not in json.loads(self._store.get(key)):
             raise LeftOut(
-                f"learner {self._learner} was silent for too long, and the others go on without "
+                f"learner {self._learner} was silent for too long, and the others continue without "
                 "it: if it was only slow, raise training.gossip.timeout_s."
             )
 
     def try_synchronize(self) -> list[int] | None:
-        """Report that this learner has arrived; return who is there, None while some are missing.
+        """Report the arrival of this learner; return the learners present, or None.
 
-        It is called again and again until all are there.
+        None means that some are missing: it is called repeatedly until all are present.
 
         Raises:
-            LeftOut: The others did not wait.
+            LeftOut: The others have continued without this learner.
         """
         key = f"present/{self._synchronizations}"
         if not self._store.check([key]):
@@ -135,12 +136,12 @@ class Membership:
                 self._store.set(f"beat/{self._learner}", str(count))
                 self._read_heartbeats(seen)
             except RuntimeError as error:
-                # The thread that trains reports that the store is gone.
+                # The training thread reports the loss of the store.
                 log.debug("no heartbeat: %s", error)
                 return
 
     def _read_heartbeats(self, seen: dict[int, tuple[bytes, float]]) -> None:
-        """Compare the others' heartbeats with those ``seen`` before, and since when."""
+        """Compare the others' heartbeats with those ``seen`` before, each with its time."""
         left, now = self.left, time.monotonic()
         if not left:
             return

@@ -57,8 +57,9 @@ class WeightAveraging(Averager):
         self._connect()
 
     def start(self) -> None:
-        """Begin to exchange weights; all learners have the same, and the optimizer its moments."""
-        # Also where this learner makes no step: all average their state together, or none does.
+        """Begin to exchange weights, which are equal on all learners; moments exist already."""
+        # Also on a learner that makes no step: either all average their state together, or none
+        # does.
         self._synchronized = False
         if self._gossip is not None:
             self._gossip.start()
@@ -87,7 +88,7 @@ class WeightAveraging(Averager):
         self._add_received()
 
     def abandon(self) -> None:
-        """End the exchanges without waiting for the others: they are lost, or training failed."""
+        """End the exchanges without waiting, after a failure or a loss of learners."""
         if self._gossip is not None:
             self._running = False
             self._gossip.abandon()
@@ -125,7 +126,7 @@ class WeightAveraging(Averager):
         }
 
     def _connect(self) -> None:
-        """Connect this learner, if this rank leads it, to its neighbours among those left."""
+        """Connect the leader of this learner to its neighbours among the remaining learners."""
         learners = self._learners
         left = self._left = list(learners.left)
         if not learners.own.is_main:
@@ -137,7 +138,7 @@ class WeightAveraging(Averager):
             return
         index, config = left.index(learners.number), self._config
         transport = SocketTransport(
-            # There are fewer each time, so that the prefix is new.
+            # Fewer learners are left each time, so the prefix is new.
             PrefixStore(f"gossip/{len(left)}", learners.store),
             index,
             neighbours(config.topology, index, len(left)),

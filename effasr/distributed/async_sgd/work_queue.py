@@ -1,10 +1,10 @@
 """A queue of work items that learners share while they train, each at its own speed.
 
 Item ``i`` is share ``i % G`` of plan step ``i // G``, with G learners. Each learner reserves the
-next free item a little ahead of its training, so that data can be loaded, begins it when its turn
-comes, and marks it as finished. An item that is reserved but not begun another learner may begin
-instead; one that a lost learner has begun, another may seize. So each item below a limit is
-finished by one learner, whatever their speed, and whoever is lost.
+next free item a little ahead of its training, so that data can be loaded, begins it in its turn,
+and marks it as finished. Another learner may begin an item that is reserved but not begun, or seize
+one that a lost learner has begun. So each item below a limit is finished by exactly one learner,
+whatever the speeds of learners and whichever are lost.
 
 Keys in the store: ``reserved`` is a counter; ``begun/I`` holds the learner that began an item;
 ``done/I`` exists when it is finished.
@@ -66,7 +66,7 @@ class WorkQueue:
         self._finished = []
 
     def _missing(self, items: list[int]) -> list[int]:
-        """Bisect: one request to the store tells whether all of some items are finished."""
+        """Bisect the items; one request to the store checks whether all of a range are finished."""
         if not items or self._store.check([f"done/{item}" for item in items]):
             return []
         if len(items) == 1:

@@ -116,8 +116,8 @@ def read_features(mapping: Mapping[str, Any], mel_bins: int) -> FeatureConfig:
     """Read the settings of a ``ParakeetFeatureExtractor``.
 
     Args:
-        mapping: Of ``preprocessor_config.json``; empty if there is none.
-        mel_bins: Of the encoder.
+        mapping: Content of ``preprocessor_config.json``; empty if there is none.
+        mel_bins: Mel bins of the encoder.
 
     Raises:
         ValueError: The two have different numbers of bins.
@@ -131,7 +131,7 @@ def read_features(mapping: Mapping[str, Any], mel_bins: int) -> FeatureConfig:
 
 
 def encoder_mapping(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a ``ParakeetEncoderConfig``.
+    """Return the fields of a ``ParakeetEncoderConfig``.
 
     Raises:
         ValueError: transformers cannot express the encoder or its features; the message lists all
@@ -163,7 +163,7 @@ def encoder_mapping(config: ModelConfig) -> dict[str, Any]:
 
 
 def decoder_mapping(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """The fields of a ``CanaryDecoderConfig``.
+    """Return the fields of a ``CanaryDecoderConfig``.
 
     Raises:
         ValueError: transformers cannot express the decoder; the message lists all reasons.
@@ -193,7 +193,7 @@ def decoder_mapping(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def transducer_mapping(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a ``ParakeetRNNTConfig`` or a ``ParakeetTDTConfig`` about its layers.
+    """Return the fields of a ``ParakeetRNNTConfig`` or a ``ParakeetTDTConfig`` about its layers.
 
     Raises:
         ValueError: transformers cannot express the transducer; the message lists all reasons.
@@ -222,7 +222,7 @@ def transducer_mapping(config: ModelConfig) -> dict[str, Any]:
 
 
 def feature_mapping(config: FeatureConfig) -> dict[str, Any]:
-    """The content of ``preprocessor_config.json``."""
+    """Return the content of ``preprocessor_config.json``."""
     return {
         "feature_extractor_type": "ParakeetFeatureExtractor",
         "feature_size": config.mel_bins,

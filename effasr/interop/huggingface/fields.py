@@ -12,8 +12,8 @@ class Fields:
     """A section of a configuration of transformers, read and written by one table.
 
     Attributes:
-        section: Its name, for messages.
-        table: By our field: the field of transformers, and the value that transformers 5.23 fills
+        section: Name of the section, for messages.
+        table: Maps our field: the field of transformers, and the value that transformers 5.23 fills
             in where a file leaves it out.
         fixed: Fields of transformers that can have only one value here.
         choices: Fields of transformers, all of the table, that can have only these values here.
@@ -43,6 +43,6 @@ class Fields:
         return values
 
     def write(self, config: object) -> dict[str, Any]:
-        """The section of one of our configurations, fixed fields included."""
+        """Return the section of one of our configurations, fixed fields included."""
         fields = {theirs: getattr(config, ours) for ours, (theirs, _) in self.table.items()}
         return {**fields, **self.fixed}

@@ -38,7 +38,7 @@ def read_config(directory: Path, *model_types: str) -> dict[str, Any]:
 
 
 def read_preprocessor(directory: Path) -> dict[str, Any]:
-    """The settings of the feature extractor; empty if there is no such file."""
+    """Return the settings of the feature extractor; empty if there is no such file."""
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (directory / name).is_file():
             mapping = _read_json(directory / name)
@@ -47,7 +47,7 @@ def read_preprocessor(directory: Path) -> dict[str, Any]:
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
-    """The settings of generation; empty if there is no such file."""
+    """Return the settings of generation; empty if there is no such file."""
     path = directory / "generation_config.json"
     return _read_json(path) if path.is_file() else {}
 
@@ -102,7 +102,7 @@ def read_state(
 
 
 def special_ids(tokens: SpecialTokens, vocab_size: int) -> dict[str, int]:
-    """The fields of special tokens in a configuration.
+    """Return the fields of special tokens in a configuration.
 
     Raises:
         ValueError: One is not in the vocabulary.
@@ -128,7 +128,7 @@ def warn_about_training_options(
     """Warn about training options that transformers does not have.
 
     Args:
-        config: Of the model that is exported.
+        config: Configuration of the exported model.
         transducer: Whether its transducer is exported.
         dropouts: Whether to name dropouts that Canary and Parakeet models do not have.
     """

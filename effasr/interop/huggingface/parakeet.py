@@ -113,7 +113,7 @@ def export_parakeet_transducer(model: ASRModel, directory: str | Path, *, pad_id
     """Write a transducer; see `effasr.interop.huggingface.checkpoint.export_model`.
 
     Args:
-        model: With a transducer; one with durations is a TDT.
+        model: Model with a transducer; one with durations is a TDT.
         directory: Created if needed; files of the same names are replaced.
         pad_id: Fills the labels of a TDT; no text may have it. An RNN-T fills them with the blank.
 

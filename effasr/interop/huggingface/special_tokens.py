@@ -29,5 +29,5 @@ class SpecialTokens:
     generation: Mapping[str, Any] = field(default_factory=dict)
 
     def unused_classes(self, vocab_size: int) -> list[int]:
-        """The classes of a model that no token has."""
+        """Return the classes of a model that no token has."""
         return list(range(vocab_size if self.count is None else self.count, vocab_size))

@@ -122,7 +122,7 @@ def export_whisper(model: ASRModel, directory: str | Path, tokens: SpecialTokens
 
 
 def _is_learned(table: Tensor | None) -> bool:
-    """Whether a table of positions differs from Whisper's sinusoids."""
+    """Return whether a table of positions differs from Whisper's sinusoids."""
     if table is None:
         return False
     error = max(_POSITION_ERROR, 2 * torch.finfo(table.dtype).eps)

@@ -67,9 +67,9 @@ def read_whisper(
     """Read a ``WhisperConfig`` with its feature extractor and its generation settings.
 
     Args:
-        mapping: Of ``config.json``.
-        preprocessor: Of ``preprocessor_config.json``; empty if there is none.
-        generation: Of ``generation_config.json``; an older checkpoint has the fields in
+        mapping: Content of ``config.json``.
+        preprocessor: Content of ``preprocessor_config.json``; empty if there is none.
+        generation: Content of ``generation_config.json``; an older checkpoint has the fields in
             ``config.json``.
         learned_positions: Whether the encoder's table of positions is learned.
 
@@ -116,7 +116,7 @@ def _read_features(mapping: Mapping[str, Any], mel_bins: int, max_frames: int) -
 
 
 def whisper_mapping(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a ``WhisperConfig``, without those of the vocabulary.
+    """Return the fields of a ``WhisperConfig``, without those of the vocabulary.
 
     Raises:
         ValueError: transformers cannot express the model; the message lists all reasons.
@@ -161,7 +161,7 @@ def whisper_mapping(config: ModelConfig) -> dict[str, Any]:
 
 
 def whisper_feature_mapping(config: ModelConfig) -> dict[str, Any]:
-    """The content of ``preprocessor_config.json``.
+    """Return the content of ``preprocessor_config.json``.
 
     Raises:
         ValueError: transformers has no such features.

@@ -27,7 +27,7 @@ from effasr.data.atomic_files import atomic_file
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 _PREFIX = "nemo:"
 _MOST_BYTES = 64 << 20
-"""Of a file other than the weights."""
+"""Most bytes of a file other than the weights."""
 
 # What a damaged tar, gzip stream or checkpoint raises.
 _DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
@@ -38,9 +38,9 @@ class NemoArchive:
     """Content of a ``.nemo``.
 
     Attributes:
-        path: Of the file or folder.
-        config: Of ``model_config.yaml``.
-        weights: Of ``model_weights.ckpt``, on the CPU, in their saved dtypes.
+        path: Path of the file or folder.
+        config: Content of ``model_config.yaml``.
+        weights: Content of ``model_weights.ckpt``, on the CPU, in their saved dtypes.
         files: The other small files, by name.
     """
 
@@ -50,11 +50,11 @@ class NemoArchive:
     files: dict[str, bytes]
 
     def file(self, where: str, name: Any) -> bytes:
-        """The content of a file that a field of the configuration names.
+        """Return the content of a file that a field of the configuration names.
 
         Args:
             where: The field, for the message.
-            name: Its value, ``nemo:FILE``; old files have a path of the machine that made them.
+            name: Reference ``nemo:FILE``; old files have an absolute path instead.
 
         Raises:
             ValueError: There is no such file.
@@ -167,9 +167,9 @@ def write_archive(
 
     Args:
         path: The file.
-        config: Of plain types; the order is kept.
-        weights: By NeMo's names.
-        files: By the names that the configuration has after ``nemo:``.
+        config: Configuration of plain types, whose order is kept.
+        weights: Weights by NeMo's names.
+        files: Files by the names that the configuration has after ``nemo:``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
@@ -200,5 +200,5 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes | Any, size: int | None
 
 
 def file_reference(name: str) -> str:
-    """The name of a file of the archive in a configuration."""
+    """Return the name of a file of the archive in a configuration."""
     return f"{_PREFIX}{name}"

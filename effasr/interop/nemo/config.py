@@ -22,7 +22,7 @@ CLASSES = (CTC, TRANSDUCER, HYBRID, MULTITASK)
 
 
 def model_class(config: Mapping[str, Any]) -> str:
-    """The class of a configuration.
+    """Return the class of a configuration.
 
     Raises:
         ValueError: It is not supported here.
@@ -175,7 +175,7 @@ def _transducer(config: Mapping[str, Any], unused: list[str]) -> TransducerConfi
 def _loss(
     config: Mapping[str, Any], unused: list[str]
 ) -> tuple[tuple[int, ...] | None, Mapping[str, Any]]:
-    """The durations of a TDT, None for an RNN-T, and the options of the loss."""
+    """Return the durations of a TDT, None for an RNN-T, and the options of the loss."""
     loss, decoding = config.get("loss") or {}, config.get("decoding") or {}
     name = loss.get("loss_name") or "default"
     if decoding.get("big_blank_durations") or name.startswith("multiblank"):

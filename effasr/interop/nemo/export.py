@@ -45,7 +45,7 @@ def export_nemo(
 
     Args:
         model: The model.
-        tokenizer: Of a ``.nemo`` file, or of `effasr tokenizer`.
+        tokenizer: Tokenizer of a ``.nemo`` file or of `effasr tokenizer`.
         path: The file; an existing one is replaced.
         prompt: Default prompt of a Canary.
 
@@ -114,11 +114,11 @@ def _put_classes(
     """Reorder the classes of a decoder as NeMo's.
 
     Args:
-        state: Of the decoder.
+        state: Weights of the decoder.
         tokens: NeMo's tokens.
         known: Tokens of our tokenizer.
         ours: Classes of our model, the first ``known`` with a token.
-        classes: Of NeMo's model.
+        classes: Number of classes of NeMo's model.
     """
     spare = list(range(known, ours))
     ids: list[int | None] = [*tokens.ids, *spare][:classes]
@@ -149,7 +149,7 @@ def _put_labels(state: dict[str, Tensor], tokens: NemoTokens, blank: int) -> Non
 
 
 def _rows(tensor: Tensor, ids: list[int | None], fill: float) -> Tensor:
-    """The rows with these numbers; rows of None are filled."""
+    """Return the rows with these numbers; rows of None are filled."""
     rows = tensor[torch.tensor([0 if index is None else index for index in ids])]
     missing = torch.tensor([index is None for index in ids])
     return rows.masked_fill(missing.view(-1, *[1] * (tensor.dim() - 1)), fill)

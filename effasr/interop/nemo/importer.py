@@ -45,11 +45,11 @@ class NemoModel:
     """A converted model of NeMo.
 
     Attributes:
-        config: Its architecture.
+        config: Architecture of the model.
         vocab_size: Classes without the blank; a Canary may have more than its tokenizer has tokens.
-        state: For `ASRModel.from_state_dict`; float32.
-        tokenizer: Its tokenizer.
-        prompt: Its default prompt.
+        state: Float32 weights for `ASRModel.from_state_dict`.
+        tokenizer: Tokenizer of the model.
+        prompt: Default prompt of the model.
     """
 
     config: ModelConfig

@@ -36,7 +36,7 @@ _DECODER_FIELDS = (
 
 
 def nemo_class(config: ModelConfig) -> str:
-    """The class of NeMo for the first output of a model; see `export_nemo`."""
+    """Return the class of NeMo for the first output of a model; see `export_nemo`."""
     if config.decoder is not None:
         return MULTITASK
     if config.transducer is not None:
@@ -88,12 +88,12 @@ def _decoder_reasons(decoder: DecoderConfig) -> dict[str, bool]:
 
 
 def model_yaml(config: ModelConfig, tokens: NemoTokens, classes: int) -> dict[str, Any]:
-    """The whole of ``model_config.yaml``, with training options as in NeMo's examples.
+    """Return the whole of ``model_config.yaml``, with training options as in NeMo's examples.
 
     Args:
         config: One that `check_expressible` accepts.
         tokens: The tokenizer.
-        classes: Of the decoder's output.
+        classes: Number of classes of the decoder's output.
     """
     name, encoder = nemo_class(config), config.encoder
     assert isinstance(encoder, FastConformerConfig)  # checked by check_expressible
@@ -156,7 +156,7 @@ def _preprocessor(features: FeatureConfig) -> dict[str, Any]:
 
 
 def _seconds(samples: int, rate: int) -> float:
-    """Seconds that NeMo truncates to this many samples."""
+    """Return seconds that NeMo truncates to this many samples."""
     seconds = samples / rate
     return seconds if int(seconds * rate) == samples else (samples + 0.5) / rate
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Rule = tuple[Any, Callable[[Any], bool], str]
-"""Of an option that must have one meaning: NeMo's default, a check, and the rule in words."""
+"""Rule of an option with only one supported meaning: NeMo's default, a check and a description."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Section:
 
         Args:
             where: Name of the section, for messages.
-            mapping: Its content.
+            mapping: Content of the section.
             unused: Receives the training options that are not used here.
 
         Raises:
@@ -73,7 +73,7 @@ class Section:
         }
 
     def write(self, config: object) -> dict[str, Any]:
-        """The options of these fields of one of our configurations."""
+        """Return the options of these fields of one of our configurations."""
         return {option: getattr(config, ours) for ours, (option, _) in self.fields.items()}
 
     def _check_class(self, where: str, target: Any) -> None:
@@ -84,7 +84,7 @@ class Section:
 
 
 def only(*values: Any, default: Any = None) -> Rule:
-    """A rule that allows these values, the first of which is NeMo's default unless given."""
+    """Return a rule that allows these values, the first of which is NeMo's default unless given."""
     names = " or ".join(_shown(value) for value in values)
     return values[0] if default is None else default, lambda value: value in values, names
 
@@ -125,7 +125,7 @@ def switch(where: str, value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value as YAML writes it."""
+    """Return a value as YAML writes it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)

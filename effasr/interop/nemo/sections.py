@@ -1,4 +1,4 @@
-"""What each section of NeMo's configurations may say; see `effasr.interop.nemo.options.Section`."""
+"""Supported values in each section of NeMo's configurations; see `effasr.interop.nemo.options`."""
 
 from __future__ import annotations
 

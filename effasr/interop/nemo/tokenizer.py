@@ -23,7 +23,7 @@ def read_tokenizer(archive: NemoArchive, prompt_format: str | None) -> NeMoToken
 
     Args:
         archive: The model's file.
-        prompt_format: Of a Canary; None for a model without prompts.
+        prompt_format: Prompt format of a Canary; None for a model without prompts.
 
     Raises:
         ValueError: Its kind is not supported here, or a file is missing or damaged.
@@ -73,7 +73,7 @@ class NemoTokens:
         files: Files that it names.
         vocabulary: NeMo's tokens, in the order of their ids.
         ids: Our id of each of them; None if there is none.
-        prompt_format: Of a Canary; None without prompts.
+        prompt_format: Prompt format of a Canary; None without prompts.
     """
 
     section: dict[str, Any]
@@ -192,7 +192,7 @@ def _pieces(models: Mapping[str, bytes]) -> list[str]:
 
 
 def _listed(model: bytes) -> str:
-    """The pieces with their scores, as SentencePiece writes them beside a model."""
+    """Return the pieces with their scores, as SentencePiece writes them beside a model."""
     processor = _processor(model)
     return "".join(
         f"{processor.id_to_piece(index)}\t{processor.get_score(index):g}\n"

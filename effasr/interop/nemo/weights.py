@@ -94,7 +94,7 @@ _IN_COLUMNS = re.compile(
 
 
 def _reordered(name: str, tensor: Tensor, *, to_nemo: bool) -> Tensor:
-    """A weight with the residual stream in NeMo's order of channels, or in ours."""
+    """Return a weight with the residual stream in NeMo's order of channels, or in ours."""
     axis = 0 if _IN_ROWS.fullmatch(name) else 1 if _IN_COLUMNS.fullmatch(name) else None
     if axis is None:
         return tensor

@@ -24,7 +24,7 @@ def describe(
 
     Args:
         model: The exported model.
-        directory: Of the graphs.
+        directory: Folder of the graphs.
         outputs: Names of the outputs of the encoder's graph.
         texts: Further fields, such as the prompt and the end token.
     """

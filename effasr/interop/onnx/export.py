@@ -42,7 +42,7 @@ def export_onnx(model: ASRModel, directory: Path, texts: Mapping[str, Any]) -> l
     ``decoder_step.onnx`` for a decoder; ``predictor.onnx`` and ``joint.onnx`` for a transducer.
 
     Args:
-        model: In any mode, on any device; exported in float32.
+        model: Model in any mode, on any device; exported in float32.
         directory: Created if needed; files of the same names are replaced, and other graphs of an
             earlier export removed.
         texts: Fields of the description about tokens, such as the prompt and the end token.
@@ -105,7 +105,7 @@ def write_transducer(head: Transducer, directory: Path) -> None:
     """Write ``predictor.onnx`` and ``joint.onnx``.
 
     Args:
-        head: In evaluation mode, on the host, float32.
+        head: Transducer in evaluation mode, on the host, float32.
         directory: Created if needed; files of the same names are replaced.
     """
     predictor = predictor_step(head).eval()
@@ -167,8 +167,8 @@ def check_transducer(head: Transducer, directory: Path, frames: Tensor) -> None:
     """Check ``predictor.onnx`` and ``joint.onnx`` against the transducer, label by label.
 
     Args:
-        head: In evaluation mode, on the host, float32.
-        directory: Of the graphs.
+        head: Transducer in evaluation mode, on the host, float32.
+        directory: Folder of the graphs.
         frames: (B, T, J), encoder frames for the joint network.
 
     Raises:

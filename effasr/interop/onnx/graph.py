@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 _OPSET = 18
 _LARGEST_BYTES = 1_500_000_000
-"""Of weights inside a graph, as its file is limited to 2 GB; larger ones are stored beside it."""
+"""Most bytes of weights inside a graph file, which is limited to 2 GB; more are kept beside."""
 _TOLERANCE = 1e-3
 """Largest difference of a checked output, relative to its largest value."""
 
@@ -46,8 +46,8 @@ def write_graph(
     """Write a module as a graph, replacing a file of the same name.
 
     Args:
-        module: In evaluation mode, on the host.
-        path: Of the graph; its folder is created if needed.
+        module: Module in evaluation mode, on the host.
+        path: Path of the graph; its folder is created if needed.
         inputs: Examples, by the argument names of ``module.forward``.
         outputs: Names of the results.
         dynamic: Names of the dynamic sizes of each input.
@@ -93,7 +93,7 @@ class Graph:
         """Run the graph and compare its outputs.
 
         Args:
-            inputs: By name.
+            inputs: Inputs by name.
             expected: The outputs of the model, by name.
 
         Returns:

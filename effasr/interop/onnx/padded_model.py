@@ -103,10 +103,10 @@ class PaddedDecoderStep(nn.Module):
             tokens: int64 (B,), the next token of each.
             positions: int64 (B,), P; an exporter would make a constant of a size.
             past_keys: (layers, B, heads, P, head_dim), of the P earlier tokens, none at first.
-            past_values: Likewise.
-            cross_keys: From the encoder.
-            cross_values: Likewise.
-            encoded_lengths: Likewise.
+            past_values: Values, as ``past_keys``.
+            cross_keys: Keys of the encoder output.
+            cross_values: Values, as ``cross_keys``.
+            encoded_lengths: Lengths of the encoder output.
 
         Returns:
             Logits (B, V), and keys and values with those of the new token.

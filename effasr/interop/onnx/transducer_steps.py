@@ -22,9 +22,9 @@ class StateTensor:
     """State of a predictor between labels.
 
     Attributes:
-        description: Its meaning.
-        dtype: Of its numbers.
-        shape: Its sizes; None is the batch.
+        description: Meaning of the tensor.
+        dtype: Data type.
+        shape: Sizes; None stands for the batch.
         initial: Fill value before the first label.
     """
 
@@ -35,7 +35,7 @@ class StateTensor:
 
     @property
     def batch_axis(self) -> int:
-        """Where the batch is."""
+        """Index of the batch dimension."""
         return self.shape.index(None)
 
     def begin(self, count: int) -> Tensor:
@@ -147,7 +147,7 @@ class JointStep(nn.Module):
 
 
 def predictor_step(head: Transducer) -> LSTMStep | StatelessStep:
-    """The predictor of a transducer, by itself."""
+    """Return the predictor of a transducer, by itself."""
     return LSTMStep(head) if isinstance(head.predictor, LSTMPredictor) else StatelessStep(head)
 
 

@@ -35,8 +35,8 @@ class CacheSizes:
         layers: Number of layers.
         heads: H.
         head_dim: D.
-        dtype: Of keys and values.
-        device: Of keys and values.
+        dtype: Data type of keys and values.
+        device: Device of keys and values.
     """
 
     layers: int
@@ -63,8 +63,8 @@ class _Group:
     """Neighbouring rows, up to the length of the longest.
 
     Attributes:
-        keys: Of each layer, (rows H, D, length).
-        values: Of each layer, (rows H, length, D).
+        keys: Keys of each layer, (rows H, D, length).
+        values: Values of each layer, (rows H, length, D).
         mask: (rows H, 1, length), added to scores.
     """
 
@@ -95,7 +95,7 @@ class ContiguousCache:
 
         Args:
             rows: The row of each sequence.
-            lengths: Of each sequence.
+            lengths: Length of each sequence.
 
         Returns:
             A function of the index of a layer and its packed keys and values, at least (sum of the
@@ -117,16 +117,28 @@ class ContiguousCache:
 
         return write
 
+    @property
+    def held(self) -> Tensor:
+        """All keys and values, (layers, 2, at least N, H, room, at least D), until it grows.
+
+        The room is a multiple of 16, and what is past the end of a row is finite.
+        """
+        return self._held
+
+    def reserve(self, longest: int) -> None:
+        """Make room for this many places, the most of any row."""
+        self._longest = longest
+        self._grow(longest)
+
     def look(self, lengths: Sequence[int], *, grouped: bool = True) -> None:
         """Make `attend` read this many places of each row, and write new rows to the last of them.
 
         Args:
-            lengths: Of each of the rows.
+            lengths: Places of each row.
             grouped: Whether lengths differ so much that it pays to read groups of neighbours
                 separately.
         """
-        self._longest = max(lengths, default=0)
-        self._grow(self._longest)
+        self.reserve(max(lengths, default=0))
         heads, count, device = self.sizes.heads, len(lengths), self.sizes.device
         size = GROUP if grouped else max(1, count)
         bounds = [
@@ -143,7 +155,7 @@ class ContiguousCache:
             past = torch.arange(length, device=device) >= seen[begin * heads : end * heads, None]
             mask = torch.zeros((), dtype=self.sizes.dtype, device=device)
             self._groups.append(_Group(keys, values, mask.masked_fill(past, -torch.inf)[:, None]))
-        # Of the last place of each row, in the order (N, keys or values, H).
+        # Addresses of the last place of each row, in the order (N, keys or values, H).
         room = self._held.shape[4]
         last = torch.arange(count * heads, device=device) * room + seen - 1
         offset = self._held[0, 0].numel() // self._width
@@ -165,7 +177,7 @@ class ContiguousCache:
         if new is not None:
             new = F.pad(new, (0, missing)) if missing else new
             self._flat[layer].index_copy_(0, self._places, new.reshape(-1, width))
-        # Rows and heads are one axis of a batched product: (N H, K, D).
+        # Rows and heads form one dimension of a batched product: (N H, K, D).
         queries = F.pad(q, (0, missing)) if missing else q
         several = len(q) // max(1, self.rows)
         if several == 1:
@@ -186,7 +198,7 @@ class ContiguousCache:
         return y.transpose(1, 2).reshape(q.shape)
 
     def keys(self, layer: int) -> Tensor:
-        """The keys of a layer: (N, H, room, D), anything finite past the end of a row."""
+        """Return the keys of a layer: (N, H, room, D), anything finite past the end of a row."""
         return self._held[layer, 0, : self.rows, ..., : self.sizes.head_dim]
 
     def reorder(self, rows: Tensor) -> None:
@@ -199,7 +211,7 @@ class ContiguousCache:
         if self.rows > held.shape[2]:
             self._hold(self._empty(self.rows, held.shape[4]))
         for old, new in zip(held, self._held, strict=True):
-            # What has not been written yet need not be copied.
+            # Places that have not been written need not be copied.
             new[:, : self.rows, :, : self._longest] = old[:, :, :, : self._longest].index_select(
                 1, rows
             )
@@ -221,7 +233,7 @@ class ContiguousCache:
         self._held[:, :, :, :, : held.shape[4]] = held
 
     def _empty(self, rows: int, room: int) -> Tensor:
-        # Zeros: what is masked is multiplied by zero, which NaN would survive.
+        # Zeros: masked values are multiplied by zero, which keeps NaN.
         sizes = self.sizes
         room = _rounded(room) if room else 0
         shape = sizes.layers, 2, rows, sizes.heads, room, self._width
@@ -234,7 +246,7 @@ class ContiguousCache:
         self._bounds: list[tuple[int, int, int]] = []
 
     def _view(self, begin: int, end: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of rows in the layout of the matrix products, of each layer."""
+        """Return keys and values of rows in the layout of the matrix products, of each layer."""
         near = self._held[:, :, begin:end, :, :length].unbind(0)
         keys = [part[0].flatten(0, 1).transpose(1, 2) for part in near]
         return keys, [part[1].flatten(0, 1) for part in near]

@@ -12,7 +12,7 @@ from effasr.nn.cache.paged import PagedCache, pages_of
 from effasr_kernels import PackedLayout
 
 KeysValues = tuple[Tensor, Tensor]
-"""Of packed rows: (rows, H, D) each."""
+"""Keys and values of packed rows: (rows, H, D) each."""
 
 KEPT_SHARE = 7 / 8
 """Finished sequences are dropped once at most this share remains, because the rest is copied."""
@@ -26,11 +26,11 @@ class DecoderState:
     the encoder output. The hypotheses of a sequence are neighbouring rows.
 
     Attributes:
-        hypotheses: K, of each sequence.
+        hypotheses: K, number of hypotheses of each sequence.
         max_tokens: Largest number of tokens of a sequence.
         length: Steps so far; for sequences that started together, their tokens.
-        self_cache: Of the tokens.
-        cross_cache: Of the encoder output.
+        self_cache: Cache of the tokens.
+        cross_cache: Cache of the encoder output.
         watched: The layer whose cross-attention weights each step computes; None for none.
         weights: Attention of each row to each frame in the last step, averaged over the heads:
             float64 (N K, at least the longest), 0 past the end. None if no layer is watched.
@@ -49,13 +49,13 @@ class DecoderState:
         """Start with idle sequences.
 
         Args:
-            sizes: Of the decoder.
+            sizes: Sizes of the decoder.
             sequences: N.
             max_tokens: Largest number of tokens of a sequence.
             max_frames: Largest number of encoder frames of a sequence.
             paged: Whether the caches have pages, with shapes that never change; else they are
                 contiguous and grow.
-            pages: For all tokens and for all frames; by default as many as could be needed.
+            pages: Pages for all tokens and for all frames; by default as many as could be needed.
         """
         self.sizes, self.max_tokens = sizes, max_tokens
         self.hypotheses, self.length, self._together = 1, 0, False
@@ -73,7 +73,7 @@ class DecoderState:
         else:
             self.self_cache = ContiguousCache(sizes, sequences, ahead=True)
             self.cross_cache = ContiguousCache(sizes, sequences)
-        self._look_at_speech()
+        self._has_new_speech = True
 
     @property
     def num_sequences(self) -> int:
@@ -89,6 +89,17 @@ class DecoderState:
     def frames(self) -> int:
         """Encoder frames of all sequences."""
         return sum(self._frames)
+
+    @property
+    def frames_each(self) -> Sequence[int]:
+        """Encoder frames of each sequence."""
+        return self._frames
+
+    @property
+    def last_position(self) -> int:
+        """Where rows stop to advance."""
+        # A token that is read before the host sees the end of the sequence takes the last place.
+        return self.max_tokens - 1 + self._together
 
     @property
     def paged(self) -> bool:
@@ -127,9 +138,10 @@ class DecoderState:
             rows: The row of each.
             frames: Encoder frames of each.
             tokens: The most that each will read.
-            keys_values: For each layer, packed: those of the encoder output, at least (sum of the
-                frames, H, D) each, and then, where any token has been read, those of the tokens.
-            read: How many tokens each has read; none by default.
+            keys_values: Packed keys and values of each layer: those of the encoder output, at least
+                (sum of the frames, H, D) each, and then, where any token has been read, those of
+                the tokens.
+            read: Tokens that each has read; none by default.
         """
         read = [0] * len(rows) if read is None else read
         if isinstance(self.self_cache, PagedCache):
@@ -144,7 +156,7 @@ class DecoderState:
                 load(layer, keys, values)
         for row, length in zip(rows, frames, strict=True):
             self._frames[row] = length
-        self._look_at_speech()
+        self._has_new_speech = True
         self._set(rows, read, going=1)
 
     def admit_all(
@@ -168,7 +180,7 @@ class DecoderState:
                 cache.release(rows)
         for row in rows:
             self._frames[row] = 0
-        self._look_at_speech()
+        self._has_new_speech = True
         self._set(rows, [0] * len(rows), going=0)
 
     def watch(self) -> None:
@@ -176,7 +188,7 @@ class DecoderState:
         self.watched = self.sizes.layers - 1
 
     def speech(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys of the encoder output, (N, H, places, D), and frames of each, int64 (N,)."""
+        """Return keys of the encoder output, (N, H, places, D), and frames of each, int64 (N,)."""
         return self.cross_cache.keys(layer), self.sizes.integers(self._frames)
 
     def look(self) -> None:
@@ -185,22 +197,33 @@ class DecoderState:
         Raises:
             ValueError: There is no room left.
         """
-        if self._together and self.length == self.max_tokens:
-            raise ValueError(
-                f"DecoderState: at most {self.max_tokens} tokens can be decoded: raise "
-                "`max_tokens`."
-            )
+        self._check_room()
         seen = self.positions + 1
         if isinstance(self.self_cache, PagedCache):
             self.self_cache.lengths.copy_(seen)
         else:
             self.self_cache.look(seen.tolist(), grouped=False)
+        if isinstance(self.cross_cache, ContiguousCache) and self._has_new_speech:
+            self.cross_cache.look(self._frames)
+        self._has_new_speech = False
+
+    def reserve(self) -> tuple[ContiguousCache, ContiguousCache]:
+        """Prepare a step that itself writes to the caches, of tokens and of encoder output.
+
+        Raises:
+            ValueError: There is no room left, or the caches are paged.
+        """
+        self._check_room()
+        own, speech = self.self_cache, self.cross_cache
+        if isinstance(own, PagedCache) or isinstance(speech, PagedCache):
+            raise ValueError("`paged` must be false for steps that write to contiguous caches.")
+        own.reserve(max(self.positions.tolist(), default=0) + 1)
+        return own, speech
 
     def advance(self) -> None:
         """Count the tokens that a step has read."""
-        # A token that is read before the host sees the end of the sequence takes the last place.
         moved = self.positions + self.going
-        self.positions.copy_(moved.clamp_(max=self.max_tokens - 1 + self._together))
+        self.positions.copy_(moved.clamp_(max=self.last_position))
         self.length += 1
 
     def widen(self, hypotheses: int) -> None:
@@ -248,7 +271,7 @@ class DecoderState:
         self._positions[: len(rows)] = self._positions[index]
         self._going[: len(rows)] = self._going[index]
         self._frames = [self._frames[sequence] for sequence in indices]
-        self._look_at_speech()
+        self._has_new_speech = True
 
     def extend(self, sequences: int) -> None:
         """Add idle rows again after `keep`, up to the original number; not for pages."""
@@ -257,7 +280,7 @@ class DecoderState:
         for cache in (self.self_cache, self.cross_cache):
             assert isinstance(cache, ContiguousCache)
             cache.rows = sequences
-        self._look_at_speech()
+        self._has_new_speech = True
         self._set(added, [0] * len(added), going=0)
 
     def _set(self, rows: Sequence[int], read: Sequence[int], *, going: int) -> None:
@@ -265,6 +288,9 @@ class DecoderState:
         self._positions.index_copy_(0, index, self.sizes.integers(read))
         self._going.index_fill_(0, index, going)
 
-    def _look_at_speech(self) -> None:
-        if isinstance(self.cross_cache, ContiguousCache):
-            self.cross_cache.look(self._frames)
+    def _check_room(self) -> None:
+        if self._together and self.length == self.max_tokens:
+            raise ValueError(
+                f"DecoderState: at most {self.max_tokens} tokens can be decoded: raise "
+                "`max_tokens`."
+            )

@@ -13,12 +13,12 @@ from effasr_kernels import append_to_pages, decode_attention
 PAGE = 32
 """Places per page."""
 
-_NOBODYS = 0
+_UNREAD_PAGE = 0
 """The page that rows without pages write to; it is never read."""
 
 
 def pages_of(length: int) -> int:
-    """Number of pages for this many places."""
+    """Return the number of pages for this many places."""
     return -(-length // PAGE)
 
 
@@ -39,10 +39,10 @@ class PagedCache:
         """Start with N rows of at most ``longest`` places each, and none of the ``pages`` taken."""
         self.sizes, self.rows = sizes, rows
         shape = sizes.layers, 2, pages + 1, PAGE, sizes.heads, sizes.head_dim
-        # Zeros: what idle rows read is no matter, but NaN would be seen by who looks for it.
+        # Zeros: idle rows read them without effect, but NaN would fail checks.
         self.pages = torch.zeros(shape, dtype=sizes.dtype, device=sizes.device)
         integers = {"dtype": torch.int32, "device": sizes.device}
-        self.table = torch.full((rows, max(1, pages_of(longest))), _NOBODYS, **integers)
+        self.table = torch.full((rows, max(1, pages_of(longest))), _UNREAD_PAGE, **integers)
         self.lengths = torch.zeros(rows, **integers)
         self.most = pages
         self._free = list(range(pages, 0, -1))
@@ -69,20 +69,20 @@ class PagedCache:
                     f"free, and {most} of a row, but {length} places need {count}."
                 )
             self._own[row] = [self._free.pop() for _ in range(count)]
-        self._tell(rows)
+        self._copy_table(rows)
 
     def release(self, rows: Sequence[int]) -> None:
         """Take all pages from rows; what they still write goes to the unread page."""
         for row in rows:
             self._free += reversed(self._own[row])
             self._own[row] = []
-        self._tell(rows)
+        self._copy_table(rows)
         self.lengths.index_fill_(0, self.sizes.integers(rows), 0)
 
     def loader(
         self, rows: Sequence[int], lengths: Sequence[int]
     ) -> Callable[[int, Tensor, Tensor], None]:
-        """A function that writes whole sequences; see `ContiguousCache.loader`."""
+        """Return a function that writes whole sequences; see `ContiguousCache.loader`."""
         total = sum(lengths)
         owners = [row for row, length in zip(rows, lengths, strict=True) for _ in range(length)]
         places = [place for length in lengths for place in range(length)]
@@ -108,7 +108,7 @@ class PagedCache:
         )
 
     def keys(self, layer: int) -> Tensor:
-        """A copy of the keys of a layer: (N, H, places, D), anything finite past the end."""
+        """Return a copy of the keys of a layer: (N, H, places, D), anything finite past the end."""
         return self.pages[layer, 0, self.table.long()].flatten(1, 2).transpose(1, 2)
 
     def reorder(self, rows: Tensor, length: int) -> None:
@@ -149,7 +149,7 @@ class PagedCache:
         wide.pages[:, :, wide.table[:, :used].long()] = self.pages[:, :, source]
         return wide
 
-    def _tell(self, rows: Sequence[int]) -> None:
+    def _copy_table(self, rows: Sequence[int]) -> None:
         """Copy the pages of rows to the table on the device."""
         if rows:
             own = self._numbers([self._own[row] for row in rows])
@@ -157,12 +157,12 @@ class PagedCache:
         self._beginning = None
 
     def _own_table(self) -> Tensor:
-        """The table before rows shared pages."""
+        """Return the table before rows shared pages."""
         if self._beginning is None:
             self._beginning = self._numbers(self._own)
         return self._beginning
 
     def _numbers(self, own: Sequence[Sequence[int]]) -> Tensor:
         width = self.table.shape[1]
-        padded = [[*pages, *[_NOBODYS] * (width - len(pages))] for pages in own]
+        padded = [[*pages, *[_UNREAD_PAGE] * (width - len(pages))] for pages in own]
         return self.sizes.integers(padded, torch.int32).view(len(own), width)

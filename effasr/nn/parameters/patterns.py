@@ -10,7 +10,7 @@ from torch import nn
 
 
 def matching(paths: Collection[str], patterns: Iterable[str], argument: str) -> set[str]:
-    """The paths that a pattern matches, directly or by a module that contains them.
+    """Return the paths that a pattern matches, directly or by a module that contains them.
 
     Args:
         paths: Dotted, as in ``named_parameters``.
@@ -38,7 +38,7 @@ def freeze(model: nn.Module, patterns: Iterable[str], argument: str = "freeze") 
     """Freeze the parameters that a pattern matches; see also `evaluate_frozen`.
 
     Args:
-        model: Its matching parameters no longer require gradients.
+        model: Model whose matching parameters no longer require gradients.
         patterns: See `matching`.
         argument: Name of the option with the patterns, for the message.
 
@@ -71,6 +71,6 @@ def evaluate_frozen(model: nn.Module) -> None:
 
 
 def _within(path: str) -> list[str]:
-    """A path and those of the modules that contain it, the innermost first."""
+    """Return a path and those of the modules that contain it, the innermost first."""
     parts = path.split(".")
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded_tensor(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a `DTensor`.
+    """Return whether a value is a `DTensor`.
 
     If nobody has imported the module, there is none: the import takes half a second, for which a
     command that only reads a model should not wait.

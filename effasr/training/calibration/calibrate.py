@@ -31,7 +31,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _AMPLE = 1_000_000
-"""A frame budget in which every utterance of a corpus fits, with all of its tokens."""
+"""A frame budget that holds every utterance of a corpus with all of its tokens."""
 
 
 def settle(config: TrainConfig, tokenizer: Tokenizer, context: DistributedContext) -> TrainConfig:
@@ -117,8 +117,8 @@ def calibrate(
     mapping = configuration.to_mapping(replace(config, init_from=None))
 
     def trial(work: Workload) -> Measurement:
-        # With two, the gradients of the first take memory during the second, as the buckets of an
-        # exchange with other ranks do.
+        # With two micro-batches, the gradients of the first occupy memory during the second, as the
+        # buckets of a gradient all-reduce do.
         count = min(2, config.data.micro_batches)
         request = Request(mapping, vocab_size, str(device), target, count, work)
         return measure(request, alive=alive)

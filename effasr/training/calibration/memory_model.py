@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the memory of a micro-batch depends on.
+    """Quantities that determine the memory of a micro-batch.
 
     Attributes:
         frames: Encoder rows, padding included.
@@ -60,7 +60,7 @@ class MemoryModel:
             if (found < 0).any():
                 continue
             residual = float(np.square(matrix / scale @ found - values).sum())
-            # Of equals the one with fewer coefficients: those left out are not known to matter.
+            # On a tie prefer fewer coefficients: the others are not determined by the trials.
             if best is None or residual <= best[0] * (1 + 1e-9):
                 best = residual, found / scale
         assert best is not None

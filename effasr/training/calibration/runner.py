@@ -15,7 +15,7 @@ from effasr.training.calibration.trial import Measurement, Request
 _COMMAND = [sys.executable, "-m", "effasr.training.calibration.trial"]
 
 _OF_THE_RUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""By these a process would take itself for one of the run that started it."""
+"""Variables that would make a trial consider itself a rank of the run that started it."""
 
 _KILLED = {-signal.SIGKILL: "the system killed it", -signal.SIGABRT: "it aborted"}
 _SIGNS_OF_ABORT = ("bad_alloc", "out of memory", "Cannot allocate memory", "MemoryError")
@@ -35,7 +35,7 @@ def measure(
     """Run a trial and wait for it.
 
     Raises:
-        TrialFailed: It failed for another reason than a lack of memory, or took too long.
+        TrialFailed: The trial failed for another reason than a lack of memory, or timed out.
     """
     process = subprocess.Popen(
         [*_COMMAND, str(os.getpid())],
@@ -44,7 +44,8 @@ def measure(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # What a terminal sends to all processes is for this one, which ends the trial.
+        # A new session, so that signals of the terminal reach this process only, which ends the
+        # trial.
         start_new_session=True,
     )
     with process:
@@ -70,7 +71,7 @@ def _finish(
     """Return the output of the process.
 
     Raises:
-        TimeoutExpired: It has not ended at the deadline.
+        TimeoutExpired: The process has not ended at the deadline.
     """
     text: str | None = request.to_json()
     while True:
@@ -79,7 +80,7 @@ def _finish(
         except subprocess.TimeoutExpired:
             if time.monotonic() > deadline:
                 raise
-        # The next call goes on with what this one has not written or read.
+        # The next call continues with unwritten input and unread output.
         text = None
         alive()
 
@@ -95,7 +96,7 @@ def _result(code: int, out: str, error: str) -> Measurement:
 
 
 def _environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what makes this process a rank, and with its import path."""
+    """Return the environment without the variables of a rank, and with this import path."""
     kept = {
         name: value
         for name, value in own.items()

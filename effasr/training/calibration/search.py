@@ -21,18 +21,18 @@ LimitedBy = Literal["memory", "throughput", "corpus"]
 Measure = Callable[[Workload], Measurement]
 
 _FIRST = 512
-"""Frames of the first trial, where the corpus allows; the second has `_GROWTH` times as many."""
+"""Frames of the first trial, if the corpus allows; the second has `_GROWTH` times as many."""
 _GROWTH = 4
 _TIMED = 3
 _STEP = 16
 """Budgets are multiples of this, where the longest utterance allows."""
 _MOST_TRIALS = 12
 _LEAST_STEPS = 10
-"""Steps that an epoch is to have: with fewer, what its last one lacks is much of it."""
+"""Least steps of an epoch: with fewer, the unfilled part of its last one weighs too much."""
 _BACK_OFF = 0.85
-"""What is left of a budget that does not fit, although it should."""
+"""Factor applied to a budget that did not fit although it was predicted to."""
 _NEAR = 1.05
-"""A budget that differs by less from one that was tried is not worth another trial."""
+"""Budgets within this factor of a measured one are not measured again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Trial:
     """A measurement.
 
     Attributes:
-        load: What its memory depends on.
-        purpose: What it was to measure.
+        load: Quantities that determine its memory.
+        purpose: Purpose of the trial.
         measured: The result.
         predicted_bytes: Predicted peak; None without a prediction.
     """
@@ -66,7 +66,7 @@ class Found:
     Attributes:
         frame_budget: Budget to train with.
         largest: Largest budget that is predicted to fit.
-        limited_by: What keeps ``frame_budget`` from being larger.
+        limited_by: Constraint that keeps ``frame_budget`` from being larger.
         memory: Memory model.
         speed: Speed model.
         trials: Trials in order.
@@ -99,7 +99,7 @@ class Search:
         model: Architecture.
         settings: Objective and margins.
         target: Bytes that must not be exceeded.
-        micro_batches: Micro-batches of a global step, which the corpus has to fill.
+        micro_batches: Micro-batches of a global step, which limits the budget on small corpora.
         measure: Runs a trial.
         note: Called with a description of each trial.
     """
@@ -115,7 +115,7 @@ class Search:
 
     @property
     def limit(self) -> float:
-        """Largest predicted peak that is allowed."""
+        """Largest predicted peak that is allowed, in bytes."""
         return self.target * (1 - self.settings.margin)
 
     def run(self) -> Found:
@@ -133,7 +133,7 @@ class Search:
             if replay is None and len(self.trials) < _MOST_TRIALS:
                 self._try(wanted, "replay", predicted=True)
                 continue
-            # Timings may be too restless to settle; what was replayed fits all the same.
+            # Timings may vary too much to converge; the replayed budget fits all the same.
             replay = self._best_replay() if replay is None else replay
             if replay is None:
                 raise OutOfMemory(
@@ -203,12 +203,12 @@ class Search:
 
     @property
     def _cap(self) -> int:
-        """Frames of which the corpus has enough for `_LEAST_STEPS` steps of an epoch."""
+        """Largest frame budget with which an epoch has `_LEAST_STEPS` steps."""
         total = self.population.total_frames
         return max(self.population.longest, total // (_LEAST_STEPS * self.micro_batches))
 
     def _largest(self, memory: MemoryModel) -> int:
-        """The largest budget whose longest utterances together are predicted to fit."""
+        """Return the largest budget whose longest utterances together are predicted to fit."""
         failed = [trial.load.frames for trial in self.trials if self._failed(trial)]
         low, high = self.population.longest, self._cap
         if failed:
@@ -222,7 +222,7 @@ class Search:
         return self._rounded(low)
 
     def _failed(self, trial: Trial) -> bool:
-        """Return whether a budget as in training proved too large."""
+        """Return whether a replayed or training-like budget proved too large."""
         if not _is_usual(trial):
             return False
         return not trial.measured.fits or trial.measured.peak_bytes > self.target
@@ -235,7 +235,7 @@ class Search:
         return memory.predict(Load(frames, shape.token_budget, scores))
 
     def _choose(self, speed: SpeedModel, largest: int) -> tuple[int, LimitedBy]:
-        """Return the budget that the settings ask for, and why no larger one."""
+        """Return the budget that the settings ask for, and what limits it."""
         reason: LimitedBy = "corpus" if largest >= self._rounded(self._cap) else "memory"
         if self.settings.objective == "memory":
             return largest, reason
@@ -254,7 +254,7 @@ class Search:
         budgets = {self._rounded(round(self.population.longest * ratio**n)) for n in range(count)}
         filled, found = 0.0, {}
         for budget in sorted(budgets | {largest}):
-            # A large budget is filled; to plan for it would take long, and tell nothing.
+            # A large budget is filled anyway; planning for it would take long.
             filled = filled if filled > 0.995 else self._fill(budget)
             found[budget] = filled
         return found

@@ -8,17 +8,17 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationConfig:
-    """How `data.frame_budget: auto` is decided.
+    """Settings of ``data.frame_budget: auto``.
 
     Attributes:
-        target_share: Share of the memory of the GPU, or of this process's part of the host's where
-            there is none, that training may take.
+        target_share: Share of the memory that training may take: of the GPU, or without one of this
+            process's part of the host's.
         target_bytes: The same in bytes, in place of a share.
         objective: ``throughput``: the smallest budget that trains nearly as much audio per second
             as the best; ``memory``: the largest that fits.
-        tolerance: What ``nearly`` is: 0.02 gives up at most 2 %.
-        margin: Share by which the predicted peak must stay below the target. It is for what trials
-            do not see: buffers of communication, fragments, validation.
+        tolerance: Loss of speed that ``throughput`` accepts: 0.02 gives up at most 2 %.
+        margin: Share by which the predicted peak must stay below the target, for memory that trials
+            do not measure: communication buffers, fragmentation, validation.
     """
 
     target_share: float = 0.9

@@ -1,4 +1,4 @@
-"""One trial: a few steps of training in a process of its own, whose death is a result, too.
+"""One trial: a few steps of training in a process of its own, which may run out of memory.
 
 ``python -m effasr.training.calibration.trial PARENT`` reads a request from standard input, as JSON,
 and writes the measurement to standard output. It ends with the process of id PARENT.
@@ -46,7 +46,7 @@ _FIELDS_OF_SHAPE = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to try.
+    """Configuration and batches of a trial.
 
     Attributes:
         config: Resolved configuration, as a mapping.
@@ -112,7 +112,7 @@ def main() -> int:
     """Run the request on standard input."""
     _end_with_parent(int(sys.argv[1]))
     request = Request.from_json(sys.stdin.read())
-    # Libraries may write to standard output, which is for the result alone.
+    # Libraries may write to standard output, which is reserved for the result.
     out = os.dup(1)
     os.dup2(2, 1)
     result = attempt(lambda: run(request))
@@ -144,7 +144,8 @@ def run(request: Request) -> Measurement:
         batch = batch_of(lengths, work.shape, request.vocab_size, step)
         batches = [batch] * request.micro_batches
         taken = _timed_step(train_state, batches, step, device)
-        # The first makes moments and chooses algorithms, the last is no usual batch.
+        # The first step allocates moments and chooses algorithms; the last batch is the extreme
+        # one.
         if 0 < step <= len(work.timed):
             seconds.append(taken / len(batches))
             audio.append(batch.audio_seconds)
@@ -178,17 +179,17 @@ def _limit(device: torch.device, limit: int) -> None:
         share = max(min((limit - others) / total, 1.0), 1e-6)
         torch.cuda.set_per_process_memory_fraction(share, device)
         return
-    # The kernel's limit is on what the process has asked for, used or not, without the libraries,
-    # which are files: so it is told by how much that may grow.
-    wanted = max(_status("VmData") + limit - _status("VmRSS"), 1)
+    # The kernel limits the address space that a process has requested, used or not, except mapped
+    # libraries: the limit is set to the present size plus the growth that is allowed.
+    size = max(_status("VmData") + limit - _status("VmRSS"), 1)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+        size = min(size, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (size, hard))
 
 
 def _peaks(device: torch.device) -> tuple[int, int]:
-    """Return the peak bytes of tensors, and in all; the latter of a GPU by all of its processes."""
+    """Return the peak bytes of tensors, and the total, on a GPU that of all its processes."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         outside = total - free - torch.cuda.memory_reserved(device)
@@ -200,7 +201,7 @@ def _peaks(device: torch.device) -> tuple[int, int]:
 
 def _high_water_mark() -> int:
     """Return the peak memory of this process alone, where Linux reports it."""
-    # Elsewhere it may be inherited from the process that started this one.
+    # On other systems it may be inherited from the process that started this one.
     return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -220,7 +221,7 @@ def _end_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("the process that wanted to know is gone")
+        sys.exit("the process that started this trial has ended")
 
 
 if __name__ == "__main__":

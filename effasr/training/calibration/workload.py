@@ -22,7 +22,7 @@ Lengths = list[tuple[int, int]]
 Kind = Literal["longest", "shortest"]
 
 _STEPS = 12
-"""Planned steps from which those of a trial, and the padding, are taken."""
+"""Planned steps from which the batches of a trial and the padding are taken."""
 
 _LARGEST_SAMPLE = 20_000
 
@@ -121,7 +121,7 @@ class Population:
         kept = self._fitting(shape.frame_budget, shape.token_budget)
         mean = max(float(kept.frames.mean()), 1.0)
         count = min(math.ceil(_STEPS * shape.frame_budget / mean), _LARGEST_SAMPLE)
-        # With repetitions, so that a small corpus fills a large budget, too.
+        # With repetitions, so that a small corpus fills a large budget.
         chosen = np.random.default_rng(0).integers(len(kept), size=max(count, 1))
         sample = UtteranceLengths(kept.frames[chosen], kept.tokens[chosen])
         plan = plan_epoch(sample, shape=shape, micro_batches=1, seed=0, epoch=0)
@@ -154,7 +154,7 @@ def together(lengths: UtteranceLengths, shape: StaticShape, kind: Kind) -> Lengt
         if f > frames or u > tokens or f + u == 0:
             misses += 1
             continue
-        # The same utterance once more is as long as any: no plan holds anything longer.
+        # Repeats the same utterance, the longest: no plan holds anything longer.
         place, misses = (place - 1 if kind == "longest" else place), 0
         chosen.append((f, u))
         frames, tokens = frames - f, tokens - u
@@ -180,7 +180,7 @@ def batch_of(lengths: Lengths, shape: StaticShape, vocab_size: int, seed: int) -
     examples = []
     for number, (frames, tokens) in enumerate(lengths):
         audio = generator.standard_normal(frames * shape.framing.samples, dtype=np.float32) * 0.1
-        # No two alike in a row: CTC needs no blank between them, and has a path.
+        # No token repeats its predecessor: CTC needs no blank between them and has a path.
         text = (np.arange(max(tokens - 1, 0)) + number) % vocab_size
         examples.append(Example(f"trial-{number}", audio, [0], text.tolist()))
     return collate(examples, shape, eos_id=0, pad_id=0)

@@ -22,10 +22,10 @@ class Background:
         self._waited = self._told = 0.0
 
     def start(self, what: str, job: Callable[[], object]) -> None:
-        """Start a job when the one before has ended.
+        """Start a job after the previous one has ended.
 
         Raises:
-            BaseException: The error of the job before.
+            BaseException: The error of the previous job.
         """
         self.wait()
         self._what = what
@@ -33,7 +33,7 @@ class Background:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the error of a job that has ended with one; never wait."""
+        """Raise the error of a job that has failed, without waiting."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
@@ -64,7 +64,7 @@ class Background:
             raise error
 
     def linger(self, seconds: float) -> None:
-        """Wait some time for the job, in a process that is about to be ended."""
+        """Wait a limited time for the job, in a process that is about to be ended."""
         if self._thread is not None:
             self._thread.join(seconds)
 

@@ -1,4 +1,4 @@
-"""Which runs can continue from which checkpoints."""
+"""Compatibility of runs with checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DECISIVE = ("seed", "model", "data", "lora")
 """Sections of a configuration that determine the weights and the order of the data."""
 
 _DECISIVE_BESIDE = frozenset({"optimizer.exempt", "optimizer.name", "training.freeze"})
-"""Fields of other sections that do: the optimizer groups and numbers parameters by them."""
+"""Fields of other sections that do too: the optimizer groups and numbers parameters by them."""
 
 _HARMLESS = frozenset(
     {
@@ -33,8 +33,8 @@ _HARMLESS = frozenset(
         "data.audio_augmentation.reverberation.manifests",
     }
 )
-"""Fields of decisive sections that may change. Of the manifests and the tokenizer the content
-counts, by the fingerprint of `effasr.data.index.corpus.Corpus`, not the path."""
+"""Fields of decisive sections that may change. Manifests and tokenizer are compared by content,
+with the fingerprint of `effasr.data.index.corpus.Corpus`, and not by path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Saved:
 
 
 def identity(config: TrainConfig, corpus: str, plan: str | None, ranks: int) -> dict[str, Any]:
-    """Return what the functions below compare; ``plan`` and ``corpus`` are fingerprints."""
+    """Return the values that the functions below compare; ``plan``, ``corpus``: fingerprints."""
     mapping = configuration.to_mapping(config)
     return {"config": mapping, "corpus": corpus, "plan": plan, "ranks": ranks}
 
@@ -59,7 +59,7 @@ def check_resumable(saved: Saved, config: TrainConfig, ranks: int) -> None:
     """
     before = configuration.complete(TrainConfig, saved.state["config"])
     for change in check_same_run(before, configuration.to_mapping(config)):
-        log.warning("not as in the checkpoint: %s", change)
+        log.warning("differs from the checkpoint: %s", change)
     check_same_ranks(saved.state, config.data.strategy, ranks)
 
 
@@ -78,7 +78,7 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
         if _decides(path):
             raise ValueError(
                 f"`{path}` must stay {old!r}, as in the checkpoint of this run, but is {new!r}. "
-                "Set it back, choose another `name`, or begin anew with training.restart=true."
+                "Set it back, choose another `name`, or start again with training.restart=true."
             )
         tolerated.append(change)
     return tolerated
@@ -89,10 +89,10 @@ def check_same_ranks(saved: Mapping[str, Any], strategy: str, ranks: int) -> Non
     before = saved.get("ranks", ranks)
     if strategy != "packed" and before != ranks:
         raise ValueError(
-            f"`data.strategy` = {strategy} needs {before} ranks to go on, as in the checkpoint, "
-            f"but there are {ranks}: lhotse's samplers deal out batches to a fixed number of "
-            "ranks, and on another utterances would be lost or repeated. Start as many, or begin "
-            "anew with training.restart=true; only strategy packed goes on on any number."
+            f"`data.strategy` = {strategy} needs {before} ranks, as in the checkpoint, but has "
+            f"{ranks}: lhotse's samplers distribute batches over a fixed number of ranks, and with "
+            "another number utterances would be lost or repeated. Start as many, or begin with "
+            "training.restart=true; only strategy packed continues on any number."
         )
 
 
@@ -102,11 +102,11 @@ def check_same_plan(saved: Mapping[str, Any], fingerprint: Callable[[int], str])
     before = saved.get("plan")
     if before is not None and fingerprint(epoch) != before:
         raise ValueError(
-            f"the plan of epoch {epoch} must stay as it was in the checkpoint, of which {step} "
-            "steps have been made, but it has changed, and utterances would be lost or repeated: "
+            f"the plan of epoch {epoch} must stay as in the checkpoint, of which {step} steps "
+            "have been made, but it has changed, and utterances would be lost or repeated: "
             "restore the file of `data.bucket_batch_sizes`, the recordings of "
             "`data.audio_augmentation`, or the versions of effasr and lhotse that the run began "
-            "with, or begin anew with training.restart=true."
+            "with, or start again with training.restart=true."
         )
 
 

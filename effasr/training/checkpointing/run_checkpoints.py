@@ -61,7 +61,7 @@ _LINGER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What to write, none of which changes any more; the first four by rank 0 alone."""
+    """Immutable content of a checkpoint; the first four fields are written by rank 0 alone."""
 
     description: Description
     weights: Mapping[str, Tensor]
@@ -72,7 +72,7 @@ class _Content:
 
 
 class RunCheckpoints:
-    """The checkpoints of one run: the ``keep`` newest ones, and the best."""
+    """The checkpoints of one run: the ``keep`` newest and the best."""
 
     def __init__(self, folder: Path, keep: int, *, background: bool = False) -> None:
         if keep < 1:
@@ -86,9 +86,9 @@ class RunCheckpoints:
         self._group: dist.ProcessGroup | None = None
 
     def share(self, context: DistributedContext, timeout_s: float) -> None:
-        """Let all ranks, each of which calls this, save together, each its shards."""
+        """Let all ranks save together, each its shards; all ranks call this."""
         self._rank = context.rank
-        # A group of the thread's own: two threads must not use the same.
+        # The thread has its own process group: two threads must not share one.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
@@ -103,8 +103,7 @@ class RunCheckpoints:
         Waits for the checkpoint that is being written, whose buffers are reused.
         """
         self._background.wait(
-            "checkpoints are due faster than the disk takes them, unless training."
-            "checkpoint_every is larger"
+            "checkpoints are due faster than they are written: raise training.checkpoint_every"
         )
         return self._copies.take(tensors)
 
@@ -131,7 +130,7 @@ class RunCheckpoints:
             is_best: Whether to point ``best`` at it, too.
 
         Raises:
-            OSError: It, or the one before, cannot be written.
+            OSError: This checkpoint or the previous one cannot be written.
         """
         serialized = io.BytesIO()
         weights: Mapping[str, Tensor] = {}
@@ -153,7 +152,7 @@ class RunCheckpoints:
         return self.path(step)
 
     def check(self) -> None:
-        """Raise the error of the last checkpoint, if it is known."""
+        """Raise the error of the last checkpoint if it has failed already."""
         self._background.check()
 
     def wait(self) -> None:
@@ -165,7 +164,7 @@ class RunCheckpoints:
         self._background.wait()
 
     def linger(self) -> None:
-        """Give the checkpoint in progress some time, where the process must end."""
+        """Wait a limited time for the checkpoint in progress, where the process must end."""
         self._background.linger(_LINGER_S)
 
     def __enter__(self) -> Self:
@@ -173,7 +172,7 @@ class RunCheckpoints:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Wait until the last checkpoint is complete, also where training failed."""
+        """Wait until the last checkpoint is complete, also after an error."""
         if error is None:
             self.wait()
             return
@@ -190,10 +189,10 @@ class RunCheckpoints:
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """Return the newest complete checkpoint and its state; None if there never was one.
 
-        A damaged one is skipped with a warning. ``latest`` then points at the one found.
+        A damaged one is skipped with a warning, and ``latest`` is set to the one found.
 
         Raises:
-            CheckpointError: There are checkpoints, and all are damaged.
+            CheckpointError: There are checkpoints, but all are damaged.
         """
         restore_outdated(self.folder)
         reasons = []
@@ -205,7 +204,7 @@ class RunCheckpoints:
                 point(self.folder / "latest", path)
                 return path, state
             except CheckpointError as error:
-                log.warning("%s Going back to the checkpoint before it.", error)
+                log.warning("%s Using the previous checkpoint.", error)
                 reasons.append(str(error))
         if reasons:
             raise CheckpointError(
@@ -218,11 +217,11 @@ class RunCheckpoints:
         """Return the training state of a checkpoint.
 
         Raises:
-            CheckpointError: It is missing or damaged.
+            CheckpointError: The checkpoint is missing or damaged.
         """
         try:
             return torch.load(path / _STATE, map_location="cpu", weights_only=True)
-        except Exception as error:  # A damaged file makes torch and zipfile raise many kinds.
+        except Exception as error:  # torch and zipfile raise many kinds.
             raise CheckpointError(f"{path} is damaged or incomplete: {error!r}.") from error
 
     def _write(self, step: int, content: _Content) -> None:
@@ -230,7 +229,7 @@ class RunCheckpoints:
         partial = begin_folder(path) if is_main else partial_folder(path)
         with writing(path):
             if self._group is not None:
-                # Not before the folder is there.
+                # The folder exists only now.
                 dist.barrier(self._group)
             if is_main:
                 write_model(partial, content.description, content.weights, content.tokenizer)
@@ -246,15 +245,15 @@ class RunCheckpoints:
         point(self.folder / "latest", path)
         if content.is_best:
             self.mark_best(step)
-        # Later ones are damaged, for the run went back to one before; hidden ones were left by a
-        # process that was killed while it wrote.
+        # Later ones are damaged, since the run continued from an earlier one; hidden ones were left
+        # by a process that was killed while writing.
         later = [other for other in newest_first(self.folder) if other.name > path.name]
         for useless in [*later, *self.folder.glob(".step_*")]:
             shutil.rmtree(useless, ignore_errors=True)
         self._prune()
 
     def _gather(self, sums: dict[str, list[int]]) -> dict[str, list[int]]:
-        """Return the checksums of all ranks; each has read its own files."""
+        """Gather the checksums of all ranks; each has read its own files."""
         if self._group is None:
             return sums
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
@@ -269,7 +268,7 @@ class RunCheckpoints:
 
 
 def _checksums(folder: Path, rank: int) -> dict[str, list[int]]:
-    """Return size and CRC-32 of the files that a rank has written."""
+    """Return size and CRC-32 of the files written by a rank."""
     parts = (folder / TENSORS).glob(f"__{rank}_*")
     files = parts if rank else (f for f in folder.rglob("*") if not _is_of_another(f))
     return {
@@ -285,24 +284,24 @@ def _is_of_another(file: Path) -> bool:
 
 
 def _check_files(path: Path) -> None:
-    """Raise a `CheckpointError` if a file of a checkpoint is not as it was written."""
+    """Raise a `CheckpointError` if a file of a checkpoint differs from its manifest."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text())
         if "files" not in manifest:
             raise CheckpointError(
-                f"{path} was written by an earlier version of effasr: go on with that one, or "
-                "begin a run with its weights by `init_from`."
+                f"{path} was written by an earlier version of effasr: continue with that version, "
+                "or start a run from its weights with `init_from`."
             )
         for name, (size, checksum) in manifest["files"].items():
             if (path / name).stat().st_size != size:
-                raise CheckpointError(f"{path / name} is not of the {size} bytes written.")
+                raise CheckpointError(f"{path / name} does not have its original {size} bytes.")
             if _crc32(path / name) != checksum:
-                raise CheckpointError(f"{path / name} has not the checksum of what was written.")
+                raise CheckpointError(f"{path / name} does not match its checksum.")
         with safetensors.safe_open(path / WEIGHTS, framework="pt"):
             pass
     except CheckpointError:
         raise
-    except Exception as error:  # Of the manifest, anything.
+    except Exception as error:  # The manifest may be malformed in any way.
         raise CheckpointError(f"{path} is damaged or incomplete: {error!r}.") from error
 
 

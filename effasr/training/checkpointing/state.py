@@ -29,14 +29,14 @@ class Stateful(Protocol):
 
 @dataclass(slots=True)
 class RunProgress:
-    """How far a run has come.
+    """Progress of a run.
 
     Attributes:
         step: Updates made.
         epoch: Epoch of the last step, from 0.
-        position: Epoch of the next step, and its number there.
+        position: Epoch of the next step, and its index there.
         best: Lowest word error rate of a validation.
-        is_best: Whether the last validation had it, and no step has been made since.
+        is_best: Whether the last validation reached it and no step was made since.
         must_validate: Whether a validation is due.
     """
 

@@ -14,7 +14,7 @@ _WARM_UPS = 3
 """Runs before the recording, in which libraries choose algorithms and allocate workspaces."""
 
 UNSPLITTABLE_REASON = (
-    "one that is a CUDA graph cannot be split: lower data.frame_budget, or set "
+    "a micro-batch in a CUDA graph cannot be split: lower data.frame_budget, or set "
     "training.cuda_graph=false"
 )
 """Why a recorded micro-batch cannot be computed in pieces."""
@@ -65,7 +65,7 @@ class MicroBatchGraph:
         self._load(batch, counts)
         assert self._replay is not None
         self._replay()
-        # The next replay writes over the recording's own outputs.
+        # The next replay overwrites the outputs of the recording.
         return tuple(output.clone() for output in self._outputs)
 
     def _record(self, batch: Batch, counts: Tensor) -> None:
@@ -108,8 +108,8 @@ class MicroBatchGraph:
 
 def _capture(run: Callable[[], Outputs]) -> tuple[Callable[[], Any], Outputs]:
     graph = torch.cuda.CUDAGraph()
-    # Other threads pin memory, copy checkpoints and watch NCCL meanwhile, which would break a
-    # recording of all threads.
+    # Other threads meanwhile pin memory, copy checkpoints and watch NCCL, which would invalidate a
+    # recording that covers all threads.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = run()
     return graph.replay, outputs

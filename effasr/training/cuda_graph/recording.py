@@ -1,4 +1,4 @@
-"""Which runs can use CUDA graphs, and the recording of their micro-batches."""
+"""Checks that a run can use CUDA graphs, and records its micro-batches."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def split(batch: Batch) -> tuple[Batch, Batch]:
     The parts have no padding to a static shape, which would take memory.
 
     Raises:
-        ValueError: It has fewer than two utterances.
+        ValueError: The batch has fewer than two utterances.
     """
     count = len(batch.ids)
     if count < 2:
@@ -67,7 +67,7 @@ def _sequences(packed: PackedSequence, begin: int, end: int) -> PackedSequence:
 
 def _rows(values: Tensor, layout: PackedLayout, begin: int, end: int) -> Tensor:
     offsets = layout.cu_seqlens_host
-    # Of its own, so that the whole need not be kept for the sake of a part.
+    # A copy, so that the whole tensor need not be kept for a part.
     return values[offsets[begin] : offsets[end]].clone(memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,4 @@
-"""Handles steps whose update was left out because the loss or gradient was not finite."""
+"""Handles steps whose update was skipped because the loss or gradient was not finite."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from effasr.model.asr import ASRModel
 from effasr.training.step import StepReport
 
 _PATIENCE = 100
-"""Updates left out in a row after which ``skip`` ends the run as well."""
+"""Consecutive skipped updates after which ``skip`` ends the run as well."""
 
 
 class NonFiniteGuard:
-    """Stops at, or reports, steps without an update. All ranks call it with the same steps.
+    """Ends the run at, or records, skipped updates. All ranks call it with the same steps.
 
     Args:
-        model: Model without wrapper, which computes the losses of utterances again.
+        model: Model without wrapper, which recomputes the losses of utterances.
         autocast: Returns the context in which its forward runs.
         policy: ``stop``: the first such step ends the run. ``skip``: it is written to
             skipped.jsonl, and only very many in a row end the run.
         context: The ranks, each of which has its own utterances.
-        note: Takes the line for skipped.jsonl, on rank 0.
+        note: Receives the line for skipped.jsonl, on rank 0.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class NonFiniteGuard:
         self._note = note
 
     def handle(self, reports: Sequence[StepReport], in_a_row: int) -> None:
-        """Handle the steps whose update was left out.
+        """Handle the steps whose update was skipped.
 
         Args:
             reports: Reports of these steps.
-            in_a_row: Number of steps in a row without an update, up to the newest of them.
+            in_a_row: Number of consecutive skipped updates up to the newest of them.
 
         Raises:
             TrainingFailed: The run must end.
@@ -62,20 +62,22 @@ class NonFiniteGuard:
             if self._policy == "stop":
                 raise TrainingFailed(
                     f"step {line['step']}: the {line['reason']} is not finite; "
-                    f"utterances: {_shorten(line['utterances'])}. The weights are those before it. "
-                    "Look at these utterances, lower optimizer.lr, or set training.on_nan=skip."
+                    f"utterances: {_shorten(line['utterances'])}. The weights are unchanged. "
+                    "Check these utterances, lower optimizer.lr, or set training.on_nan=skip."
                 )
         if in_a_row >= _PATIENCE:
             raise TrainingFailed(
                 f"step {reports[-1].step + 1}: {_PATIENCE} steps in a row had a loss or gradient "
-                "that is not finite: lower optimizer.lr, or look at skipped.jsonl."
+                "that is not finite: lower optimizer.lr, or check skipped.jsonl."
             )
 
     def _describe(self, report: StepReport) -> dict[str, Any]:
         """Return the utterances whose loss is not finite, or all if only the gradient is not."""
         present = [name for batch, _ in report.micro_batches for name in batch.ids]
         guilty = [
-            name for batch, losses in report.micro_batches for name in self._guilty(batch, losses)
+            name
+            for batch, losses in report.micro_batches
+            for name in self._nonfinite_utterances(batch, losses)
         ]
         everyone = self._context.all_gather((guilty, present))
         guilty = [name for names, _ in everyone for name in names]
@@ -87,7 +89,7 @@ class NonFiniteGuard:
         }
 
     @torch.no_grad()
-    def _guilty(self, batch: Batch, losses: Tensor) -> list[str]:
+    def _nonfinite_utterances(self, batch: Batch, losses: Tensor) -> list[str]:
         """Return the utterances of a micro-batch that cause non-finite losses.
 
         Batch norm in training spreads the NaN of one utterance to all, so the losses are computed

@@ -1,9 +1,9 @@
 """Recovery from out-of-memory errors: a micro-batch that does not fit is computed in pieces.
 
-Losses are sums over tokens divided by the counts of the whole global step, so the pieces of a
-micro-batch have its gradient together. Two things differ: dropout and augmentation draw other
+Losses are sums over tokens divided by the counts of the whole global step, so the gradients of the
+pieces add up to that of the micro-batch. Two things differ: dropout and augmentation use other
 random numbers, from a seed of the piece; and batch norms normalise each piece by its own mean and
-variance, as of a smaller micro-batch.
+variance, as they would for a smaller micro-batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIGNS = (
     "out of memory",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
-    # Libraries that allocate by themselves.
+    # Libraries that allocate memory themselves.
     "CUFFT_INTERNAL_ERROR",
     "CUFFT_ALLOC_FAILED",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -39,7 +39,7 @@ _SIGNS = (
 )
 
 _WHOLE = (
-    # oneDNN without room for code or buffers. As part of longer messages they mean other things.
+    # oneDNN without memory for code or buffers; inside longer messages these mean other errors.
     "could not create a primitive",
     "could not create a memory object",
     "could not execute a primitive",
@@ -47,7 +47,7 @@ _WHOLE = (
 
 
 class OutOfMemory(RuntimeError):
-    """There is not enough memory, and no way around it; the message says for what."""
+    """There is not enough memory, and splitting does not help; the message names the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Utterances of a micro-batch that are computed together: all of them, or a part.
+    """Utterances of a micro-batch that are computed together: all of them or some.
 
     Attributes:
         batch: The utterances, on the host.
@@ -75,7 +75,7 @@ class Piece:
         """Split the piece in two.
 
         Raises:
-            OutOfMemory: It has less than two utterances; the message includes ``reason``.
+            OutOfMemory: The piece has fewer than two utterances; the message includes ``reason``.
         """
         if len(self.batch.ids) < 2:
             raise OutOfMemory(_describe_unsplittable(self.batch, reason))
@@ -93,8 +93,8 @@ class Outcome:
 
     Attributes:
         piece: The piece.
-        parts: Its share of the losses, (5,).
-        losses: Loss of each of its utterances, (N,).
+        parts: The loss parts of the piece, (5,).
+        losses: Loss of each utterance, (N,).
     """
 
     piece: Piece
@@ -103,11 +103,11 @@ class Outcome:
 
 
 Gradient = Callable[[Batch], tuple[Sequence[Tensor | None], Tensor, Tensor]]
-"""Computes gradients of a batch, without a change to ``grad``, loss parts and losses."""
+"""Returns gradients of a batch without changing ``grad``, the loss parts and the losses."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a GPU or the host is out of memory."""
+    """Return whether an error means that a GPU or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | OutOfMemory | MemoryError):
         return True
     message = str(error).strip()
@@ -116,14 +116,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def attempt(run: Callable[[], T]) -> T | Failure:
-    """Call ``run``; after an out-of-memory error, free what it held and return a `Failure`."""
+    """Call ``run``; after an out-of-memory error, free its memory and return a `Failure`."""
     try:
         return run()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
-    # Outside of the handler, because the error keeps the frames that it came from.
+    # Outside the handler, because the error keeps its frames alive.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -131,18 +131,18 @@ def attempt(run: Callable[[], T]) -> T | Failure:
 
 
 class OOMRecovery:
-    """Calls the micro-batches of a step, and recomputes the step in pieces where one does not fit.
+    """Runs the micro-batches of a step and recomputes the step in pieces if one does not fit.
 
     Args:
-        gradient: Computes a piece.
+        gradient: Computes the gradient of a piece.
         grad_sync: Receives the recomputed gradients.
-        statistics: Running statistics of the model's batch norms, as before the step.
+        statistics: Running statistics of the model's batch norms before the step.
         unsplittable_reason: Why micro-batches cannot be computed in pieces, and the remedy; None
             if they can.
 
     Attributes:
-        kept: Copies of the statistics as before the step.
-        splits: How many pieces were split.
+        kept: Copies of the statistics before the step.
+        splits: Number of pieces that were split.
     """
 
     def __init__(
@@ -194,10 +194,10 @@ class OOMRecovery:
         self._recompute([*work, list(piece.halves(result.reason))], exchanging=exchanging)
 
     def _recompute(self, work: Sequence[Sequence[Piece]], *, exchanging: bool) -> None:
-        """Compute the pieces of all micro-batches so far, and split what does not fit.
+        """Compute the pieces of all micro-batches so far, and split those that do not fit.
 
-        All, because the failed backward has added a part of its gradient, which cannot be
-        subtracted; and apart from ``grad``, so that another failure does no harm.
+        All micro-batches, because the failed backward has added a part of its gradient, which
+        cannot be subtracted; and without ``grad``, so that another failure does no harm.
         """
         _restore(self._statistics, self.kept)
         sums: list[Tensor | None] = [None] * len(self._grad_sync.parameters)
@@ -213,7 +213,7 @@ class OOMRecovery:
     ) -> list[Outcome]:
         """Compute one micro-batch; add its gradients to ``sums``.
 
-        Its statistics become the mean of those of its pieces, weighted by frames.
+        The statistics become the mean over the pieces, weighted by frames.
         """
         before = [statistic.clone() for statistic in self._statistics]
         waiting, done, seen = deque(pieces), [], []
@@ -240,9 +240,9 @@ class OOMRecovery:
 
 
 def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """Return the gradient of each parameter, without a change to ``grad`` or calls of DDP hooks."""
+    """Return the gradient of each parameter without changing ``grad`` or calling DDP hooks."""
     found = torch.autograd.grad(loss, list(parameters), allow_unused=True)
-    # Both terms of a sum may get the same tensor; each parameter needs its own to add to.
+    # Both terms of a sum may share a gradient tensor; each parameter needs its own.
     own, taken = [], set()
     for gradient in found:
         if gradient is not None:
@@ -270,10 +270,10 @@ def _restore(statistics: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 def _describe_unsplittable(batch: Batch, reason: str) -> str:
     if not batch.ids:
-        return f"there is not even memory for a micro-batch without utterances ({reason})."
+        return f"there is not enough memory even for an empty micro-batch ({reason})."
     return (
         f"utterance {batch.ids[0]!r} alone does not fit in memory: it has {batch.frames.total} "
         f"encoder frames ({batch.audio_seconds:.1f} s) and {batch.tokens.layout.total} tokens; "
-        f"{in_use()} ({reason}). Lower data.max_duration to leave such utterances out, set "
+        f"{in_use()} ({reason}). Lower data.max_duration to drop such utterances, set "
         "training.activation_checkpointing=true, or train a smaller model."
     )

@@ -14,21 +14,21 @@ LOADING, WAITING, COMPUTING = "loading", "waiting for the others", "computing"
 
 
 class PhaseTracker:
-    """The step in progress, its phase, and the time that this rank needed for itself.
+    """The step in progress, its phase, and the time that this rank spent on its own work.
 
-    A rank's own time is the time to load its micro-batches, and to compute until it first needs the
+    A rank's own time is the time to load its micro-batches and to compute until it first needs the
     other ranks; a slow rank has more of it. With fsdp2, ranks wait for each other in every layer,
     so that only loading distinguishes them.
 
     Args:
-        on_gpu: Whether to measure by events of the GPU; the host never waits for them.
+        on_gpu: Whether to measure with GPU events, for which the host never waits.
 
     Attributes:
         step: Step in progress, counted from 1.
         phase: Phase of the step.
         since: Start of the phase, by `time.monotonic`.
-        steps: Steps whose own time is known.
-        seconds: Own time of these steps in all.
+        steps: Number of steps whose own time is known.
+        seconds: Total own time of these steps.
     """
 
     def __init__(self, *, on_gpu: bool = False) -> None:
@@ -44,7 +44,7 @@ class PhaseTracker:
         self._measured: deque[tuple[float, _Mark, _Mark]] = deque()
 
     def begin(self, phase: str, step: int | None = None, batches: Sequence[Batch] = ()) -> None:
-        """Begin a phase, by default of the same step, with these micro-batches."""
+        """Begin a phase of ``step``, by default of the same step, with these micro-batches."""
         now = time.monotonic()
         if self.phase == LOADING:
             self._loading = now - self.since
@@ -58,7 +58,7 @@ class PhaseTracker:
         self.phase, self.since, self._batches = COMPUTING, time.monotonic(), (batch,)
 
     def wait_for_ranks(self) -> None:
-        """End this rank's own time of the step, at the first call in a step."""
+        """End this rank's own time of the step; later calls in the step have no effect."""
         if self._mark is None:
             return
         self._measured.append((self._loading, self._mark, _Mark(on_gpu=self._on_gpu)))
@@ -88,7 +88,7 @@ class _Mark:
         return self._event is None or self._event.query()
 
     def until(self, other: _Mark) -> float:
-        """Return the seconds to a later mark that is past."""
+        """Return the seconds to a later mark that has passed."""
         if self._event is None or other._event is None:
             return other._time - self._time
         return self._event.elapsed_time(other._event) / 1000

@@ -1,9 +1,9 @@
 """Reports stalled or lost ranks, with their step, phase and utterances.
 
 Every rank writes its phase to the store about once a second. A rank that loses the others, or waits
-for them in vain, reports which are silent and what they did last. A rank that is stuck itself, in a
-read that does not return or in a kernel that does not end, is reported, and its process ended, by a
-thread of its own.
+for them too long, reports the silent ranks and their last phases. A separate thread reports a rank
+that is itself stuck, in a read that does not return or a kernel that does not end, and ends its
+process.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from effasr.training.fault_tolerance.phase_tracker import COMPUTING, LOADING, WA
 log = logging.getLogger(__name__)
 
 EX_TEMPFAIL = 75
-"""Exit code, from <sysexits.h>: to start the run again may help."""
+"""Exit code from <sysexits.h>: a restart may succeed."""
 
 _SIGNS = ("gloo", "Connection ", "connection", "Timed out waiting", "NCCL", "Broken pipe")
-"""What torch's messages have in them when another rank is lost."""
+"""Parts of torch's messages about a lost rank."""
 
 _BEAT_S = 1.0
 _RANKS_PER_BEAT = 256
@@ -43,7 +43,7 @@ _JUDGED_STEPS, _JUDGED_S = 20, 5.0
 
 
 class RankLost(RuntimeError):
-    """Other ranks are gone or do not answer; the message names them."""
+    """Other ranks have ended or do not answer; the message names them."""
 
     exit_code = EX_TEMPFAIL
 
@@ -54,10 +54,10 @@ class Watchdog:
     Args:
         context: All ranks.
         phases: Phases of this rank.
-        timeout_s: How long a micro-batch may take, where there are other ranks to wait for it.
-        data_timeout_s: How long loading may take.
-        reading: Returns the utterances that are being read, each with its file.
-        before_exit: Called before a process that is stuck is ended.
+        timeout_s: Most seconds of a micro-batch, if there are other ranks.
+        data_timeout_s: Most seconds of loading.
+        reading: Returns the utterances that are being read, with their files.
+        before_exit: Called before the process of a stuck rank is ended.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Watchdog:
         self._phases = phases
         self._reading = reading
         self._before_exit = before_exit
-        # A kernel that hangs never returns to raise an error; torch's own end comes at the limit,
-        # without a word of which utterances. Gloo's calls do raise one, at the limit.
+        # A hanging kernel never raises an error; torch would end the process at its limit without a
+        # report of the utterances. Gloo's calls do raise an error at the limit.
         computing = timeout_s * (0.9 if context.device.type == "cuda" else 1.25) + 1.0
         self._limits = {LOADING: ("data_timeout_s", data_timeout_s)}
         if context.size > 1:
@@ -92,61 +92,61 @@ class Watchdog:
         """Start the thread; all ranks enter."""
         self._ended.clear()
         if self._context.store is not None:
-            # A connection of its own, for another thread may wait on the first.
+            # A separate connection, because another thread may wait on the first.
             self._store = self._context.store.clone()  # type: ignore[attr-defined]
             self._beat(0)
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """End the thread; name the lost ranks, if they are the reason of an error.
+        """End the thread; name the lost ranks if they caused the error.
 
         Raises:
-            RankLost: They are.
+            RankLost: Other ranks were lost.
         """
         self._ended.set()
         if self._store is None or not _is_loss(error):
             return
-        # Without the place in the sources, and the advice.
+        # Without the source location and the advice.
         reason = re.sub(r"^\[\S*\] ", "", " ".join(str(error).split())).partition(". ")[0]
         raise RankLost(
             f"rank {self._context.rank}: {_describe(self._own())}: cannot reach the others. "
-            f"{self._missing()} To start the run again goes on from its last checkpoint. "
-            f"(PyTorch says: {reason})"
+            f"{self._missing()} A restart continues from the last checkpoint. "
+            f"(PyTorch: {reason})"
         ) from error
 
     def slowest(self) -> dict[str, Any]:
-        """Return the rank with the most time of its own since the last call, for a line of metrics.
+        """Return the rank with the most own time since the last call, for a line of metrics.
 
         Returns:
             ``slowest_rank``, and ``rank_wait_s``: by how much its time per step exceeds the median
             rank's. None before the first reports.
         """
-        heard = [(one["own"][0], one["own"][1]) for one in self._heard]
+        reports = [(one["own"][0], one["own"][1]) for one in self._heard]
         if self._context.size == 1:
             return {"slowest_rank": 0, "rank_wait_s": 0.0}
-        if not heard:
+        if not reports:
             return {"slowest_rank": None, "rank_wait_s": None}
-        rank, seconds, median = _slowest(self._known, heard)
-        self._known = heard
-        self._warn(heard)
+        rank, seconds, median = _slowest(self._known, reports)
+        self._known = reports
+        self._warn(reports)
         return {"slowest_rank": rank, "rank_wait_s": seconds - median}
 
-    def _warn(self, heard: list[tuple[int, float]]) -> None:
-        """Warn of a rank that is persistently slow; again, when it is another one."""
+    def _warn(self, reports: list[tuple[int, float]]) -> None:
+        """Warn of a rank that is persistently slow, and again when it is another rank."""
         now = time.monotonic()
-        made = heard[self._context.rank][0] - self._judged[self._context.rank][0]
+        made = reports[self._context.rank][0] - self._judged[self._context.rank][0]
         if made < _JUDGED_STEPS or now - self._judged_at < _JUDGED_S:
             return
-        rank, seconds, median = _slowest(self._judged, heard)
-        self._judged, self._judged_at = heard, now
+        rank, seconds, median = _slowest(self._judged, reports)
+        self._judged, self._judged_at = reports, now
         if seconds < _SLOW * median or seconds - median < _SLOW_S:
             self._warned = None
         elif rank != self._warned:
             self._warned = rank
             log.warning(
                 "rank %d is slow: it needs %.2f s of its own for a step, the median rank %.2f s, "
-                "and the others wait for it. It is in %s.",
+                "and the others wait for it. Its phase: %s.",
                 rank,
                 seconds,
                 median,
@@ -165,7 +165,7 @@ class Watchdog:
                 if self._context.is_main:
                     self._heard = self._read()
             except RuntimeError as error:
-                # The thread that trains will come to know.
+                # The training thread will notice the loss itself.
                 log.debug("the store does not answer: %s", error)
                 answers = False
 
@@ -189,7 +189,7 @@ class Watchdog:
         }
 
     def _read(self) -> list[dict[str, Any]]:
-        """Return the last reports of all ranks; nothing before each has one."""
+        """Return the last reports of all ranks; an empty list until each has one."""
         assert self._store is not None
         names = [f"phase/{rank}" for rank in range(self._context.size)]
         if not self._store.check(names):
@@ -197,25 +197,25 @@ class Watchdog:
         return [json.loads(text) for text in self._store.multi_get(names)]
 
     def _missing(self) -> str:
-        """Return which ranks are silent, or late, and what they did last."""
+        """Describe the ranks that are silent or late, with their last phase."""
         try:
             before = self._read()
             time.sleep(1.5 * self._beat_s)
             after = self._read()
         except RuntimeError:
-            return "Nor can the store be reached: the node of rank 0 may be lost."
+            return "The store cannot be reached either: the node of rank 0 may be lost."
         if not after or not before:
-            return "Not all ranks have begun to train."
+            return "Not all ranks have started to train."
         ranks = [rank for rank in range(self._context.size) if rank != self._context.rank]
         silent = [rank for rank in ranks if after[rank]["count"] == before[rank]["count"]]
         if silent:
-            return _listed(silent, after, "does not answer any more")
+            return _listed(silent, after, "no longer answers")
         newest = max(one["step"] for one in after)
         waiting = WAITING, COMPUTING
         late = [r for r in ranks if after[r]["step"] < newest or after[r]["phase"] not in waiting]
         if late:
-            return _listed(late, after, "answers, but has not come so far")
-        return "All answer, so the network between them may be at fault."
+            return _listed(late, after, "answers, but is behind")
+        return "All ranks answer, so the network between them may be at fault."
 
     def _check(self) -> None:
         """End the process if this rank is stuck."""
@@ -223,9 +223,9 @@ class Watchdog:
         if limit is None or time.monotonic() - self._phases.since < limit:
             return
         text = (
-            f"rank {self._context.rank}: {_describe(self._own())}: nothing has come of it for "
+            f"rank {self._context.rank}: {_describe(self._own())}: no progress for "
             f"{limit:.3g} s (training.{name}), so this process is ended. It hangs {_where()}. "
-            "To start the run again goes on from its last checkpoint."
+            "A restart continues from the last checkpoint."
         )
         sys.stderr.write(f"effasr train: {text}\n")
         sys.stderr.flush()
@@ -238,7 +238,7 @@ class Watchdog:
         try:
             self._before_exit()
         finally:
-            # Not by an exception, for the thread that trains would not see it.
+            # Not by an exception, which the training thread would not see.
             os._exit(EX_TEMPFAIL)
 
 
@@ -255,26 +255,28 @@ def _slowest(
 
 
 def _is_loss(error: BaseException | None) -> bool:
-    """Return whether an error is that of a collective call which another rank did not join."""
+    """Return whether an error is that of a collective call that another rank did not join."""
     if isinstance(error, PeerFailed) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)
 
 
-def _listed(ranks: Sequence[int], heard: Sequence[dict[str, Any]], what: str) -> str:
+def _listed(ranks: Sequence[int], reports: Sequence[dict[str, Any]], what: str) -> str:
     parts, now = [], time.time()
     for rank in ranks[:_SHOWN]:
-        ago = now - heard[rank]["at"]
-        parts.append(f"Rank {rank} {what}: {ago:.0f} s ago it was in {_describe(heard[rank])}.")
-    rest = "" if len(ranks) <= _SHOWN else f" So for {len(ranks) - _SHOWN} more."
+        ago = now - reports[rank]["at"]
+        parts.append(f"Rank {rank} {what}: {ago:.0f} s ago it was at {_describe(reports[rank])}.")
+    rest = "" if len(ranks) <= _SHOWN else f" The same holds for {len(ranks) - _SHOWN} more."
     return " ".join(parts) + rest
 
 
-def _describe(said: dict[str, Any]) -> str:
-    """Return a report in words."""
-    more = f" and {said['more']} more" if said["more"] else ""
-    utterances = f", utterances {', '.join(said['utterances'])}{more}" if said["utterances"] else ""
-    return f"step {said['step']}, {said['phase']}{utterances}, for {said['seconds']:.1f} s"
+def _describe(report: dict[str, Any]) -> str:
+    """Format a report."""
+    more = f" and {report['more']} more" if report["more"] else ""
+    utterances = (
+        f", utterances {', '.join(report['utterances'])}{more}" if report["utterances"] else ""
+    )
+    return f"step {report['step']}, {report['phase']}{utterances}, for {report['seconds']:.1f} s"
 
 
 def _where() -> str:

@@ -46,14 +46,14 @@ class ProgressDisplay:
         state = describe(line, self._ranks)
         self._bar.update(self._task, completed=line["step"], state=state)
         if not self._console.is_terminal:
-            # With AdaScale, a step may be worth several; learners share steps out among themselves.
+            # With AdaScale a step may count as several; learners share the steps among themselves.
             per_step = line["step_s"] / line.get("gain", 1.0)
             if line.get("plan_steps_per_s"):
                 per_step = 1 / line["plan_steps_per_s"]
             left = max((self._total - line.get("progress", line["step"])) * per_step, 0.0)
-            self.say(f"step {line['step']}/{self._total}  {state}  ETA {_clock(left)}")
+            self.show(f"step {line['step']}/{self._total}  {state}  ETA {_clock(left)}")
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Show one line above the bar."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 

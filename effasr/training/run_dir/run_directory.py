@@ -12,9 +12,10 @@ from effasr.training.run_dir.run_lock import LOCK, RunLock
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-METRICS, VALIDATION, SKIPPED, UNREADABLE, DROPPED, BLEND = (
+METRICS, VALIDATION, WARNINGS, SKIPPED, UNREADABLE, DROPPED, BLEND = (
     "metrics.jsonl",
     "validation.jsonl",
+    "warnings.jsonl",
     "skipped.jsonl",
     "unreadable.jsonl",
     "dropped.jsonl",
@@ -28,14 +29,15 @@ class RunDirectory:
     config.yaml        resolved configuration
     metrics.jsonl      one object per logged step
     validation.jsonl   one object per validation
-    skipped.jsonl      one object per update left out, with its utterances
-    unreadable.jsonl   one object per utterance or noise that could not be read when it was due
-    dropped.jsonl      one object per utterance that training cannot use
-    blend.json         what was drawn of every source, and its intended share
-    tensorboard/       the same curves
+    warnings.jsonl     one object per condition that began or ended, with cause and remedy
+    skipped.jsonl      one object per skipped update, with its utterances
+    unreadable.jsonl   one object per utterance or noise that could not be read
+    dropped.jsonl      one object per utterance that cannot be trained on
+    blend.json         amounts drawn from every source, and the intended shares
+    tensorboard/       the same figures as curves
     checkpoints/       see `effasr.checkpoint`
     evaluation/        the last validation
-    lock               during training, the process that trains
+    lock               exists during training and names the training process
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +65,7 @@ class RunDirectory:
             The new path, or None if there was nothing.
 
         Raises:
-            ValueError: Another process has begun to train here meanwhile.
+            ValueError: Another process has started to train here meanwhile.
         """
         if not self.path.exists() or all(file.name == LOCK for file in self.path.iterdir()):
             return None
@@ -72,7 +74,7 @@ class RunDirectory:
             number += 1
         self.path.rename(aside)
         if self._lock is not None:
-            # That of the new folder first, so that at no time nothing is locked.
+            # The new folder is locked first, so that one of them is locked at any time.
             before, self._lock = self._lock, None
             before.moved(aside)
             try:
@@ -82,10 +84,10 @@ class RunDirectory:
         return aside
 
     def open(self, config: str, step: int, *, tensorboard: bool) -> None:
-        """Prepare to write from a step on; remove what was written after it."""
+        """Open the files for writing from a step on; remove later lines."""
         self.path.mkdir(parents=True, exist_ok=True)
         _replace(self.path / "config.yaml", config)
-        for name in (METRICS, VALIDATION, SKIPPED, UNREADABLE):
+        for name in (METRICS, VALIDATION, WARNINGS, SKIPPED, UNREADABLE):
             _truncate(self.path / name, step)
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -112,6 +114,12 @@ class RunDirectory:
         self._append(VALIDATION, line)
         self._draw("validation", line)
 
+    def warning(self, line: Mapping[str, Any], text: str) -> None:
+        """Add a line to warnings.jsonl, and its text to TensorBoard."""
+        self._append(WARNINGS, line)
+        if self._tensorboard is not None:
+            self._tensorboard.add_text("warnings", text, line["step"])
+
     def skipped(self, line: Mapping[str, Any]) -> None:
         """Add a line to skipped.jsonl."""
         self._append(SKIPPED, line)
@@ -127,7 +135,7 @@ class RunDirectory:
         _replace(self.path / DROPPED, text)
 
     def blend(self, step: int, sources: list[dict[str, Any]]) -> None:
-        """Write blend.json: what was drawn of every source up to a step."""
+        """Write blend.json: the amounts drawn from every source up to a step."""
         content = {"step": step, "sources": sources}
         _replace(self.path / BLEND, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
@@ -148,7 +156,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     lines = []
-    # Not `splitlines`: names may hold other characters that end a line for it.
+    # Not `splitlines`, which would also split at other characters in names.
     for text in path.read_text(encoding="utf-8").removesuffix("\n").split("\n"):
         try:
             lines.append(json.loads(text))

@@ -1,4 +1,4 @@
-"""A lock of a run directory, which the kernel drops with the process that holds it."""
+"""A lock of a run directory, which the kernel releases with the process that holds it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 LOCK = "lock"
-"""The file, there while somebody trains or after he was killed: that it is locked counts."""
+"""Name of the lock file. It remains after a process was killed: the lock counts, not the file."""
 
 _PATIENCE_S = 120.0
-"""For the lock of a process that torchrun has replaced: a file server may keep that of a host which
-is gone for its lease, 90 seconds by default with NFS."""
+"""Seconds to wait for the lock of a process that torchrun has replaced: a file server may keep the
+lock of a lost host for its lease, 90 seconds by default with NFS."""
 _POLL_S = 0.5
 _TRIES = 100
 
 _held: set[int] = set()
-"""Descriptors of this process. The lock belongs to what a descriptor refers to, which a fork has
-as well: data workers would keep the lock of a trainer that was killed."""
+"""Descriptors that this process has locked. A fork shares the lock of an open file, so data workers
+must close their copies: they would otherwise hold the lock of a trainer that was killed."""
 
 
 def _forget_in_child() -> None:
@@ -40,18 +40,18 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class RunLock:
-    """Holds the lock of a run directory from its creation to `release` or the process' end.
+    """Holds the lock of a run directory until `release` or the end of the process.
 
-    Where the file system has no locks, nothing is held, with a warning.
+    Where the file system has no locks, nothing is locked, with a warning.
 
     Args:
         folder: Run directory; made if it does not exist.
-        run: Name of this start of the run; all of its processes know it.
-        succeeds: Whether this process replaces a lost one of the same run, whose lock does not
-            count, even if the process still exists.
+        run: Name of this start of the run, shared by all of its processes.
+        succeeds: Whether this process replaces a lost one of the same run, whose lock is then
+            ignored even if the process still exists.
 
     Raises:
-        ValueError: Another process holds it.
+        ValueError: Another process holds the lock.
     """
 
     def __init__(self, folder: Path, run: str, *, succeeds: bool = False) -> None:
@@ -76,9 +76,9 @@ class RunLock:
         self._file, self._made = folder / LOCK, []
 
     def release(self) -> None:
-        """Release the lock, and remove folders that were made for it and are empty."""
+        """Release the lock, and remove empty folders that were made for it."""
         descriptor, self._descriptor = self._descriptor, None
-        # A forked child has none, nor does it end what its parent holds.
+        # A forked child has closed its copy already and must not release its parent's lock.
         if descriptor is None or descriptor not in _held:
             return
         is_own = _is_at(self._file, descriptor)
@@ -99,7 +99,7 @@ class RunLock:
             try:
                 descriptor = _open(self._file)
             except FileNotFoundError:
-                # Whoever held it has just removed the empty folder.
+                # Its holder has just removed the empty folder.
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,15 +110,15 @@ class RunLock:
                 os.close(descriptor)
                 _warn(self._file.parent, error.strerror)
                 return None
-            # It may be the file of one that has ended since, and not that which the next will open.
+            # The file may have been removed by its holder; the next process would open another one.
             if _is_at(self._file, descriptor):
                 self._hold(descriptor)
                 return None
             os.close(descriptor)
-        raise OSError(f"{self._file} is removed again and again while it is being locked.")
+        raise OSError(f"{self._file} was removed repeatedly while it was being locked.")
 
     def _replace(self) -> None:
-        """Replace the file of a holder whose lock does not count by a locked one."""
+        """Replace the file of a holder whose lock is ignored by a locked one."""
         partial = self._file.with_name(f".{LOCK}.partial")
         partial.unlink(missing_ok=True)
         descriptor = _open(partial)
@@ -138,17 +138,17 @@ class RunLock:
         }
         os.ftruncate(descriptor, 0)
         os.write(descriptor, (json.dumps(holder) + "\n").encode())
-        # For processes on other hosts.
+        # For readers on other hosts.
         os.fsync(descriptor)
 
 
 def _open(file: Path) -> int:
-    # To be written to, or NFS refuses to lock it for one alone.
+    # Opened for writing, because NFS grants exclusive locks only then.
     return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def _is_at(file: Path, descriptor: int) -> bool:
-    """Return whether a path still leads to an open file."""
+    """Return whether a path still refers to an open file."""
     try:
         return os.path.samestat(os.stat(file), os.fstat(descriptor))
     except FileNotFoundError:
@@ -156,7 +156,7 @@ def _is_at(file: Path, descriptor: int) -> bool:
 
 
 def _read(content: bytes) -> dict[str, Any]:
-    """Return what the holder has written; nothing if it has not written yet."""
+    """Return the holder's record; an empty one if it has not been written yet."""
     with suppress(ValueError):
         holder = json.loads(content)
         if isinstance(holder, dict):
@@ -183,7 +183,7 @@ def _refusal(folder: Path, holder: dict[str, Any]) -> str:
     else:
         who, how = "another process has just begun to train there", ""
     return (
-        f"`name`: the run directory {folder} must be free to be trained in, but {who}: wait until "
+        f"`name`: the run directory {folder} must be free, but {who}: wait until "
         f"it has ended, or end it{how}, or choose another `name`."
     )
 
@@ -191,8 +191,8 @@ def _refusal(folder: Path, holder: dict[str, Any]) -> str:
 @cache
 def _warn(folder: Path, reason: str) -> None:
     log.warning(
-        "%s is on a file system without locks (flock: %s): nothing keeps a second training from "
-        "writing there, too",
+        "%s is on a file system without locks (flock: %s): a second training that writes there "
+        "would not be detected",
         folder,
         reason,
     )

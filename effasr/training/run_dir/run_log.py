@@ -1,4 +1,4 @@
-"""What a run writes to its directory and shows to the user, from whichever rank does so."""
+"""Output of a run: the files of its directory and the messages for the user."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from effasr import config as configuration
 from effasr.data.filters.rules import Dropped
 from effasr.data.mixture_summary import MixtureSummary
 from effasr.distributed.process_group import DistributedContext
-from effasr.evaluation.result import Evaluation
+from effasr.evaluation.result import ScoredUtterance
 from effasr.evaluation.result import save as save_evaluation
 from effasr.training.config import TrainConfig
+from effasr.training.diagnostics import examples
+from effasr.training.diagnostics.monitor import Change
 from effasr.training.run_dir.progress import ProgressDisplay, SilentDisplay
 from effasr.training.run_dir.run_directory import RunDirectory
+from effasr.training.validation import SetResult
 
 log = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Writes the files of a run and reports to the user, on rank 0; other ranks keep their lines.
+    """Writes the files of a run and reports to the user on rank 0; other ranks keep their lines.
 
     Attributes:
         directory: Directory of the run.
-        display: What the user sees.
+        display: Progress display.
         step: Step of the last line of metrics.
     """
 
@@ -46,7 +49,7 @@ class RunLog:
     def open(
         self, config: TrainConfig, is_main: bool, step: int, ranks: int, dropped: Sequence[Dropped]
     ) -> None:
-        """Begin to write and to report, if this rank is to."""
+        """Open the files and the display, if this rank is to write."""
         self.step = step
         self._is_main = is_main
         if not is_main:
@@ -56,9 +59,9 @@ class RunLog:
         self.dropped(dropped)
         self.display = ProgressDisplay(config.training.max_steps, step, ranks)
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Show a line."""
-        self.display.say(text)
+        self.display.show(text)
 
     def dropped(self, utterances: Iterable[Dropped]) -> None:
         """Write dropped.jsonl."""
@@ -66,23 +69,49 @@ class RunLog:
         self.directory.dropped(map(asdict, utterances))
 
     def metrics(self, line: dict[str, Any]) -> None:
-        """Write a line of metrics.jsonl, and show it."""
+        """Write a line of metrics.jsonl and show it."""
         self.step = line["step"]
         if self._is_main:
             self.directory.metrics(line)
         self.display.metrics(line)
 
-    def validation(self, step: int, epoch: int, name: str, evaluation: Evaluation) -> None:
-        """Write and show the results of a set."""
+    def validation(
+        self,
+        step: int,
+        epoch: int,
+        name: str,
+        result: SetResult,
+        shown: Sequence[ScoredUtterance] = (),
+    ) -> None:
+        """Write and show the results of a set, and some of its hypotheses."""
+        evaluation = result.evaluation
         errors = evaluation.errors
-        self.say(
+        self.show(
             f"step {step}: {name}: WER {100 * errors.wer:.2f} % of {errors.words} words, "
             f"RTFx {evaluation.rtfx:.0f}, {len(evaluation.failures)} failed"
         )
+        for utterance in shown:
+            for text in examples.lines(utterance):
+                self.say(text)
         if self._is_main:
             line = {"step": step, "epoch": epoch, "set": name}
-            self.directory.validation(line | evaluation.summary())
+            line |= evaluation.summary() | result.probe.summary()
+            if shown:
+                line["examples"] = [
+                    {name: getattr(utterance, name) for name in ("id", "reference", "hypothesis")}
+                    for utterance in shown
+                ]
+            self.directory.validation(line)
             save_evaluation(evaluation, self.directory.path / "evaluation" / name)
+
+    def changes(self, step: int, epoch: int, changes: Iterable[Change]) -> None:
+        """Write and show conditions that have begun or ended."""
+        for change in changes:
+            text = f"step {step}: {change}"
+            for number, line in enumerate(examples.fold(text, examples.WIDTH - 4)):
+                self.say(line if not number else f"    {line}")
+            if self._is_main:
+                self.directory.warning({"step": step, "epoch": epoch} | change.row(), text)
 
     def mixture(self, step: int, blends: Sequence[MixtureSummary]) -> None:
         """Write blend.json, if there is a mixture."""
@@ -97,7 +126,7 @@ class RunLog:
             self._skipped.append(line)
 
     def write_skipped(self, context: DistributedContext) -> None:
-        """Write what the other ranks have kept for skipped.jsonl; all ranks call this."""
+        """Write the lines for skipped.jsonl that the other ranks kept; all ranks call this."""
         gathered = context.all_gather(self._skipped)
         self._skipped = []
         if self._is_main:
@@ -110,14 +139,14 @@ class RunLog:
         self._unreadable += [{"step": step} | asdict(dropped) for dropped in utterances]
 
     def write_unreadable(self, context: DistributedContext) -> None:
-        """Write what all ranks have kept for unreadable.jsonl; all ranks call this."""
+        """Write the lines for unreadable.jsonl that all ranks kept; all ranks call this."""
         gathered = context.all_gather(self._unreadable)
         self._unreadable = []
         if self._is_main:
             self.directory.unreadable(line for lines in gathered for line in lines)
 
     def warn_of_splits(self, step: int) -> None:
-        """Warn, once, that a run became slow because memory ran out."""
+        """Warn once that the run is slow because memory ran out."""
         if not self._has_warned:
             self._has_warned = True
             log.warning(

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from torch import nn
 
 from effasr.data.batch import StaticShape
 from effasr.data.config import DataConfig
+from effasr.data.features.frame_geometry import Framing
+from effasr.data.filters.rules import Reason
 from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
+from effasr.data.manifest.pairs import is_text_only
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
+from effasr.data.statistics import guidance
+from effasr.data.statistics.frames_per_token import FramesPerToken
+from effasr.data.statistics.survey import SAMPLE, survey
+from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer
+from effasr.model.asr import ModelConfig
 
 
 def describe_batches(
@@ -40,7 +50,7 @@ def describe_batches(
 
 
 def describe_model(model: nn.Module) -> str:
-    """Return the number of parameters, and of those that are trained if not all are."""
+    """Return the number of parameters, and of the trained ones if not all are."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     of_these = f" ({trained / 1e6:.2f} M trained)" if trained < parameters else ""
@@ -55,7 +65,7 @@ def describe_data(
     yield describe_batches(plan, loader.shape, corpus.lengths, config)
     if config.speed_perturbation != (1.0,):
         speeds = ", ".join(map(str, config.speed_perturbation))
-        yield f"each utterance at the speeds {speeds}, as one of its own"
+        yield f"each utterance at the speeds {speeds}, each as an utterance of its own"
     if augmentation := loader.augmentation:
         yield f"of the utterances, {augmentation}"
     if (text := corpus.text) is not None:
@@ -70,3 +80,54 @@ def describe_data(
         reasons = Counter(dropped.reason for dropped in corpus.dropped)
         listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
         yield f"dropped {len(corpus.dropped)} utterances ({listed}), each listed in {dropped}"
+
+
+def describe_alignment(
+    corpus: Corpus, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, *, fixed: bool
+) -> Iterator[str]:
+    """Yield lines about characters, speakers and frames per token, and a warning where CTC is hard.
+
+    Lengths are those that training has counted; texts are read, a few thousand of each manifest,
+    only where a larger vocabulary must be found.
+
+    Args:
+        corpus: Utterances to train on.
+        data: Where they come from.
+        model: The architecture.
+        tokenizer: Of the texts.
+        fixed: Whether the vocabulary is that of a trained model, and stays.
+    """
+    characters = 0
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        # A piece that occurs has the characters that occur.
+        ids = corpus.token_ids(tokenizer.vocab_size).tolist()
+        pieces = (tokenizer.decode([token]) for token in ids)
+        characters = len({one for piece in pieces for one in piece if not one.isspace()})
+    if letters := guidance.describe_letters(characters, corpus.speakers):
+        yield letters
+    framing, excluded = model.features.framing, 0
+    if model.ctc:
+        excluded = sum(drop.reason == Reason.CTC_INFEASIBLE for drop in corpus.dropped)
+    found = _frames_per_token(corpus, framing, excluded)
+    if found is None:
+        return
+    yield guidance.describe_alignment(found, framing)
+    if model.ctc:
+        paths = [path for path, _ in data.manifests if not is_text_only(path)]
+        yield from guidance.warn_about_alignment(
+            found,
+            framing,
+            with_subsampling=lambda other: _frames_per_token(
+                corpus, replace(framing, subsampling=other)
+            ),
+            survey=None if fixed else lambda: survey(paths, language=data.language, most=SAMPLE),
+        )
+
+
+def _frames_per_token(corpus: Corpus, framing: Framing, excluded: int = 0) -> FramesPerToken | None:
+    """Of the texts that follow the speech; None where there are none."""
+    follows = corpus.monotonic
+    if not follows.any():
+        return None
+    frames = framing.frames(corpus.samples[follows].astype(np.int64))
+    return FramesPerToken.of(frames, corpus.text_lengths[follows], excluded=excluded)

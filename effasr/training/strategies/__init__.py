@@ -1,1 +1,1 @@
-"""The values of ``training.strategy``: who holds which weights, and who waits for whom."""
+"""The values of ``training.strategy``: distribution of weights and synchronization of ranks."""

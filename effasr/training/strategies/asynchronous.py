@@ -1,4 +1,4 @@
-"""Asynchronous training: learners make steps apart and average their weights in the background."""
+"""Asynchronous training: learners make independent steps and average weights in the background."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def form_learners(config: TrainConfig, context: DistributedContext) -> Learners 
 
 
 class AsynchronousStrategy(SynchronousStrategy):
-    """Learners take steps from a shared queue, and synchronize where validations and the like are.
+    """Learners take steps from a shared queue and synchronize for validations and checkpoints.
 
     See `effasr.distributed.async_sgd.learners`.
     """
 
-    # Learners wait for each other there, too, and report when they load.
+    # At sync points learners wait for each other and report when they load.
     waiting_phase = "finding work"
     logs_sync_points = True
 
@@ -114,7 +114,7 @@ class AsynchronousStrategy(SynchronousStrategy):
         averaging, phases = self._averaging, state.phases
 
         def begin() -> None:
-            # A learner so slow that it has made no update would have no moments to average.
+            # A learner without an update would have no moments to average.
             initialize_state(state.optimizer)
             averaging.start()
 
@@ -160,7 +160,7 @@ class AsynchronousStrategy(SynchronousStrategy):
         progress.position = learners.position
         self._context = learners.context
         average_over_ranks(state, self._context)
-        # Each learner has seen losses of its own; all have to follow the same one.
+        # Each learner has observed its own losses; all must continue with the same objective.
         objective = {name: value.cpu() for name, value in state.objective.state_dict().items()}
         state.objective.load_state_dict(self._context.broadcast(objective))
         self.is_stopping = learners.stopped or progress.step == self._config.training.stop_at
@@ -204,7 +204,7 @@ class _ShareLoader:
         self._learners = learners
         self._phases = phases
         self._first_epoch, number = progress.position
-        # The first step of each epoch from `_first_epoch` on, and the end of the last.
+        # The first step of each epoch from `_first_epoch` on, and the end of the last one.
         self._begins = [progress.step - number]
 
     def take(self, items: Iterator[int]) -> Generator[StepBatch, None, None]:
@@ -220,7 +220,7 @@ class _ShareLoader:
         return self._loader.load(self._turn(item))
 
     def position(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step of the run, and its number there."""
+        """Return the epoch of a step of the run, and its index there."""
         while step >= self._begins[-1] or len(self._begins) < 2:
             epoch = self._first_epoch + len(self._begins) - 1
             self._begins.append(self._begins[-1] + self._loader.plan(epoch).num_steps)

@@ -1,4 +1,4 @@
-"""How a model, its optimizer and its weights are distributed over ranks."""
+"""Distribution of a model, its optimizer and its weights over ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_strategy(config: TrainConfig) -> None:
     if strategy != "ddp" and config.optimizer.adascale is not None:
         raise ValueError(
             "`optimizer.adascale` needs training.strategy ddp, in which each rank has its whole "
-            f"gradient before the exchange, but the strategy is {strategy}: set either aside."
+            f"gradient before the all-reduce, but the strategy is {strategy}: change one of them."
         )
     if strategy in ASYNCHRONOUS:
         _check_learners(config)
@@ -34,13 +34,12 @@ def check_strategy(config: TrainConfig) -> None:
         return
     if config.optimizer.name == "lamb":
         raise ValueError(
-            "`optimizer.name` must not be lamb with training.strategy fsdp2, because the libraries "
-            "that have it take no norm of parameters of which each rank has a part: use adamw, or "
-            "ddp."
+            "`optimizer.name` must not be lamb with training.strategy fsdp2, because the available "
+            "implementations cannot compute norms of sharded parameters: use adamw, or ddp."
         )
     if config.training.cuda_graph:
         raise ValueError(
-            "`training.cuda_graph` must be false with training.strategy fsdp2, whose gathering of "
+            "`training.cuda_graph` must be false with training.strategy fsdp2, whose all-gather of "
             "parameters it cannot record, but is true: set it to false, or use ddp."
         )
 
@@ -50,8 +49,8 @@ def _check_learners(config: TrainConfig) -> None:
     if config.data.strategy != "packed":
         raise ValueError(
             f"`data.strategy` must be packed with training.strategy {strategy}, whose learners "
-            "each take the next part of a plan when they have time, but is "
-            f"{config.data.strategy}: lhotse's samplers deal out batches to a fixed number of "
+            "take the next part of a plan when they are ready, but is "
+            f"{config.data.strategy}: lhotse's samplers distribute batches over a fixed number of "
             "ranks. Use packed, or training.strategy ddp."
         )
     if strategy == "adpsgd" and size not in (None, 1):
@@ -123,7 +122,7 @@ def full_weights(state: TrainState, model: nn.Module) -> Iterator[None]:
 
 
 def average_over_ranks(state: TrainState, context: DistributedContext) -> None:
-    """Make all ranks equal where they are not: before a validation or a checkpoint."""
+    """Make all ranks equal before a validation or a checkpoint."""
     average = state.average
     state.averager.synchronize([] if average is None else average.average.values())
     average_each(state.statistics, context)

@@ -23,11 +23,13 @@ from effasr.training.strategies.parallelism import make_averager
 
 
 class SynchronousStrategy:
-    """Owns the iterator of steps, the sync points and the rule to stop. Every step is a sync point.
+    """Provides the iterator of steps, the sync points and the rule to stop.
+
+    Every step is a sync point.
 
     Attributes:
         group: Ranks that make a step together.
-        is_stopping: Whether the run ends here because it was asked to stop.
+        is_stopping: Whether the run ends here because of a request to stop.
         waiting_phase: Phase of a rank that waits for its next micro-batches.
         logs_sync_points: Whether a line is logged at each sync point.
     """
@@ -43,7 +45,7 @@ class SynchronousStrategy:
 
     @property
     def context(self) -> DistributedContext:
-        """All ranks that are left."""
+        """All remaining ranks."""
         return self._context
 
     def describe(self) -> Iterator[str]:
@@ -53,14 +55,14 @@ class SynchronousStrategy:
     def make_averager(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, statistics: list[Tensor]
     ) -> Averager:
-        """Return what averages the weights of the ranks."""
+        """Return the averager of the ranks' weights."""
         return make_averager(self._config, model, optimizer, statistics, self._context)
 
     def steps(
         self, loader: Loader, state: TrainState, progress: RunProgress
     ) -> AbstractContextManager[Iterator[StepBatch | None]]:
         """Return an iterator of this rank's steps; None where ranks have to be synchronized."""
-        # A generator, whose end is that of the data workers.
+        # A generator, so that closing it ends the data workers.
         return closing(cast(Generator[StepBatch | None], loader.steps(*progress.position)))
 
     def steps_made(self, progress: RunProgress) -> int:
@@ -72,7 +74,7 @@ class SynchronousStrategy:
         return progress.step
 
     def must_stop(self, stop: StopRequest, progress: RunProgress) -> bool:
-        """Return whether this rank asks all to stop after the step that begins now."""
+        """Return whether this rank requests a stop after the step that begins now."""
         return bool(stop) or progress.step + 1 == self._config.training.stop_at
 
     def finish(self, data: StepBatch, progress: RunProgress, *, stopping: bool) -> None:

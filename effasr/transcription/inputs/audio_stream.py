@@ -53,7 +53,7 @@ def open_stream(
     ffmpeg reads what soundfile cannot, and mixes channels in its own way.
 
     Args:
-        path: Of an audio or a video file, or a place in a tar file.
+        path: Path of an audio or a video file, or a place in a tar file.
         sample_rate: Rate of the result in Hz; other rates are resampled by soxr.
         offset: Start in seconds.
         duration: Seconds to read; up to the end by default.

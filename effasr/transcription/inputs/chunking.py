@@ -35,7 +35,7 @@ def split_at_pauses(
         audio: float (samples,), mono.
         sample_rate: Samples per second.
         chunk_seconds: Longest chunk.
-        search_seconds: How far a cut may move to either side.
+        search_seconds: Most seconds by which a cut moves to either side.
 
     Returns:
         The chunks in order; none for a recording without samples.

@@ -18,7 +18,7 @@ import numpy as np
 from effasr.data.audio.audio_file import AudioError, AudioProblem, regular_file_size
 
 PATIENCE_S = 60.0
-"""Seconds after which ffmpeg must have given a sample."""
+"""Seconds within which ffmpeg must return a sample."""
 
 _BLOCK_S = 10
 _BYTES = 4
@@ -39,7 +39,7 @@ def ffmpeg_blocks(
 
     Args:
         path: A file. ffmpeg is only allowed to open files, no URLs, whatever the name or content.
-        sample_rate: Of the result in Hz.
+        sample_rate: Sample rate of the result in Hz.
         reason: Why soundfile cannot read the file, for the message if there is no ffmpeg.
         offset: Start in seconds.
         duration: Seconds to decode; up to the end by default.

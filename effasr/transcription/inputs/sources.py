@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-
-from lhotse.cut import Cut
-from lhotse.cut.data import DataCut
+from typing import TYPE_CHECKING
 
 from effasr.data.audio.waveform import AudioError, audio_path
-from effasr.data.manifest.reader import named, request
-from effasr.data.manifest.utterance import FileUtterance
 from effasr.data.prompt import Prompt
+
+if TYPE_CHECKING:
+    # Manifests need lhotse, whose import takes a third of a second: files do not wait for it.
+    from lhotse.cut import Cut
 
 AUDIO_SUFFIXES = frozenset(
     (
@@ -32,12 +32,12 @@ class Source:
 
     Attributes:
         id: Identifies the result.
-        name: Of the result's file, without suffix, relative to the output folder.
+        name: Name of the result's file, without suffix, relative to the output folder.
         audio: The file; empty for a cut that only lhotse can read.
         offset: Start in the file, in seconds.
-        duration: In seconds; None if it ends with the file.
-        channels: Of the file, to be averaged; None for all.
-        cut: Its cut, if it was found in a manifest of cuts.
+        duration: Duration in seconds; None if it ends with the file.
+        channels: Channels of the file to average; None for all.
+        cut: Cut of a manifest of cuts, if it has one.
         prompt: Requested by its manifest.
         problem: Why there is nothing to transcribe.
     """
@@ -54,7 +54,7 @@ class Source:
 
 
 def find(arguments: Iterable[str]) -> list[Source]:
-    """The recordings of files, folders and patterns, as given on a command line.
+    """Return the recordings of files, folders and patterns, as given on a command line.
 
     A folder stands for all recordings below it, recognised by their suffixes. A pattern has ``*``,
     ``?`` or ``[...]``, and ``**`` for folders at any depth. Names that begin with a dot are found
@@ -74,15 +74,17 @@ def find(arguments: Iterable[str]) -> list[Source]:
 
 
 def of_manifest(path: Path, *, language: str) -> list[Source]:
-    """The recordings of a manifest of any kind that `effasr.data.manifest.reader` reads.
+    """Return the recordings of a manifest of any kind that `effasr.data.manifest.reader` reads.
 
     Args:
         path: The manifest.
-        language: Of lines that name none.
+        language: Default language of lines.
 
     Raises:
         ValueError: It is no manifest, or a line is malformed.
     """
+    from effasr.data.manifest.reader import named
+
     sources = [_of_utterance(name, one) for name, one in named(path, language=language)]
     if not sources:
         raise ValueError(f"{path}: holds no utterances.")
@@ -157,13 +159,18 @@ def _matches(root: str, pattern: str) -> Iterator[str]:
 
 
 def _split(pattern: str) -> tuple[str, str]:
-    """The folder before the first wildcard, and the rest."""
+    """Return the folder before the first wildcard, and the rest."""
     parts = PurePath(pattern).parts
     first = next(index for index, part in enumerate(parts) if glob.has_magic(part))
     return os.path.join("", *parts[:first]), os.path.join(*parts[first:])
 
 
 def _of_utterance(name: str, utterance: object) -> Source:
+    from lhotse.cut.data import DataCut
+
+    from effasr.data.manifest.reader import request
+    from effasr.data.manifest.utterance import FileUtterance
+
     file = _file_name(name)
     if isinstance(utterance, FileUtterance):
         return Source(
@@ -198,5 +205,5 @@ def _stem(path: Path) -> str:
 
 
 def _file_name(name: str) -> str:
-    """An utterance's name as a file name, without path separators."""
+    """Return an utterance's name as a file name, without path separators."""
     return name.replace("/", "_").replace("\0", "_") or "recording"

@@ -43,13 +43,13 @@ def loudness(samples: np.ndarray, sample_rate: int) -> np.ndarray:
 
 
 def is_speech(levels: np.ndarray, loudest: float = -np.inf) -> np.ndarray:
-    """Whether each hop may be speech: bool (hops,).
+    """Return whether each hop may be speech: bool (hops,).
 
     Background and speech differ by at least 8 dB. If the loudness is more even than that, all of it
     is speech, unless it is silent or far below the earlier speech.
 
     Args:
-        levels: From `loudness`, of at most half a minute.
+        levels: Levels from `loudness`, of at most half a minute.
         loudest: Loudness of the earlier speech, in dB.
     """
     background, peak = float(np.quantile(levels, 0.1)), float(levels.max())
@@ -67,8 +67,8 @@ def without_gaps(
     """Remove long stretches without speech from the chunks of a recording.
 
     Args:
-        chunks: In order, each with its samples, float (samples,).
-        sample_rate: In Hz.
+        chunks: Chunks in order, each with its samples, float (samples,).
+        sample_rate: Sample rate in Hz.
         gap_seconds: Shorter gaps are kept, and a quarter of a second at the ends of removed ones.
 
     Yields:
@@ -92,7 +92,7 @@ def _stretches(speech: np.ndarray, gap: int) -> list[tuple[int, int]]:
     places = np.flatnonzero(speech)
     if not len(places):
         return []
-    # The ends of the audio bound gaps as speech does.
+    # The ends of the audio bound gaps like speech.
     bounds = np.concatenate([[-1], places, [len(speech)]])
     long = np.flatnonzero(np.diff(bounds) - 1 >= gap)
     margin = min(_MARGIN_HOPS, gap // 2)

@@ -22,7 +22,7 @@ Cue = tuple[float, float, str]
 
 
 def cues(transcription: Transcription) -> list[Cue]:
-    """The cues of a transcript: words up to a pause, or segments without words."""
+    """Return the cues of a transcript: words up to a pause, or segments without words."""
     return [cue for segment in transcription.segments for cue in _cues(segment)]
 
 
@@ -52,7 +52,7 @@ class GrowingFile:
 
     Args:
         style: srt, vtt or ctm.
-        name: Of the recording in CTM; without spaces.
+        name: Name of the recording in CTM; without spaces.
 
     Attributes:
         header: Beginning of the file.
@@ -65,7 +65,7 @@ class GrowingFile:
         self._numbers = itertools.count(1)
 
     def add(self, segment: Segment) -> str:
-        """The text of the next segment."""
+        """Return the text of the next segment."""
         if self._style == "ctm":
             return _ctm(self._name, segment)
         if self._style == "vtt":

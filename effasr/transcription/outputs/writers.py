@@ -27,7 +27,7 @@ class ResultWriter:
 
     Args:
         style: The format.
-        folder: For one file per recording, with its name; standard output by default.
+        folder: Folder for one file per recording, with its name; standard output by default.
         sources: The recordings.
 
     Raises:
@@ -48,7 +48,7 @@ class ResultWriter:
         self._names = {source.id: source.name for source in sources}
 
     def missing(self, sources: Iterable[Source]) -> list[Source]:
-        """The recordings without a file."""
+        """Return the recordings without a file."""
         return [source for source in sources if not self._path(source.id).is_file()]
 
     def write(self, result: Result) -> Failure | None:
@@ -90,7 +90,7 @@ class StreamWriter:
 
     Args:
         style: The format; text and JSON have one line per segment.
-        name: Of the recording in CTM.
+        name: Name of the recording in CTM.
     """
 
     def __init__(self, style: Style, name: str) -> None:

@@ -25,26 +25,26 @@ def append_to_pages(
     """Write row n of ``k`` and ``v`` to key ``positions[n]`` of its sequence, in place.
 
     That is row ``positions[n] % B`` of page ``page_table[n, positions[n] // B]``. Rows with a
-    negative position are skipped, whatever they and their row of the table hold. Used where many
-    rows come at once: a prompt, or the keys of encoded speech. For one new token of each sequence,
-    `decode_attention` does it on the way. What two rows with the same place leave there is
-    undefined. Shapes are static and nothing waits for the device, so a call can be recorded in a
-    CUDA graph. There is no gradient.
+    negative position are skipped, whatever they and their row of the table hold. The operation is
+    for many rows at once, such as a prompt or the keys of encoded speech; `decode_attention` itself
+    writes one new token of each sequence. If two rows have the same position of the same page, the
+    result there is undefined. Shapes are static and the host does not wait for the device, so a
+    call can be captured in a CUDA graph. There is no gradient.
 
     Args:
         k: (N, H, D), floating point.
-        v: (N, H, D), as ``k``.
-        k_pages: (P, B, H, D), the dtype of ``k``; written to.
-        v_pages: (P, B, H, D), likewise.
+        v: (N, H, D), the dtype of ``k``.
+        k_pages: (P, B, H, D), the dtype of ``k``; written in place.
+        v_pages: (P, B, H, D), the dtype of ``k``; written in place.
         page_table: (N, M), int32, the pages of each row's sequence.
         positions: (N,), int32, each less than ``M * B``.
-        backend: Implementation to use; the fastest that can serve the call by default.
+        backend: Implementation to use; by default the fastest that supports the call.
 
     Raises:
-        ValueError: An argument is not as above. The values of ``page_table`` and ``positions`` are
-            checked on a CPU only, as a check would wait for a GPU: there, a row without a place is
-            not written.
-        RuntimeError: A tensor requires a gradient, and autograd is on.
+        ValueError: An argument is invalid. The values of ``page_table`` and ``positions`` are
+            checked only on a CPU, as the check would wait for a GPU. On a GPU a row with an invalid
+            page or position is not written.
+        RuntimeError: A tensor requires a gradient and grad mode is enabled.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
     """
     checks.check_shape(_NAME, "k", k, "(N, H, D)", None, None, None)

@@ -13,7 +13,7 @@ _BLOCK = 1024
 
 
 def unsupported_reason(a: AppendArguments) -> str | None:
-    """The reason for which these arguments cannot be served, or None."""
+    """The reason why this backend does not support these arguments, or None."""
     return refusal(a.k) or refuse_pages(a.k_pages, a.v_pages)
 
 
@@ -63,33 +63,34 @@ def append_rows(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (n, i) writes block i of all channels of row n, if it has a place.
+    """Write block i of the channels of row n, if its position and page are valid: program (n, i).
 
     Args:
-        k: (N, H, D), its channels contiguous, as are those of all four.
+        k: (N, H, D), a pointer, like all up to ``positions``. The channels of the first four
+            tensors are contiguous.
         v: (N, H, D).
-        k_pages: (P, B, H, D), written to.
-        v_pages: (P, B, H, D), written to.
+        k_pages: (P, B, H, D), written.
+        v_pages: (P, B, H, D), written.
         page_table: int32 (N, M).
         positions: int32 (N,), contiguous.
         columns: M.
         pages: P.
         size: B.
         heads: H.
-        table_row: Elements from one row of the table to the next.
-        table_column: Likewise, of its columns.
-        k_row: Elements from one row of ``k`` to the next.
-        k_head: From one of its heads to the next.
-        v_row: Of ``v``.
-        v_head: Of ``v``.
-        k_page: From one page of ``k_pages`` to the next.
-        k_key: From one key in it to the next.
-        k_page_head: From one head to the next.
-        v_page: Of ``v_pages``.
-        v_key: Of ``v_pages``.
-        v_page_head: Of ``v_pages``.
+        table_row: Row stride of ``page_table`` in elements.
+        table_column: Column stride of ``page_table`` in elements.
+        k_row: Row stride of ``k`` in elements.
+        k_head: Head stride of ``k``.
+        v_row: Row stride of ``v``.
+        v_head: Head stride of ``v``.
+        k_page: Page stride of ``k_pages``.
+        k_key: Row stride within a page of ``k_pages``.
+        k_page_head: Head stride of ``k_pages``.
+        v_page: Page stride of ``v_pages``.
+        v_key: Row stride within a page of ``v_pages``.
+        v_page_head: Head stride of ``v_pages``.
         WIDTH: D.
-        BLOCK: Channels of a program.
+        BLOCK: Channels per program.
     """
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row)

@@ -34,30 +34,30 @@ def attention(
         y_i = \sum_j \mathrm{dropout}(A)_{ij} v_j, \qquad
         A_{ij} = \mathrm{softmax}_j(s_{ij}), \qquad s_{ij} = \mathrm{scale} \; q_i^\top k_j
 
-    for every head; ``position`` changes the score s as its class says. Sums are taken in float32
-    (in float64 for float64). A query whose sequence has no key gives zeros, as does the tail.
-    Under autocast the floating arguments are cast as for a matrix product.
+    for every head; see `Rotary` and `RelativeBias` for the scores s with a ``position``. Sums are
+    computed in float32 (float64 for float64). The output is zero for a query whose sequence has no
+    key, and in the tail. Under autocast the floating arguments are cast as for a matrix product.
 
     Args:
         q: (T_q, H, D), floating point.
         k: (T_k, H, D), the dtype of ``q``.
         v: (T_k, H, D), the dtype of ``q``.
-        layout_q: The sequences of ``q``.
-        layout_k: Those of ``k`` and ``v``, as many as in ``layout_q``, which is the default.
-        causal: Whether query i sees only the keys 0 to i of its sequence.
+        layout_q: Layout of ``q``.
+        layout_k: Layout of ``k`` and ``v``, with as many sequences as ``layout_q``, the default.
+        causal: Whether query i attends only to keys 0 to i of its sequence.
         scale: Factor of the scores, ``D ** -0.5`` by default.
-        position: How positions enter the scores; not at all by default. All floating tensors in it
-            have the dtype of ``q``.
+        position: Position encoding of the scores; None by default. Its floating tensors have the
+            dtype of ``q``.
         dropout: Probability, in [0, 1), to drop an attention weight.
-        seed: Where dropout starts to draw; from torch's global generator by default. Equal
-            calls drop equal weights, with one implementation on one kind of device.
-        backend: Implementation to use; the fastest that can serve the call by default.
+        seed: Seed of the dropout; drawn from torch's global generator by default. Equal calls with
+            the same seed, implementation and kind of device drop the same weights.
+        backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
         (T_q, H, D), the dtype of ``q``.
 
     Raises:
-        ValueError: An argument is not as above.
+        ValueError: An argument is invalid.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 
     References:
@@ -106,7 +106,7 @@ def _check_relative(a: AttentionArguments) -> None:
         raise checks.wrong(_NAME, "position.table", rule, tuple(table.shape))
     tensors = {"q": a.q, "k": a.k, "v": a.v, **biases, "position.table": table}
     checks.check_floating(_NAME, **tensors)
-    # Where the host does not know the lengths, the kernels take zeros for rows that are missing.
+    # If the host does not know the lengths, kernels read zeros for missing rows of the table.
     if a.layout_q.known_on_host:
         position.reach(a.layout_q)
     if a.layout_k is not a.layout_q and a.layout_k.known_on_host:

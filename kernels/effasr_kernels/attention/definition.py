@@ -27,7 +27,8 @@ _ROTARY = Kind(
 class AttentionArguments:
     """The arguments of a call, checked; see `effasr_kernels.attention.attention`.
 
-    The position is either ``rotary``, or the three tensors of a `RelativeBias`, or None.
+    A position is either in ``rotary`` or in the three tensors of a `RelativeBias`; else all four
+    are None.
     """
 
     q: Tensor
@@ -46,14 +47,14 @@ class AttentionArguments:
 
     @property
     def relative(self) -> RelativeBias | None:
-        """The three tensors, if the position is relative."""
+        """The tensors of a relative position, else None."""
         if self.content_bias is None or self.position_bias is None or self.position_table is None:
             return None
         return RelativeBias(self.content_bias, self.position_bias, self.position_table)
 
 
 def _flops(a: AttentionArguments) -> int:
-    # Scores and weighted sum; a relative position is one more product for each pair.
+    # Scores and weighted sum; a relative position adds one product per pair.
     products = 2 if a.content_bias is None else 3
     return 2 * products * pairs(a.layout_q, a.layout_k, a.causal) * a.q.shape[1] * a.q.shape[2]
 

@@ -1,4 +1,4 @@
-"""Which implementation of `attention` to try first: by measurement, where there is one."""
+"""The order in which backends of `attention` are tried: by measurement, where there is one."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ UNMEASURED = (
     Backend.CPP,
     Backend.REFERENCE,
 )
-"""Our own first, which keeps every promise; the others serve where it refuses. On CPUs, ``cpp``.
+"""The order without measurements. ``triton`` is first, as it supports the whole contract.
 
-FlashAttention 3 runs on request alone: it serves inference but not training, and compiled code
-cannot tell the two apart when it runs.
+FlashAttention 3 runs only on request: it supports inference but not training, and compiled code
+cannot distinguish the two when it runs.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A measured order, for one kind of GPU and calls up to a size.
+    """A measured order for one compute capability and calls up to a size.
 
     Attributes:
-        capability: The compute capability.
-        dtype: Of the queries.
-        head_width: The widest head that was measured.
-        longest: The longest sequence that was measured.
-        backends: From the fastest on; what is not named comes behind, as in `UNMEASURED`.
-        source: The file of the measurements and the commit: ``profiling/results/ops.csv@1a2b3c``.
+        capability: Compute capability.
+        dtype: Dtype of the queries.
+        head_width: Largest measured width of a head.
+        longest: Longest measured sequence.
+        backends: Backends from the fastest on; the others follow in the order of `UNMEASURED`.
+        source: File and commit of the measurements: ``profiling/results/ops.csv@1a2b3c``.
     """
 
     capability: tuple[int, int]
@@ -50,17 +50,17 @@ class Row:
 
 
 MEASURED: tuple[Row, ...] = ()
-"""The first row that covers a call decides. Nothing has been measured yet."""
+"""Measured orders; the first row that covers a call applies. Nothing has been measured yet."""
 
 
 def order(a: AttentionArguments) -> tuple[Backend, ...]:
     """The backends for a call of `attention`, in the order in which to try them."""
-    found = capability(a.q.device) if MEASURED else None
-    if found is None:
+    gpu = capability(a.q.device) if MEASURED else None
+    if gpu is None:
         return UNMEASURED
     longest = max(a.layout_q.max_seqlen_bound, a.layout_k.max_seqlen_bound)
     for row in MEASURED:
         fits = a.q.shape[-1] <= row.head_width and longest <= row.longest
-        if row.capability == found and row.dtype == a.q.dtype and fits:
+        if row.capability == gpu and row.dtype == a.q.dtype and fits:
             return (*row.backends, *(b for b in UNMEASURED if b not in row.backends))
     return UNMEASURED

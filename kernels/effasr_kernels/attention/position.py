@@ -1,4 +1,4 @@
-"""How positions enter the scores of attention."""
+"""Position encodings of attention scores: rotary and relative."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Rotary:
     r"""Rotate queries and keys by their position in their own sequence (RoPE).
 
     Of the D channels of a head the first R = ``fraction`` D rotate, in pairs (c, c + R/2), by the
-    angle position times ``base ** (-2c / R)``: the "halves" convention, as GPT-NeoX's.
+    angle position times ``base ** (-2c / R)``: the "halves" convention of GPT-NeoX.
 
     Attributes:
-        base: Of the wavelengths; the longest is about 2 pi ``base`` positions.
-        fraction: The share of the channels that rotate, in (0, 1].
+        base: Base of the wavelengths; the longest is about 2 pi ``base`` positions.
+        fraction: Fraction of the channels that rotate, in (0, 1].
 
     References:
         Su et al., 2021, https://arxiv.org/abs/2104.09864.
@@ -36,19 +36,19 @@ class Rotary:
             raise ValueError(f"Rotary: `fraction` must be in (0, 1], but is {self.fraction}.")
 
     def rotated(self, head_width: int) -> int:
-        """How many of ``head_width`` channels rotate: even."""
+        """R, the number of rotated channels among ``head_width``: even."""
         return 2 * int(head_width * self.fraction / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class RelativeBias:
-    r"""Score by content and by distance, as Transformer-XL does.
+    r"""Relative position scores of Transformer-XL: by content and by distance.
 
     .. math::
         s_{ij} = \mathrm{scale} \, \bigl( (q_i + u)^\top k_j + (q_i + v)^\top r_{i-j} \bigr)
 
-    NeMo's Conformer and Hugging Face's Parakeet compute the same; their position embeddings run
-    from the largest distance to the smallest, so theirs is this table upside down.
+    NeMo's Conformer and Hugging Face's Parakeet compute the same scores; their position embeddings
+    are ordered from the largest distance to the smallest, the reverse of this table.
 
     Attributes:
         content_bias: u, (H, D).
@@ -65,10 +65,10 @@ class RelativeBias:
     table: Tensor
 
     def reach(self, *layouts: PackedLayout) -> int:
-        """L, checked against what no sequence of the layouts exceeds.
+        """Return L, checked against the longest sequence of the layouts.
 
         Raises:
-            ValueError: The table is too short for it.
+            ValueError: The table is too short.
         """
         reach = (self.table.shape[0] + 1) // 2
         longest = max(layout.max_seqlen_bound for layout in layouts)
@@ -79,7 +79,7 @@ class RelativeBias:
 
 
 def angles(layout: PackedLayout, rotary: Rotary, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every row's angles, (T, 1, R / 2), by its position in its sequence."""
+    """Cosines and sines of the angles of each row's position: two of (T, 1, R / 2)."""
     width = rotary.rotated(like.shape[-1])
     exponents = torch.arange(0, width, 2, device=like.device, dtype=torch.float64) / width
     phases = layout.positions()[:, None, None] * rotary.base**-exponents
@@ -87,7 +87,7 @@ def angles(layout: PackedLayout, rotary: Rotary, like: Tensor) -> tuple[Tensor, 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first channels of (T, H, D)."""
+    """Rotate the first channels of ``x``, (T, H, D)."""
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

@@ -42,13 +42,13 @@ def ctc_loss(
         layout_targets: The sequences of ``targets``, as many.
         bias: b, (V,), the dtype of ``hidden``; zero by default.
         blank_id: The blank's class, in [0, V).
-        backend: Implementation to use; the fastest that can serve the call by default.
+        backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
         The loss of each sequence, (N,), float32 (float64 for float64).
 
     Raises:
-        ValueError: An argument is not as above. The values of ``targets`` are checked on a CPU
+        ValueError: An argument is invalid. The values of ``targets`` are checked on a CPU
             only, as a check would wait for a GPU.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 

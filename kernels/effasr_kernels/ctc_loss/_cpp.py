@@ -26,7 +26,7 @@ _GROUP_BYTES = 64 * 2**20
 
 
 def unsupported_reason(a: CtcArguments) -> str | None:
-    """The reason for which these arguments cannot be served, or None."""
+    """The reason why this backend does not support these arguments, or None."""
     return refusal(a.hidden)
 
 

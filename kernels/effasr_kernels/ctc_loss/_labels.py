@@ -58,8 +58,8 @@ def score_labels(
         columns: K + 1.
         count: V.
         width: C.
-        hidden_stride: Between rows.
-        weight_stride: Between rows.
+        hidden_stride: Row stride of ``hidden`` in elements.
+        weight_stride: Row stride of ``weight`` in elements.
         blank_id: The blank's class.
         BLOCK_M: Frames of a tile.
         BLOCK_N: Columns of a tile.

@@ -38,10 +38,10 @@ _MERGED_FRAMES = 32
 
 
 def unsupported_reason(a: CtcArguments) -> str | None:
-    """The reason for which these arguments cannot be served, or None."""
+    """The reason why this backend does not support these arguments, or None."""
     longest = a.layout_targets.max_seqlen_bound
     if longest >= _WIDEST:
-        return f"serves up to {_WIDEST - 1} labels in a sequence, not {longest}"
+        return f"supports up to {_WIDEST - 1} labels in a sequence, not {longest}"
     return refusal(a.hidden)
 
 

@@ -30,42 +30,42 @@ def decode_attention(
 
     .. math:: o_n = \sum_{j < L_s} \mathrm{softmax}_j(\mathrm{scale} \cdot q_n \cdot k_{sj}) v_{sj}
 
-    for each head, where key j is row ``j % B`` of page ``page_table[s, j // B]``. The hypotheses of
-    a sequence are neighbours among the queries, and share its keys: cross-attention of a beam. In
-    self-attention each hypothesis is a sequence of its own, S = N, and brings along its own new
-    key and value: ``new_k`` and ``new_v`` are first written, in place, to key ``lengths[n] - 1``,
-    in the same launch. A sequence of length 0 gives zeros, and writes nothing. Pages past those of
-    the length are never read, nor are their entries of the table. There is no gradient. Scores and
-    sums are float32 (float64 for float64).
+    for each head, where key j is row ``j % B`` of page ``page_table[s, j // B]``. In
+    cross-attention of a beam, the hypotheses of a sequence are adjacent queries and share its keys.
+    In self-attention each hypothesis is a sequence, S = N, with a new key and value: ``new_k`` and
+    ``new_v`` are first written, in place, to key ``lengths[n] - 1``, in the same launch. The output
+    of a sequence of length 0 is zero, and nothing is written for it. Pages past the length and
+    their entries of the table are never read. There is no gradient. Scores and sums are float32
+    (float64 for float64).
 
-    Shapes are static and nothing waits for the device, so a call can be recorded in a CUDA graph,
-    and replayed with other lengths and tables. A row depends on nothing but its own sequence, to
-    the bit: on a GPU for given B, D, ``N // S``, M and ``splits``; of the reference for given H, D,
-    ``N // S`` and number of threads. By default the number of splits comes from M, B, H, D and the
-    number of multiprocessors, never from N.
+    Shapes are static and the host does not wait for the device, so a call can be captured in a CUDA
+    graph and replayed with other lengths and tables. A row depends only on its own sequence,
+    bitwise: on a GPU for given B, D, ``N // S``, M and ``splits``; with the reference for given H,
+    D, ``N // S`` and number of threads. The default number of splits depends on M, B, H, D and the
+    number of multiprocessors, but not on N.
 
     Args:
         q: (N, H, D), floating point; N is a multiple of S.
-        k_pages: (P, B, H, D), the dtype of ``q``; written to where there is ``new_k``.
-        v_pages: (P, B, H, D), likewise.
+        k_pages: (P, B, H, D), the dtype of ``q``; written in place if ``new_k`` is given.
+        v_pages: (P, B, H, D), the dtype of ``q``; written in place if ``new_v`` is given.
         page_table: (S, M), int32, the pages of each sequence in order.
-        lengths: (S,), int32, in [0, M * B]: keys of each sequence, the new one included.
-        new_k: (N, H, D), as ``q``, only with ``new_v`` and N = S; by default all keys are there.
-        new_v: (N, H, D), likewise.
+        lengths: (S,), int32, in [0, M * B]: keys of each sequence, including the new one.
+        new_k: (N, H, D), the dtype of ``q``, only with ``new_v`` and N = S; by default all keys are
+            already in pages.
+        new_v: (N, H, D), the dtype of ``q``.
         scale: Factor of the scores; ``D ** -0.5`` by default.
-        splits: Programs among which the keys of a sequence and head are divided, to be merged by
-            a second kernel where there are several; by default as few as fill the GPU. The
-            reference has no use for it.
-        backend: Implementation to use; the fastest that can serve the call by default.
+        splits: Programs among which the keys of a sequence and head are divided; a second kernel
+            merges several. By default as few as fill the GPU. The reference ignores it.
+        backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
         (N, H, D), the dtype of ``q``.
 
     Raises:
-        ValueError: An argument is not as above. The values of ``page_table`` and ``lengths`` are
-            checked on a CPU only, as a check would wait for a GPU: there, a needed page that does
-            not exist makes its row NaN, and a longer length counts as ``M * B``.
-        RuntimeError: A tensor requires a gradient, and autograd is on.
+        ValueError: An argument is invalid. The values of ``page_table`` and ``lengths`` are
+            checked only on a CPU, as the check would wait for a GPU. On a GPU an invalid page makes
+            the rows of its sequence NaN, and a longer length is treated as ``M * B``.
+        RuntimeError: A tensor requires a gradient and grad mode is enabled.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 
     References:
@@ -73,7 +73,7 @@ def decode_attention(
         https://crfm.stanford.edu/2023/10/12/flashdecoding.html (splits).
     """
     if torch.is_autocast_enabled(q.device.type):
-        # The pages were written in the dtype that autocast computes in, or in a wider one.
+        # The pages have the dtype of autocast or a wider one.
         q = q.to(k_pages.dtype)
         new_k, new_v = (None if x is None else x.to(k_pages.dtype) for x in (new_k, new_v))
     checks.check_shape(_NAME, "q", q, "(N, H, D)", None, None, None)

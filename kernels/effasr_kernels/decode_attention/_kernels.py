@@ -1,7 +1,6 @@
-"""Attention of single queries to pages of keys, one part of the keys at a time.
+"""Kernels for attention of single queries to a part of the keys in pages.
 
-Both kernels take the softmax online, in powers of two. Their results are merged by `merge_parts`,
-or are all there is.
+Both kernels compute the softmax online, in powers of two. `merge_parts` merges several parts.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ def attend_one(
     WITHIN: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """One query, one head and one part of the keys: program (n * H + h, part).
+    """Attend with one query and head to one part of the keys: program (n * H + h, part).
 
-    Nothing is shared, so there are no matrix products: each thread keeps the softmax of the keys
-    that it reads, all in float32, and these meet at the end.
+    There are no matrix products, as queries share no keys: each thread computes the softmax of the
+    keys that it loads, in float32, and these are merged at the end.
 
     Args:
         q: (N, H, D), its channels contiguous, as are those of all arguments. A pointer, as are all
@@ -67,39 +66,39 @@ def attend_one(
         v_pages: Likewise.
         page_table: int32 (S, M).
         lengths: int32 (S,), contiguous.
-        new_k: (N, H, D), N = S, the last key; None where all keys are in pages.
+        new_k: (N, H, D), N = S, the last key; None if all keys are in pages.
         new_v: Likewise.
-        out: (N, H, D), contiguous, written; None where parts are ``MERGED``.
+        out: (N, H, D), contiguous, written; None with ``MERGED``.
         partial: float32 (splits, N, H, D), contiguous, written: sums of values, weighted by powers
             of two relative to the largest score; None unless ``MERGED``.
-        statistics: float32 (2, splits, N, H), contiguous, written: that largest score, and the sum
-            of the weights; None unless ``MERGED``.
+        statistics: float32 (2, splits, N, H), contiguous, written: the largest score and the sum of
+            the weights; None unless ``MERGED``.
         splits: Parts of the keys.
         pages: P.
         size: B.
         columns: M.
-        table_row: Elements from one row of the table to the next.
-        table_column: Likewise, of its columns.
+        table_row: Row stride of ``page_table`` in elements.
+        table_column: Column stride of ``page_table`` in elements.
         rows: N.
         heads: H.
-        q_row: Elements from one row of ``q`` to the next.
-        q_head: From one head to the next.
+        q_row: Row stride of ``q`` in elements.
+        q_head: Head stride of ``q`` in elements.
         k_page: From one page of ``k_pages`` to the next.
         k_key: From one key to the next.
-        k_head: From one head to the next.
-        v_page: Of ``v_pages``.
-        v_key: Of ``v_pages``.
-        v_head: Of ``v_pages``.
-        new_k_row: Of ``new_k``.
-        new_k_head: Of ``new_k``.
-        new_v_row: Of ``new_v``.
-        new_v_head: Of ``new_v``.
+        k_head: Head stride of ``k_pages``.
+        v_page: Page stride of ``v_pages``.
+        v_key: Row stride within a page of ``v_pages``.
+        v_head: Head stride of ``v_pages``.
+        new_k_row: Row stride of ``new_k``.
+        new_k_head: Head stride of ``new_k``.
+        new_v_row: Row stride of ``new_v``.
+        new_v_head: Head stride of ``new_v``.
         scale_log2: Factor of the scores, for powers of two.
         GROUP: N / S, queries of a sequence.
         WIDTH: D.
         BLOCK_D: The power of two, at least 16, that D is padded to.
         BLOCK_N: Keys of a tile.
-        STAGES: Tiles that are loaded ahead.
+        STAGES: Stages of the pipeline of loads.
         WITHIN: Whether a tile lies within one page.
         MERGED: Whether another kernel merges the parts.
     """
@@ -117,7 +116,7 @@ def attend_one(
     k_pages += head * k_head
     v_pages += head * v_head
 
-    # The last key, where it is new, is in no page yet.
+    # A new key, the last one, is not yet in a page.
     kept = length
     if new_k is not None:
         kept = tl.maximum(length - 1, 0)
@@ -145,7 +144,7 @@ def attend_one(
         acc = acc * shrink[:, None] + weights[:, None] * v_tile.to(tl.float32)
         largest = larger
 
-    # The threads' softmaxes become one.
+    # Merge the softmaxes of the threads.
     top = tl.max(largest, 0)
     pivot = tl.where(top == float("-inf"), 0.0, top)
     shrink = tl.exp2(largest - pivot)
@@ -223,10 +222,10 @@ def attend_several(
     WITHIN: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """Queries of a sequence, one head and one part of the keys: program (s * H + h, part, i).
+    """Attend with queries of a sequence to one part of the keys: program (s * H + h, part, i).
 
-    These are ``BLOCK_G`` queries, from number ``i * BLOCK_G`` on. A tile of keys is loaded once for
-    all of them, and multiplied as matrices are. Arguments are those of `attend_one`, but for these.
+    The program processes ``BLOCK_G`` queries from number ``i * BLOCK_G`` on. It loads a tile of
+    keys once for all of them, and computes matrix products.
 
     Args:
         q: (N, H, D).
@@ -241,26 +240,26 @@ def attend_several(
         pages: P.
         size: B.
         columns: M.
-        table_row: As there.
-        table_column: As there.
-        rows: As there.
+        table_row: See `attend_one`.
+        table_column: See `attend_one`.
+        rows: See `attend_one`.
         heads: H.
-        q_row: As there.
-        q_head: As there.
-        k_page: As there.
-        k_key: As there.
-        k_head: As there.
-        v_page: As there.
-        v_key: As there.
-        v_head: As there.
-        scale_log2: As there.
-        GROUP: As there.
+        q_row: See `attend_one`.
+        q_head: See `attend_one`.
+        k_page: See `attend_one`.
+        k_key: See `attend_one`.
+        k_head: See `attend_one`.
+        v_page: See `attend_one`.
+        v_key: See `attend_one`.
+        v_head: See `attend_one`.
+        scale_log2: See `attend_one`.
+        GROUP: See `attend_one`.
         BLOCK_G: Queries of a program.
         WIDTH: D.
-        BLOCK_D: As there.
-        BLOCK_N: As there.
-        WITHIN: As there.
-        MERGED: As there.
+        BLOCK_D: See `attend_one`.
+        BLOCK_N: See `attend_one`.
+        WITHIN: See `attend_one`.
+        MERGED: See `attend_one`.
     """
     sequence = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)

@@ -1,6 +1,6 @@
-"""How the keys of a sequence are divided among programs, where they lie, and how parts are merged.
+"""Division of the keys of a sequence among programs, their addresses, and the merge of the parts.
 
-The keys of a sequence are divided by its length alone, so the order of sums knows nothing of other
+The division depends only on the sequence's length, so the order of sums does not depend on other
 sequences.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def locate_part(length, splits, BLOCK_N: tl.constexpr):
-    """First and last key, not included, of this program's part: whole tiles, in equal shares."""
+    """The first key and one past the last of this program's part; parts are whole tiles."""
     tiles = tl.cdiv(tl.cdiv(length, BLOCK_N), splits)
     begin = tl.program_id(1) * tiles * BLOCK_N
     return begin, tl.minimum(begin + tiles * BLOCK_N, length)
@@ -28,12 +28,12 @@ def locate_keys(
         table: int32, a pointer to the sequence's row of the page table.
         first: The first key of the tile.
         n: (BLOCK_N,), keys within the tile.
-        end: Keys from there on have no place.
+        end: One past the last key.
         pages: P.
         size: B.
         table_column: Elements from one entry of the table to the next.
         BLOCK_N: Keys of a tile.
-        WITHIN: Whether a tile lies within one page: the page is then one number, and the row that
+        WITHIN: Whether a tile lies within one page. Then the page is a scalar, and the row is that
             of the first key.
     """
     if WITHIN:
@@ -72,12 +72,12 @@ def merge_parts(
     Args:
         partial: float32 (splits, N, H, D), contiguous.
         statistics: float32 (2, splits, N, H), contiguous.
-        out: (N, H, D), contiguous, written; zeros where there was no key.
-        splits: Parts.
+        out: (N, H, D), contiguous, written; zeros without keys.
+        splits: Number of parts.
         count: N * H.
         WIDTH: D.
         BLOCK_D: The power of two that D is padded to.
-        BLOCK_S: Parts that are loaded at a time.
+        BLOCK_S: Parts per step.
     """
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)

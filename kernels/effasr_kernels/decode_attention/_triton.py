@@ -1,9 +1,9 @@
 """`decode_attention` in Triton.
 
-The time is that of reading the keys and values once: 2 L H D b bytes for each sequence, with b the
-bytes of an element. Of the 32 sequences of 375 keys (30 s, 8x subsampled) of canary_1b_flash, whose
-decoder has 4 layers of 8 heads of 128 channels, that is 49 MB for each layer and token in bfloat16,
-10 us at the 4.8 TB/s of an H200; the 1.5 MFLOP of each query do not count.
+The time is bounded by reading the keys and values once: 2 L H D b bytes for each sequence, with b
+the bytes of an element. For 32 sequences of 375 keys (30 s, 8x subsampled) of canary_1b_flash (a
+decoder with 4 layers of 8 heads of 128 channels), that is 49 MB for each layer and token in
+bfloat16, or 10 us at the 4.8 TB/s of an H200; the 1.5 MFLOP of each query are negligible.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from effasr_kernels.shared.paged import refuse_pages
 
 _WIDEST = 256
 _BLOCK_G = 16
-"""Hypotheses that share a load: what one matrix instruction takes."""
+"""Hypotheses that share a load: the rows of one matrix instruction."""
 _KEYS_PER_SPLIT = 256
-"""At least: what is saved by dividing fewer is less than what merging costs."""
+"""Minimum keys of a split: dividing fewer saves less time than merging costs."""
 _MOST_SPLITS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Keys of a tile, warps, stages of the loads."""
+    """Keys of a tile, warps, and pipeline stages of the loads."""
 
     block_n: int
     warps: int
@@ -38,18 +38,18 @@ class Config:
 
 
 def config(dtype: torch.dtype, width: int, *, shared: bool) -> Config:
-    """Choose for a dtype, padded D, and whether hypotheses share loads; never for a length."""
+    """Select by dtype, padded D, and whether hypotheses share loads; not by length."""
     single = dtype == torch.float32
     if not shared:
         return Config(16 if width > 128 else 32, 4, 2 if single else 3)
     if single:
-        # Not on tensor cores, whose float32 has 11 bits.
+        # Without tensor cores, whose TF32 has only 11 bits of precision.
         return Config(32 if width <= 64 else 16, 4, 2)
     return Config(64 if width <= 64 else 32, 4, 2 if width > 128 else 3)
 
 
 def default_splits(columns: int, size: int, heads: int, processors: int) -> int:
-    """Parts of the keys, so that one sequence may fill a GPU; N does not enter.
+    """Number of parts of the keys, so that one sequence can fill a GPU; independent of N.
 
     Args:
         columns: M.
@@ -62,9 +62,9 @@ def default_splits(columns: int, size: int, heads: int, processors: int) -> int:
 
 
 def unsupported_reason(a: DecodeArguments) -> str | None:
-    """The reason for which these arguments cannot be served, or None."""
+    """The reason why this backend does not support these arguments, or None."""
     if a.q.shape[2] > _WIDEST:
-        return f"has heads of at most {_WIDEST} channels"
+        return f"supports head widths up to {_WIDEST}, not {a.q.shape[2]}"
     return refusal(a.q) or refuse_pages(a.k_pages, a.v_pages)
 
 
@@ -104,8 +104,8 @@ def _attend(
     statistics: Tensor | None,
     splits: int,
 ) -> None:
-    """Launch the kernel that writes ``out``, or else ``partial`` and ``statistics``."""
-    # Channels are contiguous in kernels.
+    """Launch the kernel that writes ``out``, or ``partial`` and ``statistics``."""
+    # The kernels need contiguous channels.
     q = a.q if a.q.stride(2) == 1 else a.q.contiguous()
     new_k, new_v = (
         x if x is None or x.stride(2) == 1 else x.contiguous() for x in (a.new_k, a.new_v)
@@ -113,7 +113,7 @@ def _attend(
     k_pages, v_pages, page_table = a.k_pages, a.v_pages, a.page_table
     (count, heads, width), (sequences, columns) = q.shape, page_table.shape
     (pages, size), group, block_d = k_pages.shape[:2], count // sequences, _padded(width)
-    # In float32 there are no matrix instructions, and many channels are too much for a thread.
+    # float32 has no matrix instructions, and wide heads would need too many registers per thread.
     shared = group > 1 and not (q.dtype == torch.float32 and block_d > 128)
     choice = config(q.dtype, block_d, shared=shared)
     tensors = q, k_pages, v_pages, page_table, a.lengths.contiguous()
@@ -139,5 +139,5 @@ def _attend(
 
 
 def _padded(width: int) -> int:
-    """The power of two, at least 16, that D is padded to."""
+    """The power of two, at least 16, to which D is padded."""
     return max(16, 1 << (width - 1).bit_length())

@@ -74,7 +74,7 @@ def depthwise_conv(
         causal: Whether a frame sees only itself and the K - 1 before it.
         gated: Whether the second half of ``x`` gates the first.
         statistics: Whether to return what batch normalisation needs to know of y as well.
-        backend: Implementation to use; the fastest that can serve the call by default.
+        backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
         y, (T, C), the dtype of ``x``. With ``statistics``, after it, the mean and the biased
@@ -83,7 +83,7 @@ def depthwise_conv(
         through them: the backward of batch normalisation accounts for what they depend on.
 
     Raises:
-        ValueError: An argument is not as above.
+        ValueError: An argument is invalid.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
     """
     x, weight, bias = checks.under_autocast(x, weight, bias)

@@ -1,4 +1,4 @@
-"""Cross-attention, and how far it strays from the diagonal."""
+"""Cross-attention with a penalty on attention away from the diagonal."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ def guided_attention(
         p_i = \sum_j A_{ij} \Bigl(1 - e^{-(i / U_n - j / T_n)^2 / 2 \sigma^2}\Bigr), \qquad
         A_{ij} = \mathrm{softmax}_j(\mathrm{scale} \; q_i^\top k_j)
 
-    with i and j counted from zero within their sequences, of U_n tokens and T_n frames. The
-    gradient flows through both results. Sums are taken in float32 (in float64 for float64). Rows in
-    the tail, or whose sequence has no key, give zeros. Under autocast the floating arguments are
-    cast as for a matrix product.
+    with i and j counted from zero within their sequences, of U_n tokens and T_n frames. Both
+    results are differentiable. Sums are computed in float32 (float64 for float64). The results are
+    zero in the tail and for rows whose sequence has no key. Under autocast the floating arguments
+    are cast as for a matrix product.
 
     Args:
         q: (U, H, D), floating point.
         k: (T, H, D), the dtype of ``q``.
         v: (T, H, D), the dtype of ``q``.
-        layout_q: The sequences of ``q``.
-        layout_k: Those of ``k`` and ``v``, as many.
-        sigma: Width of the diagonal, as a share of the whole; positive.
+        layout_q: Layout of ``q``.
+        layout_k: Layout of ``k`` and ``v``, with the same number of sequences.
+        sigma: Width of the diagonal relative to the sequence; positive.
         scale: Factor of the scores, ``D ** -0.5`` by default.
-        dropout: Probability, in [0, 1), to drop an attention weight on its way to the output.
-        seed: Where dropout starts to draw; from torch's global generator by default. Equal
-            calls drop equal weights, with one implementation on one kind of device.
-        backend: Implementation to use; the fastest that can serve the call by default.
+        dropout: Probability, in [0, 1), to drop an attention weight in the output.
+        seed: Seed of the dropout; drawn from torch's global generator by default. Equal calls with
+            the same seed, implementation and kind of device drop the same weights.
+        backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
         The output (U, H, D), the dtype of ``q``, and the penalty (U, H), float32 (float64 for
         float64), in [0, 1).
 
     Raises:
-        ValueError: An argument is not as above.
+        ValueError: An argument is invalid.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 
     References:

@@ -6,7 +6,7 @@ penalty,
     dA_ij = keep_ij / (1 - probability) (dy_i . v_j) + dp_i g_ij
     dS_ij = A_ij (dA_ij - delta_i),    delta_i = sum_j A_ij dA_ij = dy_i . y_i + dp_i p_i
 
-so that the penalty adds one term to each of the two formulas of FlashAttention-2.
+so the penalty adds one term to each of the two formulas of FlashAttention-2.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from effasr_kernels.shared.philox import keep_mask
 
 @triton.jit
 def scale_unless_alone(scale, keys):
-    """The factor of the scores' gradients; 0 for a single key, whose weight is 1 in any case.
+    """The factor of the scores' gradients; 0 for a single key, whose weight is always 1.
 
-    There ``dA - delta`` is 0, but for what rounding leaves of it.
+    For a single key ``dA - delta`` is exactly 0, but computed with a rounding error.
     """
     return tl.where(keys == 1, 0.0, scale)
 
@@ -62,14 +62,14 @@ def guided_backward_q(
     BLOCK_N: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """The gradient of one tile of queries of one head: program (tile, head).
+    """Compute the gradient of one tile of queries of one head: program (tile, head).
 
-    As `guided_forward`, and besides:
+    The arguments are those of `guided_forward` and:
 
     - ``grad_out`` (U, H, D) and ``grad_penalty`` float32 (U, H), contiguous;
     - ``per_query``, float32 (2, H, U), contiguous, written for `guided_backward_kv`: delta, and the
       gradient of the penalty, heads first, so that queries lie side by side;
-    - ``grad_q`` (U, H, D), contiguous, written; zeros where a row has no key;
+    - ``grad_q`` (U, H, D), contiguous, written; zeros for rows without keys;
     - ``scale``, the factor of the scores.
     """
     sequence, first_q, length_q, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
@@ -172,12 +172,12 @@ def guided_backward_kv(
     BLOCK_N: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """The gradients of one tile of keys and values of one head: program (tile, head).
+    """Compute the gradients of one tile of keys and values of one head: program (tile, head).
 
-    Tiles of weights are computed transposed, keys by queries, as their products need them. The
-    arguments are as of `guided_backward_q`, which must have run before, and besides:
+    Tiles of weights are transposed, keys by queries, as their products need them. The arguments are
+    those of `guided_backward_q`, which must have run before, and:
 
-    - ``grad_k`` and ``grad_v`` (T, H, D), contiguous, written; zeros where a sequence has no query;
+    - ``grad_k`` and ``grad_v`` (T, H, D), contiguous, written; zeros for keys without queries;
     - ``rows_k``, which is T.
     """
     sequence, first_k, length_k, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
@@ -223,7 +223,7 @@ def guided_backward_kv(
         q_mask = in_tile(in_rows, WIDTH, BLOCK_D)
         q_tile = tl.load(q + q_offset, mask=q_mask, other=0.0)
         dy = tl.load(grad_out + dy_offset, mask=q_mask, other=0.0)
-        # Past the last query the weights are 2^-inf, zero.
+        # lse = inf makes the weights past the last query zero.
         row_lse = tl.load(lse + m, mask=in_rows, other=float("inf"))
         mean = tl.load(delta + m, mask=in_rows, other=0.0)
         dp = tl.load(grad_penalty + m, mask=in_rows, other=0.0)

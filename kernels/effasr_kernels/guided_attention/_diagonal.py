@@ -1,4 +1,4 @@
-"""What both passes share: masks of tiles, and how far the diagonal is."""
+"""Masks of tiles and the distance from the diagonal, for forward and backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ COUNTS = (
     *("sequences", "rows_q", "rows_k", "heads"),
     *("q_row", "q_head", "k_row", "k_head", "v_row", "v_head"),
 )
-"""The integers for whose values no kernel is compiled anew."""
+"""Integer arguments on whose values kernels are not specialized."""
 
 # Below this, 1 - exp(-x) loses digits that five terms of its series keep.
 _SMALL = tl.constexpr(0.2)
@@ -17,12 +17,12 @@ _SMALL = tl.constexpr(0.2)
 
 @triton.jit
 def in_tile(inside, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The mask of a tile of rows and a padded width: of a shape that goes with (BLOCK, BLOCK_D).
+    """The mask of a tile of rows and a padded width, broadcastable to (BLOCK, BLOCK_D).
 
     Args:
-        inside: bool (BLOCK,), which rows are within their sequence.
+        inside: bool (BLOCK,), whether a row is within its sequence.
         WIDTH: D.
-        BLOCK_D: What it is padded to; where it is not, loads are masked row by row.
+        BLOCK_D: The padded width; if it equals D, only rows are masked.
     """
     mask = inside[:, None]
     if WIDTH < BLOCK_D:
@@ -32,11 +32,11 @@ def in_tile(inside, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def distance(token, frame, narrowness):
-    """How far tokens and frames are from the diagonal: ``1 - exp(-narrowness (token - frame)^2)``.
+    """The distance from the diagonal: ``1 - exp(-narrowness (token - frame)^2)``.
 
     Args:
-        token: Positions in [0, 1), float32, of a shape that goes with that of ``frame``.
-        frame: Likewise.
+        token: Relative positions of tokens in [0, 1), float32, broadcastable with ``frame``.
+        frame: Relative positions of frames in [0, 1), float32.
         narrowness: ``1 / (2 sigma^2)``.
     """
     apart = token - frame

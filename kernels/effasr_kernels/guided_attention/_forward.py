@@ -1,4 +1,4 @@
-"""Output and penalty of guided attention, in one pass over the keys."""
+"""The forward kernel of guided attention."""
 
 from __future__ import annotations
 
@@ -39,33 +39,33 @@ def guided_forward(
     BLOCK_N: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """One tile of queries of one head: program (tile, head).
+    """Compute output and penalty of one tile of queries of one head: program (tile, head).
 
-    The softmax is taken online, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691), with
-    one more sum beside the output: that of the weights times their distance from the diagonal.
+    The softmax is computed online, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691), with
+    one more sum: the weights times their distance from the diagonal.
 
     Args:
-        q: (U, H, D), a pointer, as are all up to ``lse``.
+        q: (U, H, D), a pointer, like all up to ``lse``.
         k: (T, H, D).
         v: (T, H, D).
         cu_seqlens_q: int32 (N + 1,).
         cu_seqlens_k: int32 (N + 1,).
         seed: int64 (1,); None without dropout.
-        out: (U, H, D), contiguous, written; zeros where a row has no key.
-        penalty: float32 (U, H), contiguous, written; zeros likewise.
+        out: (U, H, D), contiguous, written; zeros for rows without keys.
+        penalty: float32 (U, H), contiguous, written; zeros for rows without keys.
         lse: float32 (H, U), contiguous, written: the logarithm to base 2 of each row's sum.
         sequences: N.
         rows_q: U.
         heads: H.
         q_row: Elements from one row of ``q`` to the next, divided by 8.
         q_head: Elements from one head to the next, divided by 8.
-        k_row: Of ``k``.
-        k_head: Of ``k``.
-        v_row: Of ``v``.
-        v_head: Of ``v``.
+        k_row: Row stride of ``k``.
+        k_head: Head stride of ``k``.
+        v_row: Row stride of ``v``.
+        v_head: Head stride of ``v``.
         scale_log2: Factor of the scores, for powers of two.
         narrowness: ``1 / (2 sigma^2)``.
-        probability: To drop a weight.
+        probability: Probability to drop a weight.
         WIDTH: D, a multiple of 8.
         BLOCK_D: The power of two, at least 16, that D is padded to.
         BLOCK_M: Queries of a tile.
@@ -129,7 +129,7 @@ def guided_forward(
         k += BLOCK_N * (k_row * 8)
         v += BLOCK_N * (v_row * 8)
 
-    # A row without keys has the sum 0, and keeps its zeros.
+    # For a row without keys the sum is 0 and the output stays zero.
     total = tl.where(total == 0, 1.0, total)
     inverse = 1 / total
     astray *= inverse

@@ -1,4 +1,4 @@
-"""`guided_attention` in Triton: one pass forward, two kernels backward, nothing of U x T stored."""
+"""`guided_attention` in Triton: one kernel forward, two backward, no tensor of size U x T."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WIDEST = 256
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How one kernel is cut: queries and keys of a tile, warps, stages of its loads."""
+    """Queries and keys of a tile, warps, and pipeline stages of the loads of a kernel."""
 
     block_m: int
     block_n: int
@@ -32,15 +32,15 @@ class Config:
 
 
 def configs(dtype: torch.dtype, block_d: int, major: int) -> tuple[Config, Config, Config]:
-    """How to cut the forward, the gradient of queries, and that of keys and values.
+    """The configurations of the forward, the gradient of queries, and that of keys and values.
 
-    Chosen by what compiles without spills. Transcripts have few tokens, so the kernel that runs
-    through them takes few at a time.
+    They are chosen to compile without spills. Transcripts have few tokens, so the kernel that loops
+    over tokens has small steps.
 
     Args:
-        dtype: Of the queries.
+        dtype: Dtype of the queries.
         block_d: The padded width of a head, a power of two.
-        major: Compute capability, the first number.
+        major: Major compute capability.
     """
     if dtype == torch.float32:
         # Without tensor cores, products take many registers.
@@ -59,14 +59,14 @@ def configs(dtype: torch.dtype, block_d: int, major: int) -> tuple[Config, Confi
 
 
 def unsupported_reason(a: GuidedArguments) -> str | None:
-    """The reason for which these arguments cannot be served, or None."""
+    """The reason why this backend does not support these arguments, or None."""
     if a.q.shape[-1] > _WIDEST:
-        return f"serves head widths up to {_WIDEST}, not {a.q.shape[-1]}"
+        return f"supports head widths up to {_WIDEST}, not {a.q.shape[-1]}"
     return refusal(a.q)
 
 
 def forward(a: GuidedArguments) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
-    """See `effasr_kernels.guided_attention.guided_attention`; saves the rows' logarithmic sums."""
+    """See `effasr_kernels.guided_attention.guided_attention`; saves the rows' log-sum-exp."""
     this = _Call(a)
     (rows, heads, width), sequences = a.q.shape, a.layout_q.num_sequences
     cut = this.configs[0]
@@ -96,48 +96,48 @@ def backward(
     results: Sequence[Tensor],
     saved: Sequence[Tensor],
 ) -> dict[str, Tensor | None]:
-    """The gradients of ``q``, ``k`` and ``v``."""
+    """Compute the gradients of ``q``, ``k`` and ``v``."""
     this = _Call(a)
     _, cut_q, cut_kv = this.configs
     (rows_q, heads, width), rows_k = a.q.shape, a.k.shape[0]
     sequences = a.layout_q.num_sequences
     (out, penalty), (lse,), (grad_out, grad_penalty) = results, saved, grads
     out, grad_out = _aligned(out), _aligned(grad_out)
-    found = [x.new_empty(x.shape) for x in (this.q, this.k, this.v)]
+    gradients = [x.new_empty(x.shape) for x in (this.q, this.k, this.v)]
     per_query = lse.new_empty(2, heads, rows_q)
     launch(
         guided_backward_q,
         (count_tiles(rows_q, sequences, cut_q.block_m), heads),
         *this.inputs,
-        *(out, penalty, lse, grad_out, grad_penalty, per_query, found[0]),
+        *(out, penalty, lse, grad_out, grad_penalty, per_query, gradients[0]),
         *(sequences, rows_q, heads, *this.strides),
         *this.numbers,
         **this.constants(cut_q),
     )
-    # After the first, which writes `per_query`.
+    # Launched second, as the first kernel writes `per_query`.
     launch(
         guided_backward_kv,
         (count_tiles(rows_k, sequences, cut_kv.block_n), heads),
         *this.inputs,
-        *(lse, grad_out, per_query, *found[1:]),
+        *(lse, grad_out, per_query, *gradients[1:]),
         *(sequences, rows_q, rows_k, heads, *this.strides),
         *this.numbers,
         **this.constants(cut_kv),
     )
-    return {name: _narrowed(x, width) for name, x in zip("qkv", found, strict=True)}
+    return {name: _narrowed(x, width) for name, x in zip("qkv", gradients, strict=True)}
 
 
 class _Call:
-    """The arguments that all three kernels take.
+    """The arguments that all three kernels share.
 
     Attributes:
-        q: (U, H, D), with D and the strides as kernels need them.
-        k: (T, H, D), likewise.
-        v: (T, H, D), likewise.
-        configs: How to cut each kernel.
-        inputs: The pointers that kernels begin with.
-        strides: Elements between rows and between heads, divided by 8.
-        numbers: The floating arguments.
+        q: (U, H, D), aligned by `_aligned`.
+        k: (T, H, D), aligned by `_aligned`.
+        v: (T, H, D), aligned by `_aligned`.
+        configs: The configuration of each kernel.
+        inputs: The first pointers of the kernels.
+        strides: Row and head strides, divided by 8.
+        numbers: The floating-point arguments.
     """
 
     def __init__(self, a: GuidedArguments):
@@ -153,7 +153,7 @@ class _Call:
         self.numbers = (a.scale, a.scale * math.log2(math.e), 0.5 / a.sigma**2, a.dropout)
 
     def constants(self, cut: Config) -> dict[str, Any]:
-        """What the compiler knows, for one of the kernels."""
+        """Constants and compiler options of a kernel."""
         return {
             "num_warps": cut.warps,
             "num_stages": cut.stages,
@@ -166,10 +166,10 @@ class _Call:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """The tensor, or a copy of it, whose width and strides are multiples of 8, the last one 1.
+    """The tensor or a copy whose width and strides are multiples of 8, with a last stride of 1.
 
-    So that every load is of whole vectors: kernels are told so. A copy of an odd width is cheap
-    beside what loads of single elements cost, in time and in registers.
+    Kernels then load whole vectors. For an odd width, a padded copy costs less time and registers
+    than loads of single elements.
     """
     if x.shape[-1] % 8:
         return functional.pad(x, (0, -x.shape[-1] % 8))
@@ -178,5 +178,5 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _narrowed(x: Tensor, width: int) -> Tensor:
-    """The first channels, as `_aligned` found them."""
+    """The first ``width`` channels, without the padding of `_aligned`."""
     return x if x.shape[-1] == width else x[..., :width].contiguous()

@@ -40,13 +40,13 @@ def linear_cross_entropy(
         label_smoothing: epsilon, in [0, 1].
         ignore_index: The target of rows that do not count.
         z_loss: zeta, not negative; keeps the logits' scale in bounds.
-        backend: Implementation to use; the fastest that can serve the call by default.
+        backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
         The loss of each row, (U,), float32 (float64 for float64).
 
     Raises:
-        ValueError: An argument is not as above. The values of ``targets`` are checked on a CPU
+        ValueError: An argument is invalid. The values of ``targets`` are checked on a CPU
             only, as a check would wait for a GPU: there, one out of range makes its loss NaN.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 

@@ -40,14 +40,14 @@ def projected_top_k(
         bias: b, (V,), the dtype of ``hidden``; zero by default.
         k: How many classes, in [1, 16], and at most ``classes``.
         classes: V', in [1, V]: only the first so many rows of ``weight`` count; V by default.
-        backend: Implementation to use; the fastest that can serve the call by default.
+        backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
         Log-probabilities, (N, k), float32 (float64 for float64), and classes, (N, k), int64.
 
     Raises:
-        ValueError: An argument is not as above.
-        RuntimeError: A tensor requires a gradient, and autograd is on.
+        ValueError: An argument is invalid.
+        RuntimeError: A tensor requires a gradient and grad mode is enabled.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
     """
     hidden, weight, bias = checks.under_autocast(hidden, weight, bias)

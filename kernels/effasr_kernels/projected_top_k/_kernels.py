@@ -82,7 +82,7 @@ def rank_parts(
     """The best classes of a tile of rows in one part of the vocabulary: program (part, tile).
 
     Args:
-        hidden: (N, C), its rows contiguous. A pointer, as are all up to ``statistics``.
+        hidden: (N, C), its rows contiguous. A pointer, like all up to ``statistics``.
         weight: (V, C), likewise.
         bias: (V,), contiguous, or None.
         partial: int64 (splits, N, K), contiguous, written: the best, in no order.
@@ -90,7 +90,7 @@ def rank_parts(
             the sum of exponentials relative to it.
         rows: N.
         count: Classes that count.
-        hidden_stride: Elements from one row of ``hidden`` to the next.
+        hidden_stride: Row stride of ``hidden`` in elements.
         weight_stride: Likewise, of ``weight``.
         tiles_per_split: Tiles of the vocabulary in a part.
         K: k.

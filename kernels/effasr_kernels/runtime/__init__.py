@@ -1,1 +1,1 @@
-"""What all operations share on the host: dispatch, autograd, launches."""
+"""Host code shared by all operations: dispatch, autograd and kernel launches."""

@@ -1,7 +1,7 @@
-"""The arguments of an operation: a frozen dataclass, and how torch.library's schemas see it.
+"""Conversion of an operation's argument dataclass to and from a torch.library schema.
 
-A schema knows tensors and plain values, but no layouts. Eager calls pass the dataclass as it is;
-only calls through torch.library flatten it to the parts of the schema, and rebuild it.
+A schema supports tensors and plain values, but no layouts. Eager calls pass the frozen dataclass
+itself; only calls through torch.library flatten it to the parts of the schema and rebuild it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from effasr_kernels.packed import OffsetsOnDemand, PackedLayout
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a field becomes parts of a schema.
+    """Conversion between a dataclass field and the parts of a schema.
 
     Attributes:
         parts: The type and name of each part, with ``{}`` for the name of the field.
-        flatten: Turns the field's value into as many values.
-        restore: Turns these back into the field's value.
+        flatten: Converts the field's value to one value for each part.
+        restore: Converts these values back to the field's value.
     """
 
     parts: tuple[str, ...]
@@ -32,12 +32,12 @@ class Kind:
 
 
 def _plain(type_name: str) -> Kind:
-    """A field whose type is known to schemas, such as ``Tensor?`` or ``float``."""
+    """The kind of a field whose type schemas support, such as ``Tensor?`` or ``float``."""
     return Kind((type_name + " {}",), lambda value: (value,), lambda value: value)
 
 
 def optional_list(type_name: str, restore: Callable[[list[Any]], Any]) -> Kind:
-    """A field that is None, or iterates over values of one type."""
+    """The kind of a field that is None or an iterable of values of one type."""
     return Kind(
         (type_name + "[]? {}",),
         lambda values: (None if values is None else list(values),),
@@ -48,13 +48,13 @@ def optional_list(type_name: str, restore: Callable[[list[Any]], Any]) -> Kind:
 def _flatten_layout(layout: PackedLayout) -> tuple[Tensor, int, int | None]:
     max_seqlen = layout.static_max_seqlen
     if max_seqlen is None and not layout.cu_seqlens.is_cpu:
-        # Kernels size buffers by it. On a CPU it would only have the compiler trace every length.
+        # Kernels size buffers by it. On a CPU it would only make the compiler trace every length.
         max_seqlen = layout.max_seqlen_bound
     return layout.cu_seqlens, layout.rows, max_seqlen
 
 
 def _restore_layout(cu_seqlens: Tensor, rows: int, max_seqlen: int | None) -> PackedLayout:
-    # Fake tensors hold no lengths, and shapes do not depend on them.
+    # Fake tensors hold no offsets, and shapes do not depend on them.
     host = () if is_fake(cu_seqlens) else OffsetsOnDemand(cu_seqlens)
     return PackedLayout(cu_seqlens, host, rows, max_seqlen)
 
@@ -69,7 +69,7 @@ _KINDS: dict[Any, Kind] = {
     bool: _plain("bool"),
     str: _plain("str"),
     tuple[int, ...] | None: optional_list("int", tuple),
-    # Names. Not a list, as torch takes an empty one for a list of tensors.
+    # Names are joined to one string: torch treats an empty list as a list of tensors.
     tuple[str, ...]: Kind(
         ("str {}",),
         lambda names: (",".join(names),),
@@ -87,15 +87,15 @@ class ArgumentSchema:
     Attributes:
         parts: The parts of the schema, each a type and a name.
         names: Their names.
-        tensor_names: The fields that are tensors, or None in place of one.
+        tensor_names: The fields of type ``Tensor`` or ``Tensor | None``.
     """
 
     def __init__(self, arguments: type):
         """Read the fields.
 
         Args:
-            arguments: A frozen dataclass. The type of a field is one of those above, or its
-                metadata has a `Kind` under ``"kind"``.
+            arguments: A frozen dataclass. The type of each field is a key of ``_KINDS``, or the
+                field's metadata has a `Kind` under ``"kind"``.
         """
         hints = get_type_hints(arguments)
         self._arguments = arguments
@@ -105,33 +105,33 @@ class ArgumentSchema:
         ]
         self.parts = [part.format(name) for name, kind in self._kinds for part in kind.parts]
         self.names = [part.split()[-1] for part in self.parts]
-        every = [name for name, _ in self._kinds]
-        self.tensor_names = tuple(name for name in every if hints[name] in _TENSORS)
-        self._other_names = tuple(name for name in every if name not in self.tensor_names)
+        field_names = [name for name, _ in self._kinds]
+        self.tensor_names = tuple(name for name in field_names if hints[name] in _TENSORS)
+        self._other_names = tuple(name for name in field_names if name not in self.tensor_names)
         order = [*self.tensor_names, *self._other_names]
-        self._places = [order.index(name) for name in every]
+        self._positions = [order.index(name) for name in field_names]
 
     def tensors(self, arguments: Any) -> tuple[Tensor | None, ...]:
-        """The fields that are tensors, as `tensor_names` has them."""
+        """The values of the tensor fields, in the order of `tensor_names`."""
         return tuple([getattr(arguments, name) for name in self.tensor_names])
 
     def others(self, arguments: Any) -> tuple[Any, ...]:
-        """The other fields: layouts and options."""
+        """The values of the other fields: layouts and options."""
         return tuple([getattr(arguments, name) for name in self._other_names])
 
     def join(self, tensors: Sequence[Tensor | None], others: Sequence[Any]) -> Any:
-        """The dataclass of these fields."""
+        """Rebuild the dataclass from the results of `tensors` and `others`."""
         values = (*tensors, *others)
-        return self._arguments(*[values[place] for place in self._places])
+        return self._arguments(*[values[position] for position in self._positions])
 
     def flatten(self, arguments: Any) -> list[Any]:
-        """The values of the schema's parts."""
+        """Convert the dataclass to the values of the schema's parts."""
         return [
             part for name, kind in self._kinds for part in kind.flatten(getattr(arguments, name))
         ]
 
     def restore(self, flat: Sequence[Any]) -> Any:
-        """The dataclass, the inverse of `flatten`."""
+        """Rebuild the dataclass from the values of the parts: the inverse of `flatten`."""
         values = iter(flat)
         return self._arguments(
             *[kind.restore(*[next(values) for _ in kind.parts]) for _, kind in self._kinds]

@@ -1,4 +1,4 @@
-"""Implementations that bring their own backward, as one autograd function for all of them."""
+"""The autograd function of all implementations that define their own backward."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from effasr_kernels.runtime.torch_op import TorchOp
 
 
-class OwnBackward(Function):
-    """A call of an implementation that has ``forward`` and ``backward``; see `dispatch`."""
+class ImplementationFunction(Function):
+    """Calls ``forward`` and ``backward`` of an implementation; see `dispatch.Dispatcher`."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, op: TorchOp, implementation: Any, arguments: Any, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Run the forward. ``tensors`` are those of the arguments, shown to autograd."""
+        """Run the forward. ``tensors`` are the tensor fields of ``arguments``."""
         results, saved = implementation.forward(arguments)
         ctx.op, ctx.implementation = op, implementation
-        # Tensors are saved through autograd, so that hooks and checks of versions see them.
+        # Tensors are saved through autograd, so that saved-tensor hooks and version checks apply.
         ctx.others, ctx.count = op.schema.others(arguments), len(results)
         ctx.overwritten = op.overwritten(arguments)
         integers = [x for x in results if not x.is_floating_point()]
@@ -38,21 +38,21 @@ class OwnBackward(Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Run the backward. One that does not return a gradient which is needed fails here."""
+        """Run the backward; a KeyError reports a required gradient that it does not return."""
         names, overwritten = ctx.op.schema.tensor_names, ctx.overwritten
         inplace_grad.begin(ctx, ctx.op.name, overwritten)
-        # Read once: activation checkpointing computes them at that moment.
-        kept = ctx.saved_tensors
+        # Read only once: activation checkpointing recomputes them at each access.
+        saved = ctx.saved_tensors
         inputs, results = len(names), len(names) + ctx.count
-        arguments = ctx.op.schema.join(kept[:inputs], ctx.others)
+        arguments = ctx.op.schema.join(saved[:inputs], ctx.others)
         upstream = tuple([gradient.contiguous() for gradient in grads])
-        found = ctx.implementation.backward(
-            arguments, upstream, kept[inputs:results], kept[results:]
+        gradients = ctx.implementation.backward(
+            arguments, upstream, saved[inputs:results], saved[results:]
         )
         for name in overwritten:
-            found[name] = inplace_grad.finish(getattr(arguments, name))
-        gradients = [
-            found[name] if is_needed else None
+            gradients[name] = inplace_grad.finish(getattr(arguments, name))
+        required = [
+            gradients[name] if is_needed else None
             for name, is_needed in zip(names, ctx.needs_input_grad[3:], strict=True)
         ]
-        return None, None, None, *gradients
+        return None, None, None, *required

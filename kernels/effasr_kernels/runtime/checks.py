@@ -1,6 +1,6 @@
-"""Checks of arguments, with messages of one form: ``op: `arg` must RULE, but is VALUE``.
+"""Checks of arguments, with messages of the form ``op: `arg` must RULE, but is VALUE``.
 
-A message is put together only when it is raised: calls are frequent, and torch.compile traces them.
+Messages are formatted only on failure, as calls are frequent and torch.compile traces them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ _INTEGER = (torch.int32, torch.int64)
 
 
 def wrong(op: str, name: str, rule: str, value: Any) -> ValueError:
-    """The error for an argument that breaks a rule."""
+    """Build the error for an argument that breaks a rule."""
     return ValueError(f"{op}: `{name}` must {rule}, but is {value}.")
 
 
 def check_shape(op: str, name: str, tensor: Tensor, letters: str, *sizes: int | None) -> None:
-    """Check a shape; a size of None may be anything.
+    """Check the shape of a tensor.
 
     Args:
         op: The operation, for the message.
         name: The argument, for the message.
-        tensor: Its value.
-        letters: The shape in the project's letters, such as ``"(T, H, D)"``.
-        sizes: What each dimension must be.
+        tensor: The argument's value.
+        letters: The shape in the letters of `effasr_kernels.packed`, such as ``"(T, H, D)"``.
+        sizes: The required size of each dimension; None accepts any.
 
     Raises:
-        ValueError: The shape is another one.
+        ValueError: The shape differs.
     """
     shape = tensor.shape
     if len(shape) == len(sizes):
@@ -47,10 +47,10 @@ def check_shape(op: str, name: str, tensor: Tensor, letters: str, *sizes: int | 
 
 
 def check_rows(op: str, name: str, tensor: Tensor, layout_name: str, layout: PackedLayout) -> None:
-    """Check that a packed tensor has its layout's rows, and lives where the layout does.
+    """Check that a packed tensor has the rows and the device of its layout.
 
     Raises:
-        ValueError: It does not.
+        ValueError: The number of rows or the device differs.
     """
     if tensor.shape[0] != layout.rows:
         rule = f"have {layout.rows} rows, as `{layout_name}` does"
@@ -62,23 +62,23 @@ def check_rows(op: str, name: str, tensor: Tensor, layout_name: str, layout: Pac
 def check_same_sequences(
     op: str, name: str, layout: PackedLayout, like_name: str, like: PackedLayout
 ) -> None:
-    """Check that two layouts hold equally many sequences.
+    """Check that two layouts have the same number of sequences.
 
     Raises:
-        ValueError: They do not.
+        ValueError: The numbers differ.
     """
     if layout is like:
         return
-    found, wanted = layout.cu_seqlens.shape[0] - 1, like.cu_seqlens.shape[0] - 1
-    if found != wanted:
-        raise wrong(op, name, f"have {wanted} sequences, as `{like_name}` does", found)
+    actual, expected = layout.cu_seqlens.shape[0] - 1, like.cu_seqlens.shape[0] - 1
+    if actual != expected:
+        raise wrong(op, name, f"have {expected} sequences, as `{like_name}` does", actual)
 
 
 def check_floating(op: str, **tensors: Tensor | None) -> None:
-    """Check that all are floating point, of one dtype and on one device; None is passed over.
+    """Check that all tensors are floating point, of one dtype and on one device; None is skipped.
 
     Raises:
-        ValueError: They are not.
+        ValueError: A dtype is not supported, or a dtype or device differs.
     """
     first_name, first = "", None
     for name, tensor in tensors.items():
@@ -96,10 +96,10 @@ def check_floating(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_integers(op: str, name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
-    """Check that class numbers are int32 or int64, and where ``like`` is.
+    """Check that class numbers are int32 or int64 and on the device of ``like``.
 
     Raises:
-        ValueError: They are not.
+        ValueError: The dtype is another one, or the device differs.
     """
     if tensor.dtype not in _INTEGER:
         raise wrong(op, name, "be int32 or int64", tensor.dtype)
@@ -116,10 +116,10 @@ def check_attention(
     layout_k: PackedLayout,
     dropout: float,
 ) -> None:
-    """Check what every attention has in common, but for dtypes.
+    """Check the arguments that all attention operations share, except for their dtypes.
 
     Raises:
-        ValueError: An argument does not fit.
+        ValueError: A shape, device, number of sequences or ``dropout`` is invalid.
     """
     check_shape(op, "q", q, "(T_q, H, D)", None, None, None)
     check_rows(op, "q", q, "layout_q", layout_q)
@@ -140,10 +140,10 @@ def check_transcripts(
     classes: int,
     blank_id: int,
 ) -> None:
-    """Check the labels that a lattice aligns to frames, but for their values.
+    """Check the labels that a lattice aligns to frames, except for their values.
 
     Raises:
-        ValueError: They do not fit the layouts, or the blank is not one of the classes.
+        ValueError: The labels do not match the layouts, or the blank is not one of the classes.
     """
     check_shape(op, "targets", targets, "(U,)", layout.rows)
     check_rows(op, "targets", targets, "layout_targets", layout)
@@ -156,17 +156,17 @@ def check_transcripts(
 def check_labels(
     op: str, labels: Tensor, classes: int, exception: str, forbidden: int | None = None
 ) -> None:
-    """Check the values of ``targets`` on a CPU; on a GPU that would wait for the device.
+    """Check the values of ``targets`` on a CPU; on a GPU the check would wait for the device.
 
     Args:
         op: The operation, for the message.
-        labels: Those of the targets that count.
-        classes: How many classes there are.
-        exception: What else the rule says, for the message.
-        forbidden: A class that may not be there.
+        labels: The labels in ``targets`` that are not ignored.
+        classes: Number of classes.
+        exception: The end of the rule in the message, such as an ignored value.
+        forbidden: A class that must not occur; None allows all.
 
     Raises:
-        ValueError: A label is out of range, or forbidden.
+        ValueError: A label is out of range or forbidden.
     """
     if not labels.is_cpu:
         return
@@ -180,14 +180,14 @@ def check_labels(
 
 
 def under_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Cast floating tensors as autocast would for a matrix product, where it is enabled.
+    """Cast floating tensors as autocast does for a matrix product, if autocast is enabled.
 
     Under autocast the inputs of one call arrive in several dtypes (parameters in float32,
-    activations in bfloat16). As torch does for its own matrix products, float64 is left alone.
+    activations in bfloat16). As in torch's own matrix products, float64 is not cast.
 
     Args:
-        tensors: The floating arguments; the first is given, and tells the kind of device. None
-            stays None.
+        tensors: The floating arguments; None stays None. The first is not None and determines the
+            device type.
     """
     kind = tensors[0].device.type  # type: ignore[union-attr]
     if not torch.is_autocast_enabled(kind):

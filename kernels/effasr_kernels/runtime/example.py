@@ -12,7 +12,7 @@ from torch import Tensor
 from effasr_kernels.packed import PackedLayout
 
 HEADS, WIDTH, CHANNELS, CLASSES, BANDS = 2, 64, 32, 48, 16
-"""Attention heads, their width, channels, classes of the vocabulary, and mel bands."""
+"""Attention heads, width of a head, channels, classes of the vocabulary, and mel bands."""
 FRAMES, TOKENS = (24, 0, 16), (5, 0, 3)
 """Lengths of the utterances and of their transcripts."""
 
@@ -27,28 +27,28 @@ class ExampleInputs:
     def __init__(
         self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:
-        """Choose where the tensors are, and the dtype of floating ones."""
+        """Set the device of all tensors and the dtype of floating ones."""
         self.device, self.dtype = torch.device(device), dtype
 
     def floating(self, *shape: int, differentiable: bool = True) -> Tensor:
-        """A floating tensor.
+        """Return a floating tensor.
 
         Args:
-            shape: Its shape.
-            differentiable: Whether every backend gives it a gradient. Subclasses may use it.
+            shape: Shape of the tensor.
+            differentiable: Whether every backend computes its gradient. Subclasses may use this.
         """
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def integers(self, *values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
-        """A tensor of these numbers, or lists of numbers."""
+        """Return a tensor of these numbers, or lists of numbers."""
         return torch.tensor(values, device=self.device, dtype=dtype)
 
     def frames(self) -> PackedLayout:
-        """Three utterances, one of them empty, and a tail."""
+        """The layout of three utterances, one of them empty, and a tail."""
         return PackedLayout.from_lengths(FRAMES, self.device, rows=sum(FRAMES) + 2)
 
     def tokens(self) -> PackedLayout:
-        """Their transcripts, and a tail."""
+        """The layout of the transcripts and a tail."""
         return PackedLayout.from_lengths(TOKENS, self.device, rows=sum(TOKENS) + 1)
 
     def targets(self) -> Tensor:
@@ -61,9 +61,9 @@ class Example:
     """A small call of an operation.
 
     Attributes:
-        label: The operation's name, or that and what is special about the call.
+        label: The operation's name, followed by the option that the call shows, if any.
         arguments: The keyword arguments of the public function.
-        flops: The floating-point operations of the forward's real rows, counted by hand.
+        flops: Floating-point operations of the forward without the tail, counted by hand.
     """
 
     label: str

@@ -1,4 +1,4 @@
-"""Operations without a backward: what decoding calls. They may write to their arguments."""
+"""Operations without a backward, for decoding. They may write to their arguments."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class ForwardOnlyOp(TorchOp):
 
         Args:
             definition: See `TorchOp`.
-            written: The arguments that calls write to, as the schema then says.
-            written_with: The argument without which (None) they do not: a call with it is one of
-                ``effasr::NAME_in_place``, so that the compiler copies nothing for the others.
+            written: The arguments that calls write to; the schema declares them as mutated.
+            written_with: An optional argument. If given, only calls where it is not None write;
+                they call ``effasr::NAME_in_place``, so that the compiler copies nothing for others.
             options: See `TorchOp`.
         """
         super().__init__(*definition, **options)
         self.written, self._written_with = tuple(written), written_with
-        # Not a list: the compiler takes none from an operation that writes to its arguments.
+        # Not a list: torch.compile does not support it for an operation that mutates arguments.
         tensors = ", ".join(["Tensor"] * self._results)
         returns = tensors if self._results == 1 else f"({tensors})"
         how: Any = {"run": self._run, "fake": self._fake, "count": self._count}
@@ -47,10 +47,10 @@ class ForwardOnlyOp(TorchOp):
             self._call_in_place = self._define(f"{self.name}_in_place", in_place, returns, **how)
 
     def __call__(self, arguments: Any, backend: Backend | str | None = None) -> Any:
-        """Compute; see `TorchOp`.
+        """Run the operation; see `TorchOp`.
 
         Raises:
-            RuntimeError: Autograd would record the call.
+            RuntimeError: Grad mode is enabled and an argument requires a gradient.
         """
         if torch.is_grad_enabled():
             for name in self.schema.tensor_names:
@@ -73,11 +73,11 @@ class ForwardOnlyOp(TorchOp):
     def _run(self, *flat: Any) -> Any:
         arguments = self.schema.restore(flat[:-1])
         with torch.no_grad(), without_autocast(flat):
-            found = self.select(arguments, flat[-1] or None).run(arguments)
-        # Strides as `_fake` promises them; the compiler relies on it.
-        if isinstance(found, tuple):
-            return tuple(x.contiguous() for x in found)
-        return found if found is None else found.contiguous()
+            results = self.select(arguments, flat[-1] or None).run(arguments)
+        # The compiler relies on the strides that `_fake` returns.
+        if isinstance(results, tuple):
+            return tuple(x.contiguous() for x in results)
+        return results if results is None else results.contiguous()
 
     def _fake(self, *flat: Any) -> Any:
         arguments = self.schema.restore(flat[:-1])

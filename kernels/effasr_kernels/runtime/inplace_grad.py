@@ -1,8 +1,9 @@
-"""Gradients that are written over the memory of the arguments that they belong to.
+"""Gradients that are written in place, over the arguments that they belong to.
 
-An operation with an argument ``overwritten``, the names of tensors, may write the gradient of each
-over the tensor itself, in its backward. Autograd is told: the tensor's version counts up, so that a
-backward which still needs its values is an error, as after any operation in place.
+The backward of an operation with an argument ``overwritten`` (names of tensors) may write the
+gradient of each of these tensors over the tensor itself. It increments the tensor's version, so
+that autograd raises an error in a backward that still needs the old values, as after any in-place
+operation.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ def check_overwritable(op: str, option: str, names: Sequence[str], **tensors: Te
 
     Args:
         op: The operation, for the message.
-        option: The argument that asks for it, for the message.
-        names: Which of the tensors.
-        tensors: All of them, as no two may share memory.
+        option: The argument that requests it, for the message.
+        names: The tensors to overwrite.
+        tensors: All tensors of the call by name.
 
     Raises:
-        ValueError: One of these is a leaf, or a view of one, whose values are a parameter's or the
-            user's; it is not contiguous; or it overlaps with another argument.
+        ValueError: A tensor to overwrite is a leaf or a view of one (a parameter or the caller's
+            data), is not contiguous, or shares memory with another argument.
     """
     for name in names:
         x = tensors[name]
@@ -47,10 +48,10 @@ def check_overwritable(op: str, option: str, names: Sequence[str], **tensors: Te
 
 
 def begin(ctx: Any, op: str, names: Sequence[str]) -> None:
-    """Refuse a second backward, before autograd finds that saved tensors have changed.
+    """Raise an error for a second backward, clearer than autograd's error about versions.
 
     Raises:
-        RuntimeError: It is the second.
+        RuntimeError: This is the second backward of a call with overwritten tensors.
     """
     if names and getattr(ctx, "is_spent", False):
         written = " and ".join(f"`{name}`" for name in names)
@@ -62,7 +63,7 @@ def begin(ctx: Any, op: str, names: Sequence[str]) -> None:
 
 
 def finish(x: Tensor) -> Tensor:
-    """Tell autograd that ``x`` holds its gradient from now on, and return that."""
+    """Increment the version of ``x``, which now holds its own gradient, and return the gradient."""
     increment_version(x)
     return x.detach()
 
@@ -77,7 +78,7 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one after the last."""
+    """The byte range of a tensor in its storage: first, and one past the last."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     begin = int(x.storage_offset()) * x.element_size()
     return begin, begin + (last + 1) * x.element_size()

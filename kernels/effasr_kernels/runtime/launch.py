@@ -1,8 +1,8 @@
-"""Launching of Triton kernels: one place, so that a launch can be run, recorded or refused.
+"""Launches of Triton kernels: on a GPU, in Triton's interpreter, or recorded.
 
-On a GPU a launch runs. Under ``TRITON_INTERPRET=1`` it runs on the CPU, slowly, in Triton's
-interpreter. Inside `recording` it does neither, and is written down: `effasr_kernels.testing.aot`
-then compiles exactly what would have been launched, for a GPU that need not be there.
+Under ``TRITON_INTERPRET=1`` kernels run on the CPU, slowly, in Triton's interpreter. Inside
+`recording` they do not run: the launches are recorded, and `effasr_kernels.testing.aot` compiles
+exactly these launches for a GPU that need not be present.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import knobs
 
 INTERPRETED = bool(knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter. It is decided when a kernel's module is imported."""
+"""Whether kernels run in Triton's interpreter, which is fixed when their module is imported."""
 
 _OLDEST = (8, 0)
 _WITHOUT_GPU = (9, 0)
@@ -26,14 +26,14 @@ _MULTIPROCESSORS = 132
 
 @dataclass(slots=True)
 class Launch:
-    """One launch that was recorded.
+    """A recorded launch.
 
     Attributes:
-        kernel: A function under `triton.jit`.
+        kernel: A function decorated by `triton.jit`.
         grid: Programs along each axis.
-        values: The arguments that are not constants, in order.
+        values: The run-time arguments in order.
         constants: The compile-time arguments by name.
-        options: Of the compiler, such as ``num_warps``.
+        options: Compiler options such as ``num_warps``.
     """
 
     kernel: Any
@@ -44,7 +44,7 @@ class Launch:
 
     @property
     def args(self) -> dict[str, Any]:
-        """The arguments that are not constants, by name, in order."""
+        """The run-time arguments by name, in order."""
         return dict(zip(self.kernel.arg_names, self.values, strict=False))
 
 
@@ -55,10 +55,10 @@ class _Recorder:
 
 @contextmanager
 def recording(capability: tuple[int, int] = _WITHOUT_GPU) -> Iterator[list[Launch]]:
-    """Write launches down instead of running them; what they would have written is undefined.
+    """Record launches instead of running them; the contents of their outputs are undefined.
 
     Args:
-        capability: Of the GPU for which configurations are chosen.
+        capability: Compute capability of the GPU for which configurations are chosen.
     """
     launches: list[Launch] = []
     with diverted(launches.append, capability):
@@ -69,11 +69,11 @@ def recording(capability: tuple[int, int] = _WITHOUT_GPU) -> Iterator[list[Launc
 def diverted(
     take: Callable[[Launch], object] | None, capability: tuple[int, int] = _WITHOUT_GPU
 ) -> Iterator[None]:
-    """Give launches to a function instead of running them.
+    """Pass launches to a function instead of running them.
 
     Args:
-        take: Called with every launch; None to run them, also where others are diverted.
-        capability: Of the GPU for which configurations are chosen.
+        take: Called with every launch; None runs the launches, also inside another `diverted`.
+        capability: Compute capability of the GPU for which configurations are chosen.
     """
     before = _Recorder.take, _Recorder.capability
     _Recorder.take, _Recorder.capability = take, capability
@@ -92,22 +92,22 @@ def launch(
     maxnreg: int | None = None,
     **constants: Any,
 ) -> None:
-    """Launch a kernel; a grid without programs is no launch.
+    """Launch a kernel, unless its grid is empty.
 
     Args:
-        kernel: A function under `triton.jit`, whose constants come last.
+        kernel: A function decorated by `triton.jit`, whose compile-time arguments come last.
         grid: Programs along each axis, known to the host.
         args: Tensors, numbers or None.
-        num_warps: Warps of a program.
-        num_stages: Depth of the pipeline of loads.
-        maxnreg: The most registers of a thread; None leaves it to the compiler.
-        constants: The arguments annotated ``tl.constexpr``, by name. None may be a length: every
-            new value is a new compilation.
+        num_warps: Warps per program.
+        num_stages: Stages of the software pipeline of loads.
+        maxnreg: Maximum registers per thread; None lets the compiler choose.
+        constants: The arguments annotated ``tl.constexpr``, by name. Lengths must not be among
+            them, as every new value compiles the kernel again.
 
     Raises:
-        RuntimeError: The interpreter would compute in bfloat16, which it silently does wrong.
+        RuntimeError: A tensor is bfloat16 in the interpreter, which computes bfloat16 wrongly.
     """
-    # Products and sums fuse where the compiler may; later versions of Triton turn that off.
+    # Allows fused multiply-adds, which later versions of Triton disable by default.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     if maxnreg is not None:
         options["maxnreg"] = maxnreg
@@ -117,7 +117,7 @@ def launch(
     if 0 in grid:
         return
     if not INTERPRETED:
-        # Triton launches on the current device, which need not be that of the tensors.
+        # Triton launches on the current device, which may differ from the tensors' device.
         device = next(x.device for x in args if isinstance(x, Tensor))
         with torch.cuda.device(device):
             kernel[tuple(grid)](*args, **constants, **options)
@@ -140,18 +140,17 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many there are, to divide work among; those of an H200 where there is no GPU."""
+    """Number of streaming multiprocessors; that of an H200 if there is no GPU."""
     if _Recorder.take is not None or device.type != "cuda":
         return _MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """Why Triton cannot compute with these tensors, or None; for ``unsupported_reason``.
+    """The reason why Triton does not support these tensors, or None; for ``unsupported_reason``.
 
     Args:
-        tensors: The floating arguments of an operation, of one dtype and device; None is passed
-            over.
+        tensors: The floating arguments of an operation, of one dtype and device; None is skipped.
     """
     x = next(tensor for tensor in tensors if tensor is not None)
     if x.dtype == torch.float64:
@@ -159,7 +158,7 @@ def refusal(*tensors: Tensor | None) -> str | None:
     if _Recorder.take is not None:
         return None
     if INTERPRETED:
-        # The interpreter copies from a GPU and back; there a test would prove nothing.
+        # The interpreter would copy from the GPU and back, and a test would not test the GPU.
         if x.device.type != "cpu":
             return "TRITON_INTERPRET=1 is for tensors on the CPU"
         if x.dtype == torch.bfloat16:

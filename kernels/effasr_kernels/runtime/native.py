@@ -1,7 +1,7 @@
-"""The kernels of ``csrc/`` for CPUs: one shared library in plain C, which ctypes loads.
+"""Loads the CPU kernels of ``csrc/``: a shared library with a C interface, called by ctypes.
 
-It is built when the package is installed (``setup.py``), and knows neither torch nor Python: the
-callers here describe tensors to it by pointers, and so check every dtype, shape and range before.
+``setup.py`` builds the library when the package is installed. It depends neither on torch nor on
+Python: callers pass pointers to tensors, so they check every dtype, shape and range before.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from effasr_kernels.runtime.checks import wrong
 from effasr_kernels.runtime.dispatch import BackendUnavailable
 
 LIBRARY, FAILURE = "_cpu.so", "_cpu_failure.txt"
-"""What ``setup.py`` leaves in the package: the library, or the reason why it could not build it."""
+"""Files that ``setup.py`` writes to the package: the library, or why its build failed."""
 HOW_TO_BUILD = "with a C++ compiler, pip install . builds it: csrc/README.md"
-_INTERFACE = 1
-"""Of the structures; as EFFASR_INTERFACE in csrc/interface.h."""
+_INTERFACE = 2
+"""Version of the structures; equals EFFASR_INTERFACE in csrc/interface.h."""
 _NO_MEMORY = 1
 
 POINTER = ctypes.c_void_p
@@ -30,35 +30,35 @@ INT32, INT64, FLOAT = ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 @functools.cache
 def unsupported_reason() -> str | None:
-    """The reason for which the library cannot run on this installation, or None."""
-    found = _load()
-    return found if isinstance(found, str) else None
+    """The reason why the library cannot run on this installation, or None."""
+    library = _load()
+    return library if isinstance(library, str) else None
 
 
 def run(op: str, name: str, *structures: ctypes.Structure) -> None:
-    """Call a function of the library, on as many threads as torch would take.
+    """Call a function of the library with `torch.get_num_threads` threads.
 
     Args:
         op: The operation, for messages.
-        name: Of the function.
-        structures: Its arguments. The tensors that they point to must be alive.
+        name: Name of the function.
+        structures: Arguments of the function. The caller keeps the tensors they point to alive.
 
     Raises:
         BackendUnavailable: The library cannot run; see `unsupported_reason`.
-        MemoryError: The function found too little memory to work in.
+        MemoryError: The function could not allocate its workspace.
     """
     library = _load()
     if isinstance(library, str):
         raise BackendUnavailable(f"{op}: the CPU kernels cannot run ({library}; {HOW_TO_BUILD}).")
     code = getattr(library, name)(*map(ctypes.byref, structures), torch.get_num_threads())
     if code == _NO_MEMORY:
-        raise MemoryError(f"{op}: too little memory to work in.")
+        raise MemoryError(f"{op}: {name} could not allocate its workspace.")
     if code:
         raise RuntimeError(f"{op}: {name} failed with code {code}.")
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """Where a tensor's elements begin; None for None."""
+    """The address of a tensor's first element; None for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -71,18 +71,18 @@ def check(
     *,
     contiguous: bool = True,
 ) -> None:
-    """Check what the library takes for granted of a tensor.
+    """Check properties of a tensor that the library assumes.
 
     Args:
         op: The operation, for messages.
         name: The argument, for messages.
-        tensor: Its value.
-        dtype: What its dtype must be.
-        shape: What its shape must be; anything by default.
-        contiguous: Whether it must be contiguous.
+        tensor: The argument's value.
+        dtype: Required dtype.
+        shape: Required shape; None accepts any.
+        contiguous: Whether the tensor must be contiguous.
 
     Raises:
-        ValueError: It is otherwise, or not on a CPU.
+        ValueError: The tensor is not on a CPU, or its dtype, shape or strides differ.
     """
     if tensor.device.type != "cpu":
         raise wrong(op, name, "be on a CPU", f"on {tensor.device}")
@@ -91,14 +91,14 @@ def check(
     if shape is not None and tensor.shape != shape:
         raise wrong(op, name, f"have shape {tuple(shape)}", tuple(tensor.shape))
     if contiguous and not tensor.is_contiguous():
-        rule = "be contiguous, as .contiguous() makes it"
-        raise wrong(op, name, rule, f"one with strides {tensor.stride()}")
+        rule = "be contiguous (call .contiguous())"
+        raise wrong(op, name, rule, f"a tensor with strides {tensor.stride()}")
 
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """The library, or the reason for which it cannot be used."""
-    # Tests and profilers append the folder of a build of their own.
+    """Return the library, or the reason why it cannot be used."""
+    # Tests and profilers append the folder of their own build.
     folders = [Path(folder) for folder in reversed(effasr_kernels.__path__)]
     path = next((x / LIBRARY for x in folders if (x / LIBRARY).exists()), None)
     if path is None:

@@ -1,11 +1,10 @@
-"""Tiles of packed sequences: which rows a program works on, found on the device.
+"""Tiles of packed sequences: the rows that a program processes, computed on the device.
 
-A tile lies within one sequence; the tail of a static shape counts as one more sequence, number N,
-so that its rows can be set to zero. How many tiles each has depends on lengths that only the device
-needs to know, so tiles have numbers with gaps: those of sequence n begin at
-``cu_seqlens[n] // BLOCK + n``, which leaves room for all of them whatever the other lengths are. So
-the grid depends on static numbers alone, no table is built, and the host waits for nothing. At most
-one number per sequence has no rows; such a program ends at once.
+A tile lies within one sequence; the tail of a static shape counts as sequence number N, so that its
+rows can be set to zero. The tiles of sequence n are numbered from ``cu_seqlens[n] // BLOCK + n``,
+which leaves enough numbers for all of them whatever the other lengths are. So the grid depends only
+on static sizes, and the host neither builds a table nor waits for the device. At most one number
+per sequence has no rows; its program returns at once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import triton.language as tl
 
 
 def count_tiles(rows: int, sequences: int, block: int) -> int:
-    """How many tile numbers there are, for a grid: tiles of ``block`` rows, gaps included."""
+    """Number of tile numbers, for a grid: tiles of ``block`` rows, including unused numbers."""
     return rows // block + sequences + 1 if rows else 0
 
 
@@ -26,16 +25,16 @@ def find_tile(cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr):
     Args:
         cu_seqlens: int32 (N + 1,), a pointer.
         sequences: N.
-        rows: Of the packed tensor, the tail included.
+        rows: Rows of the packed tensor, including the tail.
         tile: The number of the tile, in ``[0, count_tiles(rows, sequences, BLOCK))``.
         BLOCK: Rows of a tile.
 
     Returns:
         The sequence, N for the tail; its first row, int64; its length; the tile's first row within
-        the sequence. There is no tile of this number where that is not less than the length.
+        the sequence. If the last is not less than the length, the tile has no rows.
     """
-    # How many sequences begin their numbers at or before this one; the last of them has it. Those
-    # before ``early`` do, as none begins past the last row: of thousands few are looked at.
+    # Counts the sequences whose numbers begin at or before this tile; the tile belongs to the last
+    # of them. Sequences before ``early`` always count, so of thousands only a few are loaded.
     total = tl.load(cu_seqlens + sequences)
     early = tl.minimum(tl.maximum(tile - total // BLOCK, 0), sequences)
     index = tl.arange(0, 128)
@@ -53,7 +52,7 @@ def find_tile(cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr):
 
 @triton.jit
 def find_sequence(cu_seqlens, sequences, sequence):
-    """The first row of a sequence, int64, and its length; number N, the tail, has no rows."""
+    """Return the first row of a sequence, int64, and its length; 0 for number N, the tail."""
     begin = tl.load(cu_seqlens + sequence)
     end = tl.load(cu_seqlens + sequence + 1, mask=sequence < sequences, other=begin)
     return begin.to(tl.int64), end - begin

@@ -1,10 +1,10 @@
-"""Operations: their definition, the choice of an implementation, and their form in torch.library.
+"""Operations: their definition, and their registration with torch.library.
 
-An eager call goes straight to the implementation. Registered with `torch.library`, an operation is
-also one node of a torch.compile graph, works on fake tensors, and counts its true work under
-`FlopCounterMode`. An implementation that brings its own backward has what that needs travel through
-the graph as further results; of one that autograd records, such as a reference, the registered
-backward runs the forward again, with autograd, and differentiates that.
+An eager call calls the implementation directly. Registration with `torch.library` makes an
+operation one node of a torch.compile graph, supports fake tensors, and lets `FlopCounterMode` count
+its floating-point operations. If an implementation defines its own backward, the registered forward
+returns the tensors that the backward needs as further results. If autograd records it, as with a
+reference, the registered backward runs the forward again with autograd and differentiates it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch.utils.flop_counter import register_flop_formula
 
 from effasr_kernels.runtime import inplace_grad
 from effasr_kernels.runtime.arguments import ArgumentSchema
-from effasr_kernels.runtime.autograd import OwnBackward
+from effasr_kernels.runtime.autograd import ImplementationFunction
 from effasr_kernels.runtime.dispatch import Backend, Dispatcher
 from effasr_kernels.runtime.example import Example
 
 NAMESPACE = "effasr"
-"""Of the operations in `torch.ops`."""
+"""Namespace of the operations in `torch.ops`."""
 
 OPERATIONS: dict[str, TorchOp] = {}
-"""Every operation by name; a definition enters its own when it is imported."""
+"""Every operation by name; importing a definition adds it."""
 
 
 class TorchOp(Dispatcher):
-    """The definition of an operation; a base of those with and without a backward.
+    """The definition of an operation; base class of `DifferentiableOp` and `ForwardOnlyOp`.
 
     Attributes:
-        schema: How the arguments are flattened.
+        schema: Converts the arguments to and from the torch.library schema.
         examples: Small calls, for tests, ``effasr doctor`` and measurements.
     """
 
@@ -54,16 +54,16 @@ class TorchOp(Dispatcher):
         """Define an operation.
 
         Args:
-            name: Of its folder and of its public function.
+            name: Name of the operation's folder and public function.
             arguments: The frozen dataclass of its arguments; see `ArgumentSchema`.
-            backends: Where each implementation is, in order of preference; see `Dispatcher`.
-            outputs: Given fake arguments, whose layouts know no lengths: empty tensors like the
-                results, if there are any.
-            flops: Given arguments: the floating-point operations of the forward, counted sequence
-                by sequence. A backward counts as twice that, as for matrix products; what is merely
-                computed again is not counted.
+            backends: The import path of each implementation, in order of preference; see
+                `Dispatcher`.
+            outputs: Returns empty tensors with the shapes and dtypes of the results. Its arguments
+                may be fake, with layouts that hold no lengths.
+            flops: Returns the floating-point operations of the forward, summed over sequences. A
+                backward counts as twice that, as for matrix products; recomputation is not counted.
             examples: Small calls.
-            results: How many tensors a call returns; 0 is None.
+            results: Number of tensors that a call returns; with 0 a call returns None.
             order: See `Dispatcher`.
         """
         super().__init__(name, dict(backends), order)
@@ -74,20 +74,20 @@ class TorchOp(Dispatcher):
         OPERATIONS[name] = self
 
     def __call__(self, arguments: Any, backend: Backend | str | None = None) -> Any:
-        """Compute, through the dispatcher if torch compiles, fakes or counts.
+        """Run the operation, through torch's dispatcher under torch.compile or a dispatch mode.
 
-        The public functions have cast their arguments as autocast would. What an implementation
-        computes in a wider dtype, autocast would narrow again, so it is off here.
+        Autocast is disabled inside: the public functions have already cast their arguments, and
+        autocast would narrow what an implementation computes in a wider dtype.
 
         Returns:
-            One tensor, a tuple of several, or None, as the operation has results.
+            A tensor, a tuple of tensors, or None, by the operation's number of results.
         """
         if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
             return self._through_library(arguments, backend)
         return self.eager(arguments, backend)
 
     def eager(self, arguments: Any, backend: Backend | str | None = None) -> Any:
-        """Compute past the dispatcher, also under a dispatch mode."""
+        """Run the operation without torch's dispatcher, even under a dispatch mode."""
         implementation = self.select(arguments, backend)
         kind = getattr(arguments, self.schema.tensor_names[0]).device.type
         if not torch.is_autocast_enabled(kind):
@@ -100,11 +100,11 @@ class TorchOp(Dispatcher):
         return [*self.schema.flatten(arguments), "" if backend is None else str(backend)]
 
     def overwritten(self, arguments: Any) -> tuple[str, ...]:
-        """The tensors over which the backward of a call writes their gradients."""
+        """Names of the tensors over which the backward of a call writes their gradients."""
         return ()
 
     def _compute(self, implementation: Any, arguments: Any) -> Any:
-        """Run an implementation, outside the dispatcher."""
+        """Run an implementation without torch's dispatcher."""
         raise NotImplementedError
 
     def _through_library(self, arguments: Any, backend: Backend | str | None) -> Any:
@@ -120,7 +120,7 @@ class TorchOp(Dispatcher):
         fake: Callable[..., Any],
         count: Callable[..., int],
     ) -> Any:
-        """Register ``effasr::NAME``, and return it."""
+        """Register ``effasr::NAME`` and return it."""
         self._library.define(f"{name}({parts}, str backend) -> {returns}")
         self._library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=self._library)
@@ -129,12 +129,12 @@ class TorchOp(Dispatcher):
         return operation
 
     def _written(self, names: Sequence[str]) -> str:
-        """The parts of the schema where some tensors are written to."""
+        """The parts of the schema, with mutation annotations on the tensors ``names``."""
         letters = dict(zip(names, "abcdefgh", strict=False))
         parts = zip(self.schema.parts, self.schema.names, strict=True)
         return ", ".join(
-            part.replace("Tensor", f"Tensor({letters[own]}!)") if own in letters else part
-            for part, own in parts
+            part.replace("Tensor", f"Tensor({letters[name]}!)") if name in letters else part
+            for part, name in parts
         )
 
     def _count(self, *flat: Any, out_val: Any = None) -> int:
@@ -149,20 +149,21 @@ class DifferentiableOp(TorchOp):
 
         Args:
             definition: See `TorchOp`.
-            overwritable: Tensors that the field ``overwritten``, a tuple of names, may name. The
-                backward is then ``effasr::NAME_backward_over``, which writes their gradients over
-                them (`effasr_kernels.runtime.inplace_grad`), and returns the others.
+            overwritable: Names of tensors that the field ``overwritten`` may contain. A call that
+                overwrites tensors has the backward ``effasr::NAME_backward_over``, which writes
+                their gradients in place (`effasr_kernels.runtime.inplace_grad`) and returns the
+                other gradients.
             options: See `TorchOp`.
         """
         super().__init__(*definition, **options)
         self._may_overwrite = bool(overwritable)
         parts = ", ".join(self.schema.parts)
-        given = "Tensor[] grads, Tensor[] outputs, bool[] wanted"
+        upstream = "Tensor[] grads, Tensor[] outputs, bool[] required"
         self._forward = self._define(
             *(self.name, parts, "Tensor[]"), run=self._run, fake=self._fake, count=self._count
         )
         self._backward = self._define(
-            *(f"{self.name}_backward", f"{given}, {parts}", "Tensor[]"),
+            *(f"{self.name}_backward", f"{upstream}, {parts}", "Tensor[]"),
             run=self._run_backward,
             fake=self._fake_backward,
             count=self._count_backward,
@@ -170,7 +171,7 @@ class DifferentiableOp(TorchOp):
         if overwritable:
             self._backward_over = self._define(
                 f"{self.name}_backward_over",
-                f"{given}, {self._written(overwritable)}",
+                f"{upstream}, {self._written(overwritable)}",
                 "Tensor[]",
                 run=self._run_backward,
                 fake=self._fake_backward,
@@ -184,7 +185,7 @@ class DifferentiableOp(TorchOp):
         )
 
     def overwritten(self, arguments: Any) -> tuple[str, ...]:
-        """The tensors over which the backward of a call writes their gradients."""
+        """Names of the tensors over which the backward of a call writes their gradients."""
         return arguments.overwritten if self._may_overwrite else ()
 
     def _compute(self, implementation: Any, arguments: Any) -> Any:
@@ -194,7 +195,7 @@ class DifferentiableOp(TorchOp):
         if torch.is_grad_enabled():
             tensors = self.schema.tensors(arguments)
             if any([x is not None and x.requires_grad for x in tensors]):
-                results = OwnBackward.apply(self, implementation, arguments, *tensors)
+                results = ImplementationFunction.apply(self, implementation, arguments, *tensors)
         if results is None:
             results = implementation.forward(arguments)[0]
         return results[0] if self._results == 1 else results
@@ -210,7 +211,7 @@ class DifferentiableOp(TorchOp):
                 results, saved = implementation.forward(arguments)
             else:
                 results, saved = implementation.run(arguments), ()
-        # Strides as `_fake` promises them; the compiler relies on it.
+        # The compiler relies on the strides that `_fake` returns.
         return [part.contiguous() for part in (*_as_tuple(results), *saved)]
 
     def _fake(self, *flat: Any) -> list[Tensor]:
@@ -220,7 +221,7 @@ class DifferentiableOp(TorchOp):
         return [*_as_tuple(self._outputs(arguments)), *saved]
 
     def _restore(self, flat: Sequence[Any]) -> tuple[Any, Any]:
-        """The arguments of a call through the library, and what serves it."""
+        """Return the arguments of a call through torch.library, and its implementation."""
         arguments = self.schema.restore(flat[:-1])
         return arguments, self.select(arguments, flat[-1] or None)
 
@@ -229,7 +230,7 @@ class DifferentiableOp(TorchOp):
         ctx.rest = [None if isinstance(value, Tensor) else value for value in inputs]
         given = [value for value in inputs if isinstance(value, Tensor)]
         saved = output[self._results :]
-        # A reference needs none of its results again; a kernel that saves nothing, neither.
+        # The backward reads the results only if the implementation saves further tensors.
         kept = output if saved else []
         ctx.given = len(given)
         ctx.mark_non_differentiable(*saved)
@@ -238,7 +239,7 @@ class DifferentiableOp(TorchOp):
     def _differentiate(self, ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
         overwritten = self._flat_overwritten(ctx.rest)
         inplace_grad.begin(ctx, self.name, overwritten)
-        # Read once: activation checkpointing computes them at that moment.
+        # Read only once: activation checkpointing recomputes them at each access.
         saved_tensors = ctx.saved_tensors
         given, kept = saved_tensors[: ctx.given], saved_tensors[ctx.given :]
         tensors = iter(given)
@@ -247,16 +248,16 @@ class DifferentiableOp(TorchOp):
             for is_tensor, value in zip(ctx.is_tensor, ctx.rest, strict=True)
         ]
         backward = self._backward_over if overwritten else self._backward
-        wanted = list(ctx.needs_input_grad)
-        found = iter(backward(list(grads[: self._results]), list(kept), wanted, *flat))
+        required = list(ctx.needs_input_grad)
+        gradients = iter(backward(list(grads[: self._results]), list(kept), required, *flat))
         return tuple(
             inplace_grad.finish(value)
             if name in overwritten
-            else next(found)
-            if is_wanted
+            else next(gradients)
+            if is_required
             else None
-            for name, value, is_wanted in zip(
-                [*self.schema.names, "backend"], flat, wanted, strict=True
+            for name, value, is_required in zip(
+                [*self.schema.names, "backend"], flat, required, strict=True
             )
         )
 
@@ -267,67 +268,69 @@ class DifferentiableOp(TorchOp):
         return tuple(names.split(",")) if names else ()
 
     def _run_backward(
-        self, grads: list[Tensor], outputs: list[Tensor], wanted: list[bool], *flat: Any
+        self, grads: list[Tensor], outputs: list[Tensor], required: list[bool], *flat: Any
     ) -> list[Tensor]:
         with without_autocast(flat):
             arguments, implementation = self._restore(flat)
             if not hasattr(implementation, "backward"):
-                found = self._from_autograd(grads, wanted, flat)
-                return self._not_overwritten(found, wanted, flat)
+                return self._not_overwritten(
+                    self._from_autograd(grads, required, flat), required, flat
+                )
             results, saved = tuple(outputs[: self._results]), tuple(outputs[self._results :])
             with torch.no_grad():
                 upstream = tuple(gradient.contiguous() for gradient in grads)
-                found = implementation.backward(arguments, upstream, results, saved)
+                by_name = implementation.backward(arguments, upstream, results, saved)
         gradients = []
         names = [*self.schema.names, "backend"]
-        for name, value, is_wanted in zip(names, flat, wanted, strict=True):
-            if not is_wanted:
+        for name, value, is_required in zip(names, flat, required, strict=True):
+            if not is_required:
                 continue
-            if name not in found:
+            if name not in by_name:
                 raise RuntimeError(f"{self.name}: this backend has no gradient of `{name}`.")
-            gradient = found[name]
+            gradient = by_name[name]
             if gradient is None:
                 gradient = torch.zeros_like(value, memory_format=torch.contiguous_format)
             gradients.append(gradient.contiguous())
-        return self._not_overwritten(gradients, wanted, flat)
+        return self._not_overwritten(gradients, required, flat)
 
     def _from_autograd(
-        self, grads: list[Tensor], wanted: list[bool], flat: Sequence[Any]
+        self, grads: list[Tensor], required: list[bool], flat: Sequence[Any]
     ) -> list[Tensor]:
+        """Run the forward again with autograd, and return the required gradients."""
         with recording():
-            again = [
-                value.detach().requires_grad_() if is_wanted else value
-                for is_wanted, value in zip(wanted, flat, strict=True)
+            inputs = [
+                value.detach().requires_grad_() if is_required else value
+                for is_required, value in zip(required, flat, strict=True)
             ]
-            arguments, implementation = self._restore(again)
+            arguments, implementation = self._restore(inputs)
             results = _as_tuple(implementation.run(arguments))
-            leaves = [value for is_wanted, value in zip(wanted, again, strict=True) if is_wanted]
+            leaves = [x for is_required, x in zip(required, inputs, strict=True) if is_required]
             pairs = [(x, dx) for x, dx in zip(results, grads, strict=True) if x.requires_grad]
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 [x for x, _ in pairs], leaves, [dx for _, dx in pairs], materialize_grads=True
             )
-        return [gradient.contiguous() for gradient in found]
+        return [gradient.contiguous() for gradient in gradients]
 
     def _fake_backward(
-        self, grads: list[Tensor], outputs: list[Tensor], wanted: list[bool], *flat: Any
+        self, grads: list[Tensor], outputs: list[Tensor], required: list[bool], *flat: Any
     ) -> list[Tensor]:
-        pairs = zip(wanted, flat, strict=True)
-        found = [value.new_empty(value.shape) for is_wanted, value in pairs if is_wanted]
-        return self._not_overwritten(found, wanted, flat)
+        pairs = zip(required, flat, strict=True)
+        gradients = [value.new_empty(value.shape) for is_required, value in pairs if is_required]
+        return self._not_overwritten(gradients, required, flat)
 
     def _not_overwritten(
-        self, found: list[Tensor], wanted: list[bool], flat: Sequence[Any]
+        self, gradients: list[Tensor], required: list[bool], flat: Sequence[Any]
     ) -> list[Tensor]:
-        """The gradients that have memory of their own, of all that are wanted."""
+        """Drop the gradients that are written over their tensors from the required ones."""
         overwritten = self._flat_overwritten(flat)
         if not overwritten:
-            return found
-        pairs = zip(self.schema.names, wanted[:-1], strict=True)
-        names = [name for name, is_wanted in pairs if is_wanted]
-        return [x for name, x in zip(names, found, strict=True) if name not in overwritten]
+            return gradients
+        pairs = zip(self.schema.names, required[:-1], strict=True)
+        names = [name for name, is_required in pairs if is_required]
+        return [x for name, x in zip(names, gradients, strict=True) if name not in overwritten]
 
     def _count_backward(
-        self, grads: Any, outputs: Any, wanted: Any, *flat: Any, out_val: Any = None
+        self, grads: Any, outputs: Any, required: Any, *flat: Any, out_val: Any = None
     ) -> int:
         return 2 * self._count(*flat)
 
@@ -337,7 +340,7 @@ def _as_tuple(results: Any) -> tuple[Tensor, ...]:
 
 
 def without_autocast(flat: Sequence[Any]) -> Any:
-    """A context without autocast on the device of the first tensor."""
+    """A context that disables autocast for the device type of the first tensor."""
     kind = next(value for value in flat if isinstance(value, Tensor)).device.type
     return torch.autocast(kind, enabled=False)
 
@@ -351,16 +354,16 @@ _AUTOGRAD = (
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Let autograd record inside a kernel, which the dispatcher may have called below autograd.
+    """Enable autograd inside a kernel that torch's dispatcher may have called below autograd.
 
-    That is so under a dispatch mode, such as `FlopCounterMode`; not in compiled code.
+    This happens under a dispatch mode such as `FlopCounterMode`, but not in compiled code.
     """
-    past = [key for key in _AUTOGRAD if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
-    for key in past:
+    excluded = [key for key in _AUTOGRAD if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
+    for key in excluded:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
     try:
         with torch.enable_grad():
             yield
     finally:
-        for key in past:
+        for key in excluded:
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)

@@ -1,9 +1,9 @@
-"""What operations share whose lattices are summed in C++ on a CPU: their backend ``cpp``.
+"""Shared code of the ``cpp`` backends of the losses, whose lattices are summed in C++ on a CPU.
 
-Projections and their gradients are torch's; sums over paths are those of
-`effasr_kernels.shared.lattice`, a sequence for each thread. Sequences are taken group by group, so
-that memory does not grow with their number, and the gradient of the sum of the losses is made at
-once, while the logits are there.
+Torch computes projections and their gradients; `effasr_kernels.shared.lattice` computes sums over
+paths, with one thread per sequence. Sequences are processed in groups, so that memory does not grow
+with their number. The forward also computes the gradient of the sum of the losses, while the logits
+are in memory.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from effasr_kernels.runtime import inplace_grad, native
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """Why the CPU library cannot serve these tensors, or None; for ``unsupported_reason``.
+    """The reason why the CPU library does not support these tensors, or None.
 
     Args:
-        tensors: The floating arguments of an operation, of one dtype and device; None is passed
-            over.
+        tensors: The floating arguments of an operation, of one dtype and device; None is skipped.
     """
     x = next(tensor for tensor in tensors if tensor is not None)
     if x.device.type != "cpu":
-        return "serves CPUs"
+        return "supports only CPUs"
     if x.dtype == torch.float64:
         return "float64 is for the reference"
     reason = native.unsupported_reason()
@@ -36,11 +35,11 @@ def refusal(*tensors: Tensor | None) -> str | None:
 
 
 def groups(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Divide sequences into runs, first and past the last of each.
+    """Divide sequences into groups; yield the first sequence and one past the last of each.
 
     Args:
-        sizes: Of each sequence.
-        most: The sum of a run; one sequence that has more is a run by itself.
+        sizes: Size of each sequence.
+        most: Maximum sum of the sizes in a group; a larger sequence is a group by itself.
     """
     begin, used = 0, 0
     for n, size in enumerate(sizes):
@@ -53,10 +52,10 @@ def groups(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 class Losses(Protocol):
-    """Computes the losses of a batch, and gradients while the logits are there.
+    """Computes the losses of a batch, and their gradients while the logits are in memory.
 
     Attributes:
-        frames: The sequences; one of no frames has no gradient.
+        frames: The layout of the frames; a sequence without frames has no gradient.
     """
 
     @property
@@ -73,10 +72,10 @@ class Losses(Protocol):
         """Return the losses, (N,).
 
         Args:
-            inputs: What has a gradient.
-            scales: The weight of each loss in the sum that is differentiated, (N,); by default 1.
-            gradients: Written: those of that sum by each input, which may be the input itself.
-                None are wanted by default.
+            inputs: The differentiable tensors.
+            scales: Weight of each loss in the sum that is differentiated, (N,); by default 1.
+            gradients: Outputs: the gradient of this sum with respect to each input. Each may be the
+                input itself. If empty, no gradient is computed.
         """
         ...
 
@@ -84,31 +83,32 @@ class Losses(Protocol):
 def differentiable(
     op: str, losses: Losses, inputs: dict[str, Tensor], overwritten: Sequence[str] = ()
 ) -> Tensor:
-    """The losses (N,), to which autograd knows the way back.
+    """Compute the losses, (N,), as a differentiable function of the inputs.
 
-    The gradient of their sum is made at once, and scaled in the backward; where losses are weighted
-    differently, it is made again. A loss of +inf has zero gradient, whatever comes from upstream.
+    The forward computes the gradient of the sum of the losses, and the backward scales it; if the
+    upstream gradients of the losses differ, the backward computes it again. A loss of +inf has zero
+    gradient, whatever its upstream gradient.
 
     Args:
         op: The operation, for messages.
-        losses: Computes them.
-        inputs: What has a gradient, by name.
-        overwritten: Names of inputs over which the backward writes their gradients, which then are
-            not made at once; see `effasr_kernels.runtime.inplace_grad`.
+        losses: Computes the losses.
+        inputs: The differentiable tensors by name.
+        overwritten: Names of inputs over which the backward writes their gradients; the forward
+            then computes no gradients. See `effasr_kernels.runtime.inplace_grad`.
     """
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.values())
-    settings = op, losses, tuple(inputs), tuple(overwritten), wanted and not overwritten
-    return _Differentiable.apply(settings, *inputs.values())
+    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.values())
+    settings = op, losses, tuple(inputs), tuple(overwritten), has_gradient and not overwritten
+    return _LossFunction.apply(settings, *inputs.values())
 
 
-class _Differentiable(torch.autograd.Function):
+class _LossFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: tuple[Any, ...], *inputs: Tensor) -> Tensor:  # type: ignore[override]
         ctx.op, ctx.losses, ctx.names, ctx.overwritten, at_once = settings
         gradients = tuple(map(torch.empty_like, inputs)) if at_once else ()
-        found = ctx.losses(inputs, gradients=gradients)
-        ctx.save_for_backward(found, *inputs, *gradients)
-        return found
+        losses = ctx.losses(inputs, gradients=gradients)
+        ctx.save_for_backward(losses, *inputs, *gradients)
+        return losses
 
     @staticmethod
     @once_differentiable
@@ -117,13 +117,13 @@ class _Differentiable(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         inplace_grad.begin(ctx, ctx.op, ctx.overwritten)
-        found, *tensors = ctx.saved_tensors
+        losses, *tensors = ctx.saved_tensors
         count = len(ctx.names)
         inputs, gradients = tuple(tensors[:count]), tuple(tensors[count:])
-        # Sequences without frames fill up a static shape; of neither these nor +inf comes anything.
-        counted = grad[(ctx.losses.frames.cu_seqlens.diff() > 0) & ~found.isinf()]
+        # Sequences without frames (of a static shape) and losses of +inf have no gradient.
+        counted = grad[(ctx.losses.frames.cu_seqlens.diff() > 0) & ~losses.isinf()]
         if ctx.overwritten or bool((counted != counted[:1]).any()):
-            # Gradients of weights are sums over sequences: too late to weight them.
+            # Gradients of weights are already summed over sequences and cannot be reweighted.
             gradients = tuple(
                 x.detach() if name in ctx.overwritten else torch.empty_like(x)
                 for name, x in zip(ctx.names, inputs, strict=True)

@@ -1,8 +1,8 @@
-"""Packed attention by the kernels of ``csrc/``: what `attention` and `guided_attention` share.
+"""Packed attention with the CPU kernels of ``csrc/``, for `attention` and `guided_attention`.
 
-Nothing of the size T_q x T_k is stored: the backward computes the scores again from what the
-forward keeps of each query's softmax. Results and gradients of a sequence depend on that sequence
-alone, with dropout also on its number in the batch, and on no number of threads.
+No tensor of size T_q x T_k is stored: the backward recomputes the scores from the softmax
+statistics that the forward stores for each query. Results and gradients of a sequence depend only
+on that sequence, and with dropout on its number in the batch, but not on the number of threads.
 """
 
 from __future__ import annotations
@@ -57,11 +57,8 @@ class _Gradients(ctypes.Structure):
 
 
 def refusal(q: Tensor) -> str | None:
-    """Why the kernels cannot attend with queries like these, or None."""
-    reason = cpp.refusal(q)
-    if reason is None and q.dtype != torch.float32:
-        return f"serves float32, not {q.dtype}"
-    return reason
+    """The reason why the kernels do not support these queries, or None."""
+    return cpp.refusal(q)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +67,18 @@ class Call:
 
     Attributes:
         op: The operation, for messages.
-        q: (T_q, H, D). As of ``k`` and ``v`` its rows and heads may lie apart, such as those of
-            parts of one projection; where its channels do too, it is copied.
+        q: (T_q, H, D). Like ``k`` and ``v`` it may have any strides between rows and heads, such
+            as a part of a joint projection; it is copied if its channels are not contiguous.
         k: (T_k, H, D).
         v: (T_k, H, D).
-        layout_q: The sequences of ``q``.
-        layout_k: Those of ``k`` and ``v``.
-        scale: Of the scores.
-        dropout: The share of the weights that is dropped.
-        seed: Of the dropout, int64 (); None without.
-        causal: Whether query i sees the keys 0 to i alone.
-        sigma: Of the penalty of `effasr_kernels.guided_attention`; None for no penalty.
-        position: The three tensors of a `RelativeBias`: (H, D), (H, D), (2L-1, H, D); or none.
+        layout_q: Layout of ``q``.
+        layout_k: Layout of ``k`` and ``v``.
+        scale: Factor of the scores.
+        dropout: Probability to drop a weight.
+        seed: Seed of the dropout, int64 (); None without dropout.
+        causal: Whether query i attends only to keys 0 to i.
+        sigma: Width of the penalty of `effasr_kernels.guided_attention`; None for no penalty.
+        position: The tensors of a `RelativeBias`, (H, D), (H, D) and (2L-1, H, D); or None.
     """
 
     op: str
@@ -98,23 +95,24 @@ class Call:
     position: tuple[Tensor, Tensor, Tensor] | None = None
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The output, what `backward` needs of the softmax, and the penalty with ``sigma``.
+        """Run the forward.
 
         Returns:
-            (T_q, H, D), (T_q, H, 2) and (T_q, H).
+            The output, (T_q, H, D); the softmax statistics for `backward`, (T_q, H, 2); and with
+            ``sigma`` the penalty, (T_q, H), else None.
 
         Raises:
-            ValueError: A tensor or a layout is not as above.
+            ValueError: A tensor or a layout is invalid.
         """
         inputs = self._inputs()
         q = inputs[0]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        # The kernels leave rows without keys and the tail as they are: so that runs are equal.
+        # Zeroed, as the kernels write neither rows without keys nor the tail, and runs must agree.
         softmax, penalty = saved_like(q).zero_(), None
         if self.sigma is not None:
             penalty = q.new_empty(q.shape[:2])
-        described = self._describe(inputs, out, softmax, penalty)
-        native.run(self.op, "attention_forward_cpu", described)
+        call = self._describe(inputs, out, softmax, penalty)
+        native.run(self.op, "attention_forward_cpu", call)
         return out, softmax, penalty
 
     def backward(
@@ -125,17 +123,17 @@ class Call:
         softmax: Tensor,
         penalty: Tensor | None,
     ) -> list[Tensor]:
-        """The gradients of q, k and v, and of the tensors of the position if there is one.
+        """Compute the gradients of q, k and v, and of the tensors of ``position`` if given.
 
         Args:
-            d_out: The gradient of the output, (T_q, H, D), contiguous.
-            d_penalty: That of the penalty, (T_q, H), contiguous; None for zero.
-            out: What `forward` returned first.
-            softmax: What it returned second.
-            penalty: What it returned third.
+            d_out: Gradient of the output, (T_q, H, D), contiguous.
+            d_penalty: Gradient of the penalty, (T_q, H), contiguous; None for zero.
+            out: The output of `forward`.
+            softmax: The softmax statistics of `forward`.
+            penalty: The penalty of `forward`.
 
         Raises:
-            ValueError: A tensor or a layout is not as above.
+            ValueError: A tensor or a layout is invalid.
         """
         inputs = self._inputs()
         shape = inputs[0].shape
@@ -148,39 +146,41 @@ class Call:
         ):
             if x is not None:
                 check(self.op, name, x, torch.float32, expected)
-        found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
-        described = self._describe(inputs, out, softmax, penalty)
-        gradients = _Gradients(
+        gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+        call = self._describe(inputs, out, softmax, penalty)
+        structure = _Gradients(
             *(_heads(d_out), pointer(d_penalty)),
-            *map(_heads, found[:3]),
-            *map(pointer, found[3:]),
+            *map(_heads, gradients[:3]),
+            *map(pointer, gradients[3:]),
         )
-        native.run(self.op, "attention_backward_cpu", described, gradients)
-        return found
+        native.run(self.op, "attention_backward_cpu", call, structure)
+        return gradients
 
     def _inputs(self) -> list[Tensor]:
-        """The tensors as the kernels can read them, checked."""
+        """Check the tensors, and copy those whose strides the kernels do not support."""
         rows, heads, width = self.q.shape
-        of_keys = self.layout_k.rows, heads, width
-        named = {"q": (self.q, (rows, heads, width)), "k": (self.k, of_keys)}
-        named["v"] = self.v, of_keys
-        for name, (x, shape) in named.items():
+        shape_k = self.layout_k.rows, heads, width
+        for name, x, shape in (
+            ("q", self.q, (rows, heads, width)),
+            ("k", self.k, shape_k),
+            ("v", self.v, shape_k),
+        ):
             check(self.op, name, x, torch.float32, shape, contiguous=False)
             if x.numel() >= _INT32_MAX:
                 rule = 'have less than 2**31 - 1 elements (backend="reference" takes more)'
                 raise wrong(self.op, name, rule, tuple(x.shape))
         lengths = _lengths(self.op, "layout_q", self.layout_q)
         if self.layout_k is not self.layout_q:
-            of_k = _lengths(self.op, "layout_k", self.layout_k)
-            if len(of_k) != len(lengths):
+            lengths_k = _lengths(self.op, "layout_k", self.layout_k)
+            if len(lengths_k) != len(lengths):
                 rule = f"have {len(lengths)} sequences, as `layout_q` does"
-                raise wrong(self.op, "layout_k", rule, len(of_k))
-            lengths = [*lengths, *of_k]
-        rowed = [
+                raise wrong(self.op, "layout_k", rule, len(lengths_k))
+            lengths = [*lengths, *lengths_k]
+        tensors = [
             x if x.stride(2) == 1 or width <= 1 else x.contiguous()
             for x in (self.q, self.k, self.v)
         ]
-        return [*rowed, *self._checked_position(heads, width, max(lengths, default=0))]
+        return [*tensors, *self._checked_position(heads, width, max(lengths, default=0))]
 
     def _checked_position(self, heads: int, width: int, longest: int) -> list[Tensor]:
         if self.position is None:
@@ -190,7 +190,7 @@ class Call:
         check(self.op, "position.position_bias", position_bias, torch.float32, (heads, width))
         check(self.op, "position.table", table, torch.float32, (len(table), heads, width))
         if len(table) % 2 == 0 or len(table) < 2 * longest - 1:
-            rule = f"have at least 2 * {longest} - 1 rows, for the longest sequence, oddly many"
+            rule = f"have an odd number of at least 2 * {longest} - 1 rows for the longest sequence"
             raise wrong(self.op, "position.table", rule, tuple(table.shape))
         return [content_bias, position_bias, table]
 
@@ -214,8 +214,8 @@ class Call:
 
 
 def saved_like(q: Tensor) -> Tensor:
-    """An empty tensor for what the forward keeps of the softmax of these queries: (T_q, H, 2)."""
-    return q.new_empty((q.shape[0], q.shape[1], 2))
+    """An empty tensor for the softmax statistics of these queries: float32 (T_q, H, 2)."""
+    return q.new_empty((q.shape[0], q.shape[1], 2), dtype=torch.float32)
 
 
 def _heads(x: Tensor) -> Any:
@@ -223,7 +223,7 @@ def _heads(x: Tensor) -> Any:
 
 
 def _lengths(op: str, name: str, layout: PackedLayout) -> list[int]:
-    """The length of each sequence; checked, as the kernels would read past the tensors."""
+    """The length of each sequence. Offsets are checked, as kernels do not check their reads."""
     offsets = layout.cu_seqlens
     check(op, f"{name}.cu_seqlens", offsets, torch.int32)
     ends = offsets.tolist()

@@ -1,9 +1,9 @@
-"""Linear layers on CPUs: oneDNN's matrix products where they are faster than MKL's.
+"""Linear layers on CPUs with oneDNN's matrix products, where they are faster than MKL's.
 
-`torch.nn.functional.linear` calls MKL for float32. On AMD's processors MKL leaves AVX-512 unused:
+`torch.nn.functional.linear` calls MKL for float32. On AMD processors MKL does not use AVX-512:
 with one thread of an EPYC it reaches 75 to 95 GFLOP/s where oneDNN reaches 160 to 220 in the
 forward and in the gradient of the input, and 100 to 170 in the gradient of the weight
-(1,000 to 4,000 rows, 96 to 2,048 channels). Small products stay with MKL, whose calls cost less.
+(1,000 to 4,000 rows, 96 to 2,048 channels). Small products use MKL, whose calls cost less.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 _LEAST = 1_500_000
-"""Multiply-adds of a product from which on oneDNN is faster; of the weight's gradient, twice."""
+"""Multiply-adds from which oneDNN is faster; for the gradient of the weight, twice as many."""
 
 
 def has_onednn() -> bool:
-    """Whether oneDNN's linear layer for x86-64 processors is there, and not turned off.
+    """Whether oneDNN's linear layer for x86-64 processors is available and enabled.
 
-    ``torch.backends.mkldnn.flags(enabled=False)`` turns it off.
+    ``torch.backends.mkldnn.flags(enabled=False)`` disables it.
     """
     return _is_built() and bool(torch.backends.mkldnn.enabled)
 
@@ -43,22 +43,23 @@ def _is_built() -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`, faster for float32 in training on CPUs.
 
+    It calls torch for other devices and dtypes, under autocast, in compiled graphs, for products
+    too small to gain, and in inference, where a row's result must not depend on the number of rows.
+
     Args:
         x: (..., K).
         weight: (N, K).
         bias: (N,).
 
     Returns:
-        (..., N). Everything else goes to torch: other devices and dtypes, autocast, compiled
-        graphs, and products too small to gain. So does inference, where a row's result must not
-        depend on how many rows there are.
+        (..., N).
     """
-    if _is_served(x, weight):
-        return _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+    if _uses_onednn(x, weight):
+        return _OnednnLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)
 
 
-def _is_served(x: Tensor, weight: Tensor) -> bool:
+def _uses_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and torch.is_grad_enabled()
@@ -70,7 +71,7 @@ def _is_served(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-class _Linear(torch.autograd.Function):
+class _OnednnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -94,15 +95,15 @@ class _Linear(torch.autograd.Function):
 
 
 def onednn_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``rows @ weight.T + bias``, (M, N), float32 on a CPU where `has_onednn`; no gradient.
+    """``rows @ weight.T + bias``, float32 (M, N) on a CPU, without a gradient; see `has_onednn`.
 
-    With a weight from `onednn_packed` a row's result does not depend on how many rows there are.
+    With a weight from `onednn_packed` a row's result does not depend on the number of rows.
     """
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 
 def onednn_packed(weight: Tensor) -> Tensor:
-    """A weight (N, K) in the order in which oneDNN reads it, for `onednn_product` alone."""
+    """A weight (N, K) in oneDNN's memory format, for `onednn_product` only."""
     return torch.ops.mkldnn._reorder_linear_weight(weight)
 
 

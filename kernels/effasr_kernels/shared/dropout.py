@@ -1,4 +1,4 @@
-"""Dropout that a seed repeats, so that a recomputed forward drops the same values."""
+"""Dropout determined by a seed, so that a recomputed forward drops the same values."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ _SEEDS = 2**62
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Draw a seed from the global generator of a device, and leave it there: int64 ().
+    """Draw a seed, int64 (), from the global generator of a device.
 
-    So nobody waits for it, and a CUDA graph draws another at each replay.
+    The seed stays on the device, so that the host does not wait for it and a CUDA graph draws a new
+    one at each replay.
     """
     return torch.randint(_SEEDS, (), device=device)
 
@@ -19,7 +20,7 @@ def draw_seed(device: torch.device) -> Tensor:
 def seed_for(dropout: float, seed: int | Tensor | None, device: torch.device) -> Tensor | None:
     """The seed of a call, int64 (): drawn if none is given, and None without dropout.
 
-    A given one stays on the host: to copy it to a GPU would wait.
+    An int becomes a tensor on the host, as a copy to a GPU would wait.
     """
     if not dropout:
         return None
@@ -29,26 +30,26 @@ def seed_for(dropout: float, seed: int | Tensor | None, device: torch.device) ->
 
 
 def seed_tensor(seed: Tensor | None, device: torch.device) -> Tensor:
-    """The seed where kernels read it: int64 (1,), on the device; 0 where there is none."""
+    """The seed on the device, for kernels: int64 (1,); 0 for None."""
     if seed is not None and seed.device == device:
         return seed.reshape(1)
     return torch.full((1,), 0 if seed is None else int(seed), dtype=torch.int64, device=device)
 
 
 class Dropout:
-    """Drops values with a probability, and scales the rest so that the mean stays.
+    """Drops values with a probability, and scales the rest so that the mean is unchanged.
 
-    Sequences draw in turn. So which values fall in one depends on the seed and on the sizes of
-    those before it, not on those after it, nor on a tail; in another order, others fall.
+    Sequences draw from one generator in order. So the values dropped in a sequence depend on the
+    seed and on the sizes of the sequences before it, but not on those after it or on the tail.
     """
 
     def __init__(self, probability: float, seed: Tensor | None, device: torch.device):
-        """Start the generator; one object serves one call of an operation.
+        """Seed the generator; each call of an operation needs its own object.
 
         Args:
-            probability: In [0, 1). At zero nothing is drawn.
-            seed: Where the generator starts; needed unless ``probability`` is zero.
-            device: Of the values.
+            probability: Probability to drop a value, in [0, 1). At zero nothing is drawn.
+            seed: Seed of the generator; required unless ``probability`` is zero.
+            device: Device of the values.
         """
         self.probability = probability
         self._generator = None

@@ -1,7 +1,7 @@
-"""The compiled lattices of ``csrc/``: sums over all paths, and the share of each step in them.
+"""The CPU lattices of ``csrc/``: log-likelihoods over all paths, and occupancies of the steps.
 
-They are helpers of operations, not operations: scaling by a gradient is the caller's. They run on
-CPUs, in the library of `effasr_kernels.runtime.native`.
+These functions are parts of operations: callers scale the occupancies by the upstream gradient.
+They call the library that `effasr_kernels.runtime.native` loads.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class _Ctc(ctypes.Structure):
 
 
 def node_offsets(cu_frames: Tensor, cu_labels: Tensor) -> Tensor:
-    """The first node of each sequence, and the count of all, int64 (N + 1,).
+    """The first lattice node of each sequence, and the number of all nodes, int64 (N + 1,).
 
     Args:
-        cu_frames: int32 (N + 1,), of which neighbours differ by T_n.
-        cu_labels: int32 (N + 1,), by U_n.
+        cu_frames: Offsets of the frames, int32 (N + 1,), with differences T_n.
+        cu_labels: Offsets of the labels, int32 (N + 1,), with differences U_n.
     """
     nodes = cu_frames.diff().long() * (cu_labels.diff().long() + 1)
     return torch.cat([nodes.new_zeros(1), nodes.cumsum(0)])
@@ -64,26 +64,27 @@ def transducer_occupancies(
     *,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `effasr_kernels.transducer_loss.lattice.occupancies` gives, of packed sequences.
+    """Compute `effasr_kernels.transducer_loss.lattice.occupancies` for packed sequences.
 
-    Node (t, u) of sequence n is element ``first_nodes[n] + t (U_n + 1) + u`` of each plane.
+    Node (t, u) of sequence n is element ``first_nodes[n] + t (U_n + 1) + u`` of each tensor.
 
     Args:
-        log_blank: Log-probability to go to the next frame, float32 (nodes,).
-        log_label: To emit the next label, float32 (nodes,); where u = U_n it is not read.
-        cu_frames: int32 (N + 1,), of which neighbours differ by T_n: a layout's, or a slice.
-        cu_labels: int32 (N + 1,), by U_n.
-        first_nodes: int64 (N,), such as `node_offsets` gives.
-        in_place: Whether the results replace ``log_blank`` and ``log_label``.
+        log_blank: Log-probability of the blank at each node, float32 (nodes,).
+        log_label: Log-probability of the next label, float32 (nodes,); not read where u = U_n.
+        cu_frames: Offsets of the frames, int32 (N + 1,), with differences T_n; the first need not
+            be 0.
+        cu_labels: Offsets of the labels, int32 (N + 1,), with differences U_n.
+        first_nodes: int64 (N,), for example from `node_offsets`.
+        in_place: Whether the results overwrite ``log_blank`` and ``log_label``.
 
     Returns:
         The log-likelihoods, float64 (N,), and the probabilities (nodes,) that a path takes the
-        blank, and the label, of each node; zero where no path exists. What is no node of a sequence
-        is not written.
+        blank and the label at each node; zero if no path exists. Elements that are not a node of a
+        sequence are not written.
 
     Raises:
-        ValueError: An argument is not as above.
-        BackendUnavailable: The extension is not built; see `unsupported_reason`.
+        ValueError: A dtype, shape or offset is invalid.
+        BackendUnavailable: The CPU library is not built; see `native.unsupported_reason`.
     """
     occ_blank, occ_label = log_blank, log_label
     if not in_place:
@@ -100,7 +101,7 @@ def transducer_log_likelihood(
     cu_labels: Tensor,
     first_nodes: Tensor,
 ) -> Tensor:
-    """The first result of `transducer_occupancies`, for half the work."""
+    """Compute only the log-likelihoods of `transducer_occupancies`, with half the work."""
     return _transducer(log_blank, log_label, None, cu_frames, cu_labels, first_nodes)
 
 
@@ -113,26 +114,26 @@ def ctc_occupancies(
     *,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The log-likelihoods of transcripts over all their alignments, and the share of each class.
+    """Compute the log-likelihoods of transcripts over all alignments, and the occupancies.
 
-    Tables have a row for each frame: of the blank, in column 0, and of each label of its
-    transcript; what lies to the right of those is neither read nor written.
+    Tables have a row for each frame: the blank in column 0, then each label of the transcript.
+    Columns to the right of these are neither read nor written.
 
     Args:
         scores: Logits, float32 (T, K + 1), where no transcript is longer than K.
-        log_normalizer: Subtracted from each row of them, float32 (T,); 0 by default.
-        targets: int32 or int64 (U,).
-        cu_frames: int32 (N + 1,).
-        cu_targets: int32 (N + 1,).
-        in_place: Whether occupancies replace ``scores``.
+        log_normalizer: Subtracted from each row of ``scores``, float32 (T,); None means 0.
+        targets: Labels, int32 or int64 (U,).
+        cu_frames: Offsets of the frames, int32 (N + 1,).
+        cu_targets: Offsets of the labels, int32 (N + 1,).
+        in_place: Whether the occupancies overwrite ``scores``.
 
     Returns:
-        The log-likelihoods, float64 (N,), and the occupancies (T, K + 1), those of a label that a
-        transcript repeats each by itself; zero where no alignment exists.
+        The log-likelihoods, float64 (N,), and the occupancies (T, K + 1), with a column for each
+        repetition of a label; zero if no alignment exists.
 
     Raises:
-        ValueError: An argument is not as above.
-        BackendUnavailable: The extension is not built; see `unsupported_reason`.
+        ValueError: A dtype, shape or offset is invalid.
+        BackendUnavailable: The CPU library is not built; see `native.unsupported_reason`.
     """
     occupancies = scores if in_place else torch.empty_like(scores)
     total = _ctc(scores, log_normalizer, occupancies, targets, cu_frames, cu_targets)
@@ -146,7 +147,7 @@ def ctc_log_likelihood(
     cu_frames: Tensor,
     cu_targets: Tensor,
 ) -> Tensor:
-    """The first result of `ctc_occupancies`, for half the work."""
+    """Compute only the log-likelihoods of `ctc_occupancies`, with half the work."""
     return _ctc(scores, log_normalizer, None, targets, cu_frames, cu_targets)
 
 
@@ -210,7 +211,7 @@ def _ctc(
 
 
 def _check_offsets(op: str, name: str, offsets: Tensor) -> int:
-    """Check the form of offsets, and count their sequences."""
+    """Check the dtype and shape of offsets, and return the number of sequences."""
     if offsets.dim() != 1 or not offsets.numel():
         raise wrong(op, name, "have shape (N + 1,)", tuple(offsets.shape))
     check(op, name, offsets, torch.int32)
@@ -227,5 +228,5 @@ def _lengths(op: str, name: str, offsets: Tensor) -> list[int]:
 def _check_ranges(op: str, name: str, begins: list[int], lengths: list[int], rows: int) -> None:
     for begin, length in zip(begins, lengths, strict=False):
         if begin < 0 or begin + length > rows:
-            rule = f"lie in the {rows} elements there are"
-            raise wrong(op, name, rule, f"of a sequence from {begin} to {begin + length}")
+            rule = f"have ranges within the {rows} elements"
+            raise wrong(op, name, rule, f"one with the range {begin} to {begin + length}")

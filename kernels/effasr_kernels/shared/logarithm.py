@@ -1,4 +1,4 @@
-"""The logarithm that sums of masses need, in fewer instructions than the general one takes."""
+"""A fast binary logarithm of 1 + s for log-sum-exp recursions in kernels."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import triton.language as tl  # noqa: F401 -- Triton's interpreter looks for it
 def log2_of_more(s):
     """The binary logarithm of 1 + s, float32, for s in [0, 1].
 
-    It is s + s R(s), where R is the polynomial of degree 8 that approximates best. The result errs
-    by at most 9.2e-8, and relatively by 1.1e-7: the sum 1 + s, which would round small s away, is
-    never taken. The general logarithm takes four times as many instructions, of which a sweep of a
-    lattice mostly consisted.
+    It is computed as s + s R(s), with the minimax polynomial R of degree 8. The absolute error is
+    at most 9.2e-8 and the relative error 1.1e-7, as the sum 1 + s, which would round small s away,
+    is not computed. The general logarithm takes four times as many instructions, which dominated
+    the sweeps of the lattices.
     """
     r = s * 0.007549183443188667 - 0.042567066848278046
     r = r * s + 0.11285620182752609

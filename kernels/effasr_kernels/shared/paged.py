@@ -1,8 +1,8 @@
-"""Paged keys and values: what the operations that read and write them have in common.
+"""Checks of paged keys and values, for the operations that read and write them.
 
-A page is B rows of all heads, (B, H, D). Key j of a sequence is row ``j % B`` of its page number
-``j // B``, which the sequence's row of a page table names. Which pages are whose is up to the
-caller: two sequences may name the same one, and none need be in order.
+A page has B rows of all heads, (B, H, D). Key j of a sequence is row ``j % B`` of the page in
+column ``j // B`` of the sequence's row of the page table. The caller assigns pages: sequences may
+share a page, and pages may have any order.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from effasr_kernels.runtime import checks
 
 
 def check_pages(op: str, k_pages: Tensor, v_pages: Tensor, heads: int, width: int) -> None:
-    """Check the shapes of keys and values, (P, B, H, D) both, and that a page has rows.
+    """Check that keys and values have the shape (P, B, H, D) with B at least 1.
 
     Raises:
-        ValueError: They have others.
+        ValueError: A shape differs.
     """
     checks.check_shape(op, "k_pages", k_pages, "(P, B, H, D)", None, None, heads, width)
     checks.check_shape(op, "v_pages", v_pages, "(P, B, H, D)", *k_pages.shape)
@@ -28,10 +28,10 @@ def check_pages(op: str, k_pages: Tensor, v_pages: Tensor, heads: int, width: in
 def check_int32(
     op: str, name: str, tensor: Tensor, like: Tensor, letters: str, *sizes: int | None
 ) -> None:
-    """Check a tensor of int32 that lies where the pages do.
+    """Check that a tensor is int32, has the given shape, and is on the device of the pages.
 
     Raises:
-        ValueError: Its dtype, device or shape is another.
+        ValueError: The dtype, device or shape differs.
     """
     checks.check_shape(op, name, tensor, letters, *sizes)
     if tensor.dtype != torch.int32:
@@ -41,19 +41,22 @@ def check_int32(
 
 
 def check_page_numbers(op: str, pages: list[int], count: int) -> None:
-    """Check entries of a page table that are needed; where the host knows them.
+    """Check the used entries of a page table, if they are known on the host.
 
     Raises:
-        ValueError: One is no page.
+        ValueError: An entry is not in ``[0, count)``.
     """
-    wrong = next((page for page in pages if not 0 <= page < count), None)
-    if wrong is not None:
+    invalid = next((page for page in pages if not 0 <= page < count), None)
+    if invalid is not None:
         rule = f"name pages in [0, {count}) wherever a key is needed"
-        raise checks.wrong(op, "page_table", rule, wrong)
+        raise checks.wrong(op, "page_table", rule, invalid)
 
 
 def refuse_pages(k_pages: Tensor, v_pages: Tensor) -> str | None:
-    """Why kernels cannot work on these pages, or None; they cannot be copied to be written to."""
+    """The reason why kernels do not support these pages, or None.
+
+    Pages that kernels write to cannot be replaced by a contiguous copy.
+    """
     if any(x.numel() and x.shape[3] > 1 and x.stride(3) != 1 for x in (k_pages, v_pages)):
         return "needs pages whose channels are contiguous"
     return None

@@ -1,4 +1,4 @@
-"""Random numbers inside kernels that depend on what they are for, not on how work is cut."""
+"""Counter-based random numbers in kernels, independent of the tile sizes."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ def keep_mask(
 ):
     """Which attention weights of a tile survive dropout: bool (BLOCK_M, BLOCK_N).
 
-    Each depends on the seed, the sequence's number, the head, and its own row and column within
-    the sequence; neither on the shape of the tile, nor on what else is packed beside the sequence.
+    Each decision depends on the seed, the sequence's number, the head, and the row and column
+    within the sequence; it depends neither on the shape of the tile nor on the other sequences.
 
     One call of Philox (Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405) decides on
     eight weights, 16 bits each, so ``probability`` is rounded to a multiple of 2^-16. The eight are
     those of a 16 x 16 block that one thread holds after a product on tensor cores: rows i and
-    i + 8, columns 2 j, 2 j + 1, 2 j + 8 and 2 j + 9. The counters are the number of i among the
-    rows that are first of a pair, that of j likewise, the head and the sequence; of the four words,
+    i + 8, columns 2 j, 2 j + 1, 2 j + 8 and 2 j + 9. The counters are the index of i among the
+    first rows of the pairs, the index of j likewise, the head and the sequence. Of the four words,
     the second and the fourth are for columns + 8, the last two for row + 8, and the upper half of
     each is for the odd column.
 
     Args:
         seed: int64.
-        sequence: Number in the batch.
+        sequence: Number of the sequence in the batch.
         head: Number of the head.
         row: First row of the tile, a multiple of 16.
         column: First column of the tile, a multiple of 16.
-        probability: To drop a weight, float32.
-        BLOCK_M: Rows, a multiple of 16.
-        BLOCK_N: Columns, a multiple of 16.
+        probability: Probability to drop a weight, float32.
+        BLOCK_M: Rows of the tile, a multiple of 16.
+        BLOCK_N: Columns of the tile, a multiple of 16.
     """
     rows = (row // 2 + tl.arange(0, BLOCK_M // 2))[:, None]
     columns = (column // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
@@ -41,12 +41,13 @@ def keep_mask(
     w0, w1, w2, w3 = tl.philox(  # pyright: ignore[reportGeneralTypeIssues]
         seed, rows + zero, columns + zero, head + zero, sequence + zero, _ROUNDS
     )
-    # The interpreter passes a float on as Python's own.
+    # tl.full, as the interpreter passes a Python float, which has no ``to``.
     threshold = tl.full((), probability * 65536 + 0.5, tl.float32).to(tl.uint32)
     upper = tl.join(_halves(w0, threshold), _halves(w1, threshold))
     lower = tl.join(_halves(w2, threshold), _halves(w3, threshold))
     split = tl.reshape(tl.join(upper, lower), (BLOCK_M // 16, 8, BLOCK_N // 16, 4, 2, 2, 2))
-    # Block and place of a row, block and place of a column, odd column, column + 8, row + 8.
+    # Dimensions: block and index of a row, block and index of a column, odd column, column + 8,
+    # row + 8.
     return tl.reshape(tl.permute(split, (0, 6, 1, 2, 5, 3, 4)), (BLOCK_M, BLOCK_N))
 
 

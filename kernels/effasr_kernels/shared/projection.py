@@ -1,8 +1,8 @@
-"""Projections to a vocabulary whose logits never exist whole: what losses need of them, and back.
+"""Projections to a vocabulary that never store all logits: row statistics and gradients for losses.
 
-The forward is one fused pass: tiles of logits are made, reduced to a few numbers per row, and
-forgotten. The backward makes the logits again, some rows at a time, so that its three products run
-at the speed of cuBLAS and its memory does not grow with the rows.
+The forward is one fused kernel: it computes tiles of logits and reduces them to a few numbers per
+row. The backward recomputes the logits in chunks of rows, so that its three products run at the
+speed of cuBLAS and its memory does not grow with the number of rows.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from effasr_kernels.runtime.launch import capability, launch
 
 _FINISHED_ROWS = 32
 _PROGRAMS = 1024
-"""Programs that fill a GPU several times over, so that the last wave costs little."""
+"""Target number of programs: several waves on a GPU, so that a partial last wave costs little."""
 _WORKSPACE = 2**24
-"""Elements of float32 that the backward works in: 64 MiB."""
+"""Size of the backward's buffer of logits, in elements of float32: 64 MiB."""
 
 _FEWEST_ROWS = 1024
-"""Rows that the backward takes at a time, at least: fewer would leave its products too thin."""
+"""Minimum rows of a chunk in the backward: products with fewer rows would be slow."""
 
 
 class RowStatistics(NamedTuple):
-    """What is known of each row of logits z (R, V); zero in rows that do not count.
+    """Statistics of each row of logits z (R, V); zero in ignored rows.
 
     Attributes:
-        log_normalizer: L = log sum_v exp z_v, (R,), float32.
-        own: z_y for the class y of the row, (R,), float32; None without classes.
-        mean: The mean of z_v over v, (R,), float32; None unless asked for.
+        log_normalizer: L = log sum_v exp z_v, float32 (R,).
+        own: Logit z_y of the row's class y, float32 (R,); None without classes.
+        mean: Mean of z_v over v, float32 (R,); None unless requested.
     """
 
     log_normalizer: Tensor
@@ -55,9 +55,9 @@ def row_statistics(
 ) -> RowStatistics:
     """Reduce each row of ``hidden @ weight.T + bias`` to a few numbers; see `RowStatistics`.
 
-    Rows that do not count may hold anything; a tile of rows of which none counts costs nothing. The
-    vocabulary is divided among programs, by shapes alone, and its parts are merged in order: two
-    runs agree to the bit.
+    Ignored rows may hold any values, and a tile of ignored rows is skipped. The vocabulary is
+    divided among programs by shapes alone, and its parts are merged in order, so results are
+    bitwise reproducible.
 
     Args:
         hidden: (R, C), float32, float16 or bfloat16.
@@ -65,12 +65,13 @@ def row_statistics(
         bias: (V,), the dtype of ``hidden``, or None.
         classes: (R,), int32 or int64. For a class outside [0, V), ``own`` is NaN, and nothing is
             read out of bounds.
-        ignore_index: The class of rows that do not count.
-        total: int32 (1,), on the device, such as ``cu_seqlens[-1:]``: rows from there on do not
-            count.
-        with_mean: Whether the mean is wanted; it needs no classes.
-        logits: (R, V), the dtype of ``hidden``, its rows any multiple of 16 apart: takes the
-            logits of rows that count, rounded (statistics are of what is not), and any between.
+        ignore_index: The class of ignored rows.
+        total: int32 (1,), on the device, such as ``cu_seqlens[-1:]``: rows from ``total`` on are
+            ignored.
+        with_mean: Whether to compute the mean; it needs no classes.
+        logits: Output, (R, V), the dtype of ``hidden``, with a row stride that is a multiple of 16:
+            receives the logits of rows that are not ignored, rounded (the statistics are computed
+            before rounding). The elements between rows are undefined.
     """
     config = product_tiles(hidden.dtype, capability(hidden.device))
     rows, count = hidden.shape[0], weight.shape[0]
@@ -80,7 +81,7 @@ def row_statistics(
     selection = classes, total, ignore_index, rows
     strides = hidden.stride(0), weight.stride(0)
     per_split, splits = _split(rows, count, config["BLOCK_R"], config["BLOCK_V"])
-    # Two tensors, as the second half of one would not be aligned for all numbers of rows.
+    # Two tensors, as the second half of a single one would not be aligned for all numbers of rows.
     largest = hidden.new_empty(splits, rows, dtype=torch.float32)
     mass = torch.empty_like(largest)
     launch(
@@ -91,12 +92,12 @@ def row_statistics(
         WIDTH=hidden.shape[1],
         **config,
     )
-    # The mean of the logits is the logit of the mean weight, and both are rounded to float32.
+    # The mean of the logits is the logit of the mean weight; both are rounded to float32.
     average = weight.mean(0, dtype=torch.float32) if with_mean else None
     average_bias = bias.mean(dtype=torch.float32) if with_mean and bias is not None else None
     results = [
-        hidden.new_empty(rows, dtype=torch.float32) if wanted else None
-        for wanted in (True, classes is not None, with_mean)
+        hidden.new_empty(rows, dtype=torch.float32) if is_requested else None
+        for is_requested in (True, classes is not None, with_mean)
     ]
     launch(
         _finish_statistics,
@@ -122,31 +123,30 @@ def project_backward(
     *,
     padded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of a projection whose logits' gradient is computed from the logits.
+    """Compute the gradients of a projection from a function of its logits.
 
-    Rows are taken `chunk_rows` at a time, a number that depends on shapes alone. The logits are
-    float32, not rounded; their gradient is rounded to the dtype of ``hidden``, as the next products
-    need it; the gradients of weight and bias are summed in float32, and rounded once. Beside the
-    results there are, at a time, 4 bytes for each element of weight and, for each logit of a chunk,
-    4 + b bytes (4 for float32), with b the bytes of an element of ``hidden``, if V is not under C.
+    Rows are processed in chunks of `chunk_rows`, which depends on shapes alone. The logits are
+    float32, without rounding; their gradient is rounded to the dtype of ``hidden`` for the next
+    products; the gradients of weight and bias are summed in float32 and rounded once. The memory
+    beside the results is 4 bytes for each element of weight and, if V is at least C, 4 + b bytes
+    for each logit of a chunk, with b the bytes of an element of ``hidden`` (4 bytes for float32).
 
     Args:
         hidden: (R, C), float32, float16 or bfloat16.
         weight: (V, C), the dtype of ``hidden``.
         bias: (V,), the dtype of ``hidden``, or None.
-        counted: (R,), bool: rows that count. The others may hold NaN.
-        fill: Called as ``fill(first, logits, d_logits)`` with ``logits`` (n, V), float32, of the
+        counted: (R,), bool: False for ignored rows, which may hold NaN.
+        fill: Called as ``fill(first, logits, d_logits)`` with ``logits``, float32 (n, V), of the
             rows ``first:first + n``, without the bias. It writes the gradient of these logits to
-            all of ``d_logits``, (n, V), of the dtype of ``hidden``, and zeros in rows that do not
-            count, where ``logits`` is that of a row of zeros. The rows of both lie
-            ``logits.stride(0)`` elements apart; it may write between them. For float32,
-            ``d_logits`` is ``logits``: an element may then depend on its own logit alone.
-        padded: Whether the rows of ``logits`` may lie further than V elements apart: by a multiple
-            of 16, without which the products of a V that is none (1,024 classes and a blank) load
-            single elements.
+            all of ``d_logits``, (n, V), in the dtype of ``hidden``, with zeros in ignored rows;
+            there ``logits`` is zero. Both have the row stride ``logits.stride(0)``, and it may
+            write between the rows. For float32 ``d_logits`` is ``logits``, so that an element must
+            depend only on its own logit.
+        padded: Whether the row stride of ``logits`` may be V rounded up to a multiple of 16.
+            Otherwise the products load single elements for other V (1,024 classes and a blank).
 
     Returns:
-        The gradients of hidden, weight and bias, in their dtype.
+        The gradients of hidden, weight and bias, in their dtypes.
     """
     (rows, width), count = hidden.shape, weight.shape[0]
     pitch = _ceil(count, 16) * 16 if padded else count
@@ -161,8 +161,8 @@ def project_backward(
     zero = hidden.new_zeros(())
     for first in range(0, rows, step or 1):
         n = min(step, rows - first)
-        # Zero times NaN is NaN: rows that do not count must not reach the weight's gradient. The
-        # clean rows lie where their gradient will be, so they take no memory of their own.
+        # Ignored rows are zeroed, as zero times NaN would put NaN in the weight's gradient. The
+        # clean rows are stored where their gradient will be, so they need no further memory.
         clean = d_hidden[first : first + n]
         torch.where(counted[first : first + n, None], hidden[first : first + n], zero, out=clean)
         multiply(clean, weight.t(), logits[:n])
@@ -173,7 +173,7 @@ def project_backward(
         if d_logits is logits:
             multiply(d_logits[:n], weight, clean)
         else:
-            # A narrow product may have narrow partial sums. The logits are no longer needed.
+            # A product into a narrow dtype may round its partial sums. The logits' buffer is free.
             wide = buffer[: n * width].view(n, width)
             multiply(d_logits[:n], weight, wide)
             clean.copy_(wide)
@@ -182,8 +182,8 @@ def project_backward(
 
 
 def chunk_rows(width: int) -> int:
-    """Rows that `project_backward` takes at a time, where the larger of V and C is ``width``."""
-    # A multiple of 128 keeps each chunk's first row aligned, so that one binary serves all.
+    """Rows of a chunk in `project_backward`, where ``width`` is the larger of V and C."""
+    # A multiple of 128 keeps each chunk's first row aligned, so that all chunks use one binary.
     return max(_FEWEST_ROWS, _WORKSPACE // max(1, width) // 128 * 128)
 
 
@@ -194,7 +194,7 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     elif left.is_cuda:
         torch.mm(left, right, out_dtype=torch.float32, out=out)
     else:
-        # The CPU, where the interpreter runs, has no products that widen.
+        # On the CPU, where the interpreter runs, torch has no product with a wider result.
         out.copy_(torch.mm(left.float(), right.float()))
 
 
@@ -207,9 +207,9 @@ def multiply_add(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def aligned(x: Tensor, block: int) -> Tensor:
-    """The same matrix, or a copy, so that rows are whole blocks long and loaded in wide pieces.
+    """Return the matrix, or a copy whose rows are whole blocks and aligned for vector loads.
 
-    What is added to a row is zero, and changes no logit.
+    A copy is padded with zeros, which change no logit.
     """
     missing = -x.shape[1] % block
     if missing:
@@ -220,25 +220,26 @@ def aligned(x: Tensor, block: int) -> Tensor:
 
 
 def _ceil(number: int, divisor: int) -> int:
-    """How many pieces of ``divisor`` hold ``number``."""
+    """``number / divisor``, rounded up."""
     return -(-number // divisor)
 
 
 def _split(rows: int, count: int, block_r: int, block_v: int) -> tuple[int, int]:
-    """How many tiles of the vocabulary a program takes, and how many programs share a row."""
+    """Number of vocabulary tiles per program, and of programs per row."""
     tiles = _ceil(count, block_v)
-    wanted = _ceil(_PROGRAMS, max(1, _ceil(rows, block_r)))
-    per_split = _ceil(tiles, max(1, min(wanted, tiles)))
+    splits = _ceil(_PROGRAMS, max(1, _ceil(rows, block_r)))
+    per_split = _ceil(tiles, max(1, min(splits, tiles)))
     return per_split, _ceil(tiles, max(1, per_split))
 
 
 def product_tiles(dtype: torch.dtype, gpu: tuple[int, int]) -> dict[str, int]:
-    """How a product of rows with a vocabulary is cut, and its ``num_warps`` and ``num_stages``."""
+    """Tile sizes, ``num_warps`` and ``num_stages`` of a product of rows with a vocabulary."""
     if dtype == torch.float32:
-        # Without tensor cores, which would round float32 to TF32, registers are what is scarce.
+        # Without tensor cores, which would round float32 to TF32, registers limit the tile.
         return {"BLOCK_R": 64, "BLOCK_V": 64, "BLOCK_C": 32, "num_warps": 4, "num_stages": 2}
-    # At 128 registers a thread, and half of the shared memory, two programs share a multiprocessor:
-    # one's exponentials hide behind the other's products. This is what fits on each generation.
+    # With 128 registers a thread and half of the shared memory, two programs share a
+    # multiprocessor, and the exponentials of one overlap with the products of the other. These are
+    # the sizes that fit on each generation.
     block_c, stages = (64, 3) if gpu[0] == 9 else (32, 4)
     tile = {"BLOCK_R": 128, "BLOCK_V": 128, "BLOCK_C": block_c}
     return {**tile, "num_warps": 8, "num_stages": stages}
@@ -278,8 +279,8 @@ def _partial_normalizers(
 ):
     """Reduce the logits of a tile of rows and one part of the vocabulary.
 
-    Program (r, s) writes, for each of its rows, the largest logit m over the classes of part s, and
-    the mass sum_v exp(z_v - m).
+    Program (r, s) writes, for each of its rows, the largest logit m over the classes of part s and
+    the sum over v of exp(z_v - m).
     """
     first_row = tl.program_id(0) * BLOCK_R
     split = tl.program_id(1)
@@ -291,8 +292,8 @@ def _partial_normalizers(
     if tl.max(counted.to(tl.int32), axis=0) == 0:
         return
 
-    # Rows and classes past the end read the last one instead: what comes of them is masked, and
-    # the loads of the inner loop are not.
+    # Rows and classes past the end load the last one instead, and their results are masked, so that
+    # the loads of the inner loop need no mask.
     h_tile = hidden + first_row.to(tl.int64) * hidden_stride + in_width[None, :]
     h_tile += tl.minimum(in_rows, rows - 1 - first_row)[:, None] * hidden_stride
     largest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
@@ -317,10 +318,11 @@ def _partial_normalizers(
         if logits is not None:
             z_tile = logits + first_row.to(tl.int64) * logits_stride + first_class
             z_tile += in_rows[:, None] * logits_stride + in_classes[None, :]
-            stored = counted[:, None] & (v < logits_stride)[None, :]  # Up to V: single elements.
+            # A mask at V instead of the stride would store single elements.
+            stored = counted[:, None] & (v < logits_stride)[None, :]
             tl.store(z_tile, z.to(logits.dtype.element_ty), mask=stored)
         larger = tl.maximum(largest, tl.max(z, axis=1))
-        # Where all logits are -inf so far, the difference to their maximum would be NaN.
+        # If all logits so far are -inf, their difference to the maximum would be NaN.
         pivot = tl.where(larger == float("-inf"), 0.0, larger)
         mass = mass * tl.exp(largest - pivot) + tl.sum(tl.exp(z - pivot[:, None]), axis=1)
         largest = larger
@@ -354,7 +356,7 @@ def _finish_statistics(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Merge the parts of the vocabulary; add the two logits of a row that are asked for."""
+    """Merge the parts of the vocabulary, and compute the class's logit and the mean."""
     first_row = tl.program_id(0) * BLOCK_R
     in_rows = tl.arange(0, BLOCK_R)
     in_width = tl.arange(0, BLOCK_C)

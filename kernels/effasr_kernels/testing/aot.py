@@ -1,7 +1,7 @@
-"""Compiling recorded launches for a GPU that need not be there, and what the result needs.
+"""Compilation of recorded launches for a GPU that need not be present, and their resource usage.
 
-A launch is compiled with the types, constants and alignments that it would have had, so what is
-checked is what is shipped. Triton brings the assembler and ``cuobjdump`` along.
+A launch is compiled with the types, constants and alignments that it would have on a GPU, so that
+tests check the same binary that runs. Triton includes the assembler and ``cuobjdump``.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _TYPES = {
 }
 _ALIGNED = [["tt.divisibility", 16]]
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
-"""Bytes of shared memory that one block may take, by architecture (CUDA C++ guide, table 30)."""
+"""Maximum shared memory per block in bytes, by architecture (CUDA C++ guide, table 30)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a compiled kernel needs.
+    """Resources of a compiled kernel.
 
     Attributes:
-        registers: Of a thread.
-        stack: Bytes of a thread: spilled registers and local arrays; 0 is right.
-        shared: Bytes of a block, static and dynamic.
-        matrix_instructions: Instructions for tensor cores, in the PTX.
-        ttir: The kernel in Triton's own form, before any optimisation for a GPU.
-        ptx: The kernel as given to the assembler.
+        registers: Registers per thread.
+        stack: Bytes per thread of spilled registers and local arrays; 0 without spills.
+        shared: Static and dynamic shared memory per block, in bytes.
+        matrix_instructions: Number of tensor core instructions in the PTX.
+        ttir: The kernel in Triton's IR, before optimizations for a GPU.
+        ptx: The PTX of the kernel.
     """
 
     registers: int
@@ -62,10 +62,9 @@ class Resources:
 
 
 def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], tuple[int, ...]]:
-    """Types of all arguments, values of the constants, and which arguments 16 divides.
+    """Types of all arguments, values of the constants, and indices of arguments that 16 divides.
 
-    These and the options are what Triton compiles anew for: two launches in which they agree run
-    the same binary.
+    Triton compiles a kernel for each combination of these and the options.
     """
     types, constants, aligned = {}, dict(launch.constants), []
     for number, parameter in enumerate(launch.kernel.params):
@@ -86,7 +85,7 @@ def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], tuple[int
 
 
 def key(launch: Launch) -> tuple[Any, ...]:
-    """Equal for two launches that run the same binary."""
+    """A key that is equal for two launches that run the same binary."""
     types, constants, aligned = signature(launch)
     options = tuple(sorted(launch.options.items()))
     return launch.kernel.fn.__name__, tuple(types.items()), repr(constants), aligned, options
@@ -100,7 +99,7 @@ def compile_launch(launch: Launch, architecture: int) -> Resources:
     """
     types, constants, aligned = signature(launch)
     if not isinstance(launch.kernel, JITFunction):
-        raise RuntimeError("Nothing can be compiled under TRITON_INTERPRET=1: unset it.")
+        raise RuntimeError("Kernels cannot be compiled under TRITON_INTERPRET=1: unset it.")
     source = ASTSource(
         fn=launch.kernel,
         signature=types,
@@ -134,7 +133,7 @@ def _type_of(value: Any) -> str:
 
 
 def _usage(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, stack and static shared memory, as ``cuobjdump -res-usage`` prints them."""
+    """Registers, stack and static shared memory, from ``cuobjdump -res-usage``."""
     tool = Path(backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -142,5 +141,5 @@ def _usage(cubin: bytes) -> tuple[int, int, int]:
         printed = subprocess.run(
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    found = {name: int(n) for name, n in re.findall(r"(REG|STACK|SHARED):(\d+)", printed)}
-    return found["REG"], found["STACK"], found["SHARED"]
+    usage = {name: int(n) for name, n in re.findall(r"(REG|STACK|SHARED):(\d+)", printed)}
+    return usage["REG"], usage["STACK"], usage["SHARED"]

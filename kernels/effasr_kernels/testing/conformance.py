@@ -1,7 +1,7 @@
-"""What every operation on packed sequences must satisfy, whatever computes it.
+"""The contract of operations on packed sequences, as checks for any implementation.
 
 A test describes an operation by a `Case` and runs each of `CHECKS` on it. The case holds its inputs
-sequence by sequence, so that a check can pack them in another order, with a tail, or beside NaN.
+by sequence, so that a check can pack them in another order, with a tail, or beside NaN.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Case:
     """A call of an operation.
 
     Attributes:
-        run: Makes the call, from its packed and its other tensors.
+        run: Calls the operation with its packed and its shared tensors.
         packed: The packed arguments by name, one tensor per sequence; float64 or integer.
         shared: The other tensors, such as weights; float64.
         results: For each result, the packed argument whose layout it has; None if it has one
             number for each sequence.
-        one_more: Packed arguments that have a row more than the others for each sequence, also
-            for an empty one.
-        has_true_gradient: Whether the gradient is that of the value.
-        rounds_inside: Whether narrow inputs are rounded before the results, by definition.
+        one_more: Packed arguments that have one more row than the others for each sequence,
+            including empty ones.
+        has_true_gradient: Whether the gradient is the derivative of the value.
+        rounds_inside: Whether the operation rounds intermediate results by definition.
     """
 
     run: Callable[[Packed, Shared], Tensor | tuple[Tensor, ...]]
@@ -53,16 +53,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """A way to pack a case; the default is the plain one.
+    """A way to pack a case; by default in order, in float64, on a CPU.
 
     Attributes:
-        order: Which sequence comes at each place.
-        tail: Rows past the last sequence; NaN, or the number that means "ignored".
-        extra: Empty sequences at the end.
+        order: The sequence at each position.
+        tail: Number of rows past the last sequence; they hold NaN or the ignored class.
+        extra: Number of empty sequences at the end.
         poisoned: A sequence to fill with NaN.
-        strided: Whether no tensor is contiguous.
-        dtype: Of the floating tensors.
-        device: Of all tensors.
+        strided: Whether the tensors are not contiguous.
+        dtype: Dtype of the floating tensors.
+        device: Device of all tensors.
     """
 
     order: tuple[int, ...] | None = None
@@ -83,7 +83,7 @@ class Outcome:
 
     Attributes:
         rows: Results and gradients of packed arguments, for each sequence.
-        tails: What they hold past the last sequence of the case.
+        tails: Results and gradients of packed arguments past the last sequence of the case.
         shared: Gradients of the shared tensors.
     """
 
@@ -95,11 +95,11 @@ class Outcome:
 def evaluate(case: Case, how: Variation, wrap: Callable[..., object] | None = None) -> Outcome:
     """Run a case forward and backward.
 
-    The gradient of each result is the same in every variation, drawn once for each sequence.
+    The upstream gradient of each sequence is the same in every variation.
 
     Args:
-        case: What to run.
-        how: How to pack it.
+        case: The case to run.
+        how: The way to pack it.
         wrap: Applied to ``case.run``, such as a compiler.
     """
     order = how.order or tuple(range(case.sequences))
@@ -127,13 +127,13 @@ def evaluate(case: Case, how: Variation, wrap: Callable[..., object] | None = No
 
 
 def check_order(case: Case, base: Variation = _PLAIN) -> None:
-    """Permuting the sequences permutes the results."""
+    """Check that permuting the sequences permutes the results."""
     order = tuple(reversed(range(case.sequences)))
     _assert_same(evaluate(case, replace(base, order=order)), evaluate(case, base))
 
 
 def check_static_shape(case: Case, base: Variation = _PLAIN) -> None:
-    """A tail of NaN and more, empty sequences change nothing, and get zeros."""
+    """Check that a tail of NaN and further empty sequences change nothing, and become zeros."""
     outcome = evaluate(case, replace(base, tail=5, extra=2))
     _assert_same(outcome, evaluate(case, base))
     for name, tail in outcome.tails.items():
@@ -142,7 +142,7 @@ def check_static_shape(case: Case, base: Variation = _PLAIN) -> None:
 
 
 def check_neighbours(case: Case, base: Variation = _PLAIN) -> None:
-    """NaN in one sequence reaches no other, forward or backward."""
+    """Check that NaN in one sequence affects no other, forward or backward."""
     plain = evaluate(case, base)
     for n in range(case.sequences):
         outcome = evaluate(case, replace(base, poisoned=n))
@@ -153,12 +153,12 @@ def check_neighbours(case: Case, base: Variation = _PLAIN) -> None:
 
 
 def check_strides(case: Case, base: Variation = _PLAIN) -> None:
-    """Tensors need not be contiguous."""
+    """Check that tensors need not be contiguous."""
     _assert_same(evaluate(case, replace(base, strided=True)), evaluate(case, base))
 
 
 def check_repeats(case: Case, base: Variation = _PLAIN) -> None:
-    """Two runs agree to the bit."""
+    """Check that two runs are bitwise equal."""
     first, second = evaluate(case, base), evaluate(case, base)
     for name, pieces in first.rows.items():
         assert all(map(torch.equal, pieces, second.rows[name])), name
@@ -172,24 +172,24 @@ def check_kernel(
     device: torch.device | str = "cpu",
     backend: str = "triton",
 ) -> None:
-    """A kernel is as right as its dtype allows, and keeps the contract.
+    """Check that a kernel is as accurate as its dtype allows, and satisfies the contract.
 
-    Results and gradients err at most twice as much as the reference's in the same dtype, plus two
-    ulp, against the reference in float64; and `check_order`, `check_static_shape`,
+    The errors of results and gradients against the reference in float64 are at most twice those of
+    the reference in the same dtype, plus two ulp; and `check_order`, `check_static_shape`,
     `check_neighbours`, `check_strides` and `check_repeats` hold.
 
     Args:
-        case_for: Makes the case whose call takes this backend, that of the kernel or
-            ``"reference"``, with the same tensors each time.
-        dtype: In which the kernel computes.
-        device: Where.
-        backend: The kernel's.
+        case_for: Returns the case that calls a given backend (``backend`` or ``"reference"``), with
+            the same tensors each time.
+        dtype: Dtype of the kernel's tensors.
+        device: Device of the kernel's tensors.
+        backend: Backend of the kernel.
     """
     kernel = case_for(backend)
-    there = Variation(dtype=dtype, device=torch.device(device))
+    on_device = Variation(dtype=dtype, device=torch.device(device))
     gold = evaluate(_rounded(case_for("reference"), dtype), _PLAIN)
     baseline = evaluate(case_for("reference"), Variation(dtype=dtype))
-    actual = evaluate(kernel, there)
+    actual = evaluate(kernel, on_device)
     pairs = zip(_pairs(actual, gold), _pairs(baseline, gold), strict=True)
     for (name, x, exact), (_, same_dtype, _) in pairs:
         finite = exact.isfinite()
@@ -199,11 +199,11 @@ def check_kernel(
         except AssertionError as error:
             raise AssertionError(f"{name} in {dtype}: {error}") from None
     for check in (check_order, check_static_shape, check_neighbours, check_strides, check_repeats):
-        check(kernel, there)
+        check(kernel, on_device)
 
 
 def check_gradients(case: Case) -> None:
-    """Every gradient agrees with finite differences along random directions."""
+    """Check every gradient against finite differences along random directions."""
     if not case.has_true_gradient:
         return
     order = tuple(range(case.sequences))
@@ -218,14 +218,14 @@ def check_gradients(case: Case) -> None:
         }
         results = case.run(again, {name: given[name] for name in case.shared})
         results = (results,) if isinstance(results, Tensor) else results
-        # The difference of two infinite losses is no number.
+        # The difference of two infinite losses would be NaN.
         return tuple(torch.where(result.isinf(), 0, result) for result in results)
 
     torch.autograd.gradcheck(call, tuple(leaves.values()), fast_mode=True)
 
 
 def check_dtypes(case: Case) -> None:
-    """Narrow inputs are summed in float32: what is lost is the rounding of the results."""
+    """Check that narrow inputs are summed in float32, so that only the results are rounded."""
     if case.rounds_inside:
         return
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -241,13 +241,13 @@ def check_dtypes(case: Case) -> None:
 
 
 def check_dispatcher(case: Case) -> None:
-    """Through torch.library, where FLOPs are counted, the call and its gradients are the same."""
+    """Check that a call through torch.library under FlopCounterMode has the same results."""
     plain = evaluate(case, Variation())
     _assert_same(evaluate(case, Variation(), _counted), plain)
 
 
 def check_compiler(case: Case) -> None:
-    """The compiler traces the call without a break, to the same results."""
+    """Check that torch.compile traces the call without a graph break, with the same results."""
     torch._dynamo.reset()
     compile_whole = lambda run: torch.compile(run, fullgraph=True, backend="aot_eager")
     how = Variation(tail=3, extra=1)
@@ -264,11 +264,11 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     check_dtypes,
     check_dispatcher,
 )
-"""The checks that cost little; `check_compiler` takes a second or two."""
+"""The fast checks; `check_compiler` takes a second or two."""
 
 
 def _rounded(case: Case, dtype: torch.dtype) -> Case:
-    """The case with inputs that ``dtype`` can hold, still float64."""
+    """The case with inputs rounded to ``dtype``, as float64."""
     return replace(
         case,
         packed={
@@ -313,7 +313,7 @@ def _leaf(x: Tensor, strided: bool) -> Tensor:
 
 
 def _lengths(case: Case, name: str | None, order: Sequence[int]) -> list[int]:
-    """Rows of each sequence, in order; one each where there is no name."""
+    """Rows of each sequence, in order; one each if ``name`` is None."""
     return [1 if name is None else case.packed[name][n].shape[0] for n in order]
 
 
@@ -327,7 +327,7 @@ def _upstream(
         pieces.append(torch.randn(shape, generator=generator, dtype=torch.float64))
     rest = result.shape[0] - sum(piece.shape[0] for piece in pieces)
     pieces.append(torch.ones(rest, *result.shape[1:], dtype=torch.float64))
-    # What both widths can hold, so that a narrow outcome is judged by its own rounding alone.
+    # Exact in both narrow dtypes, so that only the rounding of the outcome is measured.
     exact = torch.cat(pieces).to(torch.bfloat16).to(torch.float16)
     return exact.to(result.device, result.dtype)
 
@@ -348,11 +348,11 @@ def _spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _pairs(actual: Outcome, expected: Outcome) -> list[tuple[str, Tensor, Tensor]]:
-    found = [
+    packed = [
         (name, torch.cat(pieces), torch.cat(expected.rows[name]))
         for name, pieces in actual.rows.items()
     ]
-    return found + [(name, x, expected.shared[name]) for name, x in actual.shared.items()]
+    return packed + [(name, x, expected.shared[name]) for name, x in actual.shared.items()]
 
 
 def _assert_same(actual: Outcome, expected: Outcome) -> None:
@@ -361,7 +361,7 @@ def _assert_same(actual: Outcome, expected: Outcome) -> None:
 
 
 def _assert_close(name: str, actual: Tensor, expected: Tensor) -> None:
-    # Another order of the same sum, no more.
+    # Allows only another order of the same sum.
     eps = torch.finfo(expected.dtype).eps
     rtol = 2**22 * eps if expected.dtype == torch.float64 else 64 * eps
     finite = expected[expected.isfinite()]

@@ -41,64 +41,63 @@ def transducer_loss(
         \ell_n = -\log \sum_{\pi} \prod_{(t, u) \in \pi} P_{tu}(\pi_{tu}), \qquad
         P_{tu} = \mathrm{softmax}(W \, \mathrm{act}(f_t + g_u) + b)
 
-    over all paths that start at frame 0 with no label, spend one blank per frame and emit the
-    labels y_1 to y_U in between; the last step is the blank of the last frame. The
-    (T_n, U_n + 1, V) tensors of all sequences never exist together: memory does not grow with N
-    (`set_workspace`). There is no double backward. What the activation gives is rounded to the
-    dtype of the arguments, as a layer's output is; sums are float32 (float64 for float64), and
-    those of the lattice float64. Under autocast the floating arguments are cast as for a matrix
-    product.
+    over all paths that start at frame 0 with no label, take one blank per frame and emit the labels
+    y_1 to y_U in between; the last step is the blank of the last frame. The (T_n, U_n + 1, V)
+    tensors of all sequences never exist at the same time, so memory does not grow with N
+    (`set_workspace`). There is no double backward. The activation's output is rounded to the dtype
+    of the arguments, like the output of a layer; sums are float32 (float64 for float64), and those
+    of the lattice float64. Under autocast the floating arguments are cast as for a matrix product.
 
-    A sequence of no frames can emit nothing: its loss is 0 without labels, else +inf. A loss of
-    +inf (also from logits of -inf) has zero gradient.
+    The loss of a sequence without frames is 0 without labels, else +inf. A loss of +inf (also from
+    logits of -inf) has zero gradient.
 
-    FastEmit multiplies the gradient that flows through every label by 1 + lambda, so that labels
-    come early; the value of the loss is unchanged. It is thus not the gradient of the value.
+    FastEmit multiplies the gradient of every label by 1 + lambda, so that labels are emitted
+    earlier. The value of the loss is unchanged, so the gradient is not that of the value.
 
     With ``durations`` this is the token-and-duration transducer (TDT): the last D rows of weight
-    and bias score how many frames the symbol lasts, by a softmax Q of their own, and
+    and bias score the duration of a symbol in frames, with a separate softmax Q, and
 
     .. math::
         \ell_n = -\log \sum_{\pi} \prod_{(t, u, d) \in \pi}
             e^{-\sigma} P_{tu}(\pi_{tu}) \, Q_{tu}(d)
 
-    over all paths whose every step goes on by its d frames: a blank by 1 at least, a label to a
-    frame that is there, and the last step, a blank, from any frame to exactly T_n. Where no path
-    fits, as where two frames are to be passed in steps of three, the loss is +inf. Sigma
-    under-normalizes P, so that long durations, which need fewer symbols, are preferred; the loss is
-    that of NeMo and of transformers' ``ParakeetForTDT``. FastEmit leaves the gradient of durations
-    alone, as in NeMo. NeMo's omega, the share of batches that train RNN-T, is a call without
-    durations, with the first V rows of weight and bias.
+    over all paths in which each step advances by its d frames: a blank by at least 1, a label to an
+    existing frame, and the last step, a blank, from any frame to exactly T_n. If no path exists,
+    for example for two frames with steps of three, the loss is +inf. Sigma under-normalizes P, so
+    that long durations, which need fewer symbols, are preferred; the loss equals that of NeMo and
+    of transformers' ``ParakeetForTDT``. FastEmit does not change the gradient of durations, as in
+    NeMo. For NeMo's omega, the fraction of batches that train RNN-T, call without durations, with
+    the first V rows of weight and bias.
 
     Args:
         encoded: f, (T, J), floating point.
-        predicted: g, (U + N, J), the dtype of ``encoded``: each sequence has one row more than
-            labels, the first for no label yet (``layout_targets.lengthened(1)``).
+        predicted: g, (U + N, J), the dtype of ``encoded``: each sequence has one more row than
+            labels; the first precedes all labels (``layout_targets.lengthened(1)``).
         targets: y, (U,), int32 or int64, each in [0, V) and not the blank; the tail is not read.
-        layout_frames: The sequences of ``encoded``.
-        layout_targets: The sequences of ``targets``, as many.
-        weight: W, (V, J), the dtype of ``encoded``; V counts the blank. (V + D, J) with durations.
+        layout_frames: Layout of ``encoded``.
+        layout_targets: Layout of ``targets``, with the same number of sequences.
+        weight: W, (V, J), the dtype of ``encoded``, with V including the blank; (V + D, J) with
+            durations.
         bias: b, (V,), the dtype of ``encoded``; (V + D,) with durations.
         blank_id: The blank's class, in [0, V).
         activation: ``"relu"`` or ``"tanh"``.
-        fastemit: lambda, not negative.
-        durations: D numbers of frames, increasing, none negative, such as (0, 1, 2, 3, 4); an RNN-T
-            without.
-        sigma: Not negative, and 0 without durations.
-        overwrite_inputs: Whether the backward writes the gradients of ``encoded`` and ``predicted``
-            over these tensors, as far as they require one, which saves their memory. Their values
-            are lost: each must be what an operation made, contiguous, in memory of its own; nothing
-            else may need it after this backward, which there is but once. What autograd still needs
-            of it is an error there, as after any operation in place. Not in compiled code, where
-            the compiler alone decides what is written where.
-        backend: Implementation to use; the fastest that can serve the call by default.
+        fastemit: Lambda of FastEmit, at least 0.
+        durations: D numbers of frames, increasing and at least 0, such as (0, 1, 2, 3, 4); None for
+            an RNN-T.
+        sigma: Under-normalization of a TDT, at least 0; 0 without durations.
+        overwrite_inputs: Whether the backward writes the gradients of ``encoded`` and
+            ``predicted``, if they require one, over these tensors, which saves memory. Each must be
+            the contiguous result of an operation and share no memory. Their values are lost: there
+            is no second backward, and autograd raises an error if another operation still needs
+            them, as after any in-place operation. Not supported in compiled code.
+        backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
         The loss of each sequence, (N,), float32 (float64 for float64).
 
     Raises:
-        ValueError: An argument is not as above. The values of ``targets`` are checked on a CPU
-            only, as a check would wait for a GPU.
+        ValueError: An argument is invalid. The values of ``targets`` are checked only on a CPU, as
+            the check would wait for a GPU.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 
     References:
@@ -140,7 +139,7 @@ def transducer_loss(
 
 
 def _overwritten(**tensors: Tensor) -> tuple[str, ...]:
-    """Over which tensors gradients are written, if that is asked for."""
+    """Names of the tensors over which gradients are written, for ``overwrite_inputs``."""
     if torch.compiler.is_compiling():
         remedy = "in compiled code, which decides on memory itself"
         raise checks.wrong(_NAME, "overwrite_inputs", f"be False {remedy}", True)
@@ -152,7 +151,7 @@ def _overwritten(**tensors: Tensor) -> tuple[str, ...]:
 
 
 def _count_durations(durations: tuple[int, ...] | None, sigma: float) -> int:
-    """How many rows of the weight score durations; checks what they say."""
+    """Check ``durations`` and ``sigma``, and return the number of durations."""
     if not sigma >= 0:
         raise checks.wrong(_NAME, "sigma", "be at least 0", sigma)
     if durations is None:

@@ -1,13 +1,12 @@
-"""`transducer_loss` on a CPU, its lattices in C++, in memory that is flat in the batch size.
+"""`transducer_loss` on a CPU with lattices in C++; memory does not grow with the batch size.
 
-Group by group of sequences: logits, chunk by chunk of frames, and what they give for the blank and
-the label of each node; the lattices of the group, a sequence for each thread; then the gradient of
-the logits, in their place, and its products, chunk by chunk.
+Sequences are processed in groups. For each group, the logits and the log-probabilities of blank and
+label are computed in chunks of frames; then the lattices, with one thread per sequence; then the
+gradient of the logits, in place, and its products, again in chunks.
 
-Peak memory, beside the arguments and their gradients: what groups keep, logits and 12 bytes for
-each node, in 32 MiB for each thread or the workspace (`workspace.set_workspace`), whichever is
-less; and the chunk. A sequence that needs more has its logits made twice, and keeps 12 bytes for
-each node alone.
+Peak memory, beside the arguments and their gradients: one group's logits and 12 bytes for each
+node, in the workspace (`workspace.set_workspace`) but at most 32 MiB per thread; and one chunk. For
+a sequence that needs more, the logits are computed twice, and 12 bytes for each node are kept.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from effasr_kernels.transducer_loss.definition import TransducerArguments
 from effasr_kernels.transducer_loss.workspace import workspace
 
 _GROUP_BYTES = 32 * 2**20
-"""For each thread. More is not faster: the system takes its time to give new memory."""
+"""Memory of a group for each thread. More is not faster, as allocating new memory takes time."""
 _PLANE_BYTES = 12
 
 
 def unsupported_reason(a: TransducerArguments) -> str | None:
-    """The reason for which these arguments cannot be served, or None."""
+    """The reason why this backend does not support these arguments, or None."""
     if a.durations is not None:
-        return "has no lattice of durations"
+        return "does not support durations"
     return refusal(a.encoded)
 
 
@@ -50,7 +49,7 @@ def run(a: TransducerArguments) -> Tensor:
         *(a.blank_id, a.activation, a.fastemit, a.encoded.dtype),
     )
     packed = {"encoded": a.encoded, "predicted": a.predicted}
-    # What is written over has to be the argument itself, and is widened by chunks.
+    # An overwritten input must be the argument itself; its chunks are widened instead.
     inputs = {name: x if name in a.overwritten else widen(x) for name, x in packed.items()}
     inputs |= {"weight": widen(a.weight), "bias": widen(a.bias)}
     return differentiable("transducer_loss", losses, inputs, a.overwritten)
@@ -103,7 +102,7 @@ class _Losses:
         return losses
 
     def _groups(self, count: int) -> Iterator[Iterator[Sequence]]:
-        """Runs of sequences, of which ``count`` floats are kept for each node."""
+        """Divide sequences into groups, which keep ``count`` further floats for each node."""
         rows_f, rows_y = (list(x.cu_seqlens_host) for x in (self.frames, self.labels))
         lengths = zip(pairwise(rows_f), pairwise(rows_y), strict=True)
         nodes = [(t_end - t) * (u_end - u + 1) for (t, t_end), (u, u_end) in lengths]
@@ -121,7 +120,7 @@ class _Losses:
             yield members(begin, end)
 
     def _clear(self, gradients: tuple[Tensor, ...]) -> None:
-        """Begin with zeros, but where inputs may be: there, past the last sequence alone."""
+        """Set the gradients to zero; those of packed inputs only in the tail, as they may alias."""
         if not gradients:
             return
         of_encoded, of_predicted, of_weight, of_bias = gradients
@@ -131,14 +130,14 @@ class _Losses:
         of_bias.zero_()
 
     def _sum_paths(self, own: slice, planes: Tensor, with_gradient: bool) -> Tensor:
-        """Log-likelihoods; how probable each step is takes the place of its log-probability."""
+        """Return log-likelihoods, and replace log-probabilities of steps by their occupancies."""
         ends = slice(own.start, own.stop + 1)
         cu_frames, cu_labels = (x.cu_seqlens[ends].contiguous() for x in (self.frames, self.labels))
         first_nodes = lattice.node_offsets(cu_frames, cu_labels)[:-1]
-        given = planes[0], planes[1], cu_frames, cu_labels, first_nodes
+        arguments = planes[0], planes[1], cu_frames, cu_labels, first_nodes
         if not with_gradient:
-            return lattice.transducer_log_likelihood(*given)
-        total, _, _ = lattice.transducer_occupancies(*given, in_place=True)
+            return lattice.transducer_log_likelihood(*arguments)
+        total, _, _ = lattice.transducer_occupancies(*arguments, in_place=True)
         return total
 
     def _differentiate(

@@ -1,6 +1,6 @@
-"""Rows of the joint and of its logits on a CPU, some frames of a sequence at a time.
+"""The joint network and its logits on a CPU, in chunks of frames of a sequence.
 
-Beside what it keeps for each node, a chunk needs little enough to stay in a core's cache.
+The temporary tensors of a chunk fit in a core's cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CHUNK_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """Where a sequence is: its rows, and its nodes, counted from the first of its group."""
+    """The rows of a sequence, and its nodes relative to the first of its group."""
 
     number: int
     frames: slice
@@ -27,7 +27,7 @@ class Sequence:
     nodes: slice
 
     def chunks(self, width: int) -> Iterator[Chunk]:
-        """Its frames in order, where a node makes ``width`` floats."""
+        """Yield chunks of its frames in order, where a node needs ``width`` floats."""
         states = self.states.stop - self.states.start
         count = max(1, _CHUNK_BYTES // (4 * width * states))
         node = self.nodes.start
@@ -40,7 +40,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some frames of a sequence, and their nodes; ``shape`` counts frames and states."""
+    """Some frames of a sequence and their nodes; ``shape`` is (frames, states)."""
 
     sequence: Sequence
     frames: slice
@@ -50,17 +50,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """The network, and what is kept of each node between the passes.
+    """The joint network, and the numbers of each node that are kept between the passes.
 
     Attributes:
         inputs: encoded, predicted, weight and bias.
         targets: y, int64.
         blank_id: The blank's class.
         activation: ``"relu"`` or ``"tanh"``.
-        dtype: To which the activation's output is rounded.
-        planes: float32 (3, nodes): log-probabilities of blank and label, in the place of which the
-            probabilities of these steps are expected; and the sum of a node's exponentials.
-        logits: (nodes, V), exponentials of logits below the largest; None to make them again.
+        dtype: Dtype to which the activation's output is rounded.
+        planes: float32 (3, nodes): the log-probabilities of blank and label, which the caller
+            replaces by the occupancies before `differentiate`; and the sum of the exponentials.
+        logits: (nodes, V), exponentials of the logits minus their maximum; None to recompute them.
     """
 
     inputs: tuple[Tensor, ...]
@@ -72,7 +72,7 @@ class Joint:
     logits: Tensor | None
 
     def score(self, chunk: Chunk) -> None:
-        """Fill the planes, and the logits."""
+        """Compute the planes and the logits of a chunk."""
         z = self._logits(self._join(chunk))
         blank = z[:, self.blank_id].clone()
         label = z.view(*chunk.shape, -1)[:, :-1].gather(2, self._columns(chunk))[..., 0]
@@ -81,19 +81,19 @@ class Joint:
         torch.sum(exponentials, -1, out=sums)
         log_sums = sums.log()
         torch.sub(blank, log_sums, out=log_blank)
-        # In the last state there is no label.
+        # The last state has no label.
         log_label.view(chunk.shape)[:, :-1] = label - log_sums.view(chunk.shape)[:, :-1]
 
     def differentiate(
         self, chunk: Chunk, gradients: tuple[Tensor, ...], scale: float, fastemit: float
     ) -> None:
-        """Add to the gradients, but for that of ``encoded``, which is complete and is written.
+        """Add a chunk to the gradients; that of ``encoded`` is complete and is written.
 
         Args:
-            chunk: Of which the planes hold probabilities; they and the logits are used up.
-            gradients: Of encoded; of the sequence's rows of predicted; of weight; of bias.
-            scale: Of the loss in the sum that is differentiated.
-            fastemit: What labels count more.
+            chunk: A chunk whose planes hold occupancies. They and the logits are overwritten.
+            gradients: Gradients of encoded, the sequence's rows of predicted, weight and bias.
+            scale: Weight of the loss in the sum that is differentiated.
+            fastemit: Lambda of FastEmit.
         """
         of_encoded, of_states, of_weight, of_bias = gradients
         h = self._join(chunk)
@@ -114,7 +114,7 @@ class Joint:
             da = torch.ops.aten.tanh_backward(da, h)
         da = da.view(*chunk.shape, -1)
         of_states += da.sum(0)
-        # Perhaps over the rows themselves, which nobody needs any more.
+        # May overwrite the rows of ``encoded``, which are no longer needed.
         of_encoded[chunk.frames] = da.sum(1)
 
     def _join(self, chunk: Chunk) -> Tensor:
@@ -122,16 +122,16 @@ class Joint:
         encoded, predicted, *_ = self.inputs
         h = widen(encoded[chunk.frames])[:, None] + widen(predicted[chunk.sequence.states])
         h = h.relu_() if self.activation == "relu" else h.tanh_()
-        # As a layer of that dtype would, for a product of matrices.
+        # Rounded like the output of a layer in that dtype.
         return h.to(self.dtype).to(h.dtype).flatten(0, 1)
 
     def _logits(self, h: Tensor) -> Tensor:
-        """(nodes, V), less the largest of each node."""
+        """The logits, (nodes, V), minus the maximum of each node."""
         *_, weight, bias = self.inputs
         z = torch.addmm(bias, h, weight.T)
         z -= z.amax(-1, keepdim=True)
         return z
 
     def _columns(self, chunk: Chunk) -> Tensor:
-        """The label that each node but those of the last state may emit, (frames, U, 1)."""
+        """The label of each node except those of the last state, (frames, U, 1)."""
         return self.targets[chunk.sequence.labels].expand(chunk.shape[0], -1)[..., None]

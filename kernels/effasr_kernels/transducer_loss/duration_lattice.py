@@ -14,7 +14,7 @@ from effasr_kernels.transducer_loss.lattice import skew, unskew
 def log_likelihood(
     log_blank: Tensor, log_label: Tensor, log_duration: Tensor, durations: Sequence[int]
 ) -> Tensor:
-    """The first result of `occupancies`, for half the work."""
+    """Compute only the log-likelihood of `occupancies`, with half the work."""
     steps = _steps(durations)
     arcs = _arcs(log_blank, log_label, log_duration, durations)
     return _sum_paths(torch.stack(list(map(_move, arcs, steps))), steps)[-1, -1]
@@ -29,32 +29,32 @@ def occupancies(
         \alpha_{t,u} = \sum_{d \geq 1} \alpha_{t-d,u} \, b_{t-d,u} \, q^d_{t-d,u}
             + \sum_d \alpha_{t-d,u-1} \, l_{t-d,u-1} \, q^d_{t-d,u-1}
 
-    for t < T, and for (T, U), where paths end, the first sum alone; with alpha(0, 0) = 1. Beta is
-    the same sum in the lattice that is turned round. Both are logarithms, in float64.
+    for t < T; for (T, U), where paths end, only the first sum; with alpha(0, 0) = 1. Beta is the
+    same sum in the reversed lattice. Both are computed as logarithms, in float64.
 
     Args:
         log_blank: log b, (T, U + 1), the log-probability of the blank.
-        log_label: log l, (T, U), of the next label.
-        log_duration: log q, (T, U + 1, D), of each duration.
+        log_label: log l, (T, U), the log-probability of the next label.
+        log_duration: log q, (T, U + 1, D), the log-probability of each duration.
         durations: d, in frames.
 
     Returns:
-        The log-likelihood (), and the probabilities (T, U + 1) that a path takes the blank, and the
-        label, of each node, and (T, U + 1, D) each duration; all float64. Where the log-likelihood
-        is -inf, they are zero.
+        The log-likelihood, (); the probabilities that a path takes the blank and the label of each
+        node, (T, U + 1); and each duration, (T, U + 1, D). All are float64. If the log-likelihood
+        is -inf, the probabilities are zero.
     """
     steps = _steps(durations)
     arcs = _arcs(log_blank, log_label, log_duration, durations)
     alpha = _sum_paths(torch.stack(list(map(_move, arcs, steps))), steps)
-    # As seen from the end, an arc leads to where it comes from.
-    turned_beta = _sum_paths(arcs.flip(1, 2), steps)
+    # In the reversed lattice an arc leads to the node where it starts.
+    reversed_beta = _sum_paths(arcs.flip(1, 2), steps)
     total = alpha[-1, -1]
-    # Where no path exists, subtracting its likelihood would make NaN of zeros.
+    # Without a path, -inf - -inf would be NaN instead of zero.
     past = alpha - total.masked_fill(total == -torch.inf, torch.inf)
     took_blank, took_label = torch.zeros_like(alpha), torch.zeros_like(alpha)
     took_duration = alpha.new_zeros(*alpha.shape, len(durations))
     for arc, step in zip(arcs, steps, strict=True):
-        passed = (past + arc + _move(turned_beta, step).flip(0, 1)).exp_()
+        passed = (past + arc + _move(reversed_beta, step).flip(0, 1)).exp_()
         frames, labels = step
         (took_label if labels else took_blank).add_(passed)
         took_duration[..., durations.index(frames)] += passed
@@ -62,18 +62,18 @@ def occupancies(
 
 
 _Step = tuple[int, int]
-"""Frames and labels that a step passes."""
+"""Numbers of frames and of labels by which a step advances."""
 
 
 def _steps(durations: Sequence[int]) -> list[_Step]:
-    """Those of the blank, which passes a frame at least, then those of labels."""
+    """The steps of the blank, which advance by at least one frame, then those of labels."""
     return [(d, 0) for d in durations if d > 0] + [(d, 1) for d in durations]
 
 
 def _arcs(
     log_blank: Tensor, log_label: Tensor, log_duration: Tensor, durations: Sequence[int]
 ) -> Tensor:
-    """Each step from each node, and from the frame past the last, (K, T + 1, U + 1) float64."""
+    """Log-probability of each step from each node and from frame T: float64 (K, T + 1, U + 1)."""
     frames, states = log_blank.shape
     blank, label, duration = log_blank.double(), log_label.double(), log_duration.double()
     steps = _steps(durations)
@@ -82,7 +82,7 @@ def _arcs(
         inside = max(frames - d, 0)
         passes = duration[..., durations.index(d)]
         if labels:
-            # The frame it leads to has to be there: paths end by a blank.
+            # A label must lead to an existing frame, as paths end with a blank.
             torch.add(label[:inside], passes[:inside, :-1], out=arc[:inside, :-1])
             continue
         torch.add(blank[:inside], passes[:inside], out=arc[:inside])
@@ -92,7 +92,7 @@ def _arcs(
 
 
 def _move(table: Tensor, step: _Step) -> Tensor:
-    """What each node holds, (T + 1, U + 1), where the step leads from there; elsewhere -inf."""
+    """Move the value of each node, (T + 1, U + 1), to where the step leads; -inf elsewhere."""
     rows, columns = table.shape
     frames, labels = step
     return F.pad(table, (labels, 0, frames, 0), value=-torch.inf)[:rows, :columns]
@@ -102,12 +102,12 @@ def _sum_paths(arcs: Tensor, steps: Sequence[_Step]) -> Tensor:
     """Log of the sum over paths from the first node to each, (T + 1, U + 1).
 
     Args:
-        arcs: (K, T + 1, U + 1), the log-probability of each step, where it leads to.
-        steps: K.
+        arcs: (K, T + 1, U + 1), the log-probability of each step at the node to which it leads.
+        steps: The K steps.
     """
     by_diagonal = torch.stack([skew(arc) for arc in arcs], dim=1)
     diagonals, _, states = by_diagonal.shape
-    # In front of the first diagonal, and of the first column, there is nothing to come from.
+    # Before the first diagonal and the first column there is padding of -inf.
     first, width = max(map(sum, steps)), states + 1
     sums = arcs.new_full((first + diagonals, width), -torch.inf)
     sums[first, 1] = 0
@@ -116,6 +116,6 @@ def _sum_paths(arcs: Tensor, steps: Sequence[_Step]) -> Tensor:
     index = torch.tensor(origin, device=arcs.device)[:, None] + index
     for diagonal in range(1, diagonals):
         index += width
-        came = sums.take(index).add_(by_diagonal[diagonal])
-        torch.logsumexp(came, 0, out=sums[first + diagonal, 1:])
+        incoming = sums.take(index).add_(by_diagonal[diagonal])
+        torch.logsumexp(incoming, 0, out=sums[first + diagonal, 1:])
     return unskew(sums[first:, 1:])

@@ -1,4 +1,4 @@
-"""The sum over all paths of a transducer's lattice, and how much of it passes each step."""
+"""The log-likelihood of a transducer's lattice over all paths, and the occupancies of its steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def log_likelihood(log_blank: Tensor, log_label: Tensor) -> Tensor:
-    """The first result of `occupancies`, for half the work."""
+    """Compute only the log-likelihood of `occupancies`, with half the work."""
     return _forward(*_steps(log_blank, log_label))[-1, -1]
 
 
@@ -18,22 +18,22 @@ def occupancies(log_blank: Tensor, log_label: Tensor) -> tuple[Tensor, Tensor, T
         \alpha_{t,u} &= \alpha_{t-1,u} \, b_{t-1,u} + \alpha_{t,u-1} \, l_{t,u-1} \\
         \beta_{t,u} &= b_{t,u} \, \beta_{t+1,u} + l_{t,u} \, \beta_{t,u+1}
 
-    in the logarithm, with alpha(0, 0) = beta(T, U) = 1. In float64: in float32 the error of an
-    occupancy grows past 1 % at T = 1000.
+    with alpha(0, 0) = beta(T, U) = 1, as logarithms in float64. (In float32 the error of an
+    occupancy exceeds 1 % at T = 1000.)
 
     Args:
         log_blank: log b, (T, U + 1), the log-probability to go to the next frame.
-        log_label: log l, (T, U), to emit the next label.
+        log_label: log l, (T, U), the log-probability to emit the next label.
 
     Returns:
-        The log-likelihood (), and the probabilities (T, U + 1) that a path takes the blank, and the
-        label, of each node; all float64. Where the log-likelihood is -inf, they are zero.
+        The log-likelihood, (), and the probabilities that a path takes the blank and the label of
+        each node, (T, U + 1); all float64. If the log-likelihood is -inf, they are zero.
     """
     blank, label = _steps(log_blank, log_label)
     alpha = _forward(blank, label)
     beta = _backward(blank, label)
     total = alpha[-1, -1]
-    # Where no path exists, subtracting its likelihood would make NaN of zeros.
+    # Without a path, -inf - -inf would be NaN instead of zero.
     offset = total.masked_fill(total == -torch.inf, torch.inf)
     past = alpha[:-1] - offset
     took_blank = (past + blank + beta[1:]).exp()
@@ -75,7 +75,7 @@ def _backward(blank: Tensor, label: Tensor) -> Tensor:
 
 
 def skew(x: Tensor) -> Tensor:
-    """Lay (T, S) out by anti-diagonal: row t + u, column u; -inf where there is no node."""
+    """Rearrange (T, S) by anti-diagonal: row t + u, column u; -inf elsewhere."""
     frames, states = x.shape
     diagonals = frames + states - 1
     out = x.new_full((states, diagonals), -torch.inf, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""How much memory `transducer_loss` may work in, beside its arguments and their gradients."""
+"""The memory limit of `transducer_loss`, beside its arguments and their gradients."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ class _Workspace:
 
 
 def set_workspace(size: int) -> int:
-    """Set how many bytes the Triton backend works in; 512 MiB unless this is called.
+    """Set the size of the workspace; the default is 512 MiB.
 
-    The backend ``cpp`` takes of it what it needs, at most 32 MiB for each thread.
+    The Triton backend uses a quarter for numbers of lattice nodes, and three quarters for rows of
+    the joint's output and of the logits' gradient. A larger workspace makes products larger and
+    launches fewer; results change only by rounding. The minimum is one frame of one sequence and
+    the lattice of one sequence, however small the workspace; see
+    `effasr_kernels.transducer_loss.triton.backend`. The backend ``cpp`` uses at most 32 MiB for
+    each thread of it.
 
-    A quarter is for numbers of lattice nodes, three quarters for rows of the joint's output and of
-    the logits' gradient. More makes products larger and launches fewer; results change by rounding
-    alone. One frame of one sequence, and the lattice of one sequence, are the least that is held at
-    a time, however small the workspace; `effasr_kernels.transducer_loss.triton.backend` has more.
-
-    The setting holds for the process (autograd runs backward passes in threads of its own), so it
-    belongs to programs, not to libraries. Compiled code keeps what held when it was compiled.
+    The setting applies to the whole process (autograd runs backward passes in its own threads), so
+    programs should set it, not libraries. Compiled code keeps the value from its compilation.
 
     Args:
-        size: In bytes, positive.
+        size: Size in bytes, positive.
 
     Returns:
         The setting before this call, to restore it.
 
     Raises:
-        ValueError: The size is not positive.
+        ValueError: ``size`` is not positive.
     """
     if size <= 0:
         raise ValueError(f"`size` must be positive, but is {size}.")
@@ -39,5 +39,5 @@ def set_workspace(size: int) -> int:
 
 
 def workspace() -> int:
-    """The bytes that `set_workspace` has set."""
+    """The size of the workspace in bytes."""
     return _Workspace.bytes

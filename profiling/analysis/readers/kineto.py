@@ -85,7 +85,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _parts(text: str, path: Path) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-    """What stands around the list of events, and the events."""
+    """Return the fields around the list of events, and the events."""
     if text.lstrip()[:1] == "[":
         # Chrome's array form, which may be cut off.
         return {}, _events(text, text.index("[") + 1, path, [])
@@ -134,7 +134,7 @@ def _damaged(path: Path, error: Exception) -> ValueError:
 
 
 def nanoseconds(time: str | int) -> int:
-    """A time in microseconds, as it is written, in ns."""
+    """Return a time in microseconds, as it is written, in ns."""
     if isinstance(time, int):
         return time * 1000
     if time[-4:-3] == "." and time[-3:].isdecimal():
@@ -282,7 +282,7 @@ def _span(event: dict[str, Any]) -> tuple[int, int]:
 
 
 def _number(value: Any) -> int:
-    """A thread, stream or count; what is no number gets one of its own."""
+    """Return a thread, stream or count; what is no number gets one of its own."""
     if isinstance(value, int):
         return value
     try:

@@ -18,7 +18,7 @@ _BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$|Accum
 
 
 def is_backward(name: str) -> bool:
-    """Whether an operator of this name is part of the backward."""
+    """Return whether an operator of this name is part of the backward."""
     return _BACKWARD.search(name) is not None
 
 

@@ -18,11 +18,11 @@ def sort_key(ranges: np.ndarray, order_of_names: np.ndarray | None = None) -> np
 
 
 def parents(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The innermost other range in which each range begins, or -1; int64 (n,).
+    """Return the innermost other range in which each range begins, or -1; int64 (n,).
 
     Args:
         starts: Sorted as `sort_key` sorts.
-        ends: Of the same ranges. They need not nest: ranges that are started and ended, not
+        ends: Ends of the same ranges. They need not nest: ranges that are started and ended, not
             pushed and popped, may cross.
     """
     parent = [-1] * len(starts)

@@ -131,11 +131,11 @@ class _Reader:
         return self.connection.execute(f'SELECT {asked} FROM "{table}"{condition}').fetchall()
 
     def process(self, identifier: int) -> int:
-        """The number of the process of a globalTid or globalPid."""
+        """Return the number of the process of a globalTid or globalPid."""
         return self.processes.setdefault(identifier & _PROCESS_MASK, len(self.processes))
 
     def name(self, string: int) -> int:
-        """The number of the name of a StringIds row."""
+        """Return the number of the name of a StringIds row."""
         number = self.renamed.get(string)
         if number is None:
             text = self.strings.get(string, "(no name)")
@@ -324,6 +324,6 @@ def _copy_name(kind: int, source: int, target: int) -> str:
 
 
 def rank_of(path: Path) -> int | None:
-    """The rank that a file's name gives, as in ``trace_rank3_p812.sqlite``."""
+    """Return the rank that a file's name gives, as in ``trace_rank3_p812.sqlite``."""
     match = re.search(r"rank[_-]?(\d+)", path.name)
     return int(match[1]) if match else None

@@ -9,7 +9,7 @@ from analysis.readers.table import NONE, WORK, Kind
 
 
 def work(ranges: np.ndarray) -> np.ndarray:
-    """The stretches of time in which each operator itself runs, without those that it calls.
+    """Return the stretches of time in which each operator itself runs, without those that it calls.
 
     Args:
         ranges: Rows of `RANGE`, of one process.

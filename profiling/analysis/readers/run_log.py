@@ -14,7 +14,7 @@ _BINS = 20
 
 
 def summarize(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of a run's log; empty where there is no line.
+    """Return the figures of a run's log; empty where there is no line.
 
     Args:
         metrics: Lines of metrics.jsonl.

@@ -24,7 +24,7 @@ class Subject:
     """What one report is about.
 
     Attributes:
-        name: Of the run directory or the first file.
+        name: Name of the run directory or the first file.
         captures: Files with captures, of one rank each or of several.
         metrics: Lines of metrics.jsonl, oldest first.
         notes: On what could not be read.
@@ -63,7 +63,7 @@ def gather(paths: list[Path]) -> Subject:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a path is a run directory."""
+    """Return whether a path is a run directory."""
     return (path / METRICS).is_file()
 
 
@@ -92,7 +92,7 @@ def _add_folder(subject: Subject, folder: Path) -> None:
 
 
 def _is_capture(path: Path) -> bool:
-    """Whether a file that nobody named is a capture: other JSON lies about, too."""
+    """Return whether a file that nobody named is a capture: other JSON lies about, too."""
     with path.open("rb") as file:
         start = file.read(65536)
     if start.startswith(_SQLITE):
@@ -126,7 +126,7 @@ def read(path: Path) -> Table:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; one that was cut short at the end is left out.
+    """Return the lines of a metrics.jsonl; one that was cut short at the end is left out.
 
     Raises:
         ValueError: A line before the last is damaged.
@@ -148,7 +148,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def column(metrics: list[dict[str, Any]], key: str) -> list[float]:
-    """The finite numbers under a key, of the lines that have one."""
+    """Return the finite numbers under a key, of the lines that have one."""
     values = [line.get(key) for line in metrics]
     return [
         float(value)

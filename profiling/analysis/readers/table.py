@@ -74,7 +74,7 @@ class Process:
 
     Attributes:
         source: Name of the file.
-        pid: Of the process.
+        pid: Pid of the process.
         rank: Among the ranks of a run, where it is known.
         epoch: What to add to its times to get ns since 1970; 0 where unknown.
     """
@@ -103,13 +103,13 @@ class Table:
     """What the profilers saw.
 
     Attributes:
-        names: Of kernels, calls and ranges: columns ``name`` point here.
+        names: Names of kernels, calls and ranges: columns ``name`` point here.
         processes: Columns ``process`` point here.
         work: Rows of `WORK`.
         launches: Rows of `LAUNCH`: calls of the CUDA runtime and driver.
         ranges: Rows of `RANGE`: what was annotated, and operators.
         overhead: int64 (n, 3): process, begin and end of what the profiler did itself.
-        notes: On the quality of the capture.
+        notes: Notes on the quality of the capture.
         facts: What there is to know about the capture, by name.
     """
 
@@ -136,7 +136,7 @@ class Names:
         self._numbers: dict[str, int] = {}
 
     def number(self, name: str) -> int:
-        """The number of a name."""
+        """Return the number of a name."""
         number = self._numbers.get(name)
         if number is None:
             number = self._numbers[name] = len(self.list)

@@ -35,7 +35,7 @@ def cases(workload: Workload) -> list[Case]:
 
 
 def heads(workload: Workload, layout: PackedLayout) -> Tensor:
-    """A leaf (rows, H, D)."""
+    """Return a leaf (rows, H, D)."""
     return workload.rows_of(layout, workload.widths.heads, workload.head_width)
 
 
@@ -73,7 +73,7 @@ def _case(workload: Workload, kind: str, layout_q: PackedLayout, layout_k: Packe
 
 
 def _without_tail(layout: PackedLayout) -> PackedLayout:
-    """The sequences alone, as callers of these packages make them."""
+    """Return the sequences alone, as callers of these packages make them."""
     lengths = [length for length in layout.lengths if length]
     return PackedLayout.from_lengths(lengths, layout.device)
 
@@ -83,7 +83,7 @@ def _packed(
     layouts: tuple[PackedLayout, PackedLayout],
     attend: Callable[[Tensor, Tensor, Tensor, PackedLayout, PackedLayout], Tensor],
 ) -> Contender:
-    """A contender on packed rows, without a tail and without empty sequences."""
+    """Return a contender on packed rows, without a tail and without empty sequences."""
     q, k, v, upstream = inputs
     layout_q, layout_k = map(_without_tail, layouts)
     q, k, v = (
@@ -152,7 +152,7 @@ def _flash(
     layouts: tuple[PackedLayout, PackedLayout],
     causal: bool,
 ) -> Contender:
-    """A FlashAttention package, as it comes."""
+    """Return a FlashAttention package, as it comes."""
     function = importlib.import_module(module).flash_attn_varlen_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor, a: PackedLayout, b: PackedLayout) -> Tensor:

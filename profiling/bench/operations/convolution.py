@@ -149,7 +149,7 @@ def stem(workload: Workload) -> Case:
 
 
 def strided(workload: Workload) -> Case:
-    """A later halving of time and frequency."""
+    """Return a later halving of time and frequency."""
     layout, bands = workload.frame_layout, workload.widths.mels // 4
     channels = workload.widths.channels
     x = workload.rows_of(layout.scaled(2), bands, channels)
@@ -183,7 +183,7 @@ def strided(workload: Workload) -> Case:
 
 
 def _columns(x: Tensor) -> Tensor:
-    """The place in time of each row of (B, C, T, F): (T,)."""
+    """Return the place in time of each row of (B, C, T, F): (T,)."""
     return torch.arange(x.shape[2], device=x.device)
 
 
@@ -199,7 +199,7 @@ def _conv2d(
     upstream: Tensor,
     before: Padding | None = None,
 ) -> Contender:
-    """A contender on (B, C, T, F); taps (C, 1, 3, 3) are compared as (C, 9)."""
+    """Return a contender on (B, C, T, F); taps (C, 1, 3, 3) are compared as (C, 9)."""
 
     def packed(name: str, found: Tensor) -> Tensor:
         if name == "x" and before is not None:

@@ -17,7 +17,7 @@ _PAGE = 64
 
 
 def cases(workload: Workload) -> list[Case]:
-    """A token of each hypothesis: of one, for one sequence and many, and of a beam."""
+    """Return a token of each hypothesis: of one, for one sequence and many, and of a beam."""
     frames, tokens = (lengths[:_SEQUENCES] for lengths in workload.lengths)
     return [
         cross(workload, frames[:1], 1, "cross, one sequence"),
@@ -66,7 +66,7 @@ def _of_results(call: Callable[[], Tensor], leaves: dict[str, Tensor], moved: in
 
 
 def cross(workload: Workload, lengths: list[int], hypotheses: int, kind: str) -> Case:
-    """The hypotheses of each sequence attend to its encoded speech."""
+    """Return the hypotheses of each sequence attend to its encoded speech."""
     cache, heads, width = Cache(workload, lengths), workload.widths.heads, workload.head_width
     q = workload.draw(len(lengths) * hypotheses, heads, width).detach()
     moved = cache.moved + 2 * q.numel() * q.element_size()
@@ -92,7 +92,7 @@ def cross(workload: Workload, lengths: list[int], hypotheses: int, kind: str) ->
 
 
 def itself(workload: Workload, lengths: list[int]) -> Case:
-    """The newest token of each sequence enters the cache, and attends to all so far."""
+    """Return the newest token of each sequence enters the cache, and attends to all so far."""
     cache, heads, width = Cache(workload, lengths), workload.widths.heads, workload.head_width
     q, new_k, new_v = (
         workload.draw(len(lengths), heads, width).detach().roll(i, -1) for i in range(3)
@@ -132,7 +132,7 @@ def itself(workload: Workload, lengths: list[int]) -> Case:
 
 
 def append(workload: Workload, lengths: list[int]) -> Case:
-    """Keys and values of all tokens of some prompts enter the cache."""
+    """Return keys and values of all tokens of some prompts enter the cache."""
     cache, heads, width = Cache(workload, lengths), workload.widths.heads, workload.head_width
     sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths]).int().to(workload.device)

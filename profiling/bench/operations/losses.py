@@ -30,11 +30,11 @@ def _weight(workload: Workload, classes: int) -> Tensor:
 
 
 def cross_entropy(workload: Workload, smoothing: float, *, of_speech: bool = False) -> Case:
-    """All return the sum over tokens; rows past the last token are ignored.
+    """Return loss functions that sum over tokens; rows past the last token are ignored.
 
     Args:
         workload: The batch.
-        smoothing: Of the labels.
+        smoothing: Smoothing of the labels.
         of_speech: At the size of a micro-batch of Canary flash, few tokens and few classes, where
             all logits fit in memory and eager computes them once.
     """
@@ -110,7 +110,7 @@ def cross_entropy(workload: Workload, smoothing: float, *, of_speech: bool = Fal
 
 
 def ctc(workload: Workload) -> Case:
-    """A loss for each utterance; the blank is the last class."""
+    """Return a loss for each utterance; the blank is the last class."""
     classes = workload.widths.vocabulary + 1
     frames, tokens = workload.frame_layout, workload.token_layout
     hidden, weight = workload.rows_of(frames, workload.width), _weight(workload, classes)

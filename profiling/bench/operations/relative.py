@@ -79,7 +79,7 @@ def _padded(
 
 
 def _by_position(q: Tensor, bias: Tensor, table: Tensor) -> Tensor:
-    """Scores by distance, turned into columns of keys: (B, H, T, T)."""
+    """Return scores by distance, turned into columns of keys: (B, H, T, T)."""
     scores = (q + bias[:, None]) @ table.permute(1, 2, 0)
     batch, heads, rows, columns = scores.shape
     shifted = F.pad(scores, (1, 0)).view(batch, heads, columns + 1, rows)[:, :, 1:]

@@ -11,7 +11,7 @@ import numpy as np
 from bench.workload import LISTED, read_durations
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
-from effasr.data.features.frame_geometry import Framing
+from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sampling.shuffle import shuffled
@@ -28,28 +28,32 @@ class Workload:
     """A corpus that exists only as lengths.
 
     Attributes:
-        seconds: Of each utterance.
+        seconds: Seconds of each utterance.
         lengths: The same as frames and tokens.
         classes: Tokens of the vocabulary.
+        framing: From samples to encoder frames.
     """
 
     seconds: list[float]
     lengths: UtteranceLengths
     classes: int
+    framing: Framing = FASTCONFORMER
 
     @classmethod
-    def of(cls, count: int, classes: int, longest: float) -> Workload:
+    def of(
+        cls, count: int, classes: int, longest: float, framing: Framing = FASTCONFORMER
+    ) -> Workload:
         """Utterances of the list's durations, in a random order that is always the same."""
         rng = np.random.default_rng(0)
         listed = np.minimum(np.array(read_durations(LISTED)), longest)
         seconds = rng.choice(listed, count)
-        frames = [Framing().frames(round(x * 16_000)) for x in seconds]
+        frames = [framing.frames(round(x * 16_000)) for x in seconds]
         tokens = [len(PROMPT) + max(1, round(TOKENS_PER_SECOND * x)) for x in seconds]
         lengths = UtteranceLengths(np.array(frames, np.int32), np.array(tokens, np.int32))
-        return cls(seconds.tolist(), lengths, classes)
+        return cls(seconds.tolist(), lengths, classes, framing)
 
     def example(self, index: int) -> Example:
-        """A stretch of the noise, and random tokens."""
+        """Return a stretch of the noise, and random tokens."""
         rng = np.random.default_rng(index)
         begin = int(rng.integers(_NOISE_STARTS))
         noise = _noise(_NOISE_STARTS + round(max(self.seconds) * 16_000))
@@ -59,13 +63,14 @@ class Workload:
         return Example(str(index), audio, list(PROMPT), text, True)
 
     def shape(self, frame_budget: int) -> StaticShape:
-        """The static shape of a budget."""
+        """Return the static shape of a budget."""
         return StaticShape(
             frame_budget,
             suggest_token_budget(self.lengths, frame_budget),
-            max(8, frame_budget // 8),
+            max(8, frame_budget * self.framing.subsampling // 64),
             longest_frames=int(self.lengths.frames.max()),
             longest_tokens=int(self.lengths.tokens.max()),
+            framing=self.framing,
         )
 
 
@@ -76,7 +81,7 @@ def _noise(samples: int) -> np.ndarray:
 
 
 def plan_of(system: str, workload: Workload, shape: StaticShape) -> list[list[int]]:
-    """One epoch of a system: the utterances of each micro-batch, of which a step has one."""
+    """Return an epoch of a system: the utterances of each micro-batch, of which a step has one."""
     lengths = workload.lengths
     if system in ("random", "transformers"):
         return random_batches(lengths.frames, shape.frame_budget)
@@ -97,7 +102,7 @@ def random_batches(frames: np.ndarray, budget: int) -> list[list[int]]:
     That one asks lhotse; this one is for where it is not installed. A test compares them.
 
     Args:
-        frames: Of each utterance, (n,), none above the budget.
+        frames: Frames of each utterance, (n,), none above the budget.
         budget: Frames of a padded batch, at most.
     """
     batches: list[list[int]] = [[]]
@@ -113,10 +118,17 @@ def random_batches(frames: np.ndarray, budget: int) -> list[list[int]]:
 
 
 def batches_of(system: str, workload: Workload, shape: StaticShape, steps: int) -> Iterator[Batch]:
-    """The micro-batches of the first steps, on the host."""
+    """Yield the micro-batches of the first steps, on the host."""
     plan = plan_of(system, workload, shape)
     for step in range(steps):
         examples = [workload.example(index) for index in plan[step % len(plan)]]
         static = shape if system == "packed_static" else None
         padded = not system.startswith("packed")
-        yield collate(examples, static, eos_id=EOS, pad_id=PAD, padded=padded)
+        yield collate(
+            examples,
+            static,
+            eos_id=EOS,
+            pad_id=PAD,
+            padded=padded,
+            framing=workload.framing,
+        )

@@ -26,7 +26,7 @@ class Job:
     Attributes:
         model: Name of the model; None for the one of the device.
         system: What is timed.
-        mode: Of `MODES`.
+        mode: Mode of `MODES`.
     """
 
     model: str | None
@@ -71,7 +71,7 @@ def jobs(models: Sequence[str | None], systems: Sequence[str], modes: Sequence[s
     return [*static, *others]
 
 
-def why_not(job: Job, *, on_gpu: bool) -> str | None:
+def unsupported_reason(job: Job, *, on_gpu: bool) -> str | None:
     """Why a job cannot be done on this device; None where it can."""
     if "graph" in job.mode and not on_gpu:
         return "`training.cuda_graph` needs a GPU, and there is none"
@@ -88,8 +88,8 @@ def run_apart(
     """Run each job in a process of its own, one after the other; their output is shown.
 
     Args:
-        chosen: In the order in which they run.
-        command: Of a job; it exits with 0, or with `LEFT_OUT`, or else it has failed.
+        chosen: Chosen in the order in which they run.
+        command: Command of a job; it exits with 0, or with `LEFT_OUT`, or else it has failed.
         budget_s: Seconds for all; jobs that it does not reach fail.
         case_s: Seconds for each; by default a generous share of what is left of the budget.
     """
@@ -131,7 +131,7 @@ def _verdict(job: Job, ended: processes.Ended) -> Verdict:
 
 
 def summarize(verdicts: Sequence[Verdict]) -> str:
-    """One line: how many were measured, and why the others were not."""
+    """Return a line: the number of measured jobs, and why others were not."""
     measured = sum(verdict.status == "ok" for verdict in verdicts)
     others = [
         f"{verdict.job.name} {verdict.status} ({verdict.reason})"

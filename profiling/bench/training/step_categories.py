@@ -54,6 +54,6 @@ def _row(name: str, work: float, wall: float, step: float) -> dict[str, Any]:
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    """The categories with most time, on one line."""
+    """Return the categories with most time, on one line."""
     largest = sorted(rows, key=lambda row: -row["wall_ms"])[:8]
     return ", ".join(f"{row['category']} {row['wall_ms']:.2f} ms" for row in largest)

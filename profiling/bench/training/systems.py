@@ -1,4 +1,4 @@
-"""The systems whose training is timed: ours, and Hugging Face's Canary."""
+"""The systems whose training is timed: ours, and Hugging Face's Canary or Whisper."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -32,7 +33,7 @@ class Timed:
     """What the steps of a system took.
 
     Attributes:
-        seconds: Of each step.
+        seconds: Seconds of each step.
         peak_bytes: The most memory that the GPU held; None on a CPU.
     """
 
@@ -40,8 +41,23 @@ class Timed:
     peak_bytes: int | None
 
 
-def time_steps(step: Callable[[int], object], steps: int, warm: int, device: torch.device) -> Timed:
-    """Time each step, after some that are not counted."""
+Step = Callable[[int], object]
+"""Makes the update of the batch of this number."""
+
+
+def time_in_turns(
+    systems: Sequence[Step], steps: int, warm: int, device: torch.device
+) -> list[Timed]:
+    """Time the steps of systems that take turns, after some steps that are not counted.
+
+    The load of the machine changes over minutes; taking turns, all systems see the same.
+
+    Args:
+        systems: The steps of each; on a GPU one, whose peak memory is then measured.
+        steps: Timed steps of each system.
+        warm: Steps of each before them.
+        device: Device of all of them.
+    """
 
     def wait() -> float:
         if device.type == "cuda":
@@ -49,14 +65,16 @@ def time_steps(step: Callable[[int], object], steps: int, warm: int, device: tor
         return time.perf_counter()
 
     if device.type == "cuda":
+        assert len(systems) == 1
         torch.cuda.reset_peak_memory_stats(device)
-    times = []
+    times: list[list[float]] = [[] for _ in systems]
     for number in range(warm + steps):
-        began = wait()
-        step(number)
-        times.append(wait() - began)
+        for step, taken in zip(systems, times, strict=True):
+            began = wait()
+            step(number)
+            taken.append(wait() - began)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Timed(times[warm:], peak)
+    return [Timed(taken[warm:], peak) for taken in times]
 
 
 class Effasr:
@@ -67,22 +85,18 @@ class Effasr:
         self._train_state = build_train_state(config, model, context)
         self._device = device
 
-    def time(self, batches: Sequence[Batch], warm: int) -> Timed:
-        """Time a step on each batch after the first ``warm``.
+    def steps(self, batches: Sequence[Batch]) -> Step:
+        """Steps on these batches, as `time_in_turns` calls them.
 
-        Raises:
-            ValueError: A batch did not fit in memory whole: its time would be that of pieces.
+        They raise ValueError for a batch that did not fit in memory whole: its time would be that
+        of its parts.
         """
-        reports: list[StepReport] = []
-        timed = time_steps(
-            lambda number: reports.append(self.step(number, batches[number])),
-            len(batches) - warm,
-            warm,
-            self._device,
-        )
-        if any(report.values.read()[-1] for report in reports):
-            raise ValueError("a micro-batch did not fit in memory whole: lower --frame-budget.")
-        return timed
+
+        def step(number: int) -> None:
+            if self.step(number, batches[number]).values.read()[-1]:
+                raise ValueError("a micro-batch did not fit in memory whole: lower --frame-budget.")
+
+        return step
 
     def step(self, number: int, batch: Batch) -> StepReport:
         """Make one update."""
@@ -103,50 +117,67 @@ class Effasr:
 
 
 class Transformers:
-    """Hugging Face's Canary with the weights of ours, trained as its users train it."""
+    """Hugging Face's model with the weights of ours, trained as its users train it.
+
+    That is Canary, on batches padded to their longest utterance, or Whisper, on windows of 30 s.
+    """
 
     def __init__(self, config: TrainConfig, model: ASRModel, device: torch.device) -> None:
-        from transformers import CanaryForConditionalGeneration
+        import transformers
 
-        from effasr.interop.huggingface.checkpoint import export_canary
+        from effasr.interop.huggingface.checkpoint import export_model
 
+        transformers.utils.logging.disable_progress_bar()
+        self._features = model.config.features
+        self._whisper = self._features.kind == "whisper"
+        kind = (
+            transformers.WhisperForConditionalGeneration
+            if self._whisper
+            else transformers.CanaryForConditionalGeneration
+        )
         with tempfile.TemporaryDirectory() as folder:
-            export_canary(model, folder)
-            loaded: Any = CanaryForConditionalGeneration.from_pretrained(folder)
+            export_model(model, folder)
+            loaded: Any = kind.from_pretrained(folder)
         self._model = loaded.to(device).train()
         self._device = device
         self._config = config
-        self._features = model.config.features
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
             lr=config.optimizer.lr,
             betas=config.optimizer.betas,
             weight_decay=config.optimizer.weight_decay,
-            fused=device.type == "cuda",
+            fused=True,
         )
 
     def inputs(self, examples: Sequence[Example]) -> dict[str, Any]:
         """Padded features, prompts with texts, and targets, on the host as ours are."""
-        computed = parakeet_features(
-            self._features, [example.audio for example in examples], self._device
-        )
-        features = {name: value.cpu() for name, value in computed.items()}
         tokens = [torch.tensor(example.prompt + example.text) for example in examples]
         targets = [
             torch.tensor([IGNORED] * (len(example.prompt) - 1) + [*example.text, EOS])
             for example in examples
         ]
         pad = nn.utils.rnn.pad_sequence
-        mask = [torch.ones(len(row), dtype=torch.long) for row in tokens]
         made = {
-            **features,
+            **self._padded_features([example.audio for example in examples]),
             "decoder_input_ids": pad(tokens, batch_first=True, padding_value=PAD),
-            "decoder_attention_mask": pad(mask, batch_first=True),
             "labels": pad(targets, batch_first=True, padding_value=IGNORED),
         }
+        if not self._whisper:
+            mask = [torch.ones(len(row), dtype=torch.long) for row in tokens]
+            made["decoder_attention_mask"] = pad(mask, batch_first=True)
         if self._device.type == "cuda":
             made = {name: value.pin_memory() for name, value in made.items()}
         return made
+
+    def _padded_features(self, audio: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+        if not self._whisper:
+            computed = parakeet_features(self._features, audio, self._device)
+            return {name: value.cpu() for name, value in computed.items()}
+        from transformers import WhisperFeatureExtractor
+
+        extract = WhisperFeatureExtractor(feature_size=self._features.mel_bins)
+        made = extract(list(audio), sampling_rate=16_000, return_tensors="pt")
+        return {"input_features": made.input_features}
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Mean cross-entropy of the targets."""
@@ -157,8 +188,8 @@ class Transformers:
             logits = self._model(**moved).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
 
-    def time(self, inputs: Sequence[dict[str, Any]], warm: int) -> Timed:
-        """Time a step on each batch after the first ``warm``."""
+    def steps(self, inputs: Sequence[dict[str, Any]]) -> Step:
+        """Steps on these batches, as `time_in_turns` calls them."""
 
         def step(number: int) -> None:
             self.loss(inputs[number]).backward()
@@ -166,18 +197,20 @@ class Transformers:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
 
-        return time_steps(step, len(inputs) - warm, warm, self._device)
+        return step
 
 
 def without_chance(config: ModelConfig) -> ModelConfig:
-    """The same without dropout and SpecAugment, so that losses can be compared."""
+    """Return the same without dropout and SpecAugment, and with the silence of Whisper's peer."""
     off = {
         name: 0.0
         for name in ("input_dropout", "residual_dropout", "activation_dropout", "attention_dropout")
     }
     assert config.decoder is not None
+    silence = 30.0 if config.features.kind == "whisper" else config.features.minimum_s
     return replace(
         config,
+        features=replace(config.features, minimum_s=silence),
         spec_augment=replace(config.spec_augment, freq_masks=0, time_masks=0),
         encoder=replace(config.encoder, **off),
         decoder=replace(config.decoder, **off),
@@ -192,7 +225,8 @@ def loss_difference(
         without_chance(model.config), model.vocab_size, model.state_dict()
     )
     examples = [workload.example(index) for index in range(4)]
-    batch = collate(examples, eos_id=EOS, pad_id=PAD).to(device)
+    framing = plain.config.features.framing
+    batch = collate(examples, eos_id=EOS, pad_id=PAD, framing=framing).to(device)
     # Convolutions would be rounded to TF32 by default.
     flags = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
     with torch.no_grad(), flags:

@@ -79,7 +79,7 @@ def draw(
     classes: int,
     durations: tuple[int, ...] = (),
 ) -> Batch:
-    """A batch of these lengths, equal in every run; the rest as the workload has it."""
+    """Return a batch of these lengths, equal in every run; the rest as the workload has it."""
     device, total, rows = workload.device, sum(labels), classes + len(durations)
     generator = torch.Generator(device).manual_seed(4)
     scale = joint**-0.5
@@ -122,6 +122,6 @@ class Padded:
         self.label_counts = (self._states.lengths - 1).int()
 
     def packed(self, name: str, x: Tensor) -> Tensor:
-        """The inverse, for a result or a gradient."""
+        """Return the inverse, for a result or a gradient."""
         padding = {"encoded": self._frames, "predicted": self._states}.get(name)
         return x if padding is None else padding.pack(x)

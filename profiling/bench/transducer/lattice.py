@@ -41,11 +41,11 @@ class Nodes:
         return sequence, rest // states, rest % states
 
     def losses(self, log_blank: Tensor, log_label: Tensor) -> Tensor:
-        """The loss of each sequence, float32 (N,), from float32 planes (nodes,)."""
+        """Return the loss of each sequence, float32 (N,), from float32 planes (nodes,)."""
         return _Losses.apply(log_blank, log_label, self)
 
     def occupancies(self, log_blank: Tensor, log_label: Tensor) -> Planes:
-        """The losses, and how probable the blank, and the label, of each node is."""
+        """Return the losses, and how probable the blank, and the label, of each node is."""
         run = _lattice(log_blank.device.type)
         total, occ_blank, occ_label = run(log_blank.contiguous(), log_label.contiguous(), self)
         return total.float(), occ_blank, occ_label

@@ -46,7 +46,7 @@ def cases(workload: Workload) -> list[Case]:
 
 
 def large(workload: Workload) -> Iterator[Case]:
-    """The batch of the published mark, 1,024 utterances of 40 s; tiny on a CPU."""
+    """Yield the batch of the published mark, 1,024 utterances of 40 s; tiny on a CPU."""
     gpu = workload.device.type == "cuda"
     size, joint, labels = (1024, 640, _LABELS) if gpu else (4, 8, 5)
     for classes in (1024, 4096) if gpu else (16, 32):
@@ -66,7 +66,7 @@ def _case(
     small: Callable[[], Batch] | None,
     peers: Mapping[str, Callable[[Batch], Contender]],
 ) -> Case:
-    """A case whose batch is drawn when somebody computes it."""
+    """Return a case whose batch is drawn when somebody computes it."""
     batch = cache(make)
 
     def ours(backend: str) -> Contender:
@@ -101,7 +101,7 @@ def _make(peer: Callable[[Batch], Contender], batch: Callable[[], Batch]) -> Con
 
 
 def count(batch: Batch) -> int:
-    """The registered FLOPs of the forward; nothing is computed."""
+    """Return the registered FLOPs of the forward; nothing is computed."""
     layouts = batch.frames, batch.labels
     arguments = TransducerArguments(
         *(batch.encoded, batch.predicted, batch.targets, *layouts, batch.weight, batch.bias),

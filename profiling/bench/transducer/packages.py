@@ -20,7 +20,7 @@ _SIMPLE_SCALE, _LM_ONLY_SCALE = 0.5, 0.25
 
 
 def nvidia_apex() -> Any:
-    """The module ``apex.contrib.transducer``.
+    """Return the module ``apex.contrib.transducer``.
 
     Raises:
         ImportError: It is not there, or what is called apex is another package.

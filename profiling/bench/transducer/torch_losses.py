@@ -24,7 +24,7 @@ class Part:
     """Some utterances of a padded batch.
 
     Attributes:
-        nodes: Of their lattices.
+        nodes: Nodes of their lattices.
         targets: (b, U), int64, no longer than the longest of them.
         frame_counts: (b,), int32.
         label_counts: (b,), int32.

@@ -34,8 +34,8 @@ class Checked:
 
     Attributes:
         strategy: As `Strategy.parse` reads it.
-        slowdown: Of one node.
-        rate_mbit: Of a node's network, or None where it is not limited.
+        slowdown: Slowdown of one node.
+        rate_mbit: Rate in Mbit/s of a node's network, or None where it is not limited.
         measured: Samples a second, the mean over seeds.
         spread: The largest of them less the smallest, over the mean.
         predicted: Samples a second.
@@ -108,7 +108,7 @@ def _setting(row: dict[str, str]) -> tuple[str, ...]:
 
 
 def _read(path: Path) -> dict[tuple[str, ...], list[tuple[float, ...]]]:
-    """The `_FIGURES` of the runs that are alike but for their seed."""
+    """Return the `_FIGURES` of the runs that are alike but for their seed."""
     groups: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
     with path.open(newline="", encoding="utf-8") as file:
         for number, row in enumerate(csv.DictReader(file), 2):

@@ -19,8 +19,8 @@ class Link:
     """A way for messages, in both directions at once.
 
     Attributes:
-        latency_s: Of a message of no bytes.
-        bytes_per_s: In one direction.
+        latency_s: Latency in seconds of a message of no bytes.
+        bytes_per_s: Bytes per second in one direction.
     """
 
     latency_s: float
@@ -50,7 +50,7 @@ class Cluster:
         gpus_per_node: The last node may have fewer.
         intra: From a GPU to another of its node.
         inter: From a node to another: all of the node's network cards together.
-        algorithm: Of the all-reduce; ``auto`` is the fastest, as NCCL's tuner chooses.
+        algorithm: Algorithm of the all-reduce; ``auto`` is the fastest, as NCCL's tuner chooses.
         slowest_inter: By what factor the slowest of the nodes' links is slower than ``inter``.
     """
 
@@ -74,11 +74,11 @@ class Cluster:
         return -(-self.gpus // self.gpus_per_node)
 
     def node_of(self, gpu: int) -> int:
-        """The node of a GPU."""
+        """Return the node of a GPU."""
         return gpu // self.gpus_per_node
 
     def all_reduce(self, size: float, gpus: int | None = None) -> float:
-        """Seconds until so many neighbouring GPUs, or all, have the sum of so many bytes."""
+        """Return seconds until so many neighbouring GPUs, or all, have the sum of so many bytes."""
         count = self.gpus if gpus is None else min(gpus, self.gpus)
         local, nodes = self._split(count)
         outer = self._slowest
@@ -119,7 +119,7 @@ class Cluster:
 
 
 def ring(size: float, ranks: int, link: Link) -> float:
-    """An all-reduce by reduce-scatter and all-gather, each rank sending to the next.
+    """Return an all-reduce by reduce-scatter and all-gather, each rank sending to the next.
 
     .. math:: 2 (n - 1) (a + S / (n B))
 
@@ -147,7 +147,7 @@ def tree(size: float, ranks: int, link: Link) -> float:
 
 
 def chain(size: float, ranks: int, link: Link) -> float:
-    """An all-reduce to one end of a chain and back, in chunks one after the other."""
+    """Return an all-reduce to one end of a chain and back, in chunks one after the other."""
     if ranks == 1:
         return 0.0
     return 2 * ((ranks - 1) * link.latency_s + size / link.bytes_per_s)

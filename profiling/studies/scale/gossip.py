@@ -56,13 +56,13 @@ class Learner:
 
     Attributes:
         gpus: How many.
-        node: Of the first of them.
+        node: Node of the first of them.
         neighbours: Places on the ring that it exchanges weights with.
         steps: Seconds of its steps, one after the other.
         ends: When each of its steps ended.
         since: Updates since its last exchange began.
-        lags: Of each exchange, that number when it began.
-        stale: Of each exchange, updates made while it was under way.
+        lags: Lags of each exchange, that number when it began.
+        stale: Stale of each exchange, updates made while it was under way.
         arrived: Whether there is something to add to the weights.
         published: Whether weights were published since its last exchange began.
         exchanging: Whether one that it began is under way.
@@ -88,11 +88,11 @@ class Gossip:
 
     Args:
         cluster: The GPUs.
-        workload: Of each.
+        workload: Workload of each.
         stragglers: What slows them.
-        costs: Of gossip.
+        costs: Costs of gossip.
         learner_size: GPUs of a learner; the last one may have fewer.
-        seed: Of jitter and pauses.
+        seed: Seed of jitter and pauses.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Gossip:
         return at_ends + 2 * link.slower(slower * share).seconds(self._size)
 
     def _steps(self, gpus: list[int], random: np.random.Generator) -> Iterator[float]:
-        """Seconds of the steps of a learner, whose GPUs exchange gradients."""
+        """Yield seconds of the steps of a learner, whose GPUs exchange gradients."""
         cluster = self._cluster
         nodes = [cluster.node_of(gpu) for gpu in gpus]
         inner = Cluster(

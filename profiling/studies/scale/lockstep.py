@@ -17,12 +17,12 @@ from scale.workload import BUCKET_BYTES, COUNTS_BYTES, Workload
 
 
 def common(cluster: Cluster, workload: Workload) -> float:
-    """Seconds of a step that all strategies pay: two small sums, and what the host does."""
+    """Return seconds of a step that all strategies pay: two small sums, and what the host does."""
     return 2 * cluster.all_reduce(COUNTS_BYTES) + workload.overhead_s
 
 
 def ddp(cluster: Cluster, workload: Workload, slowest: np.ndarray) -> np.ndarray:
-    """Seconds of steps whose gradients travel while the backward goes on.
+    """Return seconds of steps whose gradients travel while the backward goes on.
 
     Buckets become ready at equal distances over the part of the backward that overlaps, on the
     slowest rank last, and travel one after the other: the last one, which is ready when the
@@ -30,7 +30,7 @@ def ddp(cluster: Cluster, workload: Workload, slowest: np.ndarray) -> np.ndarray
 
     Args:
         cluster: The GPUs.
-        workload: Of each.
+        workload: Workload of each.
         slowest: float64 (steps,), of the GPU that computes longest.
     """
     size = workload.parameters * workload.gradient_bytes
@@ -42,7 +42,7 @@ def ddp(cluster: Cluster, workload: Workload, slowest: np.ndarray) -> np.ndarray
 
 
 def fsdp2(cluster: Cluster, workload: Workload, slowest: np.ndarray) -> np.ndarray:
-    """Seconds of steps that gather each layer while the one before computes.
+    """Return seconds of steps that gather each layer while the one before computes.
 
     Forward and backward gather every layer, since it is given up after the forward, and the
     backward scatters the sums of its gradients, in float32.
@@ -60,14 +60,14 @@ def fsdp2(cluster: Cluster, workload: Workload, slowest: np.ndarray) -> np.ndarr
 def averaging(
     cluster: Cluster, workload: Workload, slowest: np.ndarray, periods: Mapping[int, int | None]
 ) -> np.ndarray:
-    """Seconds of steps after which groups take the mean of their weights, now and then.
+    """Return seconds of steps after which groups take the mean of their weights, now and then.
 
     Nothing hides it. Of groups that are due at once, the largest does it, as
     `effasr.distributed.local_sgd.LocalSGD`.
 
     Args:
         cluster: The GPUs.
-        workload: Of each.
+        workload: Workload of each.
         slowest: float64 (steps,), of the GPU that computes longest.
         periods: GPUs of a group, None for all, by the steps between two means.
     """
@@ -80,6 +80,6 @@ def averaging(
 
 
 def delayed(cluster: Cluster, workload: Workload, slowest: np.ndarray) -> np.ndarray:
-    """Seconds of steps during which the mean of the weights before them is computed."""
+    """Return seconds of steps during which the mean of the weights before them is computed."""
     mean = cluster.all_reduce(workload.parameters * workload.weight_bytes)
     return np.maximum(slowest, mean) + common(cluster, workload)

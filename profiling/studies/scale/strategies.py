@@ -26,7 +26,7 @@ class Strategy:
         name: Without its settings.
         periods: Of local_sgd and hierarchical: GPUs of a group, None for all, by the steps between
             two means of their weights.
-        learner_size: Of h_adpsgd, GPUs of a learner; None for those of a node.
+        learner_size: Learner size of h_adpsgd, GPUs of a learner; None for those of a node.
     """
 
     text: str
@@ -88,15 +88,15 @@ class Prediction:
 
     Attributes:
         strategy: As it was given.
-        gpus: Of the cluster.
-        samples_per_s: Of all learners together.
+        gpus: Gpus of the cluster.
+        samples_per_s: Samples per second of all learners together.
         efficiency: Over that of as many GPUs which neither wait nor communicate, and of which none
             is slow.
         step_s: Mean time from one update of a learner to the next.
         slowest_share: Samples of the learner that has fewest, over the mean of the learners.
         updates_per_exchange: Of gossip, updates of a learner from one exchange to the next; None
             where there is none.
-        staleness: Of gossip, updates of a learner while an exchange is under way.
+        staleness: Staleness of gossip, updates of a learner while an exchange is under way.
     """
 
     strategy: str
@@ -124,10 +124,10 @@ def predict(
     Args:
         strategy: What is predicted.
         cluster: Its GPUs.
-        workload: Of each.
+        workload: Workload of each.
         stragglers: What slows them.
-        costs: Of gossip.
-        steps: Of a GPU that nothing slows; the slowest makes at least 20.
+        costs: Costs of gossip.
+        steps: Steps of a GPU that nothing slows; the slowest makes at least 20.
         seed: The same for the same numbers.
 
     Raises:
@@ -182,7 +182,7 @@ def _in_step(
     steps: int,
     seed: int,
 ) -> np.ndarray:
-    """Seconds of each step."""
+    """Return seconds of each step."""
     nodes = [cluster.node_of(gpu) for gpu in range(cluster.gpus)]
     random = np.random.default_rng(seed)
     slowest = draw(workload, stragglers, nodes, steps, random).max(axis=1)

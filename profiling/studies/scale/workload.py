@@ -22,14 +22,14 @@ class Workload:
 
     Attributes:
         step_s: Forward, backward and update, without communication, on a GPU that nothing slows.
-        samples: Of the step of one GPU, in any unit: utterances, or seconds of audio.
-        parameters: Of the model.
+        samples: Samples of the step of one GPU, in any unit: utterances, or seconds of audio.
+        parameters: Parameters of the model.
         layers: That fsdp2 gathers one at a time.
         backward: Part of ``step_s`` that is backward.
         overlap: Part of the backward in which gradients can travel: the last so much of it.
-        gradient_bytes: Of a parameter, as ddp exchanges it.
-        gathered_bytes: Of a parameter, as fsdp2 gathers it.
-        weight_bytes: Of a parameter, as averaging and gossip exchange it.
+        gradient_bytes: Gradient bytes of a parameter, as ddp exchanges it.
+        gathered_bytes: Gathered bytes of a parameter, as fsdp2 gathers it.
+        weight_bytes: Weight bytes of a parameter, as averaging and gossip exchange it.
         overhead_s: Of a step beside ``step_s``; a slow node does not stretch it.
     """
 
@@ -105,12 +105,12 @@ def draw(
     steps: int,
     random: np.random.Generator,
 ) -> np.ndarray:
-    """How long steps take to compute.
+    """Return how long steps take to compute.
 
     Args:
-        workload: Of each GPU.
+        workload: Workload of each GPU.
         stragglers: What slows it.
-        nodes: Of each of the GPUs, in ascending order.
+        nodes: Nodes of each of the GPUs, in ascending order.
         steps: How many.
         random: Where the jitter comes from.
 

@@ -54,7 +54,7 @@ def _tone(frequency: float, random: np.random.Generator) -> np.ndarray:
 
 
 def config(folder: Path, output: Path, name: str, seed: int, ranks: int) -> TrainConfig:
-    """A run that has no end of its own, with one micro-batch a rank and step."""
+    """Return a run that has no end of its own, with one micro-batch a rank and step."""
     return TrainConfig(
         name=name,
         output=str(output),
@@ -85,6 +85,6 @@ def config(folder: Path, output: Path, name: str, seed: int, ranks: int) -> Trai
 
 
 def held_out_data(data: DataConfig) -> DataConfig:
-    """One micro-batch of everything that is held out."""
+    """Return a micro-batch of all held-out utterances."""
     path = Path(data.tokenizer).with_name("held_out.jsonl")
     return replace(data, train=str(path), frame_budget=1200, micro_batches=1, epoch_end="exact")

@@ -37,10 +37,10 @@ def train(settings: Settings, network: Network, seconds: float, limit_s: float =
     stopped by a signal, which the trainer answers with a checkpoint.
 
     Args:
-        settings: Of the run.
+        settings: Settings of the run.
         network: Where its nodes are.
-        seconds: To measure.
-        limit_s: For the start, and for the end.
+        seconds: Seconds to measure.
+        limit_s: Limit in seconds for the start, and for the end.
 
     Raises:
         RuntimeError: A process failed, or they did not begin or stop in time.
@@ -126,7 +126,7 @@ def _check(processes: Sequence[subprocess.Popen]) -> None:
 
 
 def _last_words(files: Sequence) -> str:
-    """What processes wrote to standard error, each its last line."""
+    """Return the last line of each process's standard error."""
     words = []
     for rank, file in enumerate(files):
         file.seek(0)

@@ -14,12 +14,12 @@ _INSIDE = "eth0"
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Where the processes of a node run.
+    """Network location of a node's processes.
 
     Attributes:
-        address: Of the parent, as processes reach it.
+        address: Address of the parent, as processes reach it.
         prefixes: What to write in front of the command of each node's processes.
-        environment: For all of them.
+        environment: Environment for all of them.
     """
 
     address: str
@@ -28,7 +28,7 @@ class Network:
 
 
 def plain(nodes: int) -> Network:
-    """All on this machine's own network."""
+    """Return nodes that share this machine's network."""
     return Network("127.0.0.1", [[] for _ in range(nodes)], {"GLOO_SOCKET_IFNAME": "lo"})
 
 

@@ -23,7 +23,7 @@ from straggler.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What a rank did.
+    """Steps made by a rank.
 
     Attributes:
         began: When the first of its steps began.
@@ -72,7 +72,7 @@ class Point:
     Attributes:
         seconds: Since all ranks had begun their first step.
         samples: That all ranks had trained on since the run began.
-        loss: Of the mean of the learners, on what is held out: cross-entropy by token, nats.
+        loss: Loss of the mean of the learners, on what is held out: cross-entropy by token, nats.
         consensus: Root mean square distance of the learners from their mean, over its norm.
     """
 
@@ -84,7 +84,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to.
+    """Result of a run.
 
     Attributes:
         samples_per_s: Utterances a second, of all ranks.
@@ -95,7 +95,7 @@ class Outcome:
             its weights that a difference was computed of, and its being added; None where no run
             speaks of it.
         points: From the beginning of the run on, in order of time.
-        parameters: Of the model.
+        parameters: Parameters of the model.
     """
 
     samples_per_s: float
@@ -168,7 +168,7 @@ class Judge:
     """Evaluates the mean of several learners on what is held out.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -206,12 +206,12 @@ class Judge:
 
 
 def at_time(points: Sequence[Point], seconds: float) -> float | None:
-    """The loss at some time, by straight lines between points; None outside of them."""
+    """Return the loss at some time, by straight lines between points; None outside of them."""
     return _between([point.seconds for point in points], points, seconds)
 
 
 def at_samples(points: Sequence[Point], samples: float) -> float | None:
-    """The loss after so many samples, likewise."""
+    """Return the loss after so many samples, likewise."""
     return _between([point.samples for point in points], points, samples)
 
 

@@ -1,4 +1,4 @@
-"""What the parent and the processes of a run agree upon."""
+"""Settings shared by the parent and the processes of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENVIRONMENT = "EFFASR_STRAGGLER"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of one run.
+    """Settings of one run.
 
     Attributes:
         recipe: YAML file of the run.
@@ -41,7 +41,7 @@ class Settings:
 
     @classmethod
     def read(cls, path: Path) -> Settings:
-        """What `write` wrote."""
+        """Read the settings that `write` wrote."""
         content: dict[str, Any] = json.loads(path.read_text())
         content["factors"] = tuple(content["factors"])
         return cls(**content)
@@ -52,7 +52,7 @@ class Settings:
         return max(1, round(self.every_s / (self.base_s * max(self.factors))))
 
     def log(self, rank: int) -> Path:
-        """A line for each step of a rank."""
+        """Return a line for each step of a rank."""
         return Path(self.folder) / f"steps_{rank}.jsonl"
 
     def weights(self, rank: int, number: int) -> Path:

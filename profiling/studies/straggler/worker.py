@@ -33,8 +33,8 @@ class Slowed:
 
     Args:
         train_step: That.
-        settings: Of the run.
-        rank: Of this process.
+        settings: Settings of the run.
+        rank: Rank of this process.
     """
 
     def __init__(self, train_step: Callable[..., Any], settings: Settings, rank: int) -> None:

@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where in a run an utterance is trained on.
+    """Position of an utterance in a run.
 
     Attributes:
         epoch: Counted from 0.
         step: Counted from 0 in each epoch; an utterance may come more than once in an epoch.
-        index: Of the utterance in its corpus.
+        index: Index of the utterance in its corpus.
     """
 
     epoch: int
@@ -40,7 +40,7 @@ class Moment:
 
 
 class UnreadableRecording(AudioError):
-    """What is wrong is not the utterance, but what it was to be changed with."""
+    """A recording for augmentation cannot be used; the utterance itself is intact."""
 
 
 class Augmenter:
@@ -75,11 +75,11 @@ class Augmenter:
         self._steps = [(kind, apply) for kind, section, apply in steps if section is not None]
 
     def __bool__(self) -> bool:
-        """Whether there is anything to do."""
+        """Return whether there is anything to do."""
         return bool(self._steps)
 
     def __str__(self) -> str:
-        """What is done to which share of the utterances, for people."""
+        """Describe the augmentations and their shares of the utterances for the user."""
         room, noise = self._config.reverberation, self._config.noise
         parts = []
         if room is not None:

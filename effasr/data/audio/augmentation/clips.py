@@ -60,7 +60,7 @@ class Clips:
             paths: Folders, in which all audio files are taken, at any depth; or manifests of any
                 kind that `effasr.data.manifest.reader.read` takes. NeMo's lines need no text,
                 lhotse's cuts no supervision, and lhotse's recordings are taken as well.
-            what: What the recordings are, for messages: the path of the field.
+            what: Kind of the recordings, for messages: the path of the field.
 
         Raises:
             ValueError: A path holds none, a line is malformed, or an audio file is missing or no
@@ -86,11 +86,11 @@ class Clips:
         return len(self.samples)
 
     def cut(self, index: int) -> Cut:
-        """A recording as a lhotse cut."""
+        """Return a recording as a lhotse cut."""
         return deserialize_cut(json.loads(self._lines[index].tobytes()))
 
     def read(self, index: int, start: int = 0, samples: int | None = None) -> np.ndarray:
-        """The samples of a recording from ``start`` on, up to the end by default.
+        """Return the samples of a recording from ``start`` on, up to the end by default.
 
         Returns:
             float32 (samples,), mono, at `SAMPLE_RATE`; not to be written to.
@@ -176,7 +176,7 @@ def _lhotse(row: dict[str, Any], origin: str, folder: Path) -> Cut:
 def _part(
     audio: str, origin: str, offset: float | None = None, duration: float | None = None
 ) -> Cut:
-    """A file or a part of it; its header is read."""
+    """Return a file or a part of it; its header is read."""
     name = Path(audio).stem
     prompt = Prompt()
     utterance = FileUtterance(name, False, origin, audio, "", prompt, offset, duration)

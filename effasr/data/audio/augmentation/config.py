@@ -48,7 +48,7 @@ class ReverberationConfig:
         simulated: Whether every utterance is heard in a simulated room of its own, in place of
             recorded ones; see `effasr.data.audio.augmentation.rooms`.
         probability: The share of utterances that get reverberation.
-        decay_time: Of simulated rooms, the least and the greatest time in seconds in which sound
+        decay_time: Least and greatest time of simulated rooms in seconds in which sound
             decays by 60 dB (T60); drawn uniformly.
     """
 
@@ -90,14 +90,14 @@ class TelephoneConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AudioAugmentationConfig:
-    """What happens to the audio of training utterances, in this order; by default nothing does.
+    """Augmentations of the audio of training utterances, in this order; by default none.
 
     There is no random gain: features are normalised per utterance, which takes it away again.
     Speeds are in `effasr.data.config.DataConfig`, because they change lengths; masks of features
     are in `effasr.data.features.spec_augment.SpecAugmentConfig`.
 
     Attributes:
-        reverberation: Of a room.
+        reverberation: Reverberation of a room.
         noise: Added.
         telephone: Bandwidth and quantisation.
     """

@@ -32,14 +32,14 @@ def add_noise(speech: np.ndarray, noise: np.ndarray, snr: float) -> np.ndarray:
 
 
 def looped(clip: np.ndarray, samples: int, start: int) -> np.ndarray:
-    """A stretch of a clip that is repeated without end.
+    """Return a stretch of a clip that is repeated without end.
 
     Where it begins anew, its end is faded out under its beginning, at equal power.
 
     Args:
         clip: float32 (n,), with at least one sample.
-        samples: Of the stretch.
-        start: Where in the clip it begins.
+        samples: Samples of the stretch.
+        start: Start in the clip.
 
     Returns:
         float32 (samples,).

@@ -16,7 +16,7 @@ _INAUDIBLE = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImpulseResponse:
-    """What a room makes of a click.
+    """Room impulse response.
 
     Attributes:
         values: float32 (n,).
@@ -50,7 +50,7 @@ def reverberate(speech: np.ndarray, response: ImpulseResponse) -> np.ndarray:
 
     Args:
         speech: float32 (samples,).
-        response: Of the room.
+        response: Impulse response of the room.
 
     Returns:
         float32 (samples,); the mean power is that of ``speech``.
@@ -67,7 +67,7 @@ def reverberate(speech: np.ndarray, response: ImpulseResponse) -> np.ndarray:
 
 
 def convolve(signal: np.ndarray, kernel: np.ndarray) -> np.ndarray:
-    """The whole convolution of float32 (n,) and (m,), by FFTs of blocks (overlap-add).
+    """Return the whole convolution of float32 (n,) and (m,), by FFTs of blocks (overlap-add).
 
     By NumPy and not by torch, whose FFTs may differ in the last bit from one call to the next.
 

@@ -14,7 +14,7 @@ _MU = 255.0
 
 
 def telephone(audio: np.ndarray) -> np.ndarray:
-    """What is left of audio after 8 kHz and 8 bits of mu-law.
+    """Return audio after 8 kHz and 8 bits of mu-law.
 
     Args:
         audio: float32 (samples,); full scale is 1.

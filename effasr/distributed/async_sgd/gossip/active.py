@@ -1,4 +1,4 @@
-"""The side that begins exchanges."""
+"""The active side, which begins exchanges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from effasr.distributed.async_sgd.gossip.mixer import Mixer
 from effasr.distributed.async_sgd.gossip.peers import Peers
 from effasr.distributed.async_sgd.gossip.transport import PeerLost, Transport
 
-# Of the time for which a neighbour may be silent.
+# Fraction of the time for which a neighbour may be silent.
 _SIGN_OF_LIFE = 1 / 4
 
 
@@ -59,13 +59,13 @@ class Active:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """After the exchange in progress, tell the neighbours that there will be no more."""
+        """Announce to the neighbours that no exchange follows the one in progress."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
 
     def is_running(self) -> bool:
-        """Return whether the thread has anything left to do."""
+        """Return whether the thread has work left."""
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self) -> None:
@@ -76,18 +76,18 @@ class Active:
                 if kind == wire.EXCHANGE and self._peers.living:
                     peer = self._choose(self._peers.living, self.exchanges)
                     self._exchange(peer, got)
-                # Among many neighbours, one may not be chosen for longer than it is patient.
+                # With many neighbours, one may not be chosen for longer than its timeout.
                 if time.monotonic() - told >= self._timeout_s * _SIGN_OF_LIFE:
-                    self._tell_all(wire.ALIVE)
+                    self._send_all(wire.ALIVE)
                     told = time.monotonic()
-            self._tell_all(wire.STOP)
+            self._send_all(wire.STOP)
         except Exception as error:
             self._peers.fail(peer, error)
 
     def _next(self) -> int:
-        """Wait for the next thing to do, and return its kind."""
+        """Wait for the next action and return its kind."""
         with self._changed:
-            # A passive learner cannot tell one that computes for long from one that is gone.
+            # A passive learner cannot distinguish a long computation from a lost learner.
             self._changed.wait_for(
                 lambda: self._published or self._stopping, timeout=self._timeout_s * _SIGN_OF_LIFE
             )
@@ -97,7 +97,7 @@ class Active:
             return wire.EXCHANGE if published else wire.ALIVE
 
     def _exchange(self, peer: int, got: Tensor) -> None:
-        """Average with a neighbour, or find that it is lost."""
+        """Average with a neighbour, or mark it as lost."""
         sent = self._mixer.snapshot()
         try:
             header = wire.header(wire.EXCHANGE, sent.numel())
@@ -111,7 +111,7 @@ class Active:
         self.bytes += 2 * got.nbytes
         self.exchanges += 1
 
-    def _tell_all(self, kind: int) -> None:
+    def _send_all(self, kind: int) -> None:
         for peer in self._peers.living:
             try:
                 self._transport.send(wire.header(kind, self._mixer.count), peer, self._timeout_s)

@@ -1,4 +1,4 @@
-"""When and with whom a learner averages its weights."""
+"""Schedule and topology of averaging between learners."""
 
 from __future__ import annotations
 

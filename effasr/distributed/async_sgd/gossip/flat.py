@@ -42,7 +42,7 @@ class FlatWeights:
         tensors: float32, on one device; read whenever `copy_to` is called.
 
     Raises:
-        ValueError: There are none, or of another dtype, or on several devices.
+        ValueError: The list is empty, or a tensor has another dtype or device.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -76,7 +76,8 @@ class FlatWeights:
             torch.cat(rows, out=host)
             return Landed()
         current = torch.cuda.current_stream(self.device)
-        # The copy before may still read what is overwritten here; an event never recorded is done.
+        # The previous copy may still read what is overwritten here; an unrecorded event counts as
+        # done.
         current.wait_event(self._copied)
         torch.cat(rows, out=self._gathered)
         self._stream.wait_stream(current)

@@ -19,7 +19,7 @@ from effasr.distributed.async_sgd.gossip.peers import Peers
 from effasr.distributed.async_sgd.gossip.topology import choose, is_active, neighbours
 from effasr.distributed.async_sgd.gossip.transport import Transport
 
-# Between two looks at threads that are about to end.
+# Interval of polling threads that are about to end.
 _LOOK_S = 0.01
 
 
@@ -30,10 +30,10 @@ class GossipCounters:
     Attributes:
         updates: Calls of `Gossip.publish`.
         exchanges: Exchanges with others, begun by either side.
-        applied: Exchanges whose difference was taken.
+        applied: Exchanges whose difference was added to the weights.
         bytes: Bytes of weights, sent and received.
-        staleness_mean: Own updates between the copy of the weights that a difference is computed
-            from and its being taken; nan before the first.
+        staleness_mean: Mean number of own updates between the copy of the weights that a difference
+            is computed from and its addition; nan before the first.
         staleness_max: Largest of these numbers.
         non_finite: Pieces of 2 ** 20 elements that were left out of an exchange because of an
             infinity or NaN in one learner.
@@ -116,7 +116,7 @@ class Gossip:
             raise RuntimeError("`start` must not be called between `start` and `drain`.")
         self._peers.check()
         self._mixer.publish(self._weights.copy_to, self._updates)
-        # The first answer must not be given before there is anything to tell.
+        # The first answer must not be given before the first publication.
         self._mixer.snapshot()
         self._side.start()
         self._running = True
@@ -171,9 +171,9 @@ class Gossip:
         self._running = False
 
     def abandon(self) -> None:
-        """End all exchanges at once, without the neighbours; nothing can begin again.
+        """End all exchanges at once, without the neighbours; they cannot be started again.
 
-        What arrived completely is part of what `take` returns.
+        Contributions that arrived completely are part of what `take` returns.
         """
         self._peers.end()
         self._transport.close()

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from effasr.distributed.async_sgd.gossip.flat import Landed, Landing
 
-# Numbers that pass through the processor's cache at once.
+# Elements processed at a time, so that they stay in the processor's cache.
 _PIECE = 1 << 20
 
 
@@ -72,17 +72,17 @@ class Mixer:
         self._view = empty()
         self._pending = empty()
         self._taken = empty()
-        # Besides the view there is one that is complete, and one that is being filled.
+        # Besides the view there are a complete copy and one that is being filled.
         self._free = [empty(), empty()]
         self._copies: list[_Published] = []
-        # Held for a whole pass over view and pending; the thread that computes never waits for it.
+        # Held for a pass over view and pending; the computing thread never waits for it.
         self._mixing = threading.Lock()
-        # Held for an instant, to hand a buffer over.
+        # Held briefly, to hand a buffer over.
         self._handing = threading.Lock()
         self._view_version = 0
         self._arrivals = _Arrivals()
-        # Tells that the device has read the delta that was taken last, and that a copy contains it:
-        # the copy that followed. None until there is one.
+        # Signals that the device has read the delta taken last, and that a copy contains it: the
+        # copy that followed. None until there is one.
         self._read: Landing | None = Landed()
         self.count = count
         self.applied = 0
@@ -93,7 +93,7 @@ class Mixer:
     def publish(self, copy_to: Callable[[Tensor], Landing], version: int) -> bool:
         """Copy the weights for others; return False if the copy before is still in progress."""
         with self._handing:
-            # A copy that is overtaken again and again would never be seen by anybody.
+            # A copy that is always replaced before it completes would never be seen.
             if self._copies and not self._copies[-1].landing.query():
                 return False
             self._forget(self._copies[:-1])
@@ -104,7 +104,7 @@ class Mixer:
         with self._handing:
             self._copies.append(_Published(buffer, landing, version))
             if self._read is None:
-                # The device makes it after all that it was asked to do before.
+                # The device makes the copy after all work queued before.
                 self._read = landing
         return True
 
@@ -125,7 +125,7 @@ class Mixer:
                 self._taken, self._pending = self._pending, self._taken
                 self._arrivals = _Arrivals()
                 self._read = None
-                # One that was passed before is not used any more: a later one is complete.
+                # A copy marked as passed earlier is no longer used: a later one is complete.
                 for copy in self._copies:
                     copy.passed = True
         finally:
@@ -170,7 +170,7 @@ class Mixer:
             latest = complete.pop()
             self._copies.remove(latest)
             self._forget(complete)
-        # Nothing can be taken meanwhile, so both of these stay as they are.
+        # Nothing can be taken meanwhile, so both stay unchanged.
         if self._arrivals.count:
             latest.buffer.add_(self._pending)
         if latest.passed:
@@ -181,7 +181,7 @@ class Mixer:
             self._free.append(old)
 
     def _forget(self, copies: Sequence[_Published]) -> None:
-        """Let the buffers of copies be used again."""
+        """Release the buffers of copies."""
         for copy in list(copies):
             self._copies.remove(copy)
             self._free.append(copy.buffer)
@@ -192,12 +192,12 @@ class Mixer:
         for theirs, view, pending in zip(*rows, strict=True):
             delta = torch.sub(theirs, view).mul_(0.5)
             theirs.copy_(view)
-            # Both sides see the same difference but for its sign, and so decide alike.
+            # Both sides see the same difference up to the sign, and so decide alike.
             if not all(math.isfinite(end.item()) for end in torch.aminmax(delta)):
                 self.non_finite += 1
                 delta.zero_()
             view.add_(delta)
-            # What was in the buffer before was taken.
+            # The earlier content of the buffer was taken.
             pending.copy_(delta) if first else pending.add_(delta)
         version = self._view_version
         self._arrivals.oldest = version if first else min(self._arrivals.oldest, version)

@@ -1,4 +1,4 @@
-"""The side that answers."""
+"""The passive side, which answers exchanges."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from effasr.distributed.async_sgd.gossip.mixer import Mixer
 from effasr.distributed.async_sgd.gossip.peers import Peers
 from effasr.distributed.async_sgd.gossip.transport import PeerLost, Transport
 
-# Exchanges at once: one is received while another is answered.
+# Concurrent exchanges: one is received while another is answered.
 _BUFFERS = 2
 
-# An active neighbour may have waited for others until it took them for lost, and says nothing then.
+# An active neighbour is silent while it waits for other learners until their timeout.
 _PATIENCE = 3
 
 
@@ -55,13 +55,13 @@ class Passive:
             thread.start()
 
     def publish(self) -> None:
-        """Do nothing: the neighbours begin exchanges."""
+        """Do nothing: the active neighbours begin exchanges."""
 
     def stop(self) -> None:
         """Do nothing: each neighbour reports when it has finished."""
 
     def is_running(self) -> bool:
-        """Return whether a neighbour that is left may still begin an exchange."""
+        """Return whether a remaining neighbour may still begin an exchange."""
         return any(thread.is_alive() for thread in self._threads.values())
 
     def _run(self, peer: int) -> None:
@@ -71,7 +71,7 @@ class Passive:
             self._peers.fail(peer, error)
 
     def _serve(self, peer: int) -> None:
-        """Answer a neighbour until it stops, or is lost."""
+        """Answer a neighbour until it stops or is lost."""
         message = wire.blank()
         try:
             while True:

@@ -1,4 +1,4 @@
-"""The neighbours that are left, and errors of the threads that exchange with them."""
+"""The remaining neighbours, and errors of the threads that exchange with them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Peers:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Neighbours that are left, in ascending order."""
+        """Remaining neighbours, in ascending order."""
         return self._living
 
     @property
@@ -49,14 +49,14 @@ class Peers:
             "learner %d lost learner %d, and %s: %s",
             self.learner,
             peer,
-            f"goes on with learner{several} {left}" if left else "has no other: it goes on alone",
+            f"continues with learner{several} {left}" if left else "has no other: continues alone",
             reason,
         )
         if self._on_lost is not None:
             self._on_lost(peer)
 
     def end(self) -> None:
-        """Mark no neighbour as lost from now on, because this learner leaves."""
+        """Ignore later losses of neighbours, because this learner leaves."""
         with self._lock:
             self._ended = True
 

@@ -1,8 +1,8 @@
 """Connections between learners: TCP, one for each pair of neighbours.
 
-gloo is not used, because where a connection breaks within a message, it often does not wake the
-receiver, and the timeout of one call closes the connections to all. Here the loss of a neighbour is
-an error in the calls that concern it, at once, and `SocketTransport.close` ends every call.
+gloo is not used: when a connection breaks within a message, it often does not wake the receiver,
+    and the timeout of one call closes the connections to all. Here the loss of a neighbour is
+    immediately an error in the calls that concern it, and `SocketTransport.close` ends every call.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 _GREETING = struct.Struct("!16sq")
 _WELCOME = b"\x06"
-# For one of the addresses of a neighbour, which may be that of another network; the next is tried
-# then. A neighbour that was reached may be slow to greet.
+# Timeout of one address of a neighbour, which may belong to another network; the next address is
+# tried afterwards. A neighbour that was reached may be slow to answer.
 _CONNECT_S, _WELCOME_S = 5.0, 30.0
-# Of one call into the system: large enough to cost nothing, and a timeout is of no more than this.
+# Bytes of one system call: large enough to amortise it, and bounds what a timeout covers.
 _CHUNK = 1 << 22
 
 _transports: weakref.WeakSet[SocketTransport] = weakref.WeakSet()
@@ -50,8 +50,8 @@ class SocketTransport:
         store: Store that all learners share; used by nothing else.
         learner: Number of this learner.
         peers: Its neighbours, odd where it is even.
-        timeout_s: How long to wait for them. One that is missing then is lost: the first message to
-            or from it raises the error.
+        timeout_s: Seconds to wait for them. A neighbour missing afterwards is lost: the first
+            message to or from it raises the error.
     """
 
     def __init__(self, store: Store, learner: int, peers: Iterable[int], timeout_s: float) -> None:
@@ -93,8 +93,8 @@ class SocketTransport:
         """See `Transport`."""
         self._closed = True
         for connection in self._connections.values():
-            # Not `close`: another thread may be about to use the descriptor, whose number would be
-            # another file's then.
+            # Not `close`: another thread may be about to use the descriptor, whose number could
+            # then belong to another file.
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -125,7 +125,7 @@ class SocketTransport:
         key = f"listening/{peer}"
         while not store.check([key]):
             if time.monotonic() > until:
-                self._missing[peer] = "it did not come"
+                self._missing[peer] = "it did not connect"
                 return
             time.sleep(0.01)
         where = json.loads(store.get(key))
@@ -173,11 +173,11 @@ class SocketTransport:
                     peers.remove(peer)
                 else:
                     connection.close()
-        self._missing = dict.fromkeys(peers, "it did not come")
+        self._missing = dict.fromkeys(peers, "it did not connect")
 
 
 def _listener() -> socket.socket:
-    """Listen at a free port of all interfaces; the greeting decides who is let in."""
+    """Listen at a free port of all interfaces; the greeting authenticates connections."""
     backlog = socket.SOMAXCONN
     if socket.has_dualstack_ipv6():
         return socket.create_server(
@@ -187,7 +187,7 @@ def _listener() -> socket.socket:
 
 
 def _greeted(connection: socket.socket, secret: bytes) -> int | None:
-    """Return the number of the learner that connected; None for a stranger."""
+    """Return the number of the learner that connected; None for any other program."""
     connection.settimeout(_CONNECT_S)
     greeting = bytearray()
     try:
@@ -201,7 +201,7 @@ def _greeted(connection: socket.socket, secret: bytes) -> int | None:
             return None
         connection.sendall(_WELCOME)
     except OSError as error:
-        log.debug("somebody connected and fell silent: %s", error)
+        log.debug("a connection sent no greeting: %s", error)
         return None
     return learner
 

@@ -1,4 +1,4 @@
-"""Which learners average with each other.
+"""Pairs of learners that average with each other.
 
 Learners of even number are active: they begin exchanges. Those of odd number are passive: they
 answer. Every edge joins an active and a passive one, so learners cannot deadlock. A ring of odd
@@ -21,7 +21,7 @@ Topology = Literal["ring", "random"]
 
 
 def is_active(learner: int) -> bool:
-    """Return whether a learner begins exchanges, and does not answer them."""
+    """Return whether a learner begins exchanges rather than answering them."""
     return learner % 2 == 0
 
 

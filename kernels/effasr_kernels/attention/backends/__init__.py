@@ -1,1 +1,1 @@
-"""`attention` by torch's and other packages' implementations."""
+"""Backends of `attention` that call torch or other packages."""

@@ -1,7 +1,7 @@
-"""FlashAttention 2, 3 and 4, where installed: https://github.com/Dao-AILab/flash-attention.
+"""FlashAttention 2, 3 and 4, if installed: https://github.com/Dao-AILab/flash-attention.
 
-The loads of version 2 end where a sequence does, so that NaN elsewhere stays there. Those of 3 and
-4 do not: unlike with other implementations, NaN in a sequence can reach the one before it.
+Version 2 does not load rows past the end of a sequence, so NaN in one sequence does not affect
+others. Versions 3 and 4 do: with them, NaN in a sequence can reach the previous sequence.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from effasr_kernels.attention.definition import AttentionArguments
 
 @dataclass(frozen=True, slots=True)
 class FlashAttention:
-    """One version, as an implementation of `attention`.
+    """A version of FlashAttention as an implementation of `attention`.
 
     Attributes:
-        module: Where its ``flash_attn_varlen_func`` is.
-        package: What to install for it.
+        module: Module of its ``flash_attn_varlen_func``.
+        package: Name of the package to install.
         reads_beyond: See `packages.guarded`.
-        refusal: Why this version cannot serve a call that the others may serve, or None.
+        refusal: Returns the reason why this version does not support a call, or None; called after
+            the checks for all versions.
     """
 
     module: str
@@ -32,7 +33,7 @@ class FlashAttention:
     refusal: Callable[[AttentionArguments], str | None] = lambda a: None
 
     def unsupported_reason(self, a: AttentionArguments) -> str | None:
-        """Why it cannot serve the call, or None."""
+        """The reason why this backend does not support the call, or None."""
         function = self._find()
         if isinstance(function, str):
             return function
@@ -43,7 +44,7 @@ class FlashAttention:
         return packages.guarded(self._find(), a, reads_beyond=self.reads_beyond)
 
     def _find(self) -> Callable[..., object] | str:
-        # Arguments have moved between versions, and are passed by name.
+        # Positions of arguments differ between versions, so they are passed by name.
         name = "flash_attn_varlen_func"
         return packages.find(self.module, name, self.package, packages.PARAMETERS)
 
@@ -51,11 +52,14 @@ class FlashAttention:
 def _inference_on_hopper(a: AttentionArguments) -> str | None:
     if packages.capability(a.q.device) != (9, 0):
         return "needs compute capability 9.0, an H100 or H200"
-    # The backward hangs on empty sequences, of which every static shape has some (issue 1254), and
-    # has been seen to differ from run to run where asked to be deterministic (issue 2244). Not
-    # whether autograd records: torch.compile and torch.library ask with autograd off.
+    # The backward hangs on empty sequences, which every static shape has (issue 1254), and was
+    # reported to be irreproducible in deterministic mode (issue 2244). Grad mode is not checked, as
+    # torch.compile and torch.library disable it here.
     if any(x.requires_grad for x in (a.q, a.k, a.v)):
-        return "serves inference alone: its backward hangs on empty sequences, and may not repeat"
+        return (
+            "supports only inference: its backward hangs on empty sequences and may be "
+            "irreproducible"
+        )
     return None
 
 
@@ -64,7 +68,7 @@ def _hopper_or_blackwell(a: AttentionArguments) -> str | None:
     if major not in (9, 10, 11):
         return "needs compute capability 9, 10 or 11, an H100 or later"
     if major != 9 and width > 128:
-        return f"serves head widths up to 128 on this GPU, not {width}"
+        return f"supports head widths up to 128 on this GPU, not {width}"
     return None
 
 

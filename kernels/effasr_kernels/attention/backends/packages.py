@@ -1,10 +1,10 @@
-"""What the implementations that others wrote have in common: refusals, and guards around them.
+"""Shared checks and wrappers of attention implementations from torch and other packages.
 
-All of them read packed sequences by their offsets, as `attention` does, and keep less of its
-promises. Rows that belong to no sequence come back uninitialised, as do their gradients
-(https://github.com/pytorch/pytorch/issues/176793, flash-attention issue 2324): here they become
-zeros. With ``causal`` the last query sees the last key, where ours begins at the first key: the two
-agree for self-attention alone. Their dropout draws from torch's generator, not from a seed.
+They read packed sequences by offsets, as `attention` does, with these differences. Rows outside all
+sequences and their gradients are uninitialised (https://github.com/pytorch/pytorch/issues/176793,
+flash-attention issue 2324); the wrappers set them to zero. Their causal mask is aligned to the last
+key, that of `attention` to the first, so both agree only for self-attention. Their dropout draws
+from torch's generator, not from a seed.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _VECTOR = 8
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of an NVIDIA GPU that is there; None for anything else."""
+    """The compute capability of an available NVIDIA GPU; None for any other device."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)
 
 
 def refusal(a: AttentionArguments) -> str | None:
-    """Why none of these implementations can serve a call, or None."""
+    """The reason why none of these implementations supports a call, or None."""
     if a.content_bias is not None:
-        return "knows no relative positions"
+        return "does not support relative positions"
     if a.rotary is not None:
-        return "does not rotate, and to rotate before it would round queries and keys once more"
+        return "does not support rotary positions, and rotating before would round once more"
     if a.dropout:
-        return "its dropout does not repeat with a seed"
+        return "does not support dropout with a seed"
     q = a.q
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"computes in float16 and bfloat16, not in {str(q.dtype).removeprefix('torch.')}"
@@ -55,16 +55,16 @@ def refusal(a: AttentionArguments) -> str | None:
         return f"needs a head width that is a multiple of {_VECTOR}, up to {_WIDEST}, not {width}"
     if a.causal and not same_offsets(a.layout_q, a.layout_k):
         return "aligns causal masks at the last key, not at the first"
-    found = capability(q.device)
-    if found is None:
+    gpu = capability(q.device)
+    if gpu is None:
         return "needs an NVIDIA GPU"
-    if found < _OLDEST:
+    if gpu < _OLDEST:
         return "needs compute capability 8.0, an A100, or later"
     return None
 
 
 def same_offsets(a: PackedLayout, b: PackedLayout) -> bool:
-    """Whether two layouts are certainly one; their numbers are not read, which could wait."""
+    """Whether two layouts share their offsets; values are not compared, as that would wait."""
     if a.cu_seqlens is b.cu_seqlens:
         return True
     if is_fake(a.cu_seqlens) or is_fake(b.cu_seqlens):
@@ -77,13 +77,13 @@ def same_offsets(a: PackedLayout, b: PackedLayout) -> bool:
 def find(
     module: str, name: str, package: str, parameters: tuple[str, ...]
 ) -> Callable[..., Any] | str:
-    """The function of an optional package, or why there is none that we understand.
+    """Return a function of an optional package, or the reason why it cannot be used.
 
     Args:
-        module: Where it is.
-        name: Of the function.
-        package: What to install for it.
-        parameters: The arguments that we pass by name: signatures have changed between versions.
+        module: Module of the function.
+        name: Name of the function.
+        package: Name of the package to install.
+        parameters: Arguments that are passed by name, as signatures differ between versions.
     """
     try:
         function = getattr(importlib.import_module(module), name)
@@ -92,11 +92,11 @@ def find(
             return f"not installed (pip install {package})"
         return f"cannot be imported: {error}"
     except AttributeError:
-        # The folder `flash_attn` is there if any of version 2 and version 4 is.
+        # The folder `flash_attn` exists if either version 2 or version 4 is installed.
         return f"{module} has no {name} (pip install {package})"
     except Exception as error:
-        # Compiled for another torch or driver, packages fail in many ways; none must stop a call
-        # that another implementation can serve.
+        # Packages that were compiled for another torch or driver raise various exceptions. None may
+        # stop a call that another implementation supports.
         return f"cannot be imported: {type(error).__name__}: {error}"
     known = inspect.signature(function).parameters
     missing = [parameter for parameter in parameters if parameter not in known]
@@ -106,9 +106,10 @@ def find(
 
 
 def outside(layout: PackedLayout, other: PackedLayout) -> Tensor:
-    """The rows that attend to nothing, and to which nothing attends: bool (rows, 1, 1).
+    """The rows without any query-key pair: bool (rows, 1, 1).
 
-    They are the tail, and the sequences that are empty on the other side. ``layout`` has one.
+    They are the tail and the sequences that are empty in ``other``. ``layout`` has at least one
+    sequence.
     """
     inside = layout.mask()
     if layout.cu_seqlens is not other.cu_seqlens:
@@ -117,8 +118,8 @@ def outside(layout: PackedLayout, other: PackedLayout) -> Tensor:
     return ~inside[:, None, None]
 
 
-class _GradientInside(Function):
-    """The values as they are; of the gradient, the rows outside are zero."""
+class _MaskedGradient(Function):
+    """Returns the values unchanged, and sets the gradient of the rows ``outside`` to zero."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, outside: Tensor) -> Tensor:
@@ -137,16 +138,16 @@ class _GradientInside(Function):
 def guarded(
     function: Callable[..., Any] | str, a: AttentionArguments, *, reads_beyond: bool
 ) -> Tensor:
-    """Call a ``flash_attn_varlen_func``, deterministic, and keep what lies outside at zero.
+    """Call a deterministic ``flash_attn_varlen_func``, and set rows outside all sequences to zero.
 
     Args:
-        function: Any version's, as `find` returns it.
+        function: The function of any version, from `find`.
         a: The arguments.
-        reads_beyond: Whether it loads rows past the end of a sequence, and multiplies them by zero:
-            what is outside must then be finite.
+        reads_beyond: Whether it loads rows past the end of a sequence and multiplies them by zero,
+            so that these rows must be finite.
 
     Raises:
-        RuntimeError: There is no function.
+        RuntimeError: ``function`` is a reason from `find`.
     """
     if isinstance(function, str):
         raise RuntimeError(function)
@@ -155,13 +156,13 @@ def guarded(
         return zeroed(a.q)
     outside_q, outside_k = outside(layout_q, layout_k), outside(layout_k, layout_q)
 
-    def enclosed(x: Tensor, rows: Tensor) -> Tensor:
-        return x.masked_fill(rows, 0) if reads_beyond else _GradientInside.apply(x, rows)  # type: ignore[return-value]
+    def masked(x: Tensor, rows: Tensor) -> Tensor:
+        return x.masked_fill(rows, 0) if reads_beyond else _MaskedGradient.apply(x, rows)  # type: ignore[return-value]
 
     y = function(
-        q=enclosed(a.q, outside_q),
-        k=enclosed(a.k, outside_k),
-        v=enclosed(a.v, outside_k),
+        q=masked(a.q, outside_q),
+        k=masked(a.k, outside_k),
+        v=masked(a.v, outside_k),
         cu_seqlens_q=layout_q.cu_seqlens,
         cu_seqlens_k=layout_k.cu_seqlens,
         max_seqlen_q=layout_q.max_seqlen_bound,
@@ -170,7 +171,7 @@ def guarded(
         causal=a.causal,
         deterministic=True,
     )
-    # Some versions return the log-sum-exp, too.
+    # Some versions also return the log-sum-exp.
     y = y[0] if isinstance(y, tuple) else y
     return y.masked_fill(outside_q, 0)
 
@@ -187,4 +188,4 @@ PARAMETERS = (
     "causal",
     "deterministic",
 )
-"""What `guarded` passes."""
+"""The arguments that `guarded` passes."""

@@ -1,7 +1,7 @@
-"""torch's own attention on packed sequences, `torch.nn.attention.varlen.varlen_attn`.
+"""`attention` with `torch.nn.attention.varlen.varlen_attn`, torch's build of FlashAttention 2.
 
-It is FlashAttention 2, as torch was built with. Its backward is deterministic only where torch is
-told to be so everywhere; therefore the backward here is the one beneath it, told for that call.
+Its backward is deterministic only under `torch.use_deterministic_algorithms`. Therefore the
+backward here calls the underlying operation with that setting enabled for the call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FUNCTION = (
     "torch.nn.attention.varlen",
     "varlen_attn",
     "'torch>=2.11'",
-    # Until 2.10 there was `is_causal`, and no scale.
+    # Up to torch 2.10 it had `is_causal` and no `scale`.
     ("query", "key", "value", "cu_seq_q", "max_q", "return_aux", "scale", "window_size"),
 )
 _CAUSAL, _FULL = (-1, 0), (-1, -1)
@@ -28,7 +28,7 @@ _WIDEST_ON_SMALL_GPUS = 192
 
 
 def unsupported_reason(a: AttentionArguments) -> str | None:
-    """Why it cannot serve the call, or None."""
+    """The reason why this backend does not support the call, or None."""
     function = packages.find(*_FUNCTION)
     if isinstance(function, str):
         return function
@@ -38,15 +38,15 @@ def unsupported_reason(a: AttentionArguments) -> str | None:
     if not _built_in():
         return "torch was built without FlashAttention"
     if _replaced():
-        return "torch.nn.attention.activate_flash_attention_impl has put another one in its place"
+        return "torch.nn.attention.activate_flash_attention_impl has replaced FlashAttention 2"
     width = a.q.shape[-1]
     if width > _WIDEST_ON_SMALL_GPUS and packages.capability(a.q.device) in ((8, 6), (8, 9)):
-        return f"serves head widths up to {_WIDEST_ON_SMALL_GPUS} on this GPU, not {width}"
+        return f"supports head widths up to {_WIDEST_ON_SMALL_GPUS} on this GPU, not {width}"
     return None
 
 
 def forward(a: AttentionArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The output, and the log-sum-exp of each query's scores, (H, T_q)."""
+    """Compute the output; save the log-sum-exp of each query's scores, float32 (H, T_q)."""
     q, layout_q, layout_k = a.q, a.layout_q, a.layout_k
     if not (layout_q.max_seqlen_bound and layout_k.max_seqlen_bound):
         return (q.new_zeros(q.shape),), (q.new_zeros(q.shape[1::-1], dtype=torch.float32),)
@@ -68,7 +68,7 @@ def forward(a: AttentionArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
 
 
 def saved_like(a: AttentionArguments) -> tuple[Tensor, ...]:
-    """As `forward` saves."""
+    """Empty tensors with the shapes and dtypes of what `forward` saves."""
     return (a.q.new_empty(a.q.shape[1::-1], dtype=torch.float32),)
 
 
@@ -78,7 +78,7 @@ def backward(
     results: tuple[Tensor, ...],
     saved: tuple[Tensor, ...],
 ) -> dict[str, Tensor | None]:
-    """The gradients of queries, keys and values, zero outside the sequences."""
+    """Compute the gradients of queries, keys and values, zero outside the sequences."""
     q, k, v, layout_q, layout_k = a.q, a.k, a.v, a.layout_q, a.layout_k
     if not (layout_q.max_seqlen_bound and layout_k.max_seqlen_bound):
         return {"q": torch.zeros_like(q), "k": torch.zeros_like(k), "v": torch.zeros_like(v)}
@@ -97,7 +97,7 @@ def backward(
             layout_k.max_seqlen_bound,
             0.0,
             a.causal,
-            # The state and the offset of a dropout that there is not.
+            # State and offset of the dropout, which is 0.
             torch.zeros(2, dtype=torch.uint64, device=q.device),
             torch.empty(0, device=q.device),
             scale=a.scale,
@@ -121,7 +121,7 @@ def _built_in() -> bool:
 
 
 def _replaced() -> bool:
-    """Whether `varlen_attn` is another version's now, with other promises."""
+    """Whether `varlen_attn` now calls another version, with other properties."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return current is not None and current() not in (None, "FA2")
 
@@ -133,7 +133,7 @@ def _deterministic() -> Iterator[None]:
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    # To find reads of uninitialised memory this would write every new tensor once more.
+    # Deterministic mode would otherwise fill every new tensor, to detect uninitialised reads.
     settings.fill_uninitialized_memory = False
     try:
         yield

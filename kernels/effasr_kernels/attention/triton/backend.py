@@ -1,8 +1,9 @@
-"""`attention` in Triton: packed flash attention, with any of the positions and with dropout.
+"""`attention` in Triton: packed flash attention with rotary or relative positions and dropout.
 
-One pass forward; backward one kernel for keys and values and one for queries, each of which
-computes the scores again: nothing of T_q x T_k is stored. With `RelativeBias` their bias is, a new
-buffer each time; keys and values write the gradient of the scores over it, which the rest needs.
+The forward is one kernel. The backward has one kernel for keys and values and one for queries; both
+recompute the scores, so no tensor of size T_q x T_k is stored. With `RelativeBias` the relative
+part of the scores is a new buffer in each pass: the kernel of keys and values overwrites it with
+the gradient of the scores, from which the other gradients are computed.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(slots=True)
 class _Call:
-    """One call, as its kernels see it.
+    """The kernel arguments of a call.
 
     Attributes:
-        arguments: What was called.
-        q: (T_q, H, D); rotated, or with the content bias, in the backward; in the forward rotated
-            where ``rotates_in_kernel`` does not hold.
-        k: (T_k, H, D); rotated where positions are rotary.
+        arguments: Arguments of the call.
+        q: (T_q, H, D). In the backward rotated, or with the content bias added; in the forward
+            rotated unless ``rotates_in_kernel``.
+        k: (T_k, H, D); rotated for rotary positions.
         v: (T_k, H, D).
         angles: Cosines and sines of rotary positions, or None.
-        rotates_in_kernel: Whether the kernels of attention rotate what is not rotated yet.
-        pointers: What follows queries, keys, values and bias in all kernels: cosines, sines,
-            offsets and seed.
-        sizes: The integers that all kernels end with: heads and strides.
+        rotates_in_kernel: Whether the attention kernels rotate queries (forward) and gradients.
+        pointers: Cosines, sines, offsets and seed, which follow queries, keys, values and bias in
+            all kernels.
+        sizes: Heads and strides, the last integers of all kernels.
         bias: The relative part of the scores, (T_q, H, W), a new buffer; or None.
         bias_eighths: W / 8.
-        configs: How kernels are cut.
+        configs: Tile sizes of the kernels.
     """
 
     arguments: AttentionArguments
@@ -67,7 +68,7 @@ class _Call:
     configs: Configs
 
     def options(self, config: Config) -> dict[str, Any]:
-        """Constants and compiler options of a launch, but whether there is a bias."""
+        """Constants and compiler options of a launch, except for ``BIAS``."""
         width = self.q.shape[2]
         return {
             "num_warps": config.warps,
@@ -83,14 +84,14 @@ class _Call:
 
 
 def unsupported_reason(a: AttentionArguments) -> str | None:
-    """The reason for which this backend cannot serve a call, or None."""
+    """The reason why this backend does not support a call, or None."""
     if a.q.shape[2] > _WIDEST:
         return f"heads of more than {_WIDEST} channels do not fit a tile"
     return refusal(a.q)
 
 
 def forward(a: AttentionArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Attend; the backward needs each row's logarithmic sum."""
+    """Compute the output; save each row's log-sum-exp to base 2, float32 (H, T_q)."""
     this = _prepare(a, backward=False)
     rows, heads = a.layout_q.rows, a.q.shape[1]
     out = a.q.new_empty(a.q.shape)
@@ -110,7 +111,7 @@ def forward(a: AttentionArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
 
 
 def saved_like(a: AttentionArguments) -> tuple[Tensor, ...]:
-    """Each row's logarithmic sum, float32 (H, T_q)."""
+    """An empty tensor for each row's log-sum-exp, float32 (H, T_q)."""
     return (a.q.new_empty(a.q.shape[1], a.q.shape[0], dtype=torch.float32),)
 
 
@@ -120,19 +121,20 @@ def backward(
     results: Sequence[Tensor],
     saved: Sequence[Tensor],
 ) -> dict[str, Tensor | None]:
-    """Gradients of queries, keys and values, and of the tensors of a relative position."""
+    """Compute the gradients of queries, keys, values and the tensors of a relative position."""
     this = _prepare(a, backward=True)
     (grad_out,), (lse,) = grads, saved
     delta = row_delta(grad_out, results[0])
-    # Over the bias this writes the gradient of the scores.
+    # Overwrites the bias with the gradient of the scores.
     grad_k, grad_v = _backward_kv(this, lse, delta, grad_out)
-    found: dict[str, Tensor | None] = {"v": grad_v, "k": _rotated_back(this, grad_k, a.layout_k)}
+    grad_k = _rotated_back(this, grad_k, a.layout_k)
+    gradients: dict[str, Tensor | None] = {"k": grad_k, "v": grad_v}
     if this.bias is None or a.relative is None:
         grad_q = _backward_q(this, lse, delta, grad_out)
-        return found | {"q": _rotated_back(this, grad_q, a.layout_q)}
+        return gradients | {"q": _rotated_back(this, grad_q, a.layout_q)}
     names = "q", "content_bias", "position_bias", "position_table"
     shared = relative_backward(this.bias, a.q, this.k, a.relative, a.layout_q, a.layout_k, a.scale)
-    return found | dict(zip(names, shared, strict=True))
+    return gradients | dict(zip(names, shared, strict=True))
 
 
 def _prepare(a: AttentionArguments, *, backward: bool) -> _Call:
@@ -147,11 +149,11 @@ def _prepare(a: AttentionArguments, *, backward: bool) -> _Call:
         angles = angle_table(a.rotary, width, rows, q.device)
         in_kernel = channels == padded_width(width)
         k = rotated(k, a.layout_k, angles, k.dtype)
-        # In the backward each is read once for every tile of keys.
+        # The backward reads each query once for every tile of keys, so they are rotated before.
         if backward or not in_kernel:
             q = rotated(q, a.layout_q, angles, q.dtype)
     if backward and a.content_bias is not None:
-        # Once, not in the loop over queries: what comes from registers is not fetched ahead.
+        # Added here, as in the loop over queries it would prevent the compiler from prefetching.
         q = q + a.content_bias
     bias = None
     if a.position_bias is not None and a.position_table is not None:
@@ -174,9 +176,10 @@ def _prepare(a: AttentionArguments, *, backward: bool) -> _Call:
 
 
 def _gradient_like(this: _Call, x: Tensor) -> Tensor:
-    """Where a kernel writes what may still have to be rotated back, and rounded after that."""
-    late = this.angles is not None and not this.rotates_in_kernel
-    return torch.empty(x.shape, dtype=torch.float32 if late else x.dtype, device=x.device)
+    """An empty gradient of ``x``, float32 if it is rotated back, and then rounded, afterwards."""
+    rotates_later = this.angles is not None and not this.rotates_in_kernel
+    dtype = torch.float32 if rotates_later else x.dtype
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
 def _rotated_back(this: _Call, x: Tensor, layout: PackedLayout) -> Tensor:

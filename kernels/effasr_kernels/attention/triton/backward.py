@@ -53,49 +53,48 @@ def attention_backward_kv(
 ):
     """Gradients of one tile of keys and values of one head: program (tile, head).
 
-    All tiles are transposed, keys by queries, so that weights are the left factor of the products
-    that sum over queries, as they lie in registers. A key past the end of its sequence has no
-    mask: what is computed for it stays in its own row, which is not stored.
+    All tiles are transposed, keys by queries, so that the weights, which are in registers, are the
+    left factor of the products that sum over queries. Keys past the end of a sequence need no mask:
+    their results stay in their own rows, which are not stored.
 
-    With ``BIAS`` it also writes the gradient of the scores, over the bias itself: each tile is read
-    before it is written, by this program alone. The gradient of queries is a product with that.
+    With ``BIAS`` the kernel also overwrites the bias with the gradient of the scores: this program
+    alone reads each tile, before it writes it. The gradient of queries is a product with it.
 
     Args:
-        q: (T_q, H, D), a pointer, as are all up to ``grad_v``; rotated where positions are rotary.
-        k: (T_k, H, D), likewise.
+        q: (T_q, H, D), a pointer, like all up to ``grad_v``; rotated for rotary positions.
+        k: (T_k, H, D); rotated for rotary positions.
         v: (T_k, H, D).
         bias: See `effasr_kernels.attention.triton.forward.attention_forward`. The columns of a
-            row's T_k keys are overwritten, those that it does not see and those up to a whole
-            vector of 8 with zeros.
-        cos: See there.
-        sin: See there.
+            row's keys are overwritten; masked keys, and columns up to a multiple of 8, with zeros.
+        cos: See `effasr_kernels.attention.triton.forward.attention_forward`.
+        sin: Same shape as ``cos``.
         cu_seqlens_q: int32 (N + 1,).
         cu_seqlens_k: int32 (N + 1,).
         seed: int64 (1,); None without ``DROPOUT``.
         lse: float32 (H, T_q), contiguous, from the forward.
         delta: float32 (H, T_q), contiguous, from `effasr_kernels.attention.triton.delta.row_delta`.
         grad_out: (T_q, H, D), contiguous.
-        grad_k: (T_k, H, D), contiguous, written; zeros where a key has no query.
-        grad_v: (T_k, H, D), likewise.
+        grad_k: (T_k, H, D), contiguous, written; zeros for keys without queries.
+        grad_v: (T_k, H, D), contiguous, written; zeros for keys without queries.
         sequences: N.
         rows_q: T_q.
         rows_k: T_k.
         bias_eighths: W / 8.
         heads: H.
-        q_row: Elements from one row of ``q`` to the next.
-        q_head: Elements from one head to the next.
-        k_row: Of ``k``.
-        k_head: Of ``k``.
-        v_row: Of ``v``.
-        v_head: Of ``v``.
+        q_row: Row stride of ``q`` in elements.
+        q_head: Head stride of ``q`` in elements.
+        k_row: Row stride of ``k``.
+        k_head: Head stride of ``k``.
+        v_row: Row stride of ``v``.
+        v_head: Head stride of ``v``.
         scale: Factor of the scores.
-        probability: To drop a weight.
+        probability: Probability to drop a weight.
         WIDTH: D.
         BLOCK_D: The power of two, at least 16, that D is padded to.
         BLOCK_M: Queries of a step.
         BLOCK_N: Keys of a tile.
-        CAUSAL: Whether query i sees only the keys 0 to i.
-        BIAS: Whether scores have a bias; that of the queries is in ``q``.
+        CAUSAL: Whether query i attends only to keys 0 to i.
+        BIAS: Whether scores have a bias; the content bias is already added to ``q``.
         ROTARY: Whether to rotate the gradient of keys back, all of its D = BLOCK_D channels.
         DROPOUT: Whether weights are dropped.
     """
@@ -123,9 +122,9 @@ def attention_backward_kv(
         seed_value = tl.load(seed)
         scale_kept = 1 / (1 - probability)
 
-    # The first query that sees a key of this tile is in the same place. Even so the loop starts at
-    # zero: the compiler fetches nothing ahead in one that does not. A bias has a gradient at every
-    # key, also where it is zero.
+    # With a causal mask, the first query that attends to this tile has the tile's position. The
+    # loop still starts at zero, with moved pointers: otherwise the compiler does not prefetch. A
+    # bias needs its gradient written at every key, including zeros.
     begin = start if CAUSAL and not BIAS else 0
     first_row = first_q + begin
     q += first_row * q_row + wide_head * q_head
@@ -139,7 +138,7 @@ def attention_backward_kv(
         bias_row = heads * bias_eighths * 8
         bias += first_row * bias_row + wide_head * (bias_eighths * 8) + start
         bias_offset = m[None, :] * bias_row + n[:, None]
-        # A mask that changes within a vector would break it; W has room for a whole one.
+        # The mask is constant within vectors of 8, so that loads are vectorized; W is a multiple.
         b_columns = (start + n // 8 * 8 < length_k)[:, None]
     acc_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     acc_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -149,7 +148,7 @@ def attention_backward_kv(
         q_mask = in_rows[:, None] & in_width[None, :]
         q_tile = tl.load(q + q_offset, mask=q_mask, other=0.0)
         grad_tile = tl.load(grad_out + out_offset, mask=q_mask, other=0.0)
-        # Past the end all weights are zero, whatever a bias makes of the scores.
+        # lse = inf makes all weights past the end zero, whatever the bias there is.
         row_lse = tl.load(lse + m, mask=in_rows, other=float("inf"))
         row_delta = tl.load(delta + m, mask=in_rows, other=0.0)
         if BIAS:
@@ -182,12 +181,12 @@ def attention_backward_kv(
         grad_scores = (weights * (grad_weights - row_delta[None, :])).to(q_tile.dtype)
         acc_k += tl.dot(grad_scores, q_tile, input_precision="ieee")
         if BIAS:
-            # The only key has weight 1 whatever its score; rounding must not say otherwise.
-            of_bias = tl.where(length_k == 1, 0.0, grad_scores)
+            # A single key has weight 1 whatever its score, so its exact gradient is zero.
+            grad_bias = tl.where(length_k == 1, 0.0, grad_scores)
             if b_tile.dtype.is_fp32():
-                # Small tiles lie in several warps at once; each must have read the old values.
+                # Several warps hold copies of a small tile; all must have read the old values.
                 tl.debug_barrier()
-            tl.store(bias + bias_offset, of_bias.to(grad_scores.dtype), mask=b_mask)
+            tl.store(bias + bias_offset, grad_bias.to(grad_scores.dtype), mask=b_mask)
             bias += BLOCK_M * bias_row.to(tl.int64)
         q += BLOCK_M * q_row
         grad_out += BLOCK_M * out_row
@@ -196,7 +195,7 @@ def attention_backward_kv(
 
     if DROPOUT:
         acc_v *= scale_kept
-    # As for the bias.
+    # A single key has a zero gradient of its score, as above.
     acc_k *= tl.where(length_k == 1, 0.0, scale)
     out_begin = (first_key * heads + head) * WIDTH
     k_offset = n[:, None] * out_row + d[None, :]
@@ -243,37 +242,37 @@ def attention_backward_q(
 ):
     """Gradient of one tile of queries of one head: program (tile, head).
 
-    Not with relative positions, where it is a product with what `attention_backward_kv` writes.
+    It is not used with relative positions; `relative.relative_backward` computes the gradient then.
 
     Args:
-        q: (T_q, H, D), a pointer, as are all up to ``grad_q``; rotated where positions are rotary.
-        k: (T_k, H, D), likewise.
+        q: (T_q, H, D), a pointer, like all up to ``grad_q``; rotated for rotary positions.
+        k: (T_k, H, D); rotated for rotary positions.
         v: (T_k, H, D).
         cos: See `effasr_kernels.attention.triton.forward.attention_forward`.
-        sin: See there.
+        sin: Same shape as ``cos``.
         cu_seqlens_q: int32 (N + 1,).
         cu_seqlens_k: int32 (N + 1,).
         seed: int64 (1,); None without ``DROPOUT``.
         lse: float32 (H, T_q), contiguous, from the forward.
         delta: float32 (H, T_q), contiguous, from `effasr_kernels.attention.triton.delta.row_delta`.
         grad_out: (T_q, H, D), contiguous.
-        grad_q: (T_q, H, D), contiguous, written; zeros where a row has no key.
+        grad_q: (T_q, H, D), contiguous, written; zeros for rows without keys.
         sequences: N.
         rows_q: T_q.
         heads: H.
-        q_row: Elements from one row of ``q`` to the next.
-        q_head: Elements from one head to the next.
-        k_row: Of ``k``.
-        k_head: Of ``k``.
-        v_row: Of ``v``.
-        v_head: Of ``v``.
+        q_row: Row stride of ``q`` in elements.
+        q_head: Head stride of ``q`` in elements.
+        k_row: Row stride of ``k``.
+        k_head: Head stride of ``k``.
+        v_row: Row stride of ``v``.
+        v_head: Head stride of ``v``.
         scale: Factor of the scores.
-        probability: To drop a weight.
+        probability: Probability to drop a weight.
         WIDTH: D.
         BLOCK_D: The power of two, at least 16, that D is padded to.
         BLOCK_M: Queries of a tile.
         BLOCK_N: Keys of a step.
-        CAUSAL: Whether query i sees only the keys 0 to i.
+        CAUSAL: Whether query i attends only to keys 0 to i.
         ROTARY: Whether to rotate the gradient back, all of its D = BLOCK_D channels.
         DROPOUT: Whether weights are dropped.
     """
@@ -299,7 +298,7 @@ def attention_backward_q(
     out_begin = (first_row * heads + head) * WIDTH
     out_offset = m[:, None] * out_row + d[None, :]
     grad_tile = tl.load(grad_out + out_begin + out_offset, mask=q_mask, other=0.0)
-    # Past the end all weights are zero.
+    # lse = inf makes all weights past the end zero.
     row = wide_head * rows_q + first_row + m
     row_lse = tl.load(lse + row, mask=in_rows, other=float("inf"))
     row_delta = tl.load(delta + row, mask=in_rows, other=0.0)
@@ -335,7 +334,7 @@ def attention_backward_q(
         k += BLOCK_N * k_row
         v += BLOCK_N * v_row
 
-    # The only key has weight 1 whatever its score; rounding must not say otherwise.
+    # A single key has weight 1 whatever its score, so its exact gradient is zero.
     acc *= tl.where(length_k == 1, 0.0, scale)
     grad_q += out_begin
     if ROTARY:

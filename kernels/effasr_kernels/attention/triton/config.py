@@ -1,7 +1,7 @@
-"""How the kernels of attention are cut, by what they compute and where.
+"""Tile sizes of the attention kernels, by dtype, head width and GPU.
 
-Sequences of speech have 50 to 500 rows, so tiles have 64: the last of a sequence is on average half
-empty. Beyond that, choices are those that compile without spills for the GPU and all features
+Sequences of speech have 50 to 500 rows, so tiles have 64: the last tile of a sequence is on average
+half empty. Beyond that, the choices compile without spills for the GPU and all features
 (``tests/compiled/test_attention.py``), with as many blocks on a multiprocessor as registers allow.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How one kernel is cut: queries and keys of a tile, warps, stages of its loads."""
+    """Queries and keys of a tile, warps, and pipeline stages of the loads of a kernel."""
 
     block_m: int
     block_n: int
@@ -25,7 +25,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Configs:
-    """One for each kernel."""
+    """The configuration of each kernel."""
 
     forward: Config
     backward_kv: Config
@@ -33,25 +33,25 @@ class Configs:
 
 
 def next_power_of_two(x: int) -> int:
-    """The least power of two that is not below ``x``, which is at least 1."""
+    """The smallest power of two that is at least ``x``, for ``x`` of at least 1."""
     return 1 << (x - 1).bit_length()
 
 
 @functools.cache
 def padded_width(head_width: int) -> int:
-    """What the channels of a head are padded to, inside a kernel."""
+    """The width that kernels pad a head to: a power of two, at least 16."""
     return max(16, next_power_of_two(head_width))
 
 
 @functools.cache
 def configs(dtype: torch.dtype, head_width: int, major: int, *, plain: bool) -> Configs:
-    """Choose for a dtype, D and a GPU; never for a length.
+    """Select the configurations of the kernels; they do not depend on lengths.
 
     Args:
-        dtype: Of the inputs.
+        dtype: Dtype of the inputs.
         head_width: D.
-        major: The first number of the GPU's capability; one in no table takes the choice for 8.
-        plain: Whether there are neither positions nor dropout, which take registers.
+        major: Major compute capability; one that is not in the table uses the choice for 8.
+        plain: Whether there are neither positions nor dropout, which need registers.
     """
     width = max(64, padded_width(head_width))
     if dtype == torch.float32:
@@ -60,13 +60,13 @@ def configs(dtype: torch.dtype, head_width: int, major: int, *, plain: bool) -> 
     return table.get((width, plain)) or table[width, False]
 
 
-# Not on tensor cores, whose float32 has 11 bits.
+# float32 does not use tensor cores, whose TF32 has only 11 bits of precision.
 _SINGLE = {
     64: Configs(Config(32, 16, 4, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
     128: Configs(Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
     256: Configs(Config(16, 16, 4, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
 }
-# By the first number of the capability; then by the padded width, and whether the call is plain.
+# By major compute capability, then by padded width and ``plain``.
 _HALF = {
     8: {
         (64, True): Configs(Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(64, 64, 4, 2)),

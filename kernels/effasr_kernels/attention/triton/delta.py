@@ -1,4 +1,4 @@
-"""What the softmax takes off every gradient of a row's scores."""
+"""The term delta of the softmax's backward: the sum over channels of output times gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from effasr_kernels.attention.triton.config import padded_width
 from effasr_kernels.runtime.launch import launch
 
 _ELEMENTS = 4096
-"""Of a block of rows."""
+"""Elements of a block of rows."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -25,12 +25,12 @@ def attention_delta(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """What the softmax takes off every gradient of a row's scores: program (block of rows, head).
+    """Compute `row_delta` for a block of rows and a head: program (block, head).
 
     Args:
-        grad_out: (T_q, H, D), contiguous, a pointer, as are the next two.
+        grad_out: (T_q, H, D), contiguous, a pointer, like all up to ``delta``.
         out: (T_q, H, D), contiguous.
-        delta: float32 (H, T_q), written: the sum over channels of their product.
+        delta: float32 (H, T_q), written: the sum over channels of ``out * grad_out``.
         rows: T_q.
         heads: H.
         WIDTH: D.
@@ -52,7 +52,7 @@ def attention_delta(
 
 
 def row_delta(grad_out: Tensor, out: Tensor) -> Tensor:
-    """The sum over channels of output times gradient: once, not for every tile of keys.
+    """The sum over channels of output times gradient, computed once for all tiles of keys.
 
     Args:
         grad_out: (T, H, D), contiguous.

@@ -1,4 +1,4 @@
-"""Output of attention, one tile of queries at a time."""
+"""The forward kernel of attention."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from effasr_kernels.shared.philox import keep_mask
 
 @triton.jit
 def add_content_bias(x, content_bias, d, in_width):
-    """Queries plus the bias of their head, (M, D) and (D,), summed in float32."""
+    """Add the content bias of a head, (D,), to a tile of queries, (M, D), in float32."""
     bias = tl.load(content_bias + d, mask=in_width, other=0.0)
     return (x.to(tl.float32) + bias.to(tl.float32)[None, :]).to(x.dtype)
 
 
 @triton.jit
 def as_scores(b_tile):
-    """A tile of the bias as what the product of the scores is added to, float32.
+    """Convert a tile of the bias to a float32 accumulator of the scores.
 
-    Tensor cores take 16-bit tiles as they lie in shared memory, and a product with ones is exact;
-    threads that read them there in the order of the scores would meet four to a bank. A number that
-    is not finite spreads to its row of the tile, so none may lie outside the sequence.
+    A 16-bit tile is multiplied by the identity on tensor cores, which is exact and reads the tile
+    from shared memory directly; threads that read it in the layout of the scores would have
+    four-way bank conflicts. A number that is not finite spreads to its row of the tile, so columns
+    outside the sequence must be finite.
     """
     if b_tile.dtype.is_fp32():
         scores = b_tile
@@ -68,44 +69,45 @@ def attention_forward(
     ROTARY: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """One tile of queries of one head: program (tile, head).
+    """Compute the output of one tile of queries of one head: program (tile, head).
 
-    The softmax is taken online, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691), in
-    powers of two. Every query sees the first key, so the largest score is finite after one step.
+    The softmax is computed online, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691), in
+    powers of two. Every query attends to the first key, so the largest score is finite after one
+    step.
 
     Args:
-        content_bias: (H, D), contiguous, added to ``q``; None without ``BIAS``. A pointer, as are
+        content_bias: (H, D), contiguous, added to ``q``; None without ``BIAS``. A pointer, like
             all up to ``lse``.
         q: (T_q, H, D).
-        k: (T_k, H, D), rotated where positions are rotary.
+        k: (T_k, H, D); rotated for rotary positions.
         v: (T_k, H, D).
-        bias: (T_q, H, W), contiguous, added to the products of queries and keys; finite up to a
-            whole vector of 8 columns. None without ``BIAS``.
+        bias: (T_q, H, W), contiguous, added to the products of queries and keys; finite up to the
+            next multiple of 8 columns. None without ``BIAS``.
         cos: float32 (positions, D / 2), contiguous; None without ``ROTARY``.
-        sin: Likewise.
+        sin: Same shape as ``cos``.
         cu_seqlens_q: int32 (N + 1,).
         cu_seqlens_k: int32 (N + 1,).
         seed: int64 (1,); None without ``DROPOUT``.
-        out: (T_q, H, D), contiguous, written; zeros where a row has no key.
+        out: (T_q, H, D), contiguous, written; zeros for rows without keys.
         lse: float32 (H, T_q), contiguous, written: the logarithm to base 2 of each row's sum of
-            powers of two; -inf where a row has no key.
+            powers of two; -inf for rows without keys.
         sequences: N.
         rows_q: T_q.
         bias_eighths: W / 8.
         heads: H.
-        q_row: Elements from one row of ``q`` to the next.
-        q_head: Elements from one head to the next.
-        k_row: Of ``k``.
-        k_head: Of ``k``.
-        v_row: Of ``v``.
-        v_head: Of ``v``.
+        q_row: Row stride of ``q`` in elements.
+        q_head: Head stride of ``q`` in elements.
+        k_row: Row stride of ``k``.
+        k_head: Head stride of ``k``.
+        v_row: Row stride of ``v``.
+        v_head: Head stride of ``v``.
         scale_log2: Factor of the scores, for powers of two.
-        probability: To drop a weight.
+        probability: Probability to drop a weight.
         WIDTH: D.
         BLOCK_D: The power of two, at least 16, that D is padded to.
         BLOCK_M: Queries of a tile.
         BLOCK_N: Keys of a tile.
-        CAUSAL: Whether query i sees only the keys 0 to i.
+        CAUSAL: Whether query i attends only to keys 0 to i.
         BIAS: Whether scores and queries have a bias.
         ROTARY: Whether to rotate all D = BLOCK_D channels of ``q`` by its position in the sequence.
         DROPOUT: Whether weights are dropped.
@@ -136,7 +138,7 @@ def attention_forward(
         bias_row = heads * bias_eighths * 8
         bias += first_row * bias_row + wide_head * (bias_eighths * 8)
         bias_offset = m[:, None] * bias_row + n[None, :]
-        # A mask that changes within a vector would break it; W has room for a whole one.
+        # The mask is constant within vectors of 8, so that loads are vectorized; W is a multiple.
         by_eight = n // 8 * 8
     if DROPOUT:
         seed_value = tl.load(seed)
@@ -179,7 +181,7 @@ def attention_forward(
         k += BLOCK_N * k_row
         v += BLOCK_N * v_row
 
-    # A row without keys has the sum 0, and keeps its zeros.
+    # For a row without keys the sum is 0 and the output stays zero.
     total = tl.where(total == 0, 1.0, total)
     inverse = 1 / total
     if DROPOUT:

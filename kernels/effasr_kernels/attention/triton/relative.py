@@ -1,13 +1,13 @@
-"""The relative part of Transformer-XL's scores as a buffer, and its gradients.
+"""The relative part of Transformer-XL's scores as a bias buffer, and its gradients.
 
-The scores of a query by distance are a product with the table of positions; those by key are the
-same numbers, each row moved by one place more than the row above (the "relative shift"). Here that
-skew is in the addresses alone: the product of a tile of queries with a stretch of the table is
-stored where its keys are, so that attention reads plain tiles of a bias, and its backward hands
-back plain tiles of that bias's gradient.
+The scores of a query by distance are a product with the position table. The scores by key are the
+same numbers with each row shifted by one more column than the row above (the "relative shift").
+Here the shift is only in the addresses: the product of a tile of queries with a range of the table
+is stored at the columns of its keys, so that the attention kernels read unshifted tiles of a bias,
+and their backward writes unshifted tiles of its gradient.
 
-The buffer has a row of `bias_width` for each query and head, T_q H W elements: half of the product
-by distance, and none for the padding between sequences. Its rows are full vectors of 16 bytes.
+The buffer has a row of `bias_width` for each query and head, T_q H W elements: half as many as the
+product by distance, without padding between sequences. Its rows are multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from effasr_kernels.runtime.tiles import count_tiles
 
 _STEP = forward.STEP.value
 _PROGRAMS = 1024
-"""Programs for the gradient of the table at most, unless it is long: eight for each SM, or so."""
+"""Target number of programs for the gradient of the table: about eight per multiprocessor."""
 
 
 def bias_width(bound: int) -> int:
@@ -42,7 +42,7 @@ def relative_scores(
     layout_q: PackedLayout,
     layout_k: PackedLayout,
 ) -> Tensor:
-    r"""The part of the scores that depends on distance, before they are scaled.
+    r"""Compute the part of the scores that depends on distance, before scaling.
 
     .. math::
         B_{ihj} = (q_{ih} + v_h)^\top r_{i-j,h}
@@ -52,15 +52,15 @@ def relative_scores(
     Args:
         q: (T_q, H, D).
         position_bias: v, (H, D).
-        table: r, (2 L - 1, H, D), as `effasr_kernels.attention.RelativeBias` has it; L is at least
-            every length of both layouts.
-        layout_q: The sequences of ``q``.
-        layout_k: Those of the keys.
+        table: r, (2 L - 1, H, D), the table of `effasr_kernels.attention.RelativeBias`; L is at
+            least every length of both layouts.
+        layout_q: Layout of ``q``.
+        layout_k: Layout of the keys.
 
     Returns:
         (T_q, H, W), the dtype of ``q``, with W the `bias_width` of ``layout_k.max_seqlen_bound``.
-        What a row holds past the keys of its sequence is finite up to a whole vector of 8 columns;
-        the rest, and the whole tail, is undefined.
+        Past the keys of its sequence a row is finite up to the next multiple of 8 columns; the
+        other columns and the tail are undefined.
     """
     q, table = _dense_rows(q), _dense_rows(table)
     heads, width = q.shape[1:]
@@ -85,21 +85,22 @@ def relative_backward(
     layout_k: PackedLayout,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r"""The gradients of all scores of `RelativeBias`, but for that of the keys.
+    r"""Compute the gradients of the scores of `RelativeBias`, except for that of the keys.
 
     Args:
-        ds: (T_q, H, W), contiguous, the dtype of ``q``: with respect to the scores. Zero from the
-            last key of a row to a whole vector of 8 columns; the rest is ignored, as is the tail.
+        ds: Gradient of the scores, (T_q, H, W), contiguous, the dtype of ``q``. Zero past the keys
+            of a row up to the next multiple of 8 columns; the other columns and the tail are
+            ignored.
         q: (T_q, H, D).
         k: (T_k, H, D).
-        position: What the scores are made of.
-        layout_q: The sequences of ``q``.
-        layout_k: Those of ``k``.
+        position: Biases and table of the scores.
+        layout_q: Layout of ``q``.
+        layout_k: Layout of ``k``.
         scale: Factor of the scores.
 
     Returns:
-        With respect to ``q``, (T_q, H, D), zero in the tail; to the biases by content and by
-        position, (H, D) each; to the table, (2 L - 1, H, D). Contiguous, in the dtype of ``q``.
+        The gradients of ``q``, (T_q, H, D), zero in the tail; of the content and the position bias,
+        (H, D) each; and of the table, (2 L - 1, H, D). Contiguous, in the dtype of ``q``.
     """
     q, k, table = _dense_rows(q), _dense_rows(k), _dense_rows(position.table)
     heads, width = q.shape[1:]
@@ -132,10 +133,10 @@ def _grad_table(
     heads, width = q.shape[1:]
     block_m, block_w, warps, stages = _blocks_of_grad_table(q.dtype, padded_width(width))
     reach = (table.shape[0] + 1) // 2
-    # Blocks begin up to a step lower than multiples of their width.
+    # Blocks begin up to a step below multiples of their width.
     blocks = 2 * -(-(reach + _STEP - 2) // block_w)
     tiles = _tiles(layout_q, block_m) // _STEP
-    # One share for each of the rests of a query's place by the step, and more while there is room.
+    # One split for each remainder of a query's position by the step, and more up to _PROGRAMS.
     splits = _STEP * max(1, min(_PROGRAMS // (_STEP * blocks * heads), tiles))
     by_split = q.new_empty(splits, *table.shape, dtype=torch.float32)
     launch(
@@ -151,7 +152,7 @@ def _grad_table(
 def _sizes(
     layout_q: PackedLayout, layout_k: PackedLayout, table: Tensor, scores: Tensor
 ) -> tuple[Any, ...]:
-    """What all kernels need to know of the layouts and of the buffer."""
+    """The arguments of all kernels for the layouts and the buffer."""
     offsets = layout_q.cu_seqlens, layout_k.cu_seqlens
     reach = (table.shape[0] + 1) // 2
     return *offsets, layout_q.num_sequences, layout_q.rows, reach, scores.shape[-1] // 8
@@ -169,7 +170,7 @@ def _options(width: int, block_m: int, block_w: int, warps: int, stages: int) ->
 
 
 def _tiles(layout: PackedLayout, block_m: int) -> int:
-    """Tiles of every second query: those of adjacent ones, twice."""
+    """Number of tiles of every second query: twice that of tiles of adjacent queries."""
     return _STEP * count_tiles(layout.rows, layout.num_sequences, _STEP * block_m)
 
 
@@ -178,7 +179,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 
 def _blocks_of_scores(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, int]:
-    """Queries of a tile, distances of a step, warps, stages: no registers spill."""
+    """Queries of a tile, distances of a step, warps, stages; chosen to compile without spills."""
     if dtype == torch.float32:
         return 32, 32, 4, 1
     return 64, 64, 4 if block_d <= 128 else 8, 2
@@ -187,7 +188,8 @@ def _blocks_of_scores(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, 
 def _blocks_of_grad_queries(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, int]:
     """Queries of a tile, keys of a step, distances of a step, warps.
 
-    In one stage: the copies of a pipeline are of pairs, twice the instructions, and meet in banks.
+    The loads use one stage: pipelined copies of pairs of elements would take twice the instructions
+    and have bank conflicts.
     """
     if dtype == torch.float32:
         return 32 if block_d <= 128 else 16, 16, 32, 8
@@ -197,8 +199,8 @@ def _blocks_of_grad_queries(dtype: torch.dtype, block_d: int) -> tuple[int, int,
 def _blocks_of_grad_table(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, int]:
     """Queries of a step, distances of a block, warps, stages.
 
-    Most sequences have few steps of such a block: steps are short, so that less of them is empty,
-    and not pipelined. Few warps repeat less of what is the same for all.
+    Most sequences have few steps of a block, so steps are short, to waste less of the last one, and
+    are not pipelined. Few warps repeat less of the work that is the same for all warps.
     """
     if dtype == torch.float32:
         return 32 if block_d <= 128 else 16, 32, 8, 1

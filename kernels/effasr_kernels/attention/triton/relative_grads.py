@@ -34,16 +34,17 @@ def grad_queries(
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write the gradient of a tile of queries, one head, and its parts' sums over the tile.
+    """Compute the gradient of a tile of queries of one head, and the sums of its two parts.
 
-    By content it is the gradient of the scores times the keys; by distance, times the table. That
-    walk is `effasr_kernels.attention.triton.relative_scores.scores`'s; here the skew is in the
-    addresses of the loads.
+    The content part is the gradient of the scores times the keys, the distance part times the
+    table. The latter iterates over the table like `relative_scores.scores`; here the shift is in
+    the addresses of the loads.
 
     Args:
-        grad_q: (T_q, H, D), a pointer; the tail is set to zero.
-        grad_biases: float32 (2, tiles, H, D), a pointer: the sums by content, and by distance.
-        grad_scores: (T_q, H, 8 eighths), a pointer; zeros from the last key to a whole vector of 8.
+        grad_q: (T_q, H, D), a pointer, written; zeros in the tail.
+        grad_biases: float32 (2, tiles, H, D), a pointer, written: the sums of the content and the
+            distance part over the tile.
+        grad_scores: (T_q, H, 8 eighths), a pointer; zeros past the last key up to a multiple of 8.
         k: (T_k, H, D), a pointer.
         table: (2 reach - 1, H, D), a pointer.
         cu_seqlens_q: int32 (N + 1,), a pointer.
@@ -54,14 +55,15 @@ def grad_queries(
         eighths: An eighth of the width of ``grad_scores``.
         scale: Factor of the scores.
         heads: H.
-        k_row: Elements from one row of ``k`` to the next.
-        k_head: From one head to the next.
-        stride_distance: Of ``table``, likewise.
-        stride_table_head: Of ``table``.
+        k_row: Row stride of ``k`` in elements.
+        k_head: Head stride of ``k`` in elements.
+        stride_distance: Row stride of ``table``.
+        stride_table_head: Head stride of ``table``.
         WIDTH: D.
         BLOCK_D: The power of two at or above D.
         BLOCK_M: Queries of a tile.
-        BLOCK_N: Keys of a step; not ``BLOCK_W``, or the compiler loads both kinds of tiles as one.
+        BLOCK_N: Keys of a step. It differs from ``BLOCK_W``, as otherwise the compiler gives both
+            kinds of tiles the same layout.
         BLOCK_W: Distances of a step.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -85,14 +87,14 @@ def grad_queries(
     first_k, keys = find_sequence(cu_seqlens_k, sequences, sequence)
 
     row = tl.arange(0, BLOCK_M)
-    # The last query of the tile that there is.
+    # The last query of the tile within the sequence.
     last = tl.minimum((length - 1 - start) // STEP, BLOCK_M - 1)
     in_range = row <= last
     grad_scores += ((begin + start) * heads + head) * (eighths * 8)
     score_row = STEP * (heads * eighths * 8)
 
     n = tl.arange(0, BLOCK_N)
-    # A mask that changes within a vector would break it.
+    # The mask is constant within vectors of 8, so that loads are vectorized.
     by_eight = n // 8 * 8
     offset = (row * score_row)[:, None] + n[None, :]
     k += first_k * k_row + head * k_head
@@ -115,13 +117,13 @@ def grad_queries(
     diagonal = tl.arange(0, BLOCK_W)
     keys = tl.cdiv(keys, STEP) * STEP
     grad_scores -= last * STEP
-    # A step of one row is a step of one key, too.
+    # Each row is shifted by one more key.
     offset = (row * (score_row + STEP))[:, None] + diagonal[None, :]
     first_key = diagonal[None, :] + ((row - last) * STEP)[:, None]
     largest = reach - 1 + start + last * STEP
     table += head * stride_table_head
     by_distance = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    # No step where there is no key, as in the tail.
+    # Without keys, as in the tail, there is no step.
     for first in range(0, tl.where(keys > 0, keys + last * STEP, 0), BLOCK_W):
         ds = tl.load(
             grad_scores + first + offset,
@@ -149,23 +151,23 @@ def grad_queries(
 
 @triton.jit
 def sequences_of(cu_seqlens, sequences, first_row, end_row):
-    """The sequences with rows of a range: the first, and the end.
+    """The sequences with rows in a range: the first, and one past the last.
 
-    Counts are scalars from the start: with sums after the loop the compiler (Triton 3.7) loses all
-    alignments inside nested loops that begin at them.
+    The counts are scalars in the loop: with vectors that are summed after it, the compiler
+    (Triton 3.7) loses the alignment of pointers inside nested loops that begin at the counts.
 
     Args:
         cu_seqlens: int32 (N + 1,), a pointer.
         sequences: N.
-        first_row: Of the range.
-        end_row: Of the range.
+        first_row: First row of the range.
+        end_row: One past the last row of the range.
     """
     index = tl.arange(0, 512)
     first, end = 0, 0
     for several in range(0, sequences, 512):
         n = several + index
         begin = tl.load(cu_seqlens + n, mask=n < sequences, other=2**31 - 1)
-        # The first begins at row 0, and is not counted, for there may be none.
+        # Sequence 0 always begins at row 0 and is not counted, so that the result is an index.
         first += tl.sum(((begin <= first_row) & (n > 0)).to(tl.int32))
         end += tl.sum((begin < end_row).to(tl.int32))
     return first, end
@@ -193,10 +195,10 @@ def grad_table(
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Sum the gradient of a block of distances, one head, over a share of the queries.
+    """Sum the gradient of a block of distances of one head over a split of the queries.
 
-    A share is a range of rows, and has the tiles of sequences that begin there. Blocks of small
-    distances have the most pairs, and come first.
+    A split is a range of rows, and includes the tiles of sequences that begin in it. Blocks of
+    small distances have the most pairs and come first.
 
     Args:
         grad: float32 (splits, 2 reach - 1, H, D), a pointer.
@@ -209,11 +211,11 @@ def grad_table(
         rows: T_q.
         reach: L.
         eighths: An eighth of the width of ``grad_scores``.
-        splits: How many shares.
+        splits: Number of splits.
         scale: Factor of the scores.
         heads: H.
-        stride_row: Of ``q``, in elements, as is the other.
-        stride_head: Of ``q``.
+        stride_row: Row stride of ``q`` in elements.
+        stride_head: Head stride of ``q``.
         WIDTH: D.
         BLOCK_D: The power of two at or above D.
         BLOCK_M: Queries of a step.
@@ -234,10 +236,10 @@ def grad_table(
 
     row = tl.arange(0, BLOCK_M)
     diagonal = tl.arange(0, BLOCK_W)
-    # In descending order, so that the keys of a query ascend; STEP divides the first key of a row.
+    # Distances descend, so that the keys of a query ascend; STEP divides the first key of a row.
     back = (STEP - phase) % STEP
     largest = nearest + BLOCK_W - back
-    # (W, M): in the shape of queries the compiler would load it like these.
+    # (W, M): with (M, W) the compiler would load it in the layout of the queries.
     offset = diagonal[:, None] + (row * (STEP * (heads * eighths * 8 + 1)))[None, :]
     first_key = diagonal[:, None] + (row * STEP)[None, :] - BLOCK_W
     channel = tl.arange(0, BLOCK_D)
@@ -253,18 +255,18 @@ def grad_table(
         length = tl.load(cu_seqlens_q + sequence + 1) - begin
         keys = tl.load(cu_seqlens_k + sequence + 1) - tl.load(cu_seqlens_k + sequence)
         keys = tl.cdiv(keys, STEP) * STEP
-        # The queries that have a key at one of these distances.
+        # The tiles of queries that have a key at one of these distances.
         low = tl.maximum(nearest - back, 0) // (BLOCK_M * STEP)
         high = tl.cdiv(tl.minimum(length, tl.maximum(keys + largest, 0)), BLOCK_M * STEP)
         low = tl.maximum(low, tl.cdiv(first_row - begin, BLOCK_M * STEP))
         high = tl.minimum(high, tl.cdiv(end_row - begin, BLOCK_M * STEP))
-        # A pipeline loads ahead even where there is nothing.
+        # A pipelined loop prefetches even if it has no iteration.
         if low < high:
             for tile in range(low, high):
                 start = tile * (BLOCK_M * STEP)
                 in_range = start + phase + row * STEP < length
                 here = begin.to(tl.int64) + start + phase
-                # The key of the first query at the largest distance.
+                # The key that the first query has at the largest distance.
                 skip = start - nearest + (phase + back) // STEP * STEP
                 ds = tl.load(
                     grad_scores + here * (heads * eighths * 8) + skip + offset,

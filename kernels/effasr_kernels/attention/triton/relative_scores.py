@@ -8,21 +8,21 @@ import triton.language as tl
 from effasr_kernels.runtime.tiles import find_tile
 
 STEP = tl.constexpr(2)
-"""The queries of a tile are every second one, so that the skew moves them by whole pairs of keys.
-Pairs of 16-bit numbers are aligned then, and take one instruction."""
+"""A tile has every second query, so that the relative shift moves rows by whole pairs of keys.
+Pairs of 16-bit numbers are then aligned, and one instruction stores a pair."""
 
 
 @triton.jit
 def is_below(x, bound):
-    """Whether 0 <= x < bound, by one comparison: as unsigned, what is negative is large."""
+    """Whether 0 <= x < bound, with one unsigned comparison."""
     return x.to(tl.uint32, bitcast=True) < bound.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def is_spare(cu_seqlens, sequences, tile, BLOCK: tl.constexpr):
-    """Whether a tile's number is that of an empty sequence behind the last row.
+    """Whether a tile's number belongs to an empty sequence after the last row.
 
-    Static shapes have many of these, and `find_tile` would search for each.
+    Static shapes have many of these; the check avoids the search of `find_tile`.
     """
     total = tl.load(cu_seqlens + sequences)
     n = tile - total // BLOCK
@@ -51,13 +51,12 @@ def scores(
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write the scores of a tile of queries, one head, against all keys of their sequence.
+    """Compute the scores of a tile of queries of one head for all keys of their sequence.
 
-    The tile's distances form one stretch of the table. It is walked from the largest distance to
-    the smallest, so that the scores of a query come in the order of its keys: diagonal g of the
-    walk holds key ``g - shift`` of a query that is ``shift`` rows above the tile's last one. Every
-    row of the table is multiplied once for each tile, and the skew is in the addresses of the
-    stores alone.
+    The tile's distances form a range of the table. The loop runs from the largest distance to the
+    smallest, so that the scores of a query come in the order of its keys: diagonal g of the loop
+    holds key ``g - shift`` of a query that is ``shift`` rows above the tile's last one. Every row
+    of the table is multiplied once per tile, and the shift is only in the addresses of the stores.
 
     Args:
         out: (T_q, H, 8 eighths), a pointer.
@@ -69,12 +68,12 @@ def scores(
         sequences: N.
         rows: T_q.
         reach: L.
-        eighths: An eighth of the width of ``out``: the compiler sees that 8 divides the width.
+        eighths: W / 8, so that the compiler knows that 8 divides the width W of ``out``.
         heads: H.
-        stride_row: Of ``q``, in elements, as are the others.
-        stride_head: Of ``q``.
-        stride_distance: Of ``table``.
-        stride_table_head: Of ``table``.
+        stride_row: Row stride of ``q`` in elements.
+        stride_head: Head stride of ``q``.
+        stride_distance: Row stride of ``table``.
+        stride_table_head: Head stride of ``table``.
         WIDTH: D.
         BLOCK_D: The power of two at or above D.
         BLOCK_M: Queries of a tile.
@@ -90,11 +89,11 @@ def scores(
     if (sequence >= sequences) | (start >= length):
         return
     keys = tl.load(cu_seqlens_k + sequence + 1) - tl.load(cu_seqlens_k + sequence)
-    # Whole vectors, for attention reads these; a row of the buffer is wide enough.
+    # Rounded up to vectors of 8, which the attention kernels read; W is a multiple of 8.
     keys = tl.cdiv(keys, 8) * 8
 
     row = tl.arange(0, BLOCK_M)
-    # The last query of the tile that there is.
+    # The last query of the tile within the sequence.
     last = tl.minimum((length - 1 - start) // STEP, BLOCK_M - 1)
     in_range = row <= last
     channel = tl.arange(0, BLOCK_D)
@@ -110,9 +109,9 @@ def scores(
 
     diagonal = tl.arange(0, BLOCK_W)
     out += ((begin + start) * heads + head) * (eighths * 8) - last * STEP
-    # A step of one row is a step of one key, too.
+    # Each row is shifted by one more key.
     offset = (row * (STEP * (heads * eighths * 8 + 1)))[:, None] + diagonal[None, :]
-    # Past the last query there is none.
+    # The keys of rows past the last query are out of range.
     first_key = diagonal[None, :] + tl.where(in_range, (row - last) * STEP, 2**30)[:, None]
     largest = reach - 1 + start + last * STEP
     table += head * stride_table_head

@@ -1,9 +1,9 @@
 """Rotary positions: the table of angles, and the rotation of queries, keys and their gradients.
 
-Keys are rotated once, into a tensor of their own: inside the loop over keys each would be rotated
-again for every tile of queries, and could not be copied to shared memory behind the arithmetic.
-Queries are rotated as the forward loads them, and gradients rotated back as they are stored, where
-all channels rotate and no channel is padded; else the same small kernel does that, too.
+Keys are rotated once, into a new tensor: inside the loop over keys each key would be rotated again
+for every tile of queries, and could not be copied to shared memory asynchronously. If all channels
+rotate and no channel is padded, the attention kernels rotate queries as they load them and rotate
+gradients back as they store them; otherwise the kernel `rotate` does so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from effasr_kernels.runtime.launch import launch
 from effasr_kernels.runtime.tiles import count_tiles, find_tile
 
 _ELEMENTS = 4096
-"""Of a tile of `rotate`."""
+"""Elements of a tile of `rotate`."""
 
 
 @triton.jit
@@ -37,12 +37,12 @@ def load_rotated(x, cos, sin, start, row, in_rows, WIDTH: tl.constexpr, BLOCK_M:
     """Load a tile of rows and rotate it: (BLOCK_M, WIDTH), in the dtype of ``x``.
 
     Args:
-        x: Its first element, a pointer.
+        x: Pointer to the first element of the tile.
         cos: float32 (positions, WIDTH / 2), contiguous, a pointer.
-        sin: Likewise.
+        sin: Same shape as ``cos``.
         start: The first row's position in its sequence.
-        row: Elements from one row to the next.
-        in_rows: Which rows to load, bool (BLOCK_M,); the others are zero.
+        row: Row stride of ``x`` in elements.
+        in_rows: Mask of the rows to load, bool (BLOCK_M,); the others are zero.
         WIDTH: Channels, a power of two.
         BLOCK_M: Rows.
     """
@@ -69,13 +69,13 @@ def store_rotated_back(
     """Rotate a tile of gradients back and store it; see `load_rotated`.
 
     Args:
-        out: The tile's first element, a pointer.
+        out: Pointer to the first element of the tile.
         x: float32 (BLOCK_M, WIDTH).
         cos: float32 (positions, WIDTH / 2), contiguous, a pointer.
-        sin: Likewise.
+        sin: Same shape as ``cos``.
         start: The first row's position in its sequence.
-        row: Elements from one row of ``out`` to the next.
-        in_rows: Which rows to store, bool (BLOCK_M,).
+        row: Row stride of ``out`` in elements.
+        in_rows: Mask of the rows to store, bool (BLOCK_M,).
         WIDTH: Channels, a power of two.
         BLOCK_M: Rows.
     """
@@ -115,21 +115,21 @@ def rotate(
     """Rotate every head of a tile of rows: program (tile, head); zeros in the tail.
 
     Args:
-        x: (T, H, D), a pointer, as are all up to ``out``.
+        x: (T, H, D), a pointer, like all up to ``out``.
         cos: float32 (positions, HALF), contiguous.
-        sin: Likewise.
+        sin: Same shape as ``cos``.
         cu_seqlens: int32 (N + 1,).
         out: (T, H, D), contiguous, written.
         sequences: N.
         rows: T.
         heads: H.
-        x_row: Elements from one row of ``x`` to the next.
-        x_head: Elements from one head to the next.
+        x_row: Row stride of ``x`` in elements.
+        x_head: Head stride of ``x`` in elements.
         WIDTH: D.
-        HALF: Pairs of channels that rotate.
+        HALF: R / 2, the pairs of channels that rotate.
         BLOCK_D: A power of two, at least D / 2 and HALF.
         BLOCK_M: Rows of a tile.
-        BACK: Whether to rotate the other way.
+        BACK: Whether to apply the inverse rotation.
     """
     sequence, first_row, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         cu_seqlens, sequences, rows, tl.program_id(0), BLOCK_M
@@ -143,7 +143,7 @@ def rotate(
     real = (start + m < length) & (sequence < sequences)
     x += first_row * x_row + head.to(tl.int64) * x_head + m * x_row
     out += (first_row * heads + head) * WIDTH + m * (heads * WIDTH)
-    # In the tail nothing is loaded, so that zeros are stored.
+    # In the tail nothing is loaded and zeros are stored.
     stored = start + m < length
     pairs = c < HALF
     first = tl.load(x + c, mask=real & pairs, other=0.0).to(tl.float32)
@@ -172,14 +172,14 @@ def rotated(
     *,
     back: bool = False,
 ) -> Tensor:
-    """A copy of packed heads in which the first channels are rotated by each row's position.
+    """Copy packed heads and rotate their first channels by each row's position.
 
     Args:
         x: (T, H, D), with a last stride of 1.
-        layout: Its sequences.
+        layout: Layout of ``x``.
         angles: Cosines and sines, from `angle_table`.
-        dtype: Of the copy.
-        back: Whether to rotate the other way.
+        dtype: Dtype of the copy.
+        back: Whether to apply the inverse rotation.
 
     Returns:
         (T, H, D), contiguous, zero in the tail.
@@ -209,31 +209,32 @@ def angle_table(
     """Cosines and sines of all positions that a row can have, rounded from float64 to float32.
 
     Args:
-        rotary: How fast channels rotate.
+        rotary: Base and fraction of the rotation.
         head_width: D.
-        rows: Of the packed tensor; the table has the next power of two, so that few are made.
-        device: Where.
+        rows: Rows of the packed tensor. The table has the next power of two of positions, so that
+            few tables are computed.
+        device: Device of the table.
 
     Returns:
-        Two of (positions, R / 2).
+        Two of float32 (positions, R / 2).
     """
     size, width = next_power_of_two(max(1, rows)), rotary.rotated(head_width)
     key = size, rotary.base, width, device
-    found = _TABLES.get(key)
-    if found is None:
-        found = _make_table(*key)
-        # What a graph that is being captured allocates holds nothing until the graph runs.
+    table = _TABLES.get(key)
+    if table is None:
+        table = _make_table(*key)
+        # A tensor that is computed during CUDA graph capture has no values until the graph runs.
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            _TABLES[key] = found
-    return found
+            _TABLES[key] = table
+    return table
 
 
-# Never emptied: a CUDA graph may use a table for as long as the process lives. Sizes are few.
+# Never evicted, as a CUDA graph may use a table until the process ends. There are few sizes.
 _TABLES: dict[tuple[int, float, int, torch.device], tuple[Tensor, Tensor]] = {}
 
 
 def _make_table(size: int, base: float, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     exponents = torch.arange(0, width, 2, device=device, dtype=torch.float64) / width
-    places = torch.arange(size, device=device, dtype=torch.float64)
-    angles = places[:, None] * base**-exponents
+    positions = torch.arange(size, device=device, dtype=torch.float64)
+    angles = positions[:, None] * base**-exponents
     return angles.cos().float(), angles.sin().float()

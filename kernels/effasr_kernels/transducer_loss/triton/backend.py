@@ -1,34 +1,35 @@
-r"""`transducer_loss` in Triton, in memory that is flat in the batch size.
+r"""`transducer_loss` in Triton, in memory that does not grow with the batch size.
 
-Forward, group by group of sequences, chunk by chunk of their lattices' nodes (`plan`): the rows of
-the joint's output and their logits of blank and label; their normalizers, from one pass over the
-vocabulary that stores no logits; the log-probabilities of durations, if there are any; then the
-lattices of the group (`sweeps`). Backward, the same way: how much of the upstream gradient passes
-each step; the gradient of the chunk's logits, which are made again; its products with weight and
-rows; and its sums over states and over frames. Gradients are computed in the backward, so they are
-exact for any upstream gradient, nobody waits for the GPU, and they may replace the inputs: a frame
-is read last in the chunk that finishes its gradient, and a state in the group that does. The
-joint's output is summed in float32 and rounded to the dtype of the arguments, as is the gradient of
-the logits; products, normalizers and sums are float32.
+The forward processes groups of sequences in chunks of their lattices' nodes (`plan`). For each
+chunk it computes the rows of the joint's output and their logits of blank and label; their
+normalizers, in one pass over the vocabulary that stores no logits; and the log-probabilities of
+durations, if any. Then it sums the lattices of the group (`sweeps`). The backward uses the same
+groups and chunks: it computes the occupancies of the steps, weighted by the upstream gradient; the
+gradient of the chunk's logits, which are recomputed; its products with weight and rows; and its
+sums over states and over frames. Gradients are computed in the backward, so they are exact for any
+upstream gradient, need no synchronization, and may overwrite the inputs: the chunk that writes the
+gradient of a frame, and the group that writes that of a state, are the last to read it. The joint's
+output is summed in float32 and rounded to the dtype of the arguments, as is the gradient of the
+logits; products, normalizers and sums are float32.
 
 With J columns, C rows of the weight (V classes and D durations) and R nodes, products are 8 R J C
-operations, of which 2 R J C are logits made again. Normalizers and shares of nodes are kept for the
-backward, 8 bytes for each node of the static shape (frame rows times states of the longest
-transcript), or 20 + 4 D with durations, whose way back needs log-probabilities and masses; if that
-fits in a quarter of the workspace (`workspace.set_workspace`). If not, the backward makes them
-again, group by group: 10 R J C operations; or 8 R J C, if the rounded logits of eight of the
-longest sequences fit in three quarters of the workspace, where they are then kept from the one
-product to the next.
+operations, of which 2 R J C recompute logits. If they fit in a quarter of the workspace
+(`workspace.set_workspace`), normalizers and shares of nodes are kept for the backward: 8 bytes for
+each node of the static shape (frame rows times states of the longest transcript), or 20 + 4 D with
+durations, whose backward needs log-probabilities and masses. Otherwise the backward recomputes
+them, group by group, with 10 R J C operations; or with 8 R J C, if the rounded logits of eight of
+the longest sequences fit in three quarters of the workspace, where they are then kept between the
+two products.
 
-Peak memory, beside the arguments and their gradients (none of ``encoded`` and ``predicted`` where
-these are overwritten): the workspace, and what is kept, at most a quarter of it; 4 J C for the
-gradient of weight in float32; and for a sequence, or a frame, that is larger than its part of the
-workspace, what that alone needs: 12 bytes for each node (16 where nothing was kept; with durations
-16 + 4 D and 20 + 4 D), and 4 J + b (J + C) for each state of a frame, with b the bytes of an
-element. Nothing grows with the number of sequences but their offsets.
+Peak memory, beside the arguments and their gradients (overwritten inputs need no gradient): the
+workspace; the kept numbers, at most a quarter of it; 4 J C bytes for the gradient of weight in
+float32; and for a sequence or a frame that is larger than its part of the workspace, 12 bytes for
+each node (16 if nothing was kept; with durations 16 + 4 D and 20 + 4 D) and 4 J + b (J + C) for
+each state of a frame, with b the bytes of an element. Only offsets grow with the number of
+sequences.
 
-The host divides the nodes, from lengths that it knows. In compiled code, and for a layout whose
-offsets only the device knows, it waits for them, so a CUDA graph cannot hold this operation.
+The host divides the nodes by the lengths. In compiled code, and for a layout whose offsets are only
+on the device, it waits for them, so a CUDA graph cannot contain this operation.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ from effasr_kernels.transducer_loss.workspace import workspace
 
 
 def unsupported_reason(a: TransducerArguments) -> str | None:
-    """Any shape is served; durations are as far as registers go."""
+    """The reason why this backend does not support the call, or None."""
     if a.durations is not None and a.durations[-1] > LONGEST:
-        return f"durations of more than {LONGEST} frames are the reference's alone"
+        return f"supports durations of up to {LONGEST} frames, not {a.durations[-1]}"
     return refusal(a.encoded)
 
 
@@ -77,9 +78,9 @@ def forward(a: TransducerArguments) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
 
 
 def saved_like(a: TransducerArguments) -> tuple[Tensor, ...]:
-    """Empty tensors like what `forward` saves: of nodes, normalizers, then what sweeps need again.
+    """Empty tensors for what `forward` saves: normalizers, then the trace and scores of the sweeps.
 
-    All have room for the nodes of the static shape, or none where that is too much, or unknown.
+    They have an element for each node of the static shape; none if that is too large or unknown.
     """
     sweeps, nodes = _sweeps(a), most_nodes(a.layout_frames, a.layout_targets)
     sizes: list[tuple[tuple[int, ...], torch.dtype]]
@@ -96,7 +97,7 @@ def saved_like(a: TransducerArguments) -> tuple[Tensor, ...]:
 def _unpack(
     sweeps: LabelSweeps | DurationSweeps, saved: Sequence[Tensor]
 ) -> tuple[Tensor | None, Trace | None, Scores | None]:
-    """Normalizers, trace and scores that are kept for the backward, as far as they are."""
+    """The normalizers, trace and scores in ``saved``; None for those that were not kept."""
     normalizer, trace, *rest = saved
     if not normalizer.numel():
         return None, None, None
@@ -109,7 +110,7 @@ def backward(
     results: Sequence[Tensor],
     saved: Sequence[Tensor],
 ) -> dict[str, Tensor | None]:
-    """The gradients of ``encoded``, ``predicted``, ``weight`` and ``bias``."""
+    """Compute the gradients of ``encoded``, ``predicted``, ``weight`` and ``bias``."""
     work = Work(a)
     sweeps = _sweeps(a)(work)
     normalizer, trace, kept = _unpack(sweeps, saved)
@@ -123,7 +124,7 @@ def backward(
     )
     rows = work.rows(groups)
     sums = Sums(work, groups, rows, a.overwritten)
-    # Where the same is computed again, results stay as they are.
+    # If the losses are computed again, they must not overwrite the results.
     loss = torch.empty_like(results[0]) if normalizer is None else results[0]
     for group in groups:
         passing = work.scores(group)

@@ -1,21 +1,21 @@
-r"""The lattice of a token-and-duration transducer: as `lattice`, with steps of several frames.
+r"""The recursions of a token-and-duration transducer: like `lattice`, with steps of several frames.
 
-A node (t, u) hands its mass to where its steps lead: the blank of duration d to (t + d, u), the
-label to (t + d, u + 1), if that frame is there. What is under way is in registers, a number for
-each diagonal still to come, of what arrives by blanks and by labels; all durations cost one shift
-to the next state. Paths end with a blank that leads to the frame past the last, in the last state.
+A node (t, u) passes its mass on by its steps: the blank of duration d to (t + d, u), the label to
+(t + d, u + 1), if that frame exists. Registers hold the mass that arrives on each of the next
+diagonals by blanks and by labels, so that all durations need only one shift to the next state.
+Paths end with a blank that leads to the frame past the last, in the last state.
 
-The way back needs the mass of each node, alpha, and the log-probabilities again. Of what passes a
-node n, the part that came there by a step s from m is
+The backward needs the mass of each node, alpha, and the log-probabilities again. The part of the
+occupancy of a node n that arrives by a step s from m is
 
 .. math:: \exp(\alpha_m + \log p_s - \alpha_n)
 
-so these are again products of numbers in [0, 1], and what leaves an anti-diagonal is what arrived,
-but for rounding. Masses are logarithms in float64, of whose differences alone exponentials and
-logarithms are taken, in float32.
+so these are again products of numbers in [0, 1], and the occupancies that enter and leave an
+anti-diagonal are equal except for rounding. Masses are logarithms in float64; exponentials and
+logarithms are computed only of their differences, in float32.
 """
 
-# Tuples are joined by +, as Triton's compiler knows no starred items.
+# Tuples are joined by +, as Triton's compiler does not support starred items.
 # ruff: noqa: RUF005
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from effasr_kernels.transducer_loss.triton.work import Work
 
 LONGEST = 8
-"""The longest duration whose history registers hold."""
+"""The longest duration for which registers hold the diagonals."""
 _NARROWEST = 32
 
 
 class DurationSweeps:
-    """Those of a TDT, in Triton. The mass of each node is their trace."""
+    """The recursions of a TDT. Their trace is the mass of each node."""
 
     trace_dtype: ClassVar[torch.dtype] = torch.float64
     keeps_scores: ClassVar[bool] = True
@@ -50,7 +50,7 @@ class DurationSweeps:
     def __init__(self, work: Work):
         """See `LabelSweeps`."""
         self._offsets, self._fastemit, self._durations = work.offsets, work.fastemit, work.durations
-        # A state a thread; of the longest histories half as many.
+        # One state per thread; the longest durations need half as many threads for registers.
         widest = 512 if work.durations[-1] <= LONGEST // 2 else 256
         block = min(widest, max(_NARROWEST, 1 << work.bound.bit_length()))
         self._strip = {"num_warps": block // 32, "num_stages": 1, "BLOCK": block, "STAGES": 2}
@@ -104,7 +104,7 @@ def _add(x, y):
 
 @triton.jit
 def _part(mass, step, whole):
-    """What part of a node's mass, ``whole``, came by a step from a node of ``mass``; at most 1."""
+    """The part of a node's mass ``whole`` that arrives by a step from a node of ``mass``; <= 1."""
     return tl.exp2(tl.minimum(mass + step - whole, 0.0).to(tl.float32)).to(tl.float64)
 
 
@@ -127,25 +127,26 @@ def sweep_durations_forward(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The loss of one sequence, and the mass of each node.
+    """Compute the loss of one sequence and the mass of each node.
 
     Args:
         log_blank: float32, of nodes from ``base`` on.
-        log_label: float32, likewise; not read in last states.
-        log_duration: float32 (..., D), likewise.
+        log_label: float32, of nodes from ``base`` on; not read in last states.
+        log_duration: float32 (..., D), of nodes from ``base`` on.
         cu_frames: int32 (N + 1,).
         cu_targets: int32 (N + 1,).
         first_nodes: int64 (N + 1,).
         alpha: float64, of nodes from ``base`` on, written.
-        edge: float64, for each of the group's frames: what labels hand to the next strip.
+        edge: float64, a buffer for each of the group's frames: mass that labels pass to the next
+            strip.
         loss: float32 (N,), written.
-        first_sequence: The group's.
-        first_frame: The group's.
-        base: A node.
-        DURATIONS: In frames, increasing.
+        first_sequence: The group's first sequence.
+        first_frame: The group's first frame.
+        base: Node of the first elements.
+        DURATIONS: Durations in frames, increasing.
         COUNT: D.
         BLOCK: States of a strip.
-        STAGES: Of the pipeline of loads.
+        STAGES: Stages of the pipeline of loads.
     """
     MOST: tl.constexpr = DURATIONS[COUNT - 1]
     n = first_sequence + tl.program_id(0)
@@ -157,14 +158,14 @@ def sweep_durations_forward(
     j = tl.arange(0, BLOCK)
     left = tl.maximum(j - 1, 0)
     nothing = tl.full((BLOCK,), _NOTHING, tl.float64)
-    # Without frames the start is the end, of an empty transcript alone.
+    # Without frames only an empty transcript has a path, whose start is its end.
     ended = tl.where((frames == 0) & (labels == 0) & (j == 0), 0.0, nothing)
     for first in range(0, tl.where(frames == 0, 0, states), BLOCK):
         u = first + j
-        # What arrives by blanks so many diagonals from here, and by labels in the next column.
+        # Mass that arrives on the next diagonals by blanks, and by labels in the next column.
         stay = (tl.where(u == 0, 0.0, nothing),) + (nothing,) * (MOST - 1)
         emit = (nothing,) * (MOST + 1)
-        # One more than there are diagonals, for the end.
+        # One more step than diagonals, for the end node.
         steps = frames + tl.minimum(BLOCK, states - first)
         for d in tl.range(0, steps, num_stages=STAGES):
             t = d - j
@@ -195,7 +196,7 @@ def sweep_durations_forward(
         tl.debug_barrier()
     is_end = tl.where(frames == 0, 0, labels % BLOCK) == j
     mass = tl.sum(tl.where(is_end, ended, 0.0), axis=0)
-    # Every possible loss is below this; a loss of NaN stays one.
+    # A mass below this bound means that no path exists. A loss of NaN stays NaN.
     tl.store(loss + n, tl.where(mass < 0.5 * _NOTHING, float("inf"), -mass * _LN2).to(tl.float32))
 
 
@@ -224,31 +225,32 @@ def sweep_durations_backward(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """What passes the blank and the label of each node, and the gradient of duration logits.
+    """Compute the occupancies of one sequence and the gradient of the duration logits.
 
     Args:
-        log_blank: As for `sweep_durations_forward`.
-        log_label: As there.
-        log_duration: As there.
-        alpha: As it was written there.
-        cu_frames: As there.
-        cu_targets: As there.
-        first_nodes: As there.
+        log_blank: See `sweep_durations_forward`.
+        log_label: See `sweep_durations_forward`.
+        log_duration: See `sweep_durations_forward`.
+        alpha: See `sweep_durations_forward`.
+        cu_frames: See `sweep_durations_forward`.
+        cu_targets: See `sweep_durations_forward`.
+        first_nodes: See `sweep_durations_forward`.
         loss: float32 (N,).
-        grad_loss: float32 (N,); that of an infinite loss is taken for zero.
+        grad_loss: float32 (N,); treated as zero for an infinite loss.
         occ_blank: float32, of nodes from ``out_base`` on, written; may be ``log_blank``.
-        occ_label: float32, likewise, times ``fast``; may be ``log_label``.
-        d_duration: float32 (..., D), likewise; may be ``log_duration``.
-        edge: float64, for each of the group's frames: what passes the first state of a strip.
-        first_sequence: The group's.
-        first_frame: The group's.
-        base: A node.
-        out_base: A node.
+        occ_label: float32, written, multiplied by ``fast``; may be ``log_label``.
+        d_duration: float32 (..., D), written; may be ``log_duration``.
+        edge: float64, a buffer for each of the group's frames: occupancy of the first state of a
+            strip.
+        first_sequence: The group's first sequence.
+        first_frame: The group's first frame.
+        base: Node of the first elements.
+        out_base: Node of the first elements of the outputs.
         fast: 1 + lambda of FastEmit.
-        DURATIONS: In frames, increasing.
+        DURATIONS: Durations in frames, increasing.
         COUNT: D.
         BLOCK: States of a strip.
-        STAGES: Of the pipeline of loads.
+        STAGES: Stages of the pipeline of loads.
     """
     MOST: tl.constexpr = DURATIONS[COUNT - 1]
     n = first_sequence + tl.program_id(0)
@@ -259,7 +261,7 @@ def sweep_durations_backward(
     edge += frame - first_frame
     states = labels + 1
     factor = tl.where(tl.load(loss + n) == float("inf"), 0.0, tl.load(grad_loss + n))
-    # The mass of the end, which is no node.
+    # The mass of the end, which is not a node of the tables.
     total = tl.load(alpha + node, mask=frames < 0, other=_NOTHING)
     for i in tl.static_range(COUNT):
         if DURATIONS[i] > 0:
@@ -275,8 +277,8 @@ def sweep_durations_backward(
     for strip in range(0, strips):
         first = (strips - 1 - strip) * BLOCK
         u = first + j
-        # What passes the nodes 1, 2, ... frames later, and their masses; and those of the next
-        # column, 0, 1, ... frames later.
+        # Occupancies and masses of the nodes 1, 2, ... frames later, and of the nodes of the next
+        # column 0, 1, ... frames later.
         own, own_mass = (zero,) * MOST, (zero,) * MOST
         beside, beside_mass = (zero,) * (MOST + 1), (zero,) * (MOST + 1)
         steps = frames + tl.minimum(BLOCK, states - first)
@@ -300,7 +302,7 @@ def sweep_durations_backward(
             for i in tl.static_range(COUNT):
                 lasts = tl.load(log_duration + place * COUNT + i, mask=is_node, other=0.0)
                 lasts = _log2(lasts)
-                # Labels lead to a frame that is there: the end is entered by blanks.
+                # Labels lead to an existing frame; only blanks enter the end.
                 leads = has_label & (t + DURATIONS[i] < frames)
                 part = _part(by_label, lasts, beside_mass[DURATIONS[i]]) * beside[DURATIONS[i]]
                 part = tl.where(leads, part, 0.0)
@@ -312,7 +314,7 @@ def sweep_durations_backward(
                     part += stays
                 lasting = lasting + (lasts,)
                 passed = passed + (part,)
-            # A sequence without gradient may hold NaN.
+            # A sequence without a gradient may hold NaN.
             alive = tl.where(factor == 0.0, 0, is_node.to(tl.int32)) != 0
             blank = tl.where(alive, blank, 0.0)
             label = tl.where(alive, label, 0.0)

@@ -11,7 +11,7 @@ from effasr_kernels.runtime.launch import launch
 ROWS = 64
 """Rows of a program."""
 _NARROWEST = 16
-"""Columns that a product has at least."""
+"""Minimum columns of a product."""
 
 
 def score_durations(
@@ -24,17 +24,17 @@ def score_durations(
     count: int,
     block: int,
 ) -> None:
-    """Write the log-probabilities of durations, a softmax of their own, for a chunk's nodes.
+    """Write the log-softmax of the duration logits of a chunk's nodes.
 
     Args:
-        hidden: (R, ...), rows of the joint's output, as long as those of ``weight``.
-        weight: (V + D, ...), rows whole blocks long.
+        hidden: (R, ...), rows of the joint's output, padded like those of ``weight``.
+        weight: (V + D, ...), rows padded to whole blocks.
         bias: (V + D,).
         log_duration: float32 (nodes, D), contiguous, written.
-        first_node: Where the chunk's begin there.
-        nodes: How many the chunk has.
+        first_node: Index of the chunk's first node in ``log_duration``.
+        nodes: Number of nodes of the chunk.
         count: V.
-        block: Columns at a time.
+        block: Columns per step.
     """
     durations = log_duration.shape[1]
     launch(
@@ -74,7 +74,7 @@ def score(
     in_rows = tl.arange(0, BLOCK_R)
     in_width = tl.arange(0, BLOCK_C)
     d = tl.arange(0, BLOCK_D)
-    # Rows and durations past the end read the last one: no mask in the loop, and nothing is stored.
+    # Rows and durations past the end load the last one, unmasked; their results are not stored.
     h_tile = hidden + first_row.to(tl.int64) * hidden_stride + in_width[None, :]
     h_tile += tl.minimum(in_rows, nodes - 1 - first_row)[:, None] * hidden_stride
     w_tile = weight + tl.cast(count, tl.int64) * weight_stride + in_width[None, :]

@@ -1,8 +1,8 @@
 """Sums of a chunk's gradient over states, for frames, and over frames, for states.
 
-`fold` reads each row once and takes both sums of a tile of frames by states; `finish_frames` and
-`finish_states` add the tiles up, in order. Tiles have numbers with gaps, as in
-`effasr_kernels.runtime.tiles`, so that no table says where a sequence's begin.
+`fold` reads each row once and computes both sums of a tile of frames by states; `finish_frames` and
+`finish_states` add up the tiles in order. Tile numbers have gaps, as in
+`effasr_kernels.runtime.tiles`, so that no table of the first tiles of sequences is needed.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import triton.language as tl
 from effasr_kernels.transducer_loss.triton.joint import search
 
 FRAMES, STATES, COLUMNS = 8, 32, 128
-"""The size of a tile."""
+"""Frames, states and columns of a tile."""
 
 ROWS = 16
-"""Frames, or states, of a program that adds tiles up."""
+"""Frames or states per program of `finish_frames` and `finish_states`."""
 
 
 def count_sums(nodes: int, frames: int, states: int) -> tuple[int, int]:
-    """How many rows the two sums need for a chunk of so many nodes, frames and states."""
+    """Rows of ``over_states`` and of ``over_frames`` for a chunk."""
     return nodes // STATES + frames + 1, nodes // FRAMES + states + 1
 
 
 @triton.jit
 def _node_of_frame(cu_frames, cu_targets, first_nodes, first_node, n, frame):
-    """The node, within its chunk, of a frame and its sequence's first state; their states."""
+    """The node, relative to its chunk, of a frame's first state, and its number of states."""
     states = tl.load(cu_targets + n + 1) - tl.load(cu_targets + n) + 1
     inside = (frame - tl.load(cu_frames + n)).to(tl.int64) * states
     return tl.load(first_nodes + n) - first_node + inside, states
@@ -36,7 +36,7 @@ def _node_of_frame(cu_frames, cu_targets, first_nodes, first_node, n, frame):
 def _tiles_of_states(
     cu_frames, cu_targets, first_nodes, first_node, first_frame, first_sequence, n, FRAMES
 ):
-    """Where the sums over frames of a sequence begin, in the memory of its chunk."""
+    """The first row of a sequence in its chunk's ``over_frames``, its states and first frame."""
     frame = tl.maximum(tl.load(cu_frames + n), first_frame)
     node, states = _node_of_frame(  # pyright: ignore[reportGeneralTypeIssues]
         cu_frames, cu_targets, first_nodes, first_node, n, frame
@@ -70,28 +70,28 @@ def fold(
     STATES: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Both sums of one tile, of the gradient of what goes into the activation.
+    """Compute both sums of one tile of the gradient of the activation's input.
 
     Args:
-        hidden: (R, J): what came out of the activation.
-        d_hidden: float32 (R, J): the gradient of that.
+        hidden: (R, J), the activation's output.
+        d_hidden: float32 (R, J), the gradient of ``hidden``.
         cu_frames: int32 (N + 1,).
         cu_targets: int32 (N + 1,).
         first_nodes: int64 (N + 1,).
         over_states: float32, `count_sums` rows of J, written.
         over_frames: float32, `count_sums` rows of J, written.
-        first_node: The chunk's first.
-        first_frame: The chunk's first.
-        frames: How many the chunk has.
-        first_sequence: The sequence of that frame.
-        sequences: How many the chunk touches.
+        first_node: The chunk's first node.
+        first_frame: The chunk's first frame.
+        frames: Number of frames of the chunk.
+        first_sequence: The sequence of the chunk's first frame.
+        sequences: Number of sequences with frames in the chunk.
         width: J.
-        hidden_stride: Between rows.
-        d_stride: Between rows.
+        hidden_stride: Row stride of ``hidden`` in elements.
+        d_stride: Row stride of the gradient in elements.
         TANH: Whether the activation is tanh, else relu.
-        FRAMES: Of a tile.
-        STATES: Of a tile.
-        BLOCK_C: Columns of a program.
+        FRAMES: Frames of a tile.
+        STATES: States of a tile.
+        BLOCK_C: Columns per program.
     """
     tile = tl.program_id(0)
     strip = tl.program_id(1)
@@ -162,7 +162,7 @@ def finish_frames(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The gradient of ``encoded`` for the frames of a chunk.
+    """Write the gradient of ``encoded`` for the frames of a chunk.
 
     Args:
         cu_frames: int32 (N + 1,).
@@ -170,15 +170,15 @@ def finish_frames(
         first_nodes: int64 (N + 1,).
         over_states: As `fold` wrote it.
         d_encoded: (T, J), contiguous, written.
-        first_node: The chunk's first.
-        first_frame: The chunk's first.
-        frames: How many the chunk has.
+        first_node: The chunk's first node.
+        first_frame: The chunk's first frame.
+        frames: Number of frames of the chunk.
         sequences: N.
-        steps: Of `search`.
+        steps: See `search`.
         width: J.
-        STATES: Of a tile.
+        STATES: States of a tile.
         BLOCK_R: Frames of a program.
-        BLOCK_C: Columns of a program.
+        BLOCK_C: Columns per program.
     """
     inside = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -226,7 +226,7 @@ def finish_states(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Add a chunk's share to the gradient of ``predicted`` for its states.
+    """Add the sums of a chunk to the gradient of ``predicted`` for its states.
 
     Args:
         cu_frames: int32 (N + 1,).
@@ -234,19 +234,19 @@ def finish_states(
         first_nodes: int64 (N + 1,).
         over_frames: As `fold` wrote it.
         d_predicted: float32 (S, J), of the group's states, contiguous, added to.
-        first_node: The chunk's first.
-        first_frame: The chunk's first.
-        frames: How many the chunk has.
+        first_node: The chunk's first node.
+        first_frame: The chunk's first frame.
+        frames: Number of frames of the chunk.
         first_sequence: The first that the chunk touches.
         first_state: The first row of ``predicted`` of that sequence.
         states: Rows of ``predicted`` of all sequences that the chunk touches.
         group_state: The group's first row of ``predicted``.
         sequences: N.
-        steps: Of `search`.
+        steps: See `search`.
         width: J.
-        FRAMES: Of a tile.
+        FRAMES: Frames of a tile.
         BLOCK_R: States of a program.
-        BLOCK_C: Columns of a program.
+        BLOCK_C: Columns per program.
     """
     inside = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

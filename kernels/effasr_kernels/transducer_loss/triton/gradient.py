@@ -1,4 +1,4 @@
-"""The gradient of a chunk's logits, which are made again tile by tile and never stored."""
+"""Kernels for the gradient of a chunk's logits, which are recomputed tile by tile."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def _passing(row, node, normalizer_node, is_node, log_normalizer, occ_blank, occ_label, labels):
-    """Of some rows: the normalizer, what passes blank and label, and which label that is.
+    """Load the normalizer, the occupancies of blank and label, and the label of some rows.
 
-    A row of no occupancy has no gradient, whatever its normalizer, as its sequence may hold NaN:
-    there it is infinite, so that exponentials are zero.
+    A row with zero occupancies has no gradient. Its sequence may hold NaN, so its normalizer is
+    replaced by inf, which makes all exponentials zero.
     """
     normalizer = tl.load(log_normalizer + normalizer_node, mask=is_node, other=0.0)
     blank = tl.load(occ_blank + node, mask=is_node, other=0.0)
@@ -23,7 +23,7 @@ def _passing(row, node, normalizer_node, is_node, log_normalizer, occ_blank, occ
 
 @triton.jit
 def _difference(z, v, normalizer, blank, label, own, blank_id):
-    """The gradient of logits ``z`` of some rows and classes: softmax minus what is taken."""
+    """The gradient of logits ``z`` of some rows and classes: scaled softmax minus occupancies."""
     d = tl.exp(z - normalizer[:, None]) * (blank + label)[:, None]
     d -= tl.where(v[None, :] == blank_id, blank[:, None], 0.0)
     return d - tl.where(v[None, :] == own[:, None], label[:, None], 0.0)
@@ -63,23 +63,23 @@ def differentiate(
         weight: (V, WIDTH).
         bias: (V,).
         log_normalizer: float32: the logarithm of each row's sum of exponentials.
-        occ_blank: float32, of the group's nodes: what passes the blank.
-        occ_label: float32, of the group's nodes: what passes the label.
+        occ_blank: float32, of the group's nodes: occupancy of the blank.
+        occ_label: float32, of the group's nodes: occupancy of the label.
         labels: int32 (R,).
-        d_logits: (R, V), written, and what lies between rows.
+        d_logits: (R, V), written, including the padding between rows.
         d_bias: float32 (ceil(nodes / BLOCK_R), V), written: sums over each tile's rows.
-        first_node: The chunk's first, counted from the group's first.
-        first_normalizer: Where the chunk's begin in ``log_normalizer``.
-        nodes: How many the chunk has.
+        first_node: The chunk's first node, relative to the group's first.
+        first_normalizer: Index of the chunk's first node in ``log_normalizer``.
+        nodes: Number of nodes of the chunk.
         count: V.
         blank_id: The blank's class.
-        hidden_stride: Between rows.
-        weight_stride: Between rows.
-        d_stride: Between rows.
+        hidden_stride: Row stride of ``hidden`` in elements.
+        weight_stride: Row stride of ``weight`` in elements.
+        d_stride: Row stride of the gradient in elements.
         WIDTH: A multiple of ``BLOCK_C``.
         BLOCK_R: Rows of a tile.
         BLOCK_V: Classes of a tile.
-        BLOCK_C: Columns at a time.
+        BLOCK_C: Columns per step.
     """
     tiles = tl.cdiv(count, BLOCK_V)
     row_tile = tl.program_id(0) // tiles
@@ -88,7 +88,7 @@ def differentiate(
     in_rows = tl.arange(0, BLOCK_R)
     in_classes = tl.arange(0, BLOCK_V)
     in_width = tl.arange(0, BLOCK_C)
-    # Rows and classes past the end read the last one: no mask in the loop, and nothing is stored.
+    # Rows and classes past the end load the last one, unmasked; their results are not stored.
     h_tile = hidden + first_row.to(tl.int64) * hidden_stride + in_width[None, :]
     h_tile += tl.minimum(in_rows, nodes - 1 - first_row)[:, None] * hidden_stride
     w_tile = weight + first_class.to(tl.int64) * weight_stride + in_width[None, :]
@@ -114,7 +114,7 @@ def differentiate(
     )
     d = _difference(z, v, normalizer, blank, label, own, blank_id)
     out = d_logits + (first_row.to(tl.int64) + in_rows[:, None]) * d_stride + v[None, :]
-    # Up to the next row: a mask that ends at any class would store single elements.
+    # Stored up to the next row, as a mask at V would store single elements.
     stored = is_node[:, None] & (v < d_stride)[None, :]
     tl.store(out, d.to(d_logits.dtype.element_ty), mask=stored)
     sums = d_bias + row_tile.to(tl.int64) * count + v
@@ -139,24 +139,24 @@ def differentiate_kept(
     BLOCK_V: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The same from logits that were kept, over which their gradient is written.
+    """Overwrite stored logits with their gradient; see `differentiate`.
 
     Args:
         logits: (G, V), of the group's nodes.
-        log_normalizer: As for `differentiate`.
-        occ_blank: As there.
-        occ_label: As there.
-        labels: As there.
-        d_bias: As there.
-        first_node: As there.
-        first_normalizer: As there.
-        nodes: As there.
+        log_normalizer: See `differentiate`.
+        occ_blank: See `differentiate`.
+        occ_label: See `differentiate`.
+        labels: See `differentiate`.
+        d_bias: See `differentiate`.
+        first_node: See `differentiate`.
+        first_normalizer: See `differentiate`.
+        nodes: See `differentiate`.
         count: V.
         blank_id: The blank's class.
-        stride: Between rows of ``logits``.
-        BLOCK_R: Rows of a program.
-        BLOCK_V: Classes of a program.
-        ROWS: Rows at a time, a divisor of ``BLOCK_R``.
+        stride: Row stride of ``logits`` in elements.
+        BLOCK_R: Rows per program.
+        BLOCK_V: Classes per program.
+        ROWS: Rows per step, a divisor of ``BLOCK_R``.
     """
     first_row = tl.program_id(0) * BLOCK_R
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)

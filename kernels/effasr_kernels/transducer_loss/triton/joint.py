@@ -12,10 +12,10 @@ def search(offsets, spacing, value, sequences, steps):
 
     Args:
         offsets: (N + 1,), a pointer; not decreasing.
-        spacing: 0, or how many rows each sequence has more than ``offsets`` says.
-        value: A block of int, none below ``offsets[0]``.
+        spacing: Rows that each sequence has in addition to ``offsets``.
+        value: A block of ints, none below ``offsets[0]``.
         sequences: N.
-        steps: At least the bits of N.
+        steps: Steps of the binary search, at least the bits of N.
     """
     low = value.to(tl.int32) * 0
     high = low + sequences
@@ -43,7 +43,7 @@ def place_nodes(
     steps,
     BLOCK: tl.constexpr,
 ):
-    """Where each node of a chunk has its frame, its state and its label.
+    """Compute the frame, the state and the label of each node of a chunk.
 
     Args:
         cu_frames: int32 (N + 1,).
@@ -51,14 +51,14 @@ def place_nodes(
         first_nodes: int64 (N + 1,), of `_plan.first_nodes`.
         targets: int32 or int64 (U,).
         frame_rows: int32 (R,), written: the row of ``encoded``.
-        state_rows: int32 (R,), written: that of ``predicted``.
-        labels: int32 (R,), written: the label that leads out of it, -1 in the last state; a
-            negative one, which is wrong, as -2.
+        state_rows: int32 (R,), written: the row of ``predicted``.
+        labels: int32 (R,), written: the next label; -1 in the last state, and -2 for an invalid
+            negative label.
         first_node: The chunk's first node.
-        nodes: How many it has, at most R.
-        first_frame: The chunk's first.
+        nodes: Number of nodes of the chunk, at most R.
+        first_frame: The chunk's first frame.
         sequences: N.
-        steps: Of `search`.
+        steps: See `search`.
         BLOCK: Nodes of a program.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -83,7 +83,7 @@ def _activate(x, TANH: tl.constexpr):
     if TANH:
         small = tl.exp(-2.0 * tl.abs(x))
         size = (1.0 - small) / (1.0 + small)
-        # Near zero that would be a difference of equals.
+        # Near zero the difference above loses precision.
         square = x * x
         series = 1.0 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315)))
         return tl.where(tl.abs(x) < 0.2, x * series, tl.where(x < 0.0, -size, size))
@@ -118,7 +118,7 @@ def join(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Rows act(f_t + g_u) of a chunk, and their logits of the blank and of the label.
+    """Compute the rows act(f_t + g_u) of a chunk and their logits of the blank and the label.
 
     Args:
         encoded: (T, J).
@@ -126,27 +126,27 @@ def join(
         frame_rows: int32 (R,), of `place_nodes`.
         state_rows: int32 (R,).
         labels: int32 (R,).
-        occ_blank: float32, of the group's nodes: where it and ``occ_label`` are zero, the row is
-            zero whatever its sequence holds; None for none.
+        occ_blank: float32, of the group's nodes. If it and ``occ_label`` are zero, the row is set
+            to zero, as its sequence may hold NaN. None to compute all rows.
         occ_label: float32.
         weight: (V, ...), with zeros past J.
         bias: (V,).
-        blank_logit: float32, of the group's nodes, written; None if logits are not wanted.
+        blank_logit: float32, of the group's nodes, written; None to skip the logits.
         label_logit: float32, of the group's nodes, written: -inf in the last state, and NaN for a
             label out of range.
-        hidden: (R, ...), written, with zeros past J, as far as a multiple of ``BLOCK_C``.
-        first_node: The chunk's first, counted from the group's first.
-        nodes: How many the chunk has.
+        hidden: (R, ...), written, with zeros past J up to a multiple of ``BLOCK_C``.
+        first_node: The chunk's first node, relative to the group's first.
+        nodes: Number of nodes of the chunk.
         width: J.
         count: V.
         blank_id: The blank's class.
-        encoded_stride: Between rows.
-        predicted_stride: Between rows.
-        weight_stride: Between rows.
-        hidden_stride: Between rows.
+        encoded_stride: Row stride of ``encoded`` in elements.
+        predicted_stride: Row stride of ``predicted`` in elements.
+        weight_stride: Row stride of ``weight`` in elements.
+        hidden_stride: Row stride of ``hidden`` in elements.
         TANH: Whether the activation is tanh, else relu.
-        BLOCK_R: Rows of a program.
-        BLOCK_C: Columns at a time.
+        BLOCK_R: Rows per program.
+        BLOCK_C: Columns per step.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_C)

@@ -1,19 +1,19 @@
-r"""The sum over all paths of a transducer's lattice, one program per sequence, and the way back.
+r"""The forward and backward recursions of a transducer's lattice, with one program per sequence.
 
-Node (t, u) is entered by the blank of (t - 1, u) or by the label of (t, u - 1); of its mass
+Node (t, u) is entered by the blank of (t - 1, u) or by the label of (t, u - 1). Of its mass
 
 .. math::
     \alpha_{t,u} = \alpha_{t-1,u} \, b_{t-1,u} + \alpha_{t,u-1} \, l_{t,u-1}
 
-the *share* of the smaller term is kept, negative where that is the label's. The way back needs
-nothing else: it begins with all of the mass in the last blank, and hands what passes a node to
-where it came from, by these shares. So it is products of numbers in [0, 1], without exponentials,
-and what leaves an anti-diagonal arrives at the one before: every path crosses each once, but for
-rounding. Masses are logarithms in float64, of whose differences alone exponentials and logarithms
-are taken, in float32; as in `effasr_kernels.ctc_loss`.
+the *share* of the smaller term is stored, negative if it is the label's. The backward needs nothing
+else: it starts with the whole mass in the last blank, and divides the occupancy of a node among its
+predecessors by these shares. So it computes products of numbers in [0, 1], without exponentials,
+and the sum over an anti-diagonal is constant except for rounding. Masses are logarithms in float64;
+exponentials and logarithms are computed only of their differences, in float32, as in
+`effasr_kernels.ctc_loss`.
 
-A program holds an anti-diagonal of ``BLOCK`` states in registers, and takes a longer transcript in
-strips of so many; a strip leaves what flows to the next in memory, one number for each frame.
+A program holds an anti-diagonal of ``BLOCK`` states in registers, and processes a longer transcript
+in strips of this many states. A strip writes one number for each frame to memory, for the next.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _NARROWEST, _WIDEST = 64, 1024
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _NOTHING = tl.constexpr(-1e30)
-"""The logarithm of no mass. Finite, as infinities differ by NaN; a mass this small is none."""
+"""The logarithm of zero mass; finite, as the difference of two infinities is NaN."""
 _NO_SHARE = tl.constexpr(1e-37)
-"""A share of nothing, which has a sign."""
+"""A share of zero; not 0, as it needs a sign."""
 
 
 def losses(
@@ -46,17 +46,17 @@ def losses(
     loss: Tensor,
     bound: int,
 ) -> None:
-    """The loss of each sequence of a group, and the shares of its nodes.
+    """Compute the loss of each sequence of a group, and the shares of its nodes.
 
     Args:
-        group: Which.
-        offsets: int32 (N + 1,) of frames, and of targets, and int64 (N + 1,), the first nodes.
-        log_blank: Log-probabilities, float32, of the group's nodes.
-        log_label: The same of labels; not read in last states.
-        share: float32, written: the smaller share of what enters each node; see above.
-        share_base: The node that the first element of ``share`` is for.
+        group: The group.
+        offsets: Offsets of frames and of targets, int32 (N + 1,), and first nodes, int64 (N + 1,).
+        log_blank: Log-probabilities of the blank, float32, of the group's nodes.
+        log_label: Log-probabilities of the next label, float32; not read in last states.
+        share: float32, written: the smaller share of each node; see the module.
+        share_base: Node of the first element of ``share``.
         loss: float32 (N,), written.
-        bound: What no transcript's length exceeds.
+        bound: Upper bound of the transcripts' lengths.
     """
     edge = share.new_empty(group.frames, dtype=torch.float64)
     launch(
@@ -80,19 +80,19 @@ def occupancies(
     bound: int,
     fastemit: float,
 ) -> None:
-    """How much of the gradient of the losses passes the blank, and the label, of each node.
+    """Compute the occupancies of blanks and labels, weighted by the gradient of the losses.
 
     Args:
-        group: Which.
-        offsets: As for `losses`.
-        share: As `losses` wrote it; may be ``occ_blank``.
-        share_base: The node that the first element of ``share`` is for.
+        group: The group.
+        offsets: See `losses`.
+        share: The shares that `losses` wrote; may be ``occ_blank``.
+        share_base: Node of the first element of ``share``.
         loss: float32 (N,).
-        grad_loss: float32 (N,); that of an infinite loss is taken for zero.
+        grad_loss: float32 (N,); treated as zero for an infinite loss.
         occ_blank: float32, of the group's nodes, written.
-        occ_label: float32, of the group's nodes, written; 1 + ``fastemit`` times what passes.
-        bound: What no transcript's length exceeds.
-        fastemit: Of FastEmit, lambda.
+        occ_label: float32, of the group's nodes, written; multiplied by 1 + ``fastemit``.
+        bound: Upper bound of the transcripts' lengths.
+        fastemit: Lambda of FastEmit.
     """
     edge = share.new_empty(group.frames, dtype=torch.float64)
     launch(
@@ -106,14 +106,14 @@ def occupancies(
 
 
 def _strip(bound: int) -> dict[str, int]:
-    """How many states a program takes at a time: two a thread, as far as warps go."""
+    """Options of the launch: states of a strip, two per thread with up to 16 warps."""
     block = min(_WIDEST, max(_NARROWEST, 1 << bound.bit_length()))
     return {"num_warps": max(1, min(16, block // 64)), "num_stages": 1, "BLOCK": block, "STAGES": 4}
 
 
 @triton.jit
 def _merge(x, y):
-    """The logarithm of 2**x + 2**y, float64, and the smaller share, float32, negative if of y."""
+    """The logarithm of 2**x + 2**y, float64, and the smaller share, float32, negative for y's."""
     small = tl.exp2((-tl.abs(x - y)).to(tl.float32))
     share = small / (1.0 + small)
     share = tl.where(share < _NO_SHARE, _NO_SHARE, share)
@@ -149,9 +149,9 @@ def sweep_forward(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The loss of one sequence, and the smaller share in each node; see `losses`.
+    """Compute the loss of one sequence and the share of each node; see `losses`.
 
-    Besides, ``edge``, float64, for each of the group's frames: what its label hands to the next
+    ``edge``, float64, is a buffer with the mass that each of the group's frames passes to the next
     strip.
     """
     n = first_sequence + tl.program_id(0)
@@ -165,11 +165,11 @@ def sweep_forward(
     j = tl.arange(0, BLOCK)
     left = tl.maximum(j - 1, 0)
     nothing = tl.full((BLOCK,), _NOTHING, tl.float64)
-    # Without frames the start is the end, of an empty transcript alone.
+    # Without frames only an empty transcript has a path, whose start is its end.
     ended = tl.where((frames == 0) & (labels == 0) & (j == 0), 0.0, nothing)
     for first in range(0, tl.where(frames == 0, 0, states), BLOCK):
         u = first + j
-        # What the blank hands to the same state of the next frame, and the label to the next state.
+        # Mass that the blank passes to the next frame, and the label to the next state.
         stay = tl.where(u == 0, 0.0, nothing)
         emit = nothing
         steps = frames + tl.minimum(BLOCK, states - first) - 1
@@ -193,7 +193,7 @@ def sweep_forward(
         tl.debug_barrier()
     is_end = tl.where(frames == 0, 0, labels % BLOCK) == j
     mass = tl.sum(tl.where(is_end, ended, 0.0), axis=0)
-    # Every possible loss is below this; a loss of NaN stays one.
+    # A mass below this bound means that no path exists. A loss of NaN stays NaN.
     tl.store(loss + n, tl.where(mass < 0.5 * _NOTHING, float("inf"), -mass * _LN2).to(tl.float32))
 
 
@@ -216,9 +216,10 @@ def sweep_backward(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """What passes the blank and the label of each node of one sequence; see `occupancies`.
+    """Compute the occupancies of one sequence; see `occupancies`.
 
-    ``edge``, float64, for each of the group's frames: what the first state of a strip hands back.
+    ``edge``, float64, is a buffer with the occupancy that the first state of a strip passes back to
+    the previous strip, for each of the group's frames.
     """
     n = first_sequence + tl.program_id(0)
     frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]
@@ -235,7 +236,7 @@ def sweep_backward(
     for strip in range(0, strips):
         first = (strips - 1 - strip) * BLOCK
         u = first + j
-        # What passes the blank of a node, and its label.
+        # Occupancies of the blank and of the label of each node.
         blank = tl.zeros((BLOCK,), tl.float64)
         label = tl.zeros((BLOCK,), tl.float64)
         steps = frames + tl.minimum(BLOCK, states - first) - 1
@@ -244,7 +245,7 @@ def sweep_backward(
             is_node = (t >= 0) & (t < frames) & (u < states)
             place = tl.where(is_node, t, 0).to(tl.int64) * states + u
             smaller = tl.load(share + to_share + place, mask=is_node, other=0.0)
-            # A sequence without gradient may hold NaN.
+            # A sequence without a gradient may hold NaN.
             smaller = tl.where(factor == 0.0, 0.0, smaller)
             size = tl.where(tl.abs(smaller) <= _NO_SHARE, 0.0, tl.abs(smaller))
             if strip > 0:

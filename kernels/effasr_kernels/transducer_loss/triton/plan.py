@@ -1,9 +1,10 @@
-"""How the nodes of a batch of lattices are divided, so that a workspace holds what is worked on.
+"""Division of the nodes of a batch of lattices into groups and chunks that fit the workspace.
 
 Nodes are numbered sequence by sequence, then frame by frame: node (t, u) of sequence n is number
-``first_nodes[n] + t (U_n + 1) + u``. A *group* is a run of whole sequences, whose lattices are
-summed at once; a *chunk* is a run of whole frames of a group, whose rows are multiplied at once. A
-frame has a row for each state of its sequence, so its gradient is complete within its chunk.
+``first_nodes[n] + t (U_n + 1) + u``. A *group* is a range of whole sequences, whose lattices are
+summed in one launch; a *chunk* is a range of whole frames of a group, whose rows are multiplied in
+one product. A frame has a row for each state of its sequence, so its gradient is complete within
+its chunk.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from effasr_kernels.packed import PackedLayout
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of frames.
+    """A range of frames.
 
     Attributes:
         first_frame: Its first row of ``encoded``.
-        frames: How many.
+        frames: Number of frames.
         first_node: Its first node.
-        nodes: How many.
+        nodes: Number of nodes.
         first_sequence: The sequence of its first frame.
-        sequences: How many sequences it touches, empty ones between them included.
+        sequences: Number of sequences from its first to its last frame, including empty ones.
         first_state: The first row of ``predicted`` of the first sequence.
         states: Rows of ``predicted`` of all these sequences.
-        widest: The most states of a sequence.
+        widest: Largest number of states of a sequence.
     """
 
     first_frame: int
@@ -46,18 +47,18 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A run of sequences.
+    """A range of sequences.
 
     Attributes:
-        first_sequence: Its first.
-        sequences: How many.
+        first_sequence: Its first sequence.
+        sequences: Number of sequences.
         first_frame: Its first row of ``encoded``.
-        frames: How many.
+        frames: Number of frames.
         first_node: Its first node.
-        nodes: How many.
+        nodes: Number of nodes.
         first_state: Its first row of ``predicted``.
-        states: How many.
-        chunks: Its frames.
+        states: Number of states.
+        chunks: The chunks of its frames.
     """
 
     first_sequence: int
@@ -73,7 +74,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes that must fit: a sum over nodes, frames and states (rows of ``predicted``)."""
+    """Bytes per node, per frame and per state (row of ``predicted``)."""
 
     node: int
     frame: int = 0
@@ -85,10 +86,10 @@ class Cost:
 
 
 class Lattices:
-    """The lattices of a batch, as the host knows them.
+    """The sizes of the lattices of a batch, on the host.
 
-    The host's lengths are read once. Where only the device knows them, as in compiled code, that
-    waits for it.
+    The lengths are read once. If only the device holds them, as in compiled code, this waits for
+    the device.
     """
 
     def __init__(self, layout_frames: PackedLayout, layout_targets: PackedLayout):
@@ -103,18 +104,18 @@ class Lattices:
 
     @property
     def largest(self) -> int:
-        """The most nodes of a sequence."""
+        """Largest number of nodes of a sequence."""
         pairs = zip(self.nodes[1:], self.nodes[:-1], strict=True)
         return max((end - begin for end, begin in pairs), default=0)
 
     def groups(self, cost: Cost, size: int, chunk_cost: Cost, chunk_size: int) -> Iterator[Group]:
-        """Divide the sequences.
+        """Divide the sequences into groups.
 
         Args:
-            cost: Of a group.
-            size: Bytes for it; a group of one sequence may need more.
-            chunk_cost: Of a chunk.
-            chunk_size: Bytes for it; a chunk of one frame may need more.
+            cost: Memory that a group needs.
+            size: Bytes for a group; a group of one sequence may need more.
+            chunk_cost: Memory that a chunk needs.
+            chunk_size: Bytes for a chunk; a chunk of one frame may need more.
         """
         begin, used = 0, 0
         for n in range(self.sequences):
@@ -179,7 +180,7 @@ class Lattices:
 
 
 def first_nodes(layout_frames: PackedLayout, layout_targets: PackedLayout) -> Tensor:
-    """The first node of each sequence, and how many there are: int64 (N + 1,), on the device."""
+    """The first node of each sequence and the number of nodes: int64 (N + 1,), on the device."""
     frames = layout_frames.cu_seqlens.diff().long()
     offsets = frames.new_zeros(frames.shape[0] + 1)
     torch.cumsum(frames * (layout_targets.cu_seqlens.diff() + 1), 0, out=offsets[1:])
@@ -187,7 +188,7 @@ def first_nodes(layout_frames: PackedLayout, layout_targets: PackedLayout) -> Te
 
 
 def most_nodes(layout_frames: PackedLayout, layout_targets: PackedLayout) -> int | None:
-    """What the number of nodes cannot exceed, as far as static shapes tell."""
+    """Upper bound of the number of nodes for static shapes; None without a static bound."""
     if layout_targets.static_max_seqlen is None:
         return None
     return layout_frames.rows * (layout_targets.static_max_seqlen + 1)

@@ -17,20 +17,20 @@ from effasr_kernels.transducer_loss.triton.work import Rows, Work, part_of, piec
 
 
 class Sums:
-    """The gradients, to which groups add."""
+    """Accumulates the gradients of groups."""
 
     def __init__(
         self, work: Work, groups: Sequence[Group], rows: Rows, overwritten: Sequence[str] = ()
     ):
-        """Zeros, and room for the largest chunk.
+        """Allocate the gradients, and buffers for the largest chunk.
 
         Args:
             work: The call.
-            groups: Its groups, which are added one after the other.
-            rows: Room for the largest chunk.
-            overwritten: Of ``encoded`` and ``predicted``, which are replaced by their gradients. A
-                frame is read once more, and last, in the chunk that finishes its gradient; the
-                rows of ``predicted`` are used by all chunks of their group, and written after it.
+            groups: The groups of the call, which are added in order.
+            rows: Buffers for the largest chunk.
+            overwritten: Names among ``encoded`` and ``predicted`` that are overwritten by their
+                gradients. The chunk that writes the gradient of a frame is the last to read it;
+                rows of ``predicted`` are read by all chunks of their group, and written after it.
         """
         self.work, self.rows = work, rows
         weight, width = work.weight, work.width
@@ -51,12 +51,11 @@ class Sums:
         """Add the gradients of a group.
 
         Args:
-            group: Which.
-            passing: What passes each step of its lattices.
+            group: The group.
+            passing: Occupancies of the steps of its lattices.
             normalizer: float32, of nodes from ``base`` on.
-            base: A node.
-            logits: (R, V + D), of its nodes, overwritten by their gradient; None to make them
-                again.
+            base: Node of the first element of ``normalizer``.
+            logits: (R, V + D), of its nodes, overwritten by their gradient; None to recompute them.
         """
         work, rows = self.work, self.rows
         d_states = self.d_bias.new_zeros(group.states, work.width)
@@ -86,7 +85,7 @@ class Sums:
         self.d_predicted[states] = d_states
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """By name, in the dtype of the arguments."""
+        """The gradients by name, in the dtype of the arguments."""
         dtype = self.work.weight.dtype
         return {
             "encoded": self.d_encoded,
@@ -103,7 +102,7 @@ class Sums:
         logits: Tensor | None,
         d_logits: Tensor,
     ) -> None:
-        """Write the gradient of logits of classes, and add its sum to that of the bias."""
+        """Write the gradient of the class logits, and add its sum to the gradient of the bias."""
         work = self.work
         tiles = work.tiles
         row_tiles, class_tiles = (
@@ -187,10 +186,10 @@ class Sums:
 
 
 def _most_registers(weight: Tensor) -> int | None:
-    """Of a thread of `differentiate`, so that two programs share a multiprocessor.
+    """Register limit of a thread of `differentiate`, so that two programs share a multiprocessor.
 
-    Uncapped it takes some more, and one program is left. With the tensor cores of sm_100,
-    or without any, that would spill.
+    Without the limit it uses a few more, and only one program fits. With the tensor cores of
+    sm_100, or without tensor cores, the limit would cause spills.
     """
     narrow = weight.dtype != torch.float32
     return 128 if narrow and capability(weight.device) < (10, 0) else None

@@ -1,4 +1,4 @@
-"""Sums over the lattices of a group, forward and backward: for RNN-T, and as TDT needs them."""
+"""The forward and backward recursions over the lattices of a group: types, and those of RNN-T."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class Scores(NamedTuple):
-    """A number for each step out of each node, float32.
+    """A float32 number for each step out of each node.
 
-    Log-probabilities on the way there, what passes each step on the way back.
+    The numbers are log-probabilities in the forward, and occupancies in the backward.
 
     Attributes:
-        base: The node that the first elements are for.
+        base: Node of the first elements.
         blank: (R,).
         label: (R,).
-        duration: (R, D), of all steps that last so long; None without durations. On the way back
-            this is the gradient of the logits of durations.
+        duration: (R, D), of all steps with each duration; None without durations. In the backward
+            this is the gradient of the duration logits.
     """
 
     base: int
@@ -34,10 +34,10 @@ class Scores(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What the way there leaves in each node for the way back.
+    """The numbers of the nodes that the forward recursion stores for the backward.
 
     Attributes:
-        base: The node that the first element is for.
+        base: Node of the first element.
         values: (R,).
     """
 
@@ -46,13 +46,13 @@ class Trace(NamedTuple):
 
 
 class LabelSweeps:
-    """Those of an RNN-T; see `lattice`. A share of each node is their trace.
+    """The recursions of an RNN-T; see `lattice`. Their trace is a share for each node.
 
     `effasr_kernels.transducer_loss.triton.duration_lattice.DurationSweeps` has the same methods.
 
     Attributes:
-        trace_dtype: Of what the forward sweep leaves in each node.
-        keeps_scores: Whether the backward sweep needs the log-probabilities again.
+        trace_dtype: Dtype of the trace.
+        keeps_scores: Whether the backward needs the log-probabilities again.
     """
 
     trace_dtype: ClassVar[torch.dtype] = torch.float32
@@ -63,16 +63,16 @@ class LabelSweeps:
         self._offsets, self._bound, self._fastemit = work.offsets, work.bound, work.fastemit
 
     def room(self, scores: Scores) -> Trace:
-        """Room for a trace that need not outlive ``scores``, and may replace some of them."""
+        """A buffer for a trace that is used only with ``scores`` and may overwrite some of them."""
         return Trace(scores.base, scores.blank)
 
     def losses(self, group: Group, scores: Scores, trace: Trace, loss: Tensor) -> None:
-        """Find the loss of each sequence of a group.
+        """Compute the loss of each sequence of a group.
 
         Args:
-            group: Which.
+            group: The group.
             scores: Log-probabilities of its nodes.
-            trace: Written.
+            trace: Trace of its nodes, written.
             loss: float32 (N,), written.
         """
         planes = scores.blank, scores.label, trace.values
@@ -87,16 +87,16 @@ class LabelSweeps:
         grad_loss: Tensor,
         out: Scores,
     ) -> None:
-        """Find how much of the gradient of the losses passes each step.
+        """Compute the occupancies of the steps, weighted by the gradient of the losses.
 
         Args:
-            group: Which.
-            scores: As given to `losses`, if ``keeps_scores``.
-            trace: As `losses` left it.
+            group: The group.
+            scores: The log-probabilities given to `losses`, if ``keeps_scores``.
+            trace: The trace that `losses` wrote.
             loss: float32 (N,).
-            grad_loss: float32 (N,); that of an infinite loss is taken for zero.
-            out: Written, of the group's nodes alone: 1 + lambda of FastEmit times what passes
-                labels. It may be ``scores``.
+            grad_loss: float32 (N,); treated as zero for an infinite loss.
+            out: Occupancies of the group's nodes, written; those of labels are multiplied by
+                1 + lambda of FastEmit. It may be ``scores``.
         """
         lattice.occupancies(
             *(group, self._offsets, trace.values, trace.base, loss, grad_loss),

@@ -1,4 +1,4 @@
-"""A call of `transducer_loss` as kernels take it: its rows, and their log-probabilities."""
+"""The kernel arguments of a call of `transducer_loss`: rows of the joint, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from effasr_kernels.transducer_loss.workspace import workspace
 
 _PLACED, _JOINED = 256, 16
 _KEPT_SEQUENCES = 8
-"""So many lattices, at least, must be summed at once: one alone would leave the GPU idle."""
+"""Minimum number of lattices per launch if logits are kept; fewer would not fill the GPU."""
 
 
 class Rows(NamedTuple):
-    """What is known of each node of a chunk.
+    """Buffers with the rows and the label of each node of a chunk.
 
     Attributes:
         frame: int32 (R,), its row of ``encoded``.
@@ -40,10 +40,10 @@ class Rows(NamedTuple):
 
 
 class Work:
-    """The arguments of a call as kernels take them, and what forward and backward share."""
+    """The kernel arguments of a call, and the steps that forward and backward share."""
 
     def __init__(self, a: TransducerArguments):
-        """Prepare the tensors, and read the lengths."""
+        """Prepare the tensors and read the lengths."""
         self.encoded, self.predicted = (
             x.detach() if x.stride(-1) == 1 else x.contiguous() for x in (a.encoded, a.predicted)
         )
@@ -63,15 +63,15 @@ class Work:
         self.steps = self.lattices.sequences.bit_length()
 
     def row_bytes(self) -> Cost:
-        """Of a chunk whose rows are scored: three numbers, the row, and its statistics."""
+        """Memory of a chunk in `score`: three numbers, the row, and its statistics."""
         return Cost(node=32 + self.weight.shape[1] * self.weight.element_size())
 
     def score_bytes(self, trace: torch.dtype | None) -> int:
-        """Of a node that is scored, and of what a sweep leaves there."""
+        """Bytes of the log-probabilities and the trace of a node."""
         return 8 + 4 * len(self.durations) + (0 if trace is None else trace.itemsize)
 
     def gradient_cost(self, logit_bytes: int) -> Cost:
-        """Of a chunk that is differentiated: besides, three gradients and their sums."""
+        """Memory of a chunk in the backward: that of `row_bytes`, three gradients, and sums."""
         wide = 4 * self.width
         sums = wide // folding.STATES + wide // folding.FRAMES
         sums += 4 * self.columns // self.tiles["BLOCK_R"]
@@ -90,11 +90,11 @@ class Work:
         return list(self.lattices.groups(cost, sizes[0], chunk_cost, sizes[1]))
 
     def plane(self, group: Group) -> Tensor:
-        """A number for each node of a group."""
+        """A buffer with a float32 number for each node of a group."""
         return self.weight.new_empty(group.nodes, dtype=torch.float32)
 
     def scores(self, group: Group) -> Scores:
-        """Room for a number for each step out of each node of a group."""
+        """Buffers with a float32 number for each step out of each node of a group."""
         durations = None
         if self.durations:
             size = group.nodes, len(self.durations)
@@ -102,11 +102,11 @@ class Work:
         return Scores(group.first_node, self.plane(group), self.plane(group), durations)
 
     def logits(self, nodes: int) -> Tensor:
-        """Rows of logits, (nodes, V + D), which begin at multiples of 16 elements."""
+        """A buffer of logits, (nodes, V + D), with a row stride that is a multiple of 16."""
         return self.weight.new_empty(nodes, pieces(self.columns, 16) * 16)[:, : self.columns]
 
     def rows(self, groups: Sequence[Group]) -> Rows:
-        """Room for the largest chunk."""
+        """Buffers for the largest chunk."""
         most = max((x.nodes for group in groups for x in group.chunks), default=0)
         frame, state, label = (self.targets.new_empty(most, dtype=torch.int32) for _ in range(3))
         return Rows(frame, state, label, self.weight.new_empty(most, self.weight.shape[1]))
@@ -119,15 +119,15 @@ class Work:
         normalizer: Tensor | None,
         logits: Tensor | None = None,
     ) -> None:
-        """The log-probabilities of all steps out of a group's nodes.
+        """Compute the log-probabilities of all steps out of a group's nodes.
 
         Args:
-            group: Which.
-            rows: To work in.
-            scores: Written.
-            normalizer: float32, of the group's nodes, written; None if it is not wanted.
-            logits: (R, V + D), of the group's nodes, written, those of durations with nothing of
-                use; None if they are not wanted.
+            group: The group.
+            rows: Buffers.
+            scores: Log-probabilities, written.
+            normalizer: float32, of the group's nodes, written; None to discard it.
+            logits: (R, V + D), of the group's nodes, written (those of durations are undefined);
+                None to discard them.
         """
         classes = self.weight[: self.count], self.bias[: self.count]
         for chunk in group.chunks:
@@ -151,7 +151,7 @@ class Work:
                 )
 
     def place(self, chunk: Chunk, rows: Rows) -> None:
-        """Write the numbers of a chunk's rows."""
+        """Write the frame, state and label of a chunk's nodes."""
         launch(
             place_nodes,
             (pieces(chunk.nodes, _PLACED),),
@@ -164,22 +164,22 @@ class Work:
         )
 
     def join(self, chunk: Chunk, rows: Rows, scores: Scores, *, logits: bool = False) -> None:
-        """Write a chunk's rows; see `join`.
+        """Write a chunk's rows; see `joint.join`.
 
         Args:
-            chunk: Which.
-            rows: As `place` left them.
-            scores: What passes the steps out of its nodes: rows where nothing does are zero.
-            logits: Whether the logits of blank and label are wanted there instead.
+            chunk: The chunk.
+            rows: Buffers that `place` has filled.
+            scores: Occupancies of the steps out of its nodes; rows without any are set to zero.
+            logits: Whether ``scores`` is an output for the logits of blank and label instead.
         """
         steps = scores.blank, scores.label
         none = None, None
-        occupied, wanted = (none, steps) if logits else (steps, none)
+        occupancies, outputs = (none, steps) if logits else (steps, none)
         launch(
             join,
             (pieces(chunk.nodes, _JOINED),),
-            *(self.encoded, self.predicted, *rows[:3], *occupied, self.weight, self.bias),
-            *(*wanted, rows.hidden, chunk.first_node - scores.base, chunk.nodes),
+            *(self.encoded, self.predicted, *rows[:3], *occupancies, self.weight, self.bias),
+            *(*outputs, rows.hidden, chunk.first_node - scores.base, chunk.nodes),
             *(self.width, self.count, self.blank_id, self.encoded.stride(0)),
             *(self.predicted.stride(0), self.weight.stride(0), rows.hidden.stride(0)),
             num_warps=4,
@@ -197,5 +197,5 @@ def part_of(chunk: Chunk, base: int) -> slice:
 
 
 def pieces(number: int, divisor: int) -> int:
-    """How many pieces of ``divisor`` hold ``number``."""
+    """``number / divisor``, rounded up."""
     return -(-number // divisor)

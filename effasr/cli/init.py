@@ -1,0 +1,124 @@
+"""``effasr init``: writes a recipe that fits a corpus."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effasr.cli.options import MANIFEST_HELP, AddCommand, add_language, folder, log, print_line
+
+if TYPE_CHECKING:
+    from effasr.planning.initial import Initial
+
+_TOKENIZER = Path("data/tokenizer")
+
+
+def add(command: AddCommand) -> None:
+    """Add the command to the parser."""
+    parser = command(
+        "init",
+        run,
+        "Write a recipe for a corpus, from published practice for its size.",
+        "It prints the commands to run next. To start from a trained model is better than to train",
+        "from scratch where there are fewer than about 100 hours: --init-from MODEL.",
+    )
+    parser.add_argument("train", type=Path, nargs="+", metavar="TRAIN", help=MANIFEST_HELP)
+    parser.add_argument(
+        "--dev",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="MANIFEST",
+        help="to validate on: other sentences, and best other speakers, than TRAIN",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("recipe.yaml"),
+        metavar="FILE.yaml",
+        help="the recipe, which must not exist yet; its name is that of the run (default: "
+        "recipe.yaml)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=folder,
+        metavar="FOLDER",
+        help=f"the tokenizer, or where to train it next (default: {_TOKENIZER})",
+    )
+    parser.add_argument(
+        "--init-from", type=Path, metavar="MODEL", help="a run or a model directory to fine-tune"
+    )
+    parser.add_argument(
+        "--no-timing",
+        action="store_true",
+        help="do not train a few steps to measure the expected time",
+    )
+    add_language(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Survey the corpus, write the recipe and print what to do next."""
+    from effasr.data.atomic_files import write_atomically
+    from effasr.data.statistics.guidance import fold
+    from effasr.planning.initial import Initial
+
+    output: Path = options.output
+    if output.suffix not in (".yaml", ".yml") or output.exists():
+        raise ValueError(
+            f"`--output` must be a new file that ends in .yaml, but is {str(output)!r}: name "
+            "another one, or remove it."
+        )
+    if options.init_from is not None and options.tokenizer is not None:
+        raise ValueError(
+            f"`--tokenizer` must be left out with --init-from, because the model has its own, but "
+            f"is {str(options.tokenizer)!r}."
+        )
+    initial = Initial.of(
+        options.train,
+        dev=options.dev,
+        name=output.stem,
+        tokenizer=options.tokenizer or _TOKENIZER,
+        init_from=options.init_from,
+        language=options.language,
+    )
+    for line in initial.describe():
+        print_line(line)
+    time = None
+    if not options.no_timing:
+        log("init", "training a few steps to measure the time")
+        time = initial.expected_time()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(output, initial.text(time).encode())
+    for line in (
+        f"{output}: {initial.summary()}",
+        f"expected time: {time or 'not measured (--no-timing)'}",
+    ):
+        print_line("\n".join(fold(line)))
+    print_line("next:")
+    for command in _next(options, initial):
+        print_line(f"  {shlex.join(command)}")
+    return 0
+
+
+def _next(options: argparse.Namespace, initial: Initial) -> list[list[str]]:
+    """The commands to run now."""
+    commands = []
+    language = [] if options.language == "en" else ["--language", options.language]
+    if initial.vocabulary is not None:
+        sizes = set(initial.vocabulary.sizes.values())
+        one = sizes.pop() if len(sizes) == 1 else None
+        size = ["--vocab-size", "auto" if one is None else str(one)]
+        commands.append(
+            [
+                *("effasr", "tokenizer", *map(str, options.train)),
+                *(initial.request.tokenizer, *size),
+                *("--subsampling", str(initial.request.subsampling), *language),
+            ]
+        )
+    commands.append(["effasr", "train", str(options.output)])
+    if options.dev:
+        evaluated = ["--run", f"runs/{initial.request.name}", "--manifest"]
+        commands += [["effasr", "evaluate", *evaluated, str(dev)] for dev in options.dev]
+    return commands

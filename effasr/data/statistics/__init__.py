@@ -1,0 +1,1 @@
+"""Statistics of a corpus: counts, encoder frames per token, and vocabulary sizes that fit."""

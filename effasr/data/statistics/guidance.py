@@ -1,0 +1,119 @@
+"""Lines about a corpus for people: its counts, and a warning where CTC will be hard to train."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator
+
+from effasr.data.features.frame_geometry import Framing
+from effasr.data.statistics.frames_per_token import LEAST_MEDIAN, FramesPerToken
+from effasr.data.statistics.survey import Survey
+from effasr.data.statistics.vocabulary import VocabularyChoice, choose_vocabulary
+
+COLUMNS = 100
+"""Of a line that people read."""
+
+
+def describe_counts(survey: Survey) -> str:
+    """Utterances, hours, languages, characters and speakers in one line."""
+    hours = f"{survey.hours:,.2f} h"
+    if len(survey.languages) > 1:
+        shares = (f"{language} {one.hours:,.2f}" for language, one in survey.languages.items())
+        listed = ", ".join(shares)
+        hours += f" ({listed if len(listed) < 40 else f'{len(survey.languages)} languages'})"
+    letters = describe_letters(survey.characters, len(survey.speakers))
+    return ", ".join(filter(None, [f"{survey.utterances:,} utterances", hours, letters]))
+
+
+def describe_letters(characters: int, speakers: int) -> str:
+    """Distinct characters, and speakers if they are known."""
+    parts = [f"{characters:,} characters"] if characters else []
+    parts += [f"{speakers:,} speaker{'s' * (speakers != 1)}"] if speakers else []
+    return ", ".join(parts)
+
+
+def describe_alignment(found: FramesPerToken, framing: Framing) -> str:
+    """Frames per token in one line."""
+    return (
+        f"frames per token ({framing.subsampling}x): median {found.median:.1f}, under 2 in "
+        f"{percent(found.under_two)} %, too few for CTC in {percent(found.impossible)} % of "
+        "utterances"
+    )
+
+
+def percent(share: float) -> str:
+    """A share in percent; one that is not 0 is not shown as 0."""
+    value = 100 * share
+    return "under 0.1" if 0 < value < 0.05 else f"{value:.1f}" if 0 < value < 10 else f"{value:.0f}"
+
+
+def warn_about_alignment(
+    found: FramesPerToken,
+    framing: Framing,
+    *,
+    with_subsampling: Callable[[int], FramesPerToken | None],
+    survey: Callable[[], Survey] | None = None,
+) -> list[str]:
+    """A warning with remedies where CTC has few frames per token, folded; else nothing.
+
+    Args:
+        found: Frames per token as they are.
+        framing: From which they follow.
+        with_subsampling: Frames per token of the same vocabulary at another subsampling.
+        survey: Reads texts from which a larger vocabulary can be chosen; None where the vocabulary
+            is that of a trained model. It is called only where there is something to warn about.
+    """
+    if not found.is_hard:
+        return []
+    remedies = list(_remedies(framing, with_subsampling, None if survey is None else survey()))
+    cause = (
+        f"CTC learns late or not at all with so few frames per token; a median of "
+        f"{LEAST_MEDIAN:g} or more is usual."
+    )
+    remedy = (
+        f"Remedy: {', or '.join(remedies)}."
+        if remedies
+        else "No usual vocabulary changes that for this corpus: leave model.ctc false."
+    )
+    return fold(f"warning: {cause} {remedy}")
+
+
+def fold(text: str, indent: str = "  ") -> list[str]:
+    """Lines of at most `COLUMNS`, all but the first after ``indent``."""
+    return textwrap.wrap(
+        text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def choice_options(choice: VocabularyChoice) -> str:
+    """What `effasr tokenizer` takes to train vocabularies of these sizes."""
+    sizes = set(choice.sizes.values())
+    return f"--vocab-size {sizes.pop()}" if len(sizes) == 1 else "--vocab-size auto"
+
+
+def _remedies(
+    framing: Framing,
+    with_subsampling: Callable[[int], FramesPerToken | None],
+    survey: Survey | None,
+) -> Iterator[str]:
+    """Changes that give enough frames per token, the smallest first."""
+    finer = framing.subsampling > 4
+    alone = with_subsampling(4) if finer else None
+    if alone is not None and not alone.is_hard:
+        yield f"model.encoder.subsampling=4 (median {alone.median:.1f})"
+    if survey is None or not survey.languages:
+        return
+    larger = choose_vocabulary(survey, subsampling=framing.subsampling)
+    if not larger.is_hard and larger.frames_per_token is not None:
+        yield _vocabulary(larger)
+    elif finer and (alone is None or alone.is_hard):
+        both = choose_vocabulary(survey, subsampling=4)
+        if not both.is_hard and both.frames_per_token is not None:
+            yield f"model.encoder.subsampling=4 with {_vocabulary(both)}"
+
+
+def _vocabulary(choice: VocabularyChoice) -> str:
+    assert choice.frames_per_token is not None
+    return (
+        f"a tokenizer with {choice_options(choice)} (median {choice.frames_per_token.median:.1f})"
+    )

@@ -1,0 +1,211 @@
+"""Counts of a corpus by language, taken in one pass, with a sample of its texts."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+from lhotse.cut import Cut
+
+from effasr.data.features.frame_geometry import Framing
+from effasr.data.filters.rules import frames_for_ctc, text_of
+from effasr.data.index.columns import to_numpy
+from effasr.data.manifest.reader import named, request
+from effasr.data.manifest.utterance import FileUtterance
+from effasr.data.prompt import Prompt
+from effasr.data.statistics.frames_per_token import FramesPerToken, frames_in
+from effasr.data.tokenizer import Tokenizer
+
+SAMPLE = 10_000
+"""Texts of a language that are kept: as many as a choice of the vocabulary needs."""
+
+
+@dataclass(slots=True)
+class LanguageSurvey:
+    """The texts of one language.
+
+    Attributes:
+        utterances: Number of texts, also of translations and of texts without audio.
+        hours: Of their audio.
+        length: Characters of all texts.
+        characters: The different ones, without spaces.
+        texts: A random sample, at most `SAMPLE`, of texts that follow the speech; of all texts
+            where there are no such.
+        seconds: Durations of the sample; NaN for texts that do not follow speech.
+    """
+
+    utterances: int = 0
+    hours: float = 0.0
+    length: int = 0
+    characters: set[str] = field(default_factory=set)
+    texts: list[str] = field(default_factory=list)
+    seconds: array = field(default_factory=lambda: array("d"))
+    _offered: int = 0
+    _has_speech: bool = False
+
+    def offer(self, text: str, seconds: float | None, generator: random.Random) -> None:
+        """Perhaps take a text into the sample, so that each has the same chance."""
+        if seconds is None and self._has_speech:
+            return
+        if seconds is not None and not self._has_speech:
+            self._has_speech, self._offered = True, 0
+            self.texts.clear()
+            self.seconds = array("d")
+        self._offered += 1
+        seconds = float("nan") if seconds is None else seconds
+        if len(self.texts) < SAMPLE:
+            self.texts.append(text)
+            self.seconds.append(seconds)
+        elif (place := generator.randrange(self._offered)) < SAMPLE:
+            self.texts[place], self.seconds[place] = text, seconds
+
+    @property
+    def has_speech(self) -> bool:
+        """Whether the sample has texts that follow the speech, with durations."""
+        return self._has_speech
+
+
+class Survey:
+    """Counts of a corpus while, and after, it is read: bounded in memory but for the lengths.
+
+    Attributes:
+        languages: By the language of the texts.
+        speakers: Names of the speakers; empty where the manifests name none.
+        utterances: Utterances with audio.
+        hours: Their hours.
+        longest: Seconds of the longest.
+    """
+
+    def __init__(self) -> None:
+        self.languages: dict[str, LanguageSurvey] = {}
+        self.speakers: set[str] = set()
+        self.utterances = 0
+        self.hours = self.longest = 0.0
+        self._generator = random.Random(0)
+        self._seconds, self._tokens, self._needed = array("d"), array("i"), array("i")
+
+    def add(
+        self,
+        asked: Prompt,
+        text: str,
+        seconds: float,
+        speaker: str | None = None,
+        tokens: Sequence[int] | None = None,
+    ) -> None:
+        """Count an utterance.
+
+        Args:
+            asked: Languages and task.
+            text: Transcript or translation.
+            seconds: Its duration.
+            speaker: Who speaks, if known.
+            tokens: Ids of the text, where they are known.
+        """
+        follows = seconds if asked.monotonic and text else None
+        found = self.add_text(asked.target, text, follows)
+        found.hours += seconds / 3600
+        self.utterances += 1
+        self.hours += seconds / 3600
+        self.longest = max(self.longest, seconds)
+        if speaker:
+            self.speakers.add(speaker)
+        if tokens and follows is not None:
+            self._seconds.append(seconds)
+            self._tokens.append(len(tokens))
+            self._needed.append(frames_for_ctc(list(tokens)))
+
+    def add_text(self, language: str, text: str, seconds: float | None = None) -> LanguageSurvey:
+        """Count a text; ``seconds`` is the duration of the speech that it follows, if any."""
+        found = self.languages.setdefault(language, LanguageSurvey())
+        found.utterances += 1
+        found.length += len(text)
+        found.characters.update(text)
+        found.offer(text, seconds, self._generator)
+        return found
+
+    def add_cut(self, cut: Cut, tokens: Sequence[int] | None = None) -> None:
+        """Count a cut with one supervision."""
+        speaker = cut.supervisions[0].speaker
+        self.add(request(cut), text_of(cut), cut.duration, speaker, tokens)
+
+    @property
+    def characters(self) -> int:
+        """Different characters of all texts, without spaces."""
+        every = set(chain.from_iterable(one.characters for one in self.languages.values()))
+        return sum(not character.isspace() for character in every)
+
+    def counted(self, framing: Framing, *, excluded: int = 0) -> FramesPerToken | None:
+        """Frames per token of all utterances whose tokens were given.
+
+        None where there are none. ``excluded``: see `FramesPerToken.of`.
+        """
+        if not self._tokens and not excluded:
+            return None
+        frames = frames_in(to_numpy(self._seconds), framing)
+        lengths = to_numpy(self._tokens), to_numpy(self._needed)
+        return FramesPerToken.of(frames, *lengths, excluded=excluded)
+
+    def sampled(self, tokenizer: Tokenizer, framing: Framing) -> FramesPerToken | None:
+        """Frames per token of the sampled texts, with languages as large as in the sample.
+
+        None without texts that follow the speech in a language of the tokenizer.
+        """
+        seconds, ids = self.sample_tokens(tokenizer)
+        if not ids:
+            return None
+        tokens = np.array([len(one) for one in ids])
+        needed = np.array([frames_for_ctc(one) for one in ids])
+        return FramesPerToken.of(frames_in(seconds, framing), tokens, needed)
+
+    def sample_seconds(self) -> np.ndarray:
+        """Durations of the sampled texts that follow the speech: float64 (n,)."""
+        spoken = (found.seconds for found in self.languages.values() if found.has_speech)
+        return np.array(list(chain.from_iterable(spoken)))
+
+    def sample_tokens(self, tokenizer: Tokenizer) -> tuple[np.ndarray, list[list[int]]]:
+        """Durations, float64 (n,), and token ids of the sampled texts that follow the speech."""
+        seconds, ids = [], []
+        for language, found in self.languages.items():
+            if not found.has_speech or language not in tokenizer.languages:
+                continue
+            for text, duration in zip(found.texts, found.seconds, strict=True):
+                if tokens := tokenizer.encode(text, language):
+                    seconds.append(duration)
+                    ids.append(tokens)
+        return np.array(seconds), ids
+
+
+def survey(paths: Iterable[str | Path], *, language: str = "en", most: int | None = None) -> Survey:
+    """Count the utterances of manifests with audio.
+
+    Audio files are opened only where a manifest gives no duration, and only their headers.
+
+    Args:
+        paths: Manifests of any kind that `effasr.data.manifest.reader.read` takes.
+        language: The language of utterances that name none.
+        most: Utterances read of each manifest, from its beginning; None for all.
+
+    Raises:
+        ValueError: A manifest is malformed; AudioError: a file's header cannot be read.
+    """
+    found = Survey()
+    for path in paths:
+        for utterance in _utterances(path, language, most):
+            found.add(*utterance)
+    return found
+
+
+def _utterances(
+    path: str | Path, language: str, most: int | None
+) -> Iterator[tuple[Prompt, str, float, str | None]]:
+    for name, utterance in islice(named(path, language=language), most):
+        if isinstance(utterance, FileUtterance) and utterance.duration is not None:
+            yield utterance.prompt, utterance.text, utterance.duration, utterance.speaker
+        else:
+            cut = utterance.cut(name)
+            yield request(cut), text_of(cut), cut.duration, cut.supervisions[0].speaker

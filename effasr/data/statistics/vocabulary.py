@@ -1,0 +1,197 @@
+"""Chooses the size of a vocabulary by the hours of a corpus and its frames per token.
+
+Practice: icefall trains 500 pieces on LibriSpeech, 100 and 960 hours, and on Common Voice; ESPnet
+150 on the languages of Common Voice; NeMo recommends 128 or 256 at a subsampling of 4, 128 or 256
+for about 1,000 hours and 1,024 for 10,000 hours and more. Larger vocabularies have more frames per
+token, and fewer examples of each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import sentencepiece
+
+from effasr.data.features.frame_geometry import Framing
+from effasr.data.filters.rules import frames_for_ctc
+from effasr.data.statistics.frames_per_token import FramesPerToken, frames_in
+from effasr.data.statistics.survey import LanguageSurvey, Survey
+from effasr.data.tokenizer.training import ModelType, VocabularyTooSmall, train_model
+
+SIZES = (128, 256, 500, 1024, 2048, 4096)
+"""Sizes to choose from."""
+
+SUBSAMPLINGS = (8, 4)
+"""Of a FastConformer, the cheaper first: half the frames are less than half the work."""
+
+_BY_HOURS = ((5.0, 128), (300.0, 500))
+"""Usual sizes under so many hours, and `_MOST_USUAL` from there on."""
+_MOST_USUAL = 1024
+
+_LEAST_EXAMPLES = 40
+"""Mean occurrences of a piece at least: with fewer examples its embedding is not learned."""
+
+_CHARACTERS_PER_HOUR = 54_000
+"""Of texts without audio: 15 a second, as in read speech."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyChoice:
+    """The sizes for a corpus.
+
+    Attributes:
+        sizes: Pieces of each language.
+        subsampling: Mel rows of an encoder frame that they are for.
+        frames_per_token: Of the sampled texts, with vocabularies of these sizes; None without
+            texts that follow speech.
+        tokens_per_second: Likewise, of all of them; 0 without such texts.
+    """
+
+    sizes: Mapping[str, int]
+    subsampling: int
+    frames_per_token: FramesPerToken | None
+    tokens_per_second: float
+
+    @property
+    def is_hard(self) -> bool:
+        """Whether CTC has few frames per token even so."""
+        return self.frames_per_token is not None and self.frames_per_token.is_hard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Measured:
+    """A vocabulary of one language on its sample; arrays are of texts that follow speech."""
+
+    size: int
+    seconds: np.ndarray
+    tokens: np.ndarray
+    needed: np.ndarray
+
+    def frames_per_token(self, framing: Framing) -> FramesPerToken | None:
+        if not len(self.tokens):
+            return None
+        return FramesPerToken.of(frames_in(self.seconds, framing), self.tokens, self.needed)
+
+    def suffices(self, framing: Framing) -> bool:
+        found = self.frames_per_token(framing)
+        return found is None or not found.is_hard
+
+
+def choose_vocabulary(
+    survey: Survey,
+    *,
+    subsampling: int | None = None,
+    model_type: ModelType = "bpe",
+) -> VocabularyChoice:
+    """Choose the vocabulary size of each language.
+
+    It is the usual size for the hours, or the next larger one with enough frames per token, as far
+    as the corpus has enough examples of each piece. Where that is not enough at a subsampling of 8,
+    the choice is for one of 4. Vocabularies are trained on the sample of the survey.
+
+    Args:
+        survey: Counts and sampled texts.
+        subsampling: Mel rows of an encoder frame, where it is settled; None to choose 8 or 4.
+        model_type: Kind of the SentencePiece models.
+
+    Raises:
+        ValueError: There is no text.
+    """
+    if not any(found.length for found in survey.languages.values()):
+        raise ValueError("`survey` must have texts to choose a vocabulary for, but has none.")
+    ladders = {
+        language: _Ladder(language, found, model_type)
+        for language, found in survey.languages.items()
+        if found.length
+    }
+    options = SUBSAMPLINGS if subsampling is None else (subsampling,)
+    choice = _choose(ladders, options[0])
+    for option in options[1:]:
+        if not choice.is_hard:
+            break
+        choice = _choose(ladders, option)
+    return choice
+
+
+class _Ladder:
+    """The vocabularies of a language from the usual size on, each trained when it is needed."""
+
+    def __init__(self, language: str, found: LanguageSurvey, model_type: ModelType) -> None:
+        self._language = language
+        self._found = found
+        self._model_type: ModelType = model_type
+        self._sizes = _sizes(found)
+        self._rungs: list[_Measured] = []
+
+    def best(self, framing: Framing) -> _Measured:
+        """The first with enough frames per token, or else that with the most."""
+        for place in range(len(self._sizes)):
+            if place == len(self._rungs) and not self._climb(place):
+                break
+            if self._rungs[place].suffices(framing):
+                return self._rungs[place]
+        return self._rungs[-1]
+
+    def _climb(self, place: int) -> bool:
+        """Train the next; false where the corpus has too few examples for it."""
+        measured = _measure(self._language, self._found, self._sizes[place], self._model_type)
+        if place:
+            share = self._found.utterances / max(len(self._found.texts), 1)
+            if measured.tokens.sum() * share < _LEAST_EXAMPLES * measured.size:
+                return False
+            if measured.size <= self._rungs[-1].size:
+                return False
+        self._rungs.append(measured)
+        return True
+
+
+def _choose(ladders: Mapping[str, _Ladder], subsampling: int) -> VocabularyChoice:
+    framing = Framing(subsampling=subsampling)
+    best = {language: ladder.best(framing) for language, ladder in ladders.items()}
+    seconds, tokens, needed = (
+        np.concatenate([getattr(one, name) for one in best.values()])
+        for name in ("seconds", "tokens", "needed")
+    )
+    found = None
+    if len(tokens):
+        found = FramesPerToken.of(frames_in(seconds, framing), tokens, needed)
+    return VocabularyChoice(
+        sizes={language: one.size for language, one in best.items()},
+        subsampling=subsampling,
+        frames_per_token=found,
+        tokens_per_second=float(tokens.sum() / seconds.sum()) if len(tokens) else 0.0,
+    )
+
+
+def _sizes(found: LanguageSurvey) -> Sequence[int]:
+    """The usual size, and larger ones."""
+    hours = found.hours if found.has_speech else found.length / _CHARACTERS_PER_HOUR
+    usual = next((size for under, size in _BY_HOURS if hours < under), _MOST_USUAL)
+    return [size for size in SIZES if size >= usual]
+
+
+def _measure(language: str, found: LanguageSurvey, size: int, model_type: ModelType) -> _Measured:
+    """Train a vocabulary on the sample, and count what it makes of it."""
+    try:
+        model = train_model(language, found.texts, size, model_type)
+    except VocabularyTooSmall as error:
+        # Every character is a piece, so that a writing with thousands of them decides by itself.
+        model = train_model(language, found.texts, error.needed, model_type)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    ids = list(_encoded(processor, found)) if found.has_speech else []
+    return _Measured(
+        processor.vocab_size(),
+        np.array([seconds for seconds, _ in ids], dtype=np.float64),
+        np.array([len(tokens) for _, tokens in ids], dtype=np.int64),
+        np.array([frames_for_ctc(tokens) for _, tokens in ids], dtype=np.int64),
+    )
+
+
+def _encoded(
+    processor: sentencepiece.SentencePieceProcessor, found: LanguageSurvey
+) -> Iterator[tuple[float, list[int]]]:
+    for seconds, tokens in zip(found.seconds, processor.encode(found.texts), strict=True):
+        if tokens:
+            yield seconds, tokens

@@ -1,0 +1,220 @@
+"""Collects what a recipe for a corpus needs: counts, vocabulary, practice and the time it takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from effasr import checkpoint, config
+from effasr.data.config import DataConfig
+from effasr.data.features.frame_geometry import Framing
+from effasr.data.statistics import guidance
+from effasr.data.statistics.frames_per_token import FramesPerToken, frames_in
+from effasr.data.statistics.survey import Survey, survey
+from effasr.data.statistics.vocabulary import SUBSAMPLINGS, VocabularyChoice, choose_vocabulary
+from effasr.data.tokenizer import Tokenizer, load_tokenizer
+from effasr.distributed.process_group import choose_device
+from effasr.planning.listing import PROMPT_TOKENS, TOKENS_PER_SECOND
+from effasr.planning.practice import practice_for
+from effasr.planning.recipe import LITTLE, RecipeRequest, recipe_text
+from effasr.planning.timing import TIMED, audio_seconds_per_second, duration_text
+from effasr.training.config import TrainConfig
+
+_SPECIAL_TOKENS = 16
+"""Tokens of a tokenizer besides its pieces, about: they hardly change the time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Initial:
+    """A recipe to write, and what it is based on.
+
+    Attributes:
+        request: What the recipe is for.
+        survey: Counts of the corpus.
+        vocabulary: Sizes to train a tokenizer with; None where there is a tokenizer.
+        tokenizer: The tokenizer that is there; None otherwise.
+        framing: Encoder frames of the model.
+    """
+
+    request: RecipeRequest
+    survey: Survey
+    vocabulary: VocabularyChoice | None
+    tokenizer: Tokenizer | None
+    framing: Framing
+
+    @classmethod
+    def of(
+        cls,
+        train: Sequence[Path],
+        *,
+        dev: Sequence[Path] = (),
+        name: str = "recipe",
+        tokenizer: Path,
+        init_from: Path | None = None,
+        language: str = "en",
+    ) -> Initial:
+        """Survey a corpus and choose by its size.
+
+        Args:
+            train: Manifests to train on.
+            dev: Manifests to validate on; that they can be read is checked.
+            name: Of the run.
+            tokenizer: Folder of the tokenizer; where there is none, a vocabulary is chosen.
+            init_from: A run or a model directory to fine-tune.
+            language: Of utterances that name none.
+
+        Raises:
+            ValueError: A manifest or the model cannot be read, or there is no utterance.
+        """
+        found = survey(train, language=language)
+        if not found.utterances:
+            raise ValueError(f"{', '.join(map(str, train))}: no utterances to write a recipe for.")
+        for manifest in dev:
+            if not survey([manifest], language=language, most=1).utterances:
+                raise ValueError(f"{manifest}: no utterances to validate on.")
+        vocabulary, reader, framing = None, None, Framing()
+        if init_from is not None:
+            source = checkpoint.resolve(str(init_from))
+            framing = checkpoint.read_description(source).model.features.framing
+            reader = checkpoint.read_tokenizer(source)
+        elif tokenizer.is_dir() and any(tokenizer.iterdir()):
+            reader = load_tokenizer(tokenizer)
+            framing = _framing_for(found, reader)
+        else:
+            vocabulary = choose_vocabulary(found)
+            framing = Framing(subsampling=vocabulary.subsampling)
+        if vocabulary is not None:
+            aligned = vocabulary.frames_per_token
+        else:
+            assert reader is not None
+            aligned = found.sampled(reader, framing)
+        request = RecipeRequest(
+            name=name,
+            train=[str(path) for path in train],
+            dev=[str(path) for path in dev],
+            tokenizer="" if init_from is not None else str(tokenizer),
+            language=language,
+            hours=found.hours,
+            utterances=found.utterances,
+            longest=found.longest,
+            practice=practice_for(found.hours),
+            subsampling=framing.subsampling,
+            frames_per_token=aligned,
+            vocabulary=_describe_vocabulary(vocabulary, reader),
+            device=choose_device("auto").type,
+            init_from=None if init_from is None else str(init_from),
+        )
+        return cls(request, found, vocabulary, reader, framing)
+
+    def describe(self) -> Iterator[str]:
+        """Lines about the corpus, and a warning where CTC will be hard all the same."""
+        yield guidance.describe_counts(self.survey)
+        found, request = self.request.frames_per_token, self.request
+        if found is not None:
+            yield guidance.describe_alignment(found, self.framing)
+        if found is not None and found.is_hard and request.init_from is None:
+            yield from guidance.warn_about_alignment(
+                found,
+                self.framing,
+                with_subsampling=lambda other: None,
+                survey=lambda: self.survey,
+            )
+        if request.init_from is None and request.hours < LITTLE:
+            yield from guidance.fold(
+                "To start from a trained model is better by far with so little speech: "
+                "--init-from MODEL, a run or a model that effasr import made."
+            )
+        elif request.init_from is not None:
+            yield "fine-tuning, which needs less speech and less time than training from scratch"
+
+    def summary(self) -> str:
+        """The recipe in a line."""
+        request, practice = self.request, self.request.practice
+        steps = f"{request.steps:,} steps of {request.step_seconds:.0f} s"
+        if request.init_from is not None:
+            return f"fine-tunes {request.init_from} in {steps}"
+        return (
+            f"width {practice.width}, {practice.encoder_layers} + {practice.decoder_layers} "
+            f"layers, {request.subsampling}x, {request.vocabulary}, {steps}"
+        )
+
+    def text(self, time: str | None = None) -> str:
+        """The recipe; ``time`` is the expected one, in words."""
+        return recipe_text(self.request, time)
+
+    def expected_time(self) -> str:
+        """Train a few steps, and compute the time of the whole run, without validation.
+
+        Raises:
+            TrialFailed: The trial failed for another reason than a lack of memory.
+        """
+        device = choose_device("auto")
+        with TemporaryDirectory() as temporary:
+            path = Path(temporary) / "recipe.yaml"
+            path.write_text(self.text(), encoding="utf-8")
+            settings = config.load(TrainConfig, path)
+        speed = audio_seconds_per_second(settings, *self._workload(), device)
+        if speed is None:
+            return f"unknown, because this machine's {device.type} has not enough memory for it"
+        seconds = self.request.audio_hours * 3600 / speed
+        return (
+            f"{duration_text(seconds)} on this machine's {device.type}, as {TIMED} micro-batches "
+            f"took ({speed:.3g} s of audio a second{_busy()})"
+        )
+
+    def _workload(self) -> tuple[int, np.ndarray, np.ndarray]:
+        """Size of the vocabulary, and frames and tokens of sampled utterances."""
+        if self.tokenizer is not None:
+            size, (seconds, ids) = (
+                self.tokenizer.vocab_size,
+                self.survey.sample_tokens(self.tokenizer),
+            )
+            tokens = np.array([len(one) for one in ids])
+        else:
+            assert self.vocabulary is not None
+            size = sum(self.vocabulary.sizes.values()) + _SPECIAL_TOKENS
+            seconds = self.survey.sample_seconds()
+            rate = self.vocabulary.tokens_per_second or TOKENS_PER_SECOND
+            tokens = np.maximum(1, np.round(seconds * rate).astype(np.int64))
+        fitting = seconds <= DataConfig().max_duration
+        if not fitting.any():
+            raise ValueError(
+                "`TRAIN` must have utterances of at most "
+                f"{DataConfig().max_duration:g} s (data.max_duration), but has none."
+            )
+        frames = frames_in(seconds[fitting], self.framing)
+        return size, frames, tokens[fitting] + PROMPT_TOKENS
+
+
+def _busy() -> str:
+    """A remark where other programs compute beside the measurement."""
+    if not hasattr(os, "getloadavg"):
+        return ""
+    load, processors = os.getloadavg()[0], os.cpu_count() or 1
+    # The measurement itself makes one of each processor.
+    return f"; other programs ran, load {load:.0f}" if load > 2 * processors else ""
+
+
+def _framing_for(found: Survey, tokenizer: Tokenizer) -> Framing:
+    """The coarsest frames of which a tokenizer's tokens have enough, or else the finest."""
+    for subsampling in SUBSAMPLINGS:
+        framing = Framing(subsampling=subsampling)
+        aligned: FramesPerToken | None = found.sampled(tokenizer, framing)
+        if aligned is None or not aligned.is_hard:
+            return framing
+    return Framing(subsampling=SUBSAMPLINGS[-1])
+
+
+def _describe_vocabulary(choice: VocabularyChoice | None, tokenizer: Tokenizer | None) -> str:
+    if choice is None:
+        assert tokenizer is not None
+        return f"{tokenizer.vocab_size:,} tokens"
+    sizes = choice.sizes
+    if len(sizes) == 1:
+        return f"{sum(sizes.values()):,} pieces"
+    return " and ".join(f"{size:,} pieces of {language}" for language, size in sizes.items())

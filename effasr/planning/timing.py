@@ -1,0 +1,66 @@
+"""Measures how fast this machine trains the model of a recipe."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from effasr import config as configuration
+from effasr.data.sampling.plan import UtteranceLengths
+from effasr.training import build
+from effasr.training.calibration.calibrate import target_bytes
+from effasr.training.calibration.runner import measure
+from effasr.training.calibration.trial import Request
+from effasr.training.calibration.workload import Population
+from effasr.training.config import TrainConfig
+
+TIMED = 2
+"""Micro-batches that are timed, after one that is not."""
+
+
+def audio_seconds_per_second(
+    config: TrainConfig,
+    vocab_size: int,
+    frames: np.ndarray,
+    tokens: np.ndarray,
+    device: torch.device,
+) -> float | None:
+    """Train a few steps on batches of these lengths in a process of its own.
+
+    Loading of audio is not among what is measured: it goes on beside training.
+
+    Args:
+        config: The recipe.
+        vocab_size: Tokens of its tokenizer.
+        frames: int (n,), encoder frames of utterances of the corpus.
+        tokens: int (n,), tokens of their texts with prompt.
+        device: To train on.
+
+    Returns:
+        Seconds of audio that a second of training takes in; None where memory does not suffice.
+
+    Raises:
+        TrialFailed: The trial failed for another reason.
+    """
+    settled = build.resolve(config, None)
+    lengths = UtteranceLengths(frames.astype(np.int32), tokens.astype(np.int32))
+    framing = settled.model.features.framing
+    work = Population.of(lengths, framing=framing).workload(
+        settled.data.known_frame_budget, batches=TIMED
+    )
+    # Weights do not matter for the time, and the trial has no run to continue.
+    mapping = configuration.to_mapping(replace(settled, init_from=None))
+    target = target_bytes(settled.calibration, device, os.environ)
+    found = measure(Request(mapping, vocab_size, str(device), target, 1, work))
+    return found.speed if found.fits else None
+
+
+def duration_text(seconds: float) -> str:
+    """A duration for people: minutes, hours or days."""
+    for unit, size in (("days", 86_400), ("hours", 3600)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(1, round(seconds / 60))} minutes"

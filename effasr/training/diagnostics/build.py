@@ -1,0 +1,40 @@
+"""Builds the diagnostics of a run."""
+
+from __future__ import annotations
+
+from effasr.data.index.corpus import Corpus
+from effasr.decoding.greedy import choose_method
+from effasr.model.asr import ASRModel
+from effasr.training.config import TrainConfig
+from effasr.training.diagnostics.ctc_plateau import CTCBaseline
+from effasr.training.diagnostics.monitor import Diagnostics
+
+_TRANSCRIPTS = 20_000
+"""Most utterances that the CTC loss without audio is computed from."""
+
+_FASTCONFORMER_SUBSAMPLING = 8
+
+
+def build_diagnostics(config: TrainConfig, model: ASRModel, corpus: Corpus) -> Diagnostics | None:
+    """Return the diagnostics of a run, or None where ``training.diagnostics`` is null.
+
+    Args:
+        config: Resolved.
+        model: The model; only its configuration is read.
+        corpus: What is trained on.
+    """
+    settings = config.training.diagnostics
+    if settings is None:
+        return None
+    baseline = None
+    if config.model.ctc and (config.loss.ctc_weight or config.loss.ctc_weight_before):
+        baseline = CTCBaseline.of(corpus.transcripts(_TRANSCRIPTS))
+    encoder = config.model.encoder
+    is_by_eight = encoder.subsampling == _FASTCONFORMER_SUBSAMPLING
+    return Diagnostics(
+        settings,
+        choose_method(model, config.evaluation.decoding.method),
+        baseline,
+        has_ctc=config.model.ctc,
+        can_subsample_less=encoder.kind == "fastconformer" and is_by_eight,
+    )

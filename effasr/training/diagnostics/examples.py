@@ -1,0 +1,56 @@
+"""Chooses hypotheses to show at a validation, and folds text for a console."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from effasr.evaluation.result import Evaluation, ScoredUtterance
+
+WIDTH = 100
+"""Columns of a line."""
+
+_LINES = 4
+"""Most lines of a text; a looping hypothesis has no end."""
+
+_MARGIN = 19
+"""Columns of the label before a text, and of the dots after one that goes on."""
+
+_CONSOLE = Console(width=WIDTH, quiet=True)
+
+
+def choose(evaluations: Mapping[str, Evaluation], count: int) -> dict[str, list[ScoredUtterance]]:
+    """Return utterances of each set, ``count`` in all, the same ones at each validation.
+
+    They are spread over the sets, and within a set over the durations; the shortest and the longest
+    utterances, which say little about the others, come last.
+    """
+    sets = [name for name, evaluation in evaluations.items() if evaluation.utterances]
+    chosen: dict[str, list[ScoredUtterance]] = {}
+    for number, name in enumerate(sets):
+        share = len(range(number, count, len(sets)))
+        ordered = sorted(evaluations[name].utterances, key=lambda one: (one.duration, one.id))
+        share = min(share, len(ordered))
+        chosen[name] = [
+            ordered[(2 * index + 1) * len(ordered) // (2 * share)] for index in range(share)
+        ]
+    return {name: some for name, some in chosen.items() if some}
+
+
+def lines(utterance: ScoredUtterance) -> Iterator[str]:
+    """Yield the id, and reference and hypothesis one under the other."""
+    yield f"  {utterance.id}"
+    for label, text in (("reference ", utterance.reference), ("hypothesis", utterance.hypothesis)):
+        folded = fold(text or "(empty)", WIDTH - _MARGIN)
+        if len(folded) > _LINES:
+            folded = [*folded[: _LINES - 1], f"{folded[_LINES - 1]} ..."]
+        for number, line in enumerate(folded):
+            yield f"    {label if not number else ' ' * len(label)} {line}"
+
+
+def fold(text: str, width: int = WIDTH) -> Sequence[str]:
+    """Return the lines of a text, by columns: a Chinese character takes two."""
+    flat = " ".join(text.split())
+    return [line.plain.rstrip() for line in Text(flat).wrap(_CONSOLE, width)] or [""]

@@ -1,0 +1,141 @@
+"""A recipe written for a corpus is one that training takes as it is."""
+
+import json
+import re
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from effasr import config
+from effasr.planning.initial import Initial
+from effasr.planning.practice import PRACTICE, practice_for
+from effasr.planning.recipe import recipe_text
+from effasr.training.config import TrainConfig
+
+QUICK = ("training.max_steps=2", "training.device=cpu", "data.workers=0")
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_printed_commands_train_from_the_recipe(effasr, workplace, tmp_path) -> None:
+    recipe, tokenizer = tmp_path / "mine.yaml", tmp_path / "tokenizer"
+    done = effasr(
+        "init", workplace.folder / "train", "--dev", workplace.folder / "dev",
+        "--output", recipe, "--tokenizer", tokenizer,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert all(len(line) <= 100 for line in done.out.partition("next:")[0].splitlines())
+    assert "24 utterances" in done.out
+    assert "--init-from MODEL" in done.out
+    speed = re.search(r"expected time: .* took \((\S+) s of audio a second", done.out)
+    assert speed is not None
+    assert float(speed[1]) > 0
+    assert "# Expected time: " in recipe.read_text()
+    commands = [shlex.split(line) for line in done.out.partition("next:\n")[2].splitlines()]
+    assert [command[:2] for command in commands] == [
+        ["effasr", name] for name in ("tokenizer", "train", "evaluate")
+    ]
+    assert effasr(*commands[0][1:]).code == 0
+    trained = effasr(*commands[1][1:], f"output={tmp_path}/runs", *QUICK)
+    assert trained.code == 0, trained.err
+    assert metrics(tmp_path / "runs/mine")[-1]["step"] == 2
+    # Now that there is a tokenizer, it is the one to use.
+    again = effasr(
+        "init", workplace.folder / "train", "--output", tmp_path / "again.yaml",
+        "--tokenizer", tokenizer, "--no-timing",
+    )  # fmt: skip
+    assert again.code == 0
+    assert "effasr tokenizer" not in again.out
+    assert "not measured" in again.out
+    assert "# No validation" in (tmp_path / "again.yaml").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", PRACTICE, ids=lambda row: f"{row.hours} h")
+def test_every_size_trains(row, effasr, workplace, tmp_path) -> None:
+    found = Initial.of(
+        [workplace.folder / "train"],
+        dev=[workplace.folder / "dev"],
+        name="sized",
+        tokenizer=workplace.folder / "tokenizer",
+    )
+    whole = replace(found.request, practice=practice_for(row.hours), hours=float(row.hours))
+    recipe = tmp_path / "sized.yaml"
+    recipe.write_text(recipe_text(whole))
+    settings = config.load(TrainConfig, recipe)
+    assert settings.training.max_steps == row.steps(row.hours)
+    assert settings.model.encoder.width == row.width
+    # The corpus is tiny: its batches must be, too.
+    trained = effasr(
+        "train", recipe, f"output={tmp_path}/runs", *QUICK,
+        "data.frame_budget=100", "data.micro_batches=1", "evaluation.max_utterances=1",
+    )  # fmt: skip
+    assert trained.code == 0, trained.err
+    lines = metrics(tmp_path / "runs/sized")
+    assert lines[-1]["step"] == 2
+    shutil.rmtree(tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("hours", "size"), [(0.2, 1), (3.9, 1), (4, 10), (29, 10), (30, 100), (299, 100), (3e5, 1000)]
+)
+def test_practice_goes_by_hours(hours, size) -> None:
+    assert practice_for(hours).hours == size
+
+
+def test_steps_grow_with_the_hours_and_averages_with_the_steps() -> None:
+    for row in PRACTICE:
+        assert row.steps(0.01) == row.least_steps
+        assert row.least_steps < row.steps(1.5 * row.hours) < row.steps(2.0 * row.hours)
+        assert row.steps(1e9) == 300_000
+        assert 0.9 <= row.ema_decay(row.least_steps) < row.ema_decay(10**8) < 1
+
+
+def test_the_batch_has_the_seconds_of_practice_and_holds_the_longest(workplace) -> None:
+    made = Initial.of([workplace.folder / "train"], tokenizer=workplace.folder / "none").request
+    for row in PRACTICE:
+        for subsampling in (4, 8):
+            for device in ("cpu", "cuda"):
+                wanted = replace(
+                    made, practice=row, hours=float(row.hours), longest=39.0,
+                    subsampling=subsampling, device=device,
+                )  # fmt: skip
+                budget, _ = wanted.frames
+                assert budget * subsampling / 100 >= 39.0 / 0.9
+                assert wanted.step_seconds == pytest.approx(row.batch_seconds, rel=0.15)
+
+
+def test_fine_tuning_takes_model_and_tokenizer_from_the_run(effasr, workplace, tmp_path) -> None:
+    recipe = tmp_path / "tuned.yaml"
+    done = effasr(
+        "init", workplace.folder / "train", "--dev", workplace.folder / "dev",
+        "--init-from", workplace.run, "--output", recipe, "--no-timing",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "fine-tuning" in done.out
+    assert "effasr tokenizer" not in done.out
+    trained = effasr("train", recipe, f"output={tmp_path}/runs", *QUICK)
+    assert trained.code == 0, trained.err
+    settings = config.load(TrainConfig, tmp_path / "runs/tuned/config.yaml")
+    assert settings.model == config.load(TrainConfig, workplace.run / "config.yaml").model
+
+
+def test_bad_input_is_refused_before_the_work(effasr, workplace, tmp_path) -> None:
+    train, taken = workplace.folder / "train", tmp_path / "taken.yaml"
+    taken.write_text("")
+    assert "must be a new file" in effasr("init", train, "--output", taken).error
+    assert "must be a new file" in effasr("init", train, "--output", tmp_path / "x.json").error
+    both = "--init-from", workplace.run, "--tokenizer", workplace.folder / "tokenizer"
+    free = "--output", tmp_path / "new.yaml"
+    assert "must be left out with --init-from" in effasr("init", train, *both, *free).error
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    assert "no utterances to write a recipe for" in effasr("init", empty, *free).error
+    assert "no utterances to validate on" in effasr("init", train, "--dev", empty, *free).error
+    assert effasr("init", tmp_path / "gone.jsonl", *free).code == 2
+    assert not (tmp_path / "new.yaml").exists()

@@ -1,0 +1,197 @@
+"""Counts, frames per token, and the vocabulary that is chosen from them."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effasr.data.features.frame_geometry import Framing
+from effasr.data.prompt import Prompt
+from effasr.data.statistics import guidance
+from effasr.data.statistics.frames_per_token import FramesPerToken
+from effasr.data.statistics.survey import SAMPLE, Survey, survey
+from effasr.data.statistics.vocabulary import choose_vocabulary
+from effasr.data.tokenizer import train_tokenizer
+
+EIGHT, FOUR = Framing(), Framing(subsampling=4)
+
+
+def spoken(characters_per_second: float, count: int = 400, language: str = "en") -> Survey:
+    """Sentences of random words, read at a constant rate."""
+    generator = random.Random(1)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["".join(generator.choices(letters, k=generator.randint(2, 7))) for _ in range(300)]
+    found = Survey()
+    for _ in range(count):
+        text = " ".join(generator.choices(words, k=generator.randint(4, 12)))
+        found.add(Prompt(language, language), text, len(text) / characters_per_second)
+    return found
+
+
+def test_the_distribution_counts_what_was_left_out() -> None:
+    frames, tokens = np.array([10, 30, 12, 40]), np.array([10, 10, 8, 10])
+    needed = np.array([11, 10, 8, 10])
+    found = FramesPerToken.of(frames, tokens, needed)
+    assert (found.median, found.under_two, found.impossible) == (2.25, 0.5, 0.25)
+    more = FramesPerToken.of(frames, tokens, needed, excluded=4)
+    assert (more.median, more.under_two, more.impossible) == (0.5, 0.75, 0.625)
+    assert more.utterances == 8
+    with pytest.raises(ValueError, match="`frames` must have at least one utterance"):
+        FramesPerToken.of(frames[:0], tokens[:0])
+
+
+@pytest.mark.parametrize(
+    ("ratios", "is_hard"),
+    [
+        ([3.0] * 10, False),
+        ([2.4] * 10, True),
+        ([3.0] * 7 + [1.5] * 3, True),
+        ([3.0] * 9 + [0.5], True),
+        ([2.5] * 10, False),
+    ],
+)
+def test_it_is_hard_by_median_by_share_or_without_a_path(ratios, is_hard) -> None:
+    frames = np.array([round(20 * ratio) for ratio in ratios])
+    assert FramesPerToken.of(frames, np.full(len(ratios), 20)).is_hard is is_hard
+
+
+def test_a_survey_counts_by_language_and_keeps_a_bounded_sample() -> None:
+    found = Survey()
+    for number in range(SAMPLE + 500):
+        found.add(Prompt("en", "en"), f"text {number}", 3.6, speaker=f"s{number % 3}")
+    found.add(Prompt("nl", "nl"), "één", 36.0)
+    found.add(Prompt("nl", "en", "translate"), "not in order", 7.2)
+    assert found.utterances == SAMPLE + 502
+    assert found.hours == pytest.approx((SAMPLE + 500) / 1000 + 0.01 + 0.002)
+    assert (found.longest, len(found.speakers)) == (36.0, 3)
+    english = found.languages["en"]
+    assert len(english.texts) == len(english.seconds) == SAMPLE
+    assert "not in order" not in english.texts
+    late = sum(int(text.split()[1]) >= SAMPLE for text in english.texts)
+    # Each of the last 500 is in the sample with a probability of 0.95.
+    assert 440 < late < 500
+    assert found.characters == len(set("text0123456789één" + "notinorder"))
+
+
+def test_texts_without_audio_give_way_to_speech() -> None:
+    found = Survey()
+    found.add_text("en", "only text")
+    assert not found.languages["en"].has_speech
+    assert found.languages["en"].texts == ["only text"]
+    found.add(Prompt(), "speech", 1.0)
+    found.add_text("en", "more text")
+    assert found.languages["en"].texts == ["speech"]
+    assert (found.utterances, found.languages["en"].utterances) == (1, 3)
+
+
+def test_counts_and_samples_agree_with_the_tokenizer(tmp_path) -> None:
+    sampled = spoken(12.0)
+    texts = sampled.languages["en"].texts
+    tokenizer = train_tokenizer({"en": texts}, tmp_path, vocab_size=60, model_type="bpe")
+    counted = Survey()
+    for text, seconds in zip(texts, sampled.languages["en"].seconds, strict=True):
+        counted.add(Prompt(), text, seconds, tokens=tokenizer.encode(text, "en"))
+    assert counted.counted(EIGHT) == sampled.sampled(tokenizer, EIGHT)
+    one = [len(text) / 12 * 12.5 / len(tokenizer.encode(text, "en")) for text in texts]
+    found = counted.counted(EIGHT)
+    assert found is not None
+    assert found.median == pytest.approx(np.median(one), rel=0.03)
+    assert sampled.counted(EIGHT) is None
+
+
+def test_slow_speech_has_the_usual_vocabulary_and_fast_speech_finer_frames() -> None:
+    slow = choose_vocabulary(spoken(3.0))
+    assert (slow.sizes, slow.subsampling, slow.is_hard) == ({"en": 128}, 8, False)
+    fast = choose_vocabulary(spoken(14.0))
+    assert (fast.subsampling, fast.is_hard) == (4, False)
+    assert choose_vocabulary(spoken(14.0)) == fast
+    stays = choose_vocabulary(spoken(14.0), subsampling=8)
+    assert (stays.subsampling, stays.is_hard) == (8, True)
+    assert stays.frames_per_token.median < fast.frames_per_token.median
+
+
+def test_a_larger_vocabulary_needs_examples() -> None:
+    few, many = (choose_vocabulary(spoken(12.0, count), subsampling=8) for count in (60, 3000))
+    assert few.sizes["en"] == 128
+    assert many.sizes["en"] > 128
+    assert many.frames_per_token.median > few.frames_per_token.median
+
+
+def test_a_writing_with_many_characters_has_a_piece_for_each() -> None:
+    found, generator = Survey(), random.Random(0)
+    for _ in range(500):
+        text = "".join(chr(generator.randrange(0x4E00, 0x4E00 + 700)) for _ in range(12))
+        found.add(Prompt("zh", "zh"), text, 4.0)
+    choice = choose_vocabulary(found)
+    assert choice.sizes["zh"] >= 700
+    assert (choice.subsampling, choice.is_hard) == (8, False)
+
+
+def test_languages_have_sizes_of_their_own_and_text_alone_has_one() -> None:
+    found = spoken(12.0, 3000)
+    for text in ["ein text", "noch ein text"] * 40:
+        found.add_text("de", text)
+    choice = choose_vocabulary(found, subsampling=8)
+    assert set(choice.sizes) == {"de", "en"}
+    assert choice.sizes["en"] > 128
+    with pytest.raises(ValueError, match="`survey` must have texts"):
+        choose_vocabulary(Survey())
+
+
+def test_a_warning_names_what_helps_and_fits_the_terminal() -> None:
+    found = spoken(14.0)
+    hard = FramesPerToken(1.25, 0.99, 0.03, 400)
+    good = FramesPerToken(2.6, 0.0, 0.0, 400)
+    lines = guidance.warn_about_alignment(
+        hard,
+        EIGHT,
+        with_subsampling=lambda other: good if other == 4 else None,
+        survey=lambda: found,
+    )
+    text = " ".join(line.strip() for line in lines)
+    assert text.startswith("warning: CTC learns late or not at all")
+    assert "model.encoder.subsampling=4 (median 2.6)" in text
+    assert all(len(line) <= 100 for line in lines)
+    both = guidance.warn_about_alignment(
+        hard, EIGHT, with_subsampling=lambda other: hard, survey=lambda: found
+    )
+    assert "model.encoder.subsampling=4 with a tokenizer with --vocab-size" in " ".join(
+        line.strip() for line in both
+    )
+    nothing = guidance.warn_about_alignment(hard, FOUR, with_subsampling=lambda other: None)
+    assert "leave model.ctc false" in " ".join(nothing)
+
+
+def test_enough_frames_need_no_warning_and_read_no_text() -> None:
+    def never():
+        raise AssertionError
+
+    good = FramesPerToken(2.6, 0.1, 0.0, 10)
+    assert guidance.warn_about_alignment(good, EIGHT, with_subsampling=never, survey=never) == []
+
+
+def test_lines_of_people_are_short() -> None:
+    found = spoken(14.0)
+    for language in ("de", "fr", "es", "it", "nl", "pl", "pt", "sv"):
+        found.add(Prompt(language, language), "x" * 9, 36_000_000.0, speaker=language)
+    line = guidance.describe_counts(found)
+    assert len(line) <= 100
+    assert "(9 languages)" in line
+    assert "8 speakers" in line
+    aligned = guidance.describe_alignment(FramesPerToken(12.25, 0.0004, 1.0, 9), EIGHT)
+    assert len(aligned) <= 100
+    assert "under 2 in under 0.1 %" in aligned
+
+
+def test_a_survey_of_manifests_opens_no_audio_that_it_need_not(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    rows = [
+        {"audio_filepath": "gone.wav", "duration": 1.5, "text": f"text {n}", "speaker": "x"}
+        for n in range(5)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert survey([path, path], most=3).utterances == 6
+    assert survey([path]).hours == pytest.approx(7.5 / 3600)
+    assert survey([path]).speakers == {"x"}

@@ -1,0 +1,154 @@
+"""The losses of a probe against those of each utterance alone, by hand."""
+
+import pytest
+import torch
+
+from effasr.data.audio.waveform import load_audio
+from effasr.data.collate import Example, collate
+from effasr.data.manifest.reader import read, request
+from effasr.data.tokenizer import load_tokenizer
+from effasr.decoding.transducer_greedy import transducer_greedy
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import FastConformerConfig
+from effasr.model.transducer import TransducerConfig
+from effasr.training.diagnostics.probe import Probe
+from effasr.training.diagnostics.probe_sums import ProbeSums
+from effasr_kernels import pack
+
+
+@pytest.fixture
+def cuts(tones):
+    return sorted(read(tones / "test.jsonl"), key=lambda cut: -cut.duration)
+
+
+@pytest.fixture
+def tokenizer(tones):
+    return load_tokenizer(tones / "tokenizer")
+
+
+def make_model(tokenizer, **options) -> ASRModel:
+    config = ModelConfig(
+        encoder=FastConformerConfig(
+            width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4,
+            residual_dropout=0.5, conv_norm="layer_norm",
+        ),
+        **{
+            "decoder": DecoderConfig(width=16, layers=1, heads=2, feed_forward=16),
+            "ctc": True,
+            "transducer": TransducerConfig(width=8, joint=8),
+            **options,
+        },
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = ASRModel(config, tokenizer.vocab_size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(2.0)
+    return model
+
+
+def alone(cut, tokenizer):
+    prompt = request(cut)
+    text = tokenizer.encode(cut.supervisions[0].text, prompt.target)
+    example = Example(cut.id, load_audio(cut), tokenizer.prompt(prompt), text)
+    return collate([example], eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
+
+
+@torch.no_grad()
+def expected(model, tokenizer, cuts, groups) -> ProbeSums:
+    """Each utterance alone; with other audio that of the next one in its group."""
+    model.eval()
+    sums, batches = ProbeSums(), [alone(cut, tokenizer) for cut in cuts]
+    encoded = [model.encode(batch) for batch in batches]
+    for group in groups:
+        for place, index in enumerate(group):
+            batch, own = batches[index], encoded[index]
+            losses = model(batch)
+            frames, targets = batch.frame_lengths[0], float(batch.num_targets)
+            best = model.ctc_logits(own.values).argmax(-1)
+            said = transducer_greedy(model.transducer, own, 10)
+            sums += ProbeSums(
+                targets=targets,
+                own=float(losses.cross_entropy),
+                ctc_targets=targets,
+                ctc_loss=float(losses.ctc),
+                ctc_frames=frames,
+                ctc_blanks=float((best == tokenizer.vocab_size).sum()),
+                transducer_targets=targets,
+                transducer_loss=float(losses.transducer),
+                transducer_frames=frames,
+                labels=len(said[0]),
+                tokens=targets - 1,
+                frames=frames,
+            )
+            if len(group) < 2:
+                continue
+            other = encoded[group[(place + 1) % len(group)]]
+            hidden, _ = model.decode(batch.tokens, pack([other.unpack()[0]]))
+            counted = batch.targets >= 0
+            scores = model.logits(hidden[counted]).log_softmax(-1)
+            sums += ProbeSums(
+                paired_targets=targets,
+                paired_own=float(losses.cross_entropy),
+                paired_other=-float(scores.gather(1, batch.targets[counted, None]).sum()),
+            )
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("budget", "groups"), [(10_000, [[0, 1, 2, 3, 4, 5]]), (1, [[n] for n in range(6)])]
+)
+def test_sums_are_those_of_each_utterance(cuts, tokenizer, budget, groups) -> None:
+    model = make_model(tokenizer)
+    probe = Probe(cuts, model, tokenizer, count=32, frame_budget=budget)
+    model.train()
+    state = torch.get_rng_state()
+    found = probe()
+    assert torch.equal(torch.get_rng_state(), state), "a resumed run draws the same"
+    assert all(module.training for module in model.modules())
+    wanted = expected(model, tokenizer, cuts, groups)
+    for name in ProbeSums.__slots__:
+        assert getattr(found, name) == pytest.approx(getattr(wanted, name), rel=1e-4), name
+    if budget > 1:
+        assert abs(found.other_audio - found.own_audio) > 1e-3, "the test needs a difference"
+        assert found.summary()["audio_gain"] == found.other_audio - found.own_audio
+    else:
+        assert found.own_audio is None
+        assert "audio_gain" not in found.summary()
+    assert probe() == found
+
+
+def test_without_a_decoder_or_a_head_nothing_is_claimed_of_it(cuts, tokenizer) -> None:
+    heads = {"decoder": "cross_entropy", "ctc": "ctc", "transducer": "transducer"}
+    for kept, field in heads.items():
+        options = {"decoder": None, "ctc": False, "transducer": None}
+        del options[kept]
+        model = make_model(tokenizer, **options)
+        found = Probe(cuts, model, tokenizer, count=32, frame_budget=500)()
+        assert {name for name in heads.values() if name in found.summary()} == {field}
+        assert (found.ctc_blank_share is None) == (kept != "ctc")
+        assert (found.transducer_blank_share is None) == (kept != "transducer")
+
+
+def test_fewer_utterances_are_spread_over_the_set(cuts, tokenizer) -> None:
+    model = make_model(tokenizer)
+    found = Probe(cuts, model, tokenizer, count=2, frame_budget=500)()
+    wanted = expected(model, tokenizer, [cuts[0], cuts[3]], [[0, 1]])
+    assert found.own == pytest.approx(wanted.own, rel=1e-4)
+    assert found.paired_other == pytest.approx(wanted.paired_other, rel=1e-4)
+
+
+def test_what_cannot_be_used_is_left_out(cuts, tokenizer) -> None:
+    model = make_model(
+        tokenizer, decoder=DecoderConfig(width=16, layers=1, heads=2, feed_forward=16,
+                                         max_positions=8)
+    )  # fmt: skip
+    fitting = [cut for cut in cuts if alone(cut, tokenizer).num_tokens <= 8]
+    assert 0 < len(fitting) < len(cuts), "the test needs texts that are too long"
+    found = Probe(cuts, model, tokenizer, count=32, frame_budget=500)()
+    assert found.targets == sum(alone(cut, tokenizer).num_targets for cut in fitting)
+    cuts[0].recording.sources[0].source = "/nowhere.wav"
+    assert Probe(cuts[:1], model, tokenizer, count=32, frame_budget=500)() == ProbeSums()
+    assert Probe([], model, tokenizer, count=32, frame_budget=500)() == ProbeSums()
