@@ -121,7 +121,7 @@ class Commands:
         train = self.folder / "data" / corpus.name / "train"
         base = [choice.recipe, f"data.train={train}", f"seed={seed}", *QUIET]
         if init_from is not None:
-            base += [f"init_from={init_from}", "data.tokenizer="]
+            base += [f"init_from={init_from}", "data.tokenizer=''"]
         else:
             texts = [corpus.manifest("train")]
             tokenizer = tokenizer or self.tokenizer(texts, corpus.name, choice.vocab_size)
