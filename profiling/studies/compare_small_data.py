@@ -9,9 +9,9 @@ effasr is used by its own commands: prepare, tokenizer, train, evaluate. The pee
 with CTC and attention of SpeechBrain's own modules, trained by the practice of its recipes (see
 `small_data/peer_settings.py`), of about as many parameters, on texts in lower case and without
 punctuation, as its recipes have them; effasr learns the texts as they are. Each trains in one
-thread for ``--cpu-s`` seconds of CPU time, which does not depend on what else the machine does;
-programs' starts, preparation and decoding do not count. Both are scored by effasr's normaliser and
-counts.
+thread for ``--cpu-s`` seconds of CPU time, which depends little on what else the machine does;
+programs' starts, preparation and decoding do not count. The peer gets what effasr took. Both are
+scored by effasr's normaliser and counts.
 
 The peer is no dependency of the project. It needs a folder of its own:
 
@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench import rows
 from bench.processes import run as run_process
 from small_data import table
 from small_data.choices import CTC, JOINT
@@ -38,7 +39,6 @@ from small_data.corpora import Corpus, write_corpus
 from small_data.effasr_runs import Choice, Commands, summary_row
 from small_data.peer_settings import PeerSettings
 
-STUDY = "same CPU time"
 TOOLKITS = ("effasr", "speechbrain")
 SPLIT = "test"
 
@@ -50,10 +50,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.sets:
         corpus = write_corpus(options.corpus, name.split("+"), options.work / "corpora" / name)
         for toolkit in options.toolkits:
-            wanted = {"study": STUDY, "toolkit": toolkit, "corpus": name, "seed": options.seed}
-            if not table.is_done(options.csv, **wanted):
+            wanted = {"toolkit": toolkit, "corpus": name, "seed": options.seed}
+            if not table.is_done(options.csv, study=study(options), **wanted):
                 runs[toolkit](corpus, options)
     return 0
+
+
+def study(options: argparse.Namespace) -> str:
+    """The name of the comparison in the table."""
+    return f"same CPU time, {options.cpu_s:g} s"
+
+
+def budget_s(corpus: Corpus, options: argparse.Namespace) -> float:
+    """What effasr took, whose number of steps is found beforehand; else what was asked for."""
+    for row in rows.read(options.csv):
+        wanted = study(options), "effasr", corpus.name, str(options.seed)
+        if (row["study"], row["toolkit"], row["corpus"], row["seed"]) == wanted:
+            return float(row["cpu_s"])
+    return options.cpu_s
 
 
 def run_effasr(corpus: Corpus, options: argparse.Namespace) -> None:
@@ -67,7 +81,7 @@ def run_effasr(corpus: Corpus, options: argparse.Namespace) -> None:
     trained = commands.train(choice, corpus, cpu_s=options.cpu_s, seed=options.seed, name=name)
     for way, arguments in decoding.items():
         result = commands.evaluate(trained.run, corpus, SPLIT, arguments)
-        row = summary_row(STUDY, choice, corpus, trained, way, SPLIT, result)
+        row = summary_row(study(options), choice, corpus, trained, way, SPLIT, result)
         table.append(options.csv, row | {"seed": options.seed})
         say(f"effasr, {corpus.name}, {way}: WER {result['wer']:.3f}")
 
@@ -82,7 +96,7 @@ def run_peer(corpus: Corpus, options: argparse.Namespace) -> None:
         train=str(corpus.manifest("train")),
         test=str(corpus.manifest(SPLIT)),
         out=str(out),
-        cpu_s=options.cpu_s,
+        cpu_s=budget_s(corpus, options),
         seed=options.seed,
         raw_text=options.raw_text,
         vocab_size=options.vocab_size,
@@ -90,12 +104,12 @@ def run_peer(corpus: Corpus, options: argparse.Namespace) -> None:
     )
     settings.save(out / "settings.json")
     result = call_worker(options.peer, out / "settings.json")
-    references = [row["text"] for row in corpus.rows(SPLIT)]
+    references = [line["text"] for line in corpus.rows(SPLIT)]
     for way in ("ctc", "joint"):
         lines = (out / f"hypotheses_{way}.jsonl").read_text(encoding="utf-8").splitlines()
         rates = table.rates(table.score(references, [json.loads(line)["text"] for line in lines]))
         row = {
-            "study": STUDY,
+            "study": study(options),
             "toolkit": "speechbrain",
             "version": version,
             "configuration": "conformer_small, scaled",
