@@ -86,6 +86,7 @@ class ContiguousCache:
         self._scale = sizes.head_dim**-0.5
         self._width = max(_WIDTH, sizes.head_dim)
         self._longest = 0
+        self._unread: tuple[tuple[int, ...], bool] | None = None
         self._hold(self._empty(rows, 0))
 
     def loader(
@@ -139,6 +140,10 @@ class ContiguousCache:
                 separately.
         """
         self.reserve(max(lengths, default=0))
+        self._unread = tuple(lengths), grouped
+
+    def _read(self, lengths: Sequence[int], grouped: bool) -> None:
+        """Build views and masks for `look`, when the first layer attends."""
         heads, count, device = self.sizes.heads, len(lengths), self.sizes.device
         size = GROUP if grouped else max(1, count)
         bounds = [
@@ -173,6 +178,9 @@ class ContiguousCache:
         Returns:
             (N K, H, D).
         """
+        if self._unread is not None:
+            self._read(*self._unread)
+            self._unread = None
         heads, width, missing = self.sizes.heads, self._width, self._width - q.shape[2]
         if new is not None:
             new = F.pad(new, (0, missing)) if missing else new

@@ -73,7 +73,7 @@ class DecoderState:
         else:
             self.self_cache = ContiguousCache(sizes, sequences, ahead=True)
             self.cross_cache = ContiguousCache(sizes, sequences)
-        self._has_new_speech = True
+        self._look_at_speech()
 
     @property
     def num_sequences(self) -> int:
@@ -156,7 +156,7 @@ class DecoderState:
                 load(layer, keys, values)
         for row, length in zip(rows, frames, strict=True):
             self._frames[row] = length
-        self._has_new_speech = True
+        self._look_at_speech()
         self._set(rows, read, going=1)
 
     def admit_all(
@@ -180,7 +180,7 @@ class DecoderState:
                 cache.release(rows)
         for row in rows:
             self._frames[row] = 0
-        self._has_new_speech = True
+        self._look_at_speech()
         self._set(rows, [0] * len(rows), going=0)
 
     def watch(self) -> None:
@@ -203,9 +203,6 @@ class DecoderState:
             self.self_cache.lengths.copy_(seen)
         else:
             self.self_cache.look(seen.tolist(), grouped=False)
-        if isinstance(self.cross_cache, ContiguousCache) and self._has_new_speech:
-            self.cross_cache.look(self._frames)
-        self._has_new_speech = False
 
     def reserve(self) -> tuple[ContiguousCache, ContiguousCache]:
         """Prepare a step that itself writes to the caches, of tokens and of encoder output.
@@ -271,7 +268,7 @@ class DecoderState:
         self._positions[: len(rows)] = self._positions[index]
         self._going[: len(rows)] = self._going[index]
         self._frames = [self._frames[sequence] for sequence in indices]
-        self._has_new_speech = True
+        self._look_at_speech()
 
     def extend(self, sequences: int) -> None:
         """Add idle rows again after `keep`, up to the original number; not for pages."""
@@ -280,13 +277,17 @@ class DecoderState:
         for cache in (self.self_cache, self.cross_cache):
             assert isinstance(cache, ContiguousCache)
             cache.rows = sequences
-        self._has_new_speech = True
+        self._look_at_speech()
         self._set(added, [0] * len(added), going=0)
 
     def _set(self, rows: Sequence[int], read: Sequence[int], *, going: int) -> None:
         index = self.sizes.integers(rows)
         self._positions.index_copy_(0, index, self.sizes.integers(read))
         self._going.index_fill_(0, index, going)
+
+    def _look_at_speech(self) -> None:
+        if isinstance(self.cross_cache, ContiguousCache):
+            self.cross_cache.look(self._frames)
 
     def _check_room(self) -> None:
         if self._together and self.length == self.max_tokens:

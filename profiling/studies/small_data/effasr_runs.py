@@ -1,0 +1,230 @@
+"""effasr's own commands, as a user would call them, and the CPU time that they take."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.processes import run as run_process
+
+from effasr.checkpoint import load_model, resolve
+from effasr.training.run_dir.run_directory import METRICS, read_lines
+from small_data import table
+from small_data.corpora import SPLITS, Corpus
+
+_SHORT, _LONG = 8, 32
+"""Steps of the two runs whose difference gives the time of a step."""
+QUIET = (
+    *("training.tensorboard=false", "data.workers=0", "training.threads=1"),
+    *("training.restart=true", "data.cache=null"),
+)
+"""One thread and no other process, so that CPU time is the time of one core."""
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is trained and how it is decoded.
+
+    Attributes:
+        name: In the table.
+        recipe: Of `effasr train`.
+        vocab_size: Pieces of each language.
+        overrides: Fields of the recipe, ``model.encoder.layers=6``.
+        decoding: Options of `effasr evaluate`, by name.
+    """
+
+    name: str
+    recipe: str
+    vocab_size: int
+    overrides: tuple[str, ...]
+    decoding: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run.
+
+    Attributes:
+        run: Its folder.
+        parameters: Of the model.
+        steps: Updates.
+        audio_s: Seconds of audio in them.
+        cpu_s: CPU seconds of the training, without the start of the program.
+        ctc: CTC loss per token of the last line of the metrics; None for a model without CTC.
+    """
+
+    run: Path
+    parameters: int
+    steps: int
+    audio_s: float
+    cpu_s: float
+    ctc: float | None
+
+
+class Commands:
+    """Calls of ``effasr`` in a folder.
+
+    Args:
+        folder: For data and runs.
+        say: Shows a line.
+    """
+
+    def __init__(self, folder: Path, say: Say) -> None:
+        self.folder, self.say = folder, say
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def prepare(self, corpus: Corpus) -> None:
+        """`effasr prepare` of each split, once."""
+        for split in SPLITS:
+            out = self.folder / "data" / corpus.name / split
+            if not (out / "report.json").exists():
+                self.call("prepare", str(corpus.manifest(split)), str(out))
+
+    def tokenizer(self, manifests: Sequence[Path], name: str, vocab_size: int) -> Path:
+        """`effasr tokenizer` of manifests, once; return its folder."""
+        out = self.folder / "data" / f"tokenizer_{name}_{vocab_size}"
+        if not out.exists():
+            self.call("tokenizer", *map(str, manifests), str(out), "--vocab-size", str(vocab_size))
+        return out
+
+    def train(
+        self,
+        choice: Choice,
+        corpus: Corpus,
+        *,
+        cpu_s: float,
+        seed: int,
+        name: str,
+        tokenizer: Path | None = None,
+        init_from: Path | None = None,
+    ) -> Trained:
+        """Train for about ``cpu_s`` seconds of one core, by a number of steps found before.
+
+        Args:
+            choice: What is trained.
+            corpus: Prepared by `prepare`.
+            cpu_s: Of the training without the start of the program.
+            seed: Of the run.
+            name: Of the run.
+            tokenizer: By default that of the corpus' own training set.
+            init_from: The run to start from, whose tokenizer stays; None for none.
+        """
+        output = self.folder / "runs"
+        train = self.folder / "data" / corpus.name / "train"
+        base = [choice.recipe, f"data.train={train}", f"seed={seed}", *QUIET]
+        if init_from is not None:
+            base += [f"init_from={init_from}", "data.tokenizer=''"]
+        else:
+            texts = [corpus.manifest("train")]
+            tokenizer = tokenizer or self.tokenizer(texts, corpus.name, choice.vocab_size)
+            base.append(f"data.tokenizer={tokenizer}")
+        base.append("data.validation=[]")
+        base += [f"output={output}", f"training.checkpoint_every={10**9}", *choice.overrides]
+
+        def training(steps: int, run: str) -> float:
+            return self.call("train", *base, f"name={run}", f"training.max_steps={steps}")
+
+        short, long = (training(steps, f"{name}_start") for steps in (_SHORT, _LONG))
+        per_step = max((long - short) / (_LONG - _SHORT), 1e-3)
+        start_s = max(short - _SHORT * per_step, 0.0)
+        steps = max(1, round(cpu_s / per_step))
+        self.say(f"{name}: {per_step:.3f} CPU s a step, so {steps} steps")
+        spent = training(steps, name) - start_s
+        lines = [line for line in read_lines(output / name / METRICS) if "audio_seconds" in line]
+        return Trained(
+            output / name,
+            count_parameters(output / name),
+            steps,
+            _audio_seconds(lines),
+            spent,
+            lines[-1].get("ctc"),
+        )
+
+    def evaluate(self, run: Path, corpus: Corpus, split: str, decoding: Sequence[str]) -> dict:
+        """`effasr evaluate`: the content of ``wer.json``."""
+        data, out = self.folder / "data" / corpus.name / split, run / f"evaluation_{split}"
+        options = ["--run", str(run), "--manifest", str(data), "--output", str(out)]
+        self.call("evaluate", *options, "--worst", "0", *decoding)
+        return json.loads((out / "wer.json").read_text(encoding="utf-8"))
+
+    def call(self, *arguments: str) -> float:
+        """Run a command; return its CPU seconds.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+        before = _children_s()
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "effasr.cli", *arguments]
+        ended = run_process(command, environment=environment)
+        if ended.code != 0:
+            raise RuntimeError(f"effasr {' '.join(arguments)}: {ended.reason}")
+        return _children_s() - before
+
+
+def count_parameters(run: Path) -> int:
+    """Trained numbers of the model of a run."""
+    import torch
+
+    model = load_model(resolve(run), torch.device("cpu")).model
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _audio_seconds(lines: Sequence[dict[str, Any]]) -> float:
+    """Of all steps: a line has the mean of the steps since the line before."""
+    total, last = 0.0, 0
+    for line in lines:
+        total += line["audio_seconds"] * (line["step"] - last)
+        last = line["step"]
+    return total
+
+
+def _children_s() -> float:
+    """CPU seconds of the processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def summary_row(
+    study: str,
+    choice: Choice,
+    corpus: Corpus,
+    trained: Trained,
+    decoding: str,
+    split: str,
+    result: dict[str, Any],
+) -> dict[str, Any]:
+    """A row of the table, from ``wer.json``; without the seed."""
+    low, high = result["wer_interval"]
+    return {
+        "study": study,
+        "toolkit": "effasr",
+        "version": table.version("effasr"),
+        "configuration": choice.name,
+        "corpus": corpus.name,
+        "train_hours": round(corpus.hours("train"), 3),
+        "text": "raw",
+        "vocabulary": choice.vocab_size,
+        **table.training(
+            parameters=trained.parameters,
+            cpu_s=trained.cpu_s,
+            steps=trained.steps,
+            audio_s=trained.audio_s,
+            ctc=trained.ctc,
+        ),
+        "decoding": decoding,
+        "split": split,
+        **{key: result[key] for key in ("words", "insertions", "deletions", "substitutions")},
+        "wer": round(result["wer"], 4),
+        "wer_low": round(low, 4),
+        "wer_high": round(high, 4),
+        "cer": round(result["cer"], 4),
+    }
