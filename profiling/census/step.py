@@ -52,7 +52,7 @@ def record(model: str, frame_budget: int) -> Recorded:
         frame_budget: Encoder frames of the micro-batch, the tail included.
 
     Raises:
-        ValueError: There is no such architecture.
+        ValueError: There is no such architecture, or a weight has ``frame_budget`` rows or columns.
     """
     if model not in PRESETS:
         known = ", ".join(sorted(PRESETS))
@@ -65,6 +65,11 @@ def record(model: str, frame_budget: int) -> Recorded:
     batch = planned_batch(config, frame_budget, vocab_size)
     with torch.device("meta"):
         network = ASRModel(config.model, vocab_size).train()
+    if any(frame_budget in x.shape for x in network.parameters()):
+        raise ValueError(
+            f"`frame_budget` must not be the size of a weight, as frames are told from channels by "
+            f"their number, but is {frame_budget}: take {frame_budget + 16}."
+        )
     config = replace(config, loss=resolve_losses(config.loss, config.model))
     recorders = []
     with fake_gpu() as device:

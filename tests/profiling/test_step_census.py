@@ -100,8 +100,16 @@ def test_the_figures_of_a_step_agree_with_each_other() -> None:
     assert found["launches_update"] == baseline["launches_update"]
 
 
-def test_an_unknown_model_is_refused() -> None:
-    command = [sys.executable, step_census.__file__, "--model", "canary_2b"]
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--model", "canary_2b"], "must be one of canary_180m_flash, canary_1b, canary_1b_flash"),
+        (["--frame-budget", "0"], "`frame_budget` must be at least 1, but is 0"),
+        (["--frame-budget", "512"], "`frame_budget` must not be the size of a weight"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(given: list[str], message: str) -> None:
+    command = [sys.executable, step_census.__file__, *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
-    assert "must be one of canary_180m_flash, canary_1b, canary_1b_flash" in done.stderr
+    assert message in done.stderr
