@@ -123,9 +123,13 @@ def calibrate(
         request = Request(mapping, vocab_size, str(device), target, count, work)
         return measure(request, alive=alive)
 
+    multiprocessors = None
+    if device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     search = Search(
-        population, config.model, config.calibration, target, config.data.micro_batches, trial, note
-    )
+        population, config.model, config.calibration, target, config.data.micro_batches, trial,
+        note, multiprocessors,
+    )  # fmt: skip
     found = search.run()
     return _kept(found, search, described, config, time.monotonic() - started)
 

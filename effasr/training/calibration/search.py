@@ -13,6 +13,7 @@ from effasr.training.calibration.memory_model import Load, MemoryModel
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.speed_model import SpeedModel
 from effasr.training.calibration.trial import Measurement
+from effasr.training.calibration.waves import whole_waves
 from effasr.training.calibration.workload import Population, Workload, cells
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from effasr.training.memory import gib
@@ -102,6 +103,7 @@ class Search:
         micro_batches: Micro-batches of a global step, which limits the budget on small corpora.
         measure: Runs a trial.
         note: Called with a description of each trial.
+        multiprocessors: Of the GPU, whose whole waves of tiles are preferred; None for a CPU.
     """
 
     population: Population
@@ -111,6 +113,7 @@ class Search:
     micro_batches: int
     measure: Measure
     note: Callable[[str], None] = lambda text: None
+    multiprocessors: int | None = None
     trials: list[Trial] = field(default_factory=list)
 
     @property
@@ -244,7 +247,9 @@ class Search:
             for frames, filled in self._candidates(largest).items()
         }
         enough = (1 - self.settings.tolerance) * max(rates.values())
-        chosen = min(frames for frames, rate in rates.items() if rate >= enough)
+        fast = [frames for frames, rate in rates.items() if rate >= enough]
+        # The time of a trial depends on its waves, but the model of speed does not know them.
+        chosen = min(filter(self._is_whole_waves, fast), default=min(fast))
         return chosen, reason if chosen == largest else "throughput"
 
     def _candidates(self, largest: int) -> dict[int, float]:
@@ -252,6 +257,9 @@ class Search:
         count = max(2, math.ceil(math.log(largest / self.population.longest, 1.1)) + 1)
         ratio = (largest / self.population.longest) ** (1 / (count - 1))
         budgets = {self._rounded(round(self.population.longest * ratio**n)) for n in range(count)}
+        if self._wave is not None:
+            first = -(-self.population.longest // self._wave) * self._wave
+            budgets |= set(range(first, largest + 1, self._wave))
         filled, found = 0.0, {}
         for budget in sorted(budgets | {largest}):
             # A large budget is filled anyway; planning for it would take long.
@@ -259,14 +267,26 @@ class Search:
             found[budget] = filled
         return found
 
+    @property
+    def _wave(self) -> int | None:
+        """Frames of a whole wave; see `effasr.training.calibration.waves`."""
+        if self.multiprocessors is None:
+            return None
+        return whole_waves(self.model.encoder.width, self.multiprocessors)
+
+    def _is_whole_waves(self, frames: int) -> bool:
+        return self._wave is not None and frames % self._wave == 0
+
     def _fill(self, budget: int) -> float:
         planned = self.population.planned(self.population.shape(budget))
         return sum(f for lengths in planned for f, _ in lengths) / (budget * len(planned))
 
     def _replayed(self, wanted: int) -> Trial | None:
-        """Return a replay that fits, of a similar budget."""
+        """Return a replay that fits, of a similar budget; of whole waves, of the same budget."""
         for trial in reversed(self._replays()):
             frames = trial.load.frames
+            if self._is_whole_waves(wanted) and frames != wanted:
+                continue
             if max(frames, wanted) <= _NEAR * min(frames, wanted):
                 return trial
         return None

@@ -15,7 +15,8 @@ class CalibrationConfig:
             process's part of the host's.
         target_bytes: The same in bytes, in place of a share.
         objective: ``throughput``: the smallest budget that trains nearly as much audio per second
-            as the best; ``memory``: the largest that fits.
+            as the best, on a GPU the smallest such budget that fills all multiprocessors evenly, if
+            there is one; ``memory``: the largest that fits.
         tolerance: Loss of speed that ``throughput`` accepts: 0.02 gives up at most 2 %.
         margin: Share by which the predicted peak must stay below the target, for memory that trials
             do not measure: communication buffers, fragmentation, validation.

@@ -36,6 +36,11 @@ _TYPES = {
     torch.bool: "i1",
 }
 _ALIGNED = [["tt.divisibility", 16]]
+_ROWS_OF_WARP = 16
+_LAYOUT = re.compile(
+    r"^(#\w+) = #ttg\.nvidia_mma<\{.*?warpsPerCTA = \[(\d+), (\d+)\]", re.MULTILINE
+)
+_RESULT = re.compile(r"(?:tt\.dot|ttng\.warp_group_dot) .*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>")
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
 """Maximum shared memory per block in bytes, by architecture (CUDA C++ guide, table 30)."""
 
@@ -50,6 +55,7 @@ class Resources:
         shared: Static and dynamic shared memory per block, in bytes.
         matrix_instructions: Number of tensor core instructions in the PTX.
         ttir: The kernel in Triton's IR, before optimizations for a GPU.
+        ttgir: The kernel in Triton's IR for GPUs, with the layouts of tensors.
         ptx: The PTX of the kernel.
     """
 
@@ -58,7 +64,33 @@ class Resources:
     shared: int
     matrix_instructions: int
     ttir: str
+    ttgir: str
     ptx: str
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product of tensor cores in a kernel: sizes of the result, and warps along both."""
+
+    rows: int
+    columns: int
+    warps_m: int
+    warps_n: int
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether several warps compute the same rows: a warp has 16 of them, or more."""
+        return self.warps_m * _ROWS_OF_WARP > self.rows
+
+
+def products(ttgir: str) -> list[Product]:
+    """Return the products of a compiled kernel that tensor cores compute, in order."""
+    warps = {name: (int(m), int(n)) for name, m, n in _LAYOUT.findall(ttgir)}
+    return [
+        Product(int(rows), int(columns), *warps[layout])
+        for rows, columns, layout in _RESULT.findall(ttgir)
+        if layout in warps
+    ]
 
 
 def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], tuple[int, ...]]:
@@ -116,6 +148,7 @@ def compile_launch(launch: Launch, architecture: int) -> Resources:
         shared=max(static, compiled.metadata.shared),
         matrix_instructions=len(re.findall(r"wgmma\.mma|mma\.sync|tcgen05\.mma", ptx)),
         ttir=compiled.asm["ttir"],
+        ttgir=compiled.asm["ttgir"],
         ptx=ptx,
     )
 

@@ -9,6 +9,7 @@ from effasr.training.calibration.memory_model import Load, MemoryModel
 from effasr.training.calibration.search import Search, bucket_sizes, describe
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.speed_model import SpeedModel
+from effasr.training.calibration.waves import whole_waves
 from effasr.training.calibration.workload import Population, cells
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from tests.training.calibration.conftest import MODEL, lengths
@@ -56,6 +57,49 @@ def test_the_smallest_that_is_nearly_the_fastest(endless, machine) -> None:
     # Half the tolerance needs a larger one.
     strict = search(endless, measure, 80e9, tolerance=0.01).run()
     assert strict.frame_budget > 1.3 * found.frame_budget
+
+
+@pytest.mark.parametrize(
+    ("width", "multiprocessors", "expected"),
+    [(1024, 132, 4224), (512, 132, 8448), (2048, 132, 4224), (256, 108, 13_824), (16, 7, 896)],
+)
+def test_the_frames_of_whole_waves(width: int, multiprocessors: int, expected: int) -> None:
+    wave = whole_waves(width, multiprocessors)
+    assert wave == expected
+    columns = -(-width // 256)
+    # Tiles of 128 x 256, and no smaller number of row tiles fills all multiprocessors.
+    assert wave // 128 * columns % multiprocessors == 0
+    assert all(rows * columns % multiprocessors for rows in range(1, wave // 128))
+
+
+@pytest.mark.parametrize("sizes", [(0, 132), (512, 0)])
+def test_waves_of_nothing_are_refused(sizes: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1, but is 0"):
+        whole_waves(*sizes)
+
+
+def test_whole_waves_are_preferred_among_fast_budgets(endless, machine) -> None:
+    """Width 16 is one column of tiles: on 132 multiprocessors a wave is 16,896 frames."""
+    measure = machine(STREAMING, SPEED, 80e9)
+    usual = search(endless, measure, 80e9, tolerance=0.02).run()
+    assert usual.frame_budget % 16_896
+    on_gpu = search(endless, measure, 80e9, tolerance=0.02)
+    on_gpu.multiprocessors = 132
+    found = on_gpu.run()
+    # The next multiple that is as fast, and its own trial rather than that of a similar budget.
+    assert found.frame_budget % 16_896 == 0
+    assert 0 < found.frame_budget - 0.95 * usual.frame_budget < 16_896 + 0.1 * usual.frame_budget
+    assert found.replay.load.frames == found.frame_budget
+    assert found.replay.measured.peak_bytes <= 80e9
+
+
+def test_where_no_whole_wave_fits_the_budget_is_as_without(endless, machine) -> None:
+    measure = machine(STREAMING, SPEED, 4e9)
+    usual = search(endless, measure, 4e9).run()
+    on_gpu = search(endless, measure, 4e9)
+    on_gpu.multiprocessors = 132
+    assert usual.largest < 16_896
+    assert on_gpu.run().frame_budget == usual.frame_budget
 
 
 def test_a_small_memory_decides_before_speed_does(endless, machine) -> None:

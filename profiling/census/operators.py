@@ -1,0 +1,206 @@
+"""What one operator of PyTorch costs on a GPU: kernels, bytes of memory traffic, and FLOPs.
+
+Bytes are those that the operator has to read and to write, each element once; a cache that holds a
+tensor between two operators, or a kernel that reads one twice, is not considered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+_ALLOCATIONS = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "empty_permuted",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "detach_",
+    "lift_fresh",
+    "_reshape_alias",
+    "resize_",
+    "set_",
+    "squeeze_",
+    "unsqueeze_",
+    "t_",
+    "transpose_",
+    "as_strided_",
+    "_local_scalar_dense",
+}
+"""Operators without a kernel beside views. The last one is a copy that the host waits for."""
+
+_SEVERAL = {
+    "native_layer_norm_backward": 2,
+    "constant_pad_nd": 2,
+    "slice_backward": 2,
+    "select_backward": 2,
+    "masked_fill": 2,
+    "index_fill": 2,
+    "index_put": 2,
+    "index_add": 2,
+    "cumsum": 2,
+    "sort": 4,
+    "embedding_dense_backward": 8,
+}
+"""Kernels of operators that have more than one, as counted in PyTorch's CUDA sources; those that
+call a sort of CUB depend on sizes, and are typical."""
+
+_READS_ROWS = {"embedding", "index", "index_select", "gather"}
+"""Read only the elements of their first tensor that they return."""
+
+_OVERWRITES = {
+    *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"),
+    *("_foreach_copy_", "_foreach_zero_"),
+}
+"""Change their first argument without reading it."""
+
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm"}
+_NORMS = {"native_layer_norm", "native_layer_norm_backward"}
+_DROPOUTS = {"native_dropout", "native_dropout_backward"}
+
+# Of PyTorch's MultiTensorApply.cuh: tensors of a launch by the number of lists, blocks, elements.
+_TENSORS_OF_LAUNCH = (110, 64, 48, 36, 30)
+_BLOCKS_OF_LAUNCH = 320
+_ELEMENTS_OF_BLOCK = 65_536
+
+
+def name_of(func: Any) -> str:
+    """Return the name of an operator without namespace and overload."""
+    return func._schema.name.split("::")[1]
+
+
+def tensors_of(*values: Any) -> list[Tensor]:
+    """Return the tensors in arguments or results."""
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def device_of(x: Tensor) -> str:
+    """Return the device type of a tensor; to ask a fake one itself is an operator, and slow."""
+    return x.fake_device.type if isinstance(x, FakeTensor) else x.device.type
+
+
+def is_on(x: Tensor, device: str) -> bool:
+    """Return whether a tensor is on a device of this type."""
+    return device_of(x) == device
+
+
+def launches(func: Any, args: Sequence[Any]) -> int:
+    """Return the number of kernels and copies that an operator launches."""
+    name = name_of(func)
+    if func.is_view or name in _ALLOCATIONS or func.namespace == "prim":
+        return 0
+    lists = [x for x in args if isinstance(x, (list, tuple)) and x and isinstance(x[0], Tensor)]
+    if lists and (name.startswith("_foreach_") or name.startswith("_fused_")):
+        # A list of steps has no elements to divide into blocks.
+        deep = [x for x in lists if any(y.ndim for y in x)] or lists
+        count = multi_tensor_launches([x.numel() for x in deep[0]], len(deep))
+        return count + (name == "_foreach_norm")
+    if name == "convolution_backward":
+        return sum(args[-1])
+    return _SEVERAL.get(name, 1)
+
+
+def multi_tensor_launches(elements: Iterable[int], lists: int) -> int:
+    """Return the launches of a multi-tensor kernel, as PyTorch divides tensors into them.
+
+    Args:
+        elements: Elements of each tensor.
+        lists: Number of lists of tensors that the kernel takes.
+    """
+    most = _TENSORS_OF_LAUNCH[min(lists, len(_TENSORS_OF_LAUNCH)) - 1]
+    made = tensors = blocks = 0
+    for count in elements:
+        if not count:
+            continue
+        left, tensors = math.ceil(count / _ELEMENTS_OF_BLOCK), tensors + 1
+        while left:
+            taken = min(left, _BLOCKS_OF_LAUNCH - blocks)
+            left, blocks = left - taken, blocks + taken
+            if blocks == _BLOCKS_OF_LAUNCH or (not left and tensors == most):
+                made, blocks, tensors = made + 1, 0, int(left > 0)
+    return made + (blocks > 0)
+
+
+def bytes_moved(func: Any, args: Any, kwargs: Any, out: Any, device: str) -> int:
+    """Return the bytes of a device that an operator reads and writes."""
+    name = name_of(func)
+    inputs = [x for x in tensors_of(args, kwargs) if is_on(x, device)]
+    outputs = [x for x in tensors_of(out) if is_on(x, device)]
+    given = {id(x) for x in inputs}
+    changed = list(_changed(func, args, kwargs))
+    written = [x for x in outputs if id(x) not in given] + [x for x in changed if is_on(x, device)]
+    skipped = {id(x) for x in changed} if name in _OVERWRITES or _writes_out(func) else set()
+    read = [x for x in inputs if id(x) not in skipped]
+    if name in _READS_ROWS and read:
+        return sum(size(x) for x in unique(read[1:])) + 2 * sum(size(x) for x in unique(written))
+    return sum(size(x) for x in unique(read)) + sum(size(x) for x in unique(written))
+
+
+def _writes_out(func: Any) -> bool:
+    return any(x.is_out for x in func._schema.arguments)
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Yield the tensors that the operator changes."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        yield from tensors_of(value)
+
+
+def unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors without repetitions of the same one."""
+    return list({id(x): x for x in tensors}.values())
+
+
+def size(x: Tensor) -> int:
+    """Return the bytes of the elements of a tensor, those of an expanded one once."""
+    pairs = zip(x.shape, x.stride(), strict=True)
+    return math.prod(n for n, stride in pairs if stride or not n) * x.element_size()
+
+
+def flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the floating-point operations of a matrix product or convolution; else 0."""
+    count = flop_registry.get(func._overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+
+
+def category(func: Any, args: Any, out: Any) -> str:
+    """Return the kind of an operator: ``gemm``, ``convolution``, ``norm``, ``cast`` and so on."""
+    name = name_of(func)
+    if name in _PRODUCTS:
+        return "gemm"
+    if "convolution" in name:
+        return "convolution"
+    if name in _NORMS:
+        return "norm"
+    if name in _DROPOUTS:
+        return "dropout"
+    if name.startswith("_fused_"):
+        return "optimizer"
+    if name in ("_to_copy", "copy_"):
+        ends = tensors_of(args)[-1:] + tensors_of(out)
+        if len({device_of(x) for x in ends}) > 1:
+            return "transfer"
+        return "cast" if len({x.dtype for x in ends}) > 1 else "copy"
+    if name in ("clone", "cat", "stack"):
+        return "copy"
+    if func._schema.name.startswith("aten::_fft"):
+        return "fft"
+    is_reduction = name in ("sum", "mean", "_foreach_norm", "amax", "linalg_vector_norm")
+    return "reduction" if is_reduction else "elementwise"
+
+
+def math_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype of the products of an operator: that of its first floating tensor."""
+    return next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)

@@ -1,0 +1,218 @@
+"""Records what a step launches: operators of PyTorch, kernels of the operations, and where."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from census import operators
+from effasr import ranges
+from effasr_kernels.runtime.dispatch import Dispatcher
+from effasr_kernels.runtime.launch import Launch, diverted
+
+_LARGEST_SEQUENCE_NUMBER = 2**63
+"""Nodes that accumulate gradients have a larger one: they belong to no place in the forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One operator, or one launch of a kernel.
+
+    Attributes:
+        name: Name of the operator or kernel.
+        category: Kind of work; for an operation of effasr_kernels, its name.
+        is_kernel: Whether it is a kernel of effasr_kernels.
+        pass_: ``forward``, ``backward`` or ``update``.
+        place: Path of the module, or the range where there is none.
+        by_frame: Whether one of its tensors has a row for each frame.
+        launches: Kernels and copies.
+        bytes: Read and written.
+        flops: Multiplications and additions of products.
+        is_half: Whether products take 16-bit numbers.
+    """
+
+    name: str
+    category: str
+    is_kernel: bool
+    pass_: str
+    place: str
+    by_frame: bool
+    launches: int
+    bytes: int
+    flops: int
+    is_half: bool
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operators and kernels that run within it."""
+
+    def __init__(self, model: nn.Module, device: str, frames: int) -> None:
+        """Record tensors of the device type; ``frames`` are the rows of the encoder's frames."""
+        super().__init__()
+        self.entries: list[Entry] = []
+        self._device, self._frames = device, frames
+        self._names = {module: name for name, module in model.named_modules()}
+        self._modules: list[str] = []
+        self._ranges: list[str] = []
+        # Places and the number of the first node of autograd that was made there, in order.
+        self._numbers: list[int] = []
+        self._places: list[str] = []
+        self._operation: str | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record until the end of the context."""
+        before = hooks.register_module_forward_pre_hook(self._enter)
+        after = hooks.register_module_forward_hook(self._leave, always_call=True)
+        select = Dispatcher.select
+
+        def observed(op: Dispatcher, arguments: Any, backend: Any = None) -> Any:
+            return _Observed(self, op, select(op, arguments, backend))
+
+        try:
+            with (
+                patch.object(ranges, "_make", lambda name, number: self._within(name)),
+                patch.object(Dispatcher, "select", observed),
+                diverted(self._take),
+                self,
+            ):
+                yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on fake tensors, and record it."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        tensors = operators.tensors_of(args, kwargs, out)
+        on_device = [x for x in tensors if operators.is_on(x, self._device)]
+        count = operators.launches(func, args) if on_device else 0
+        if not count:
+            return out
+        self._add(
+            operators.name_of(func),
+            operators.category(func, args, out),
+            on_device,
+            launches=count,
+            bytes_=operators.bytes_moved(func, args, kwargs, out, self._device),
+            flops=operators.flops(func, args, kwargs, out) if self._operation is None else 0,
+        )
+        return out
+
+    def _take(self, launch: Launch) -> None:
+        if 0 in launch.grid:
+            return
+        tensors = operators.unique(x for x in launch.values if isinstance(x, Tensor))
+        moved = sum(map(operators.size, tensors))
+        self._add(launch.kernel.fn.__name__, "", tensors, launches=1, bytes_=moved, is_kernel=True)
+
+    def add_flops(self, operation: str, flops: int, tensors: list[Tensor]) -> None:
+        """Record the floating-point operations of an operation, without a launch."""
+        self._add(operation, operation, tensors, launches=0, bytes_=0, flops=flops)
+
+    @contextmanager
+    def within_operation(self, name: str) -> Iterator[None]:
+        """Assign what is recorded within the context to an operation."""
+        before, self._operation = self._operation, name
+        try:
+            yield
+        finally:
+            self._operation = before
+
+    def _add(
+        self,
+        name: str,
+        category: str,
+        tensors: list[Tensor],
+        *,
+        launches: int,
+        bytes_: int,
+        flops: int = 0,
+        is_kernel: bool = False,
+    ) -> None:
+        pass_, place = self._where()
+        self.entries.append(
+            Entry(
+                name=name,
+                category=self._operation or category,
+                is_kernel=is_kernel,
+                pass_=pass_,
+                place=place,
+                by_frame=any(self._frames in x.shape for x in tensors),
+                launches=launches,
+                bytes=bytes_,
+                flops=flops,
+                is_half=operators.math_dtype(tensors).itemsize == 2,
+            )
+        )
+
+    def _where(self) -> tuple[str, str]:
+        if "backward" in self._ranges:
+            node = torch._C._current_autograd_node()
+            number = _LARGEST_SEQUENCE_NUMBER if node is None else node._sequence_nr()
+            if number >= _LARGEST_SEQUENCE_NUMBER:
+                return "backward", "gradients"
+            found = bisect.bisect_right(self._numbers, number) - 1
+            return "backward", self._places[found] if found >= 0 else "losses"
+        if "forward" in self._ranges:
+            return "forward", self._place
+        return "update", self._ranges[-1] if self._ranges else "step"
+
+    @property
+    def _place(self) -> str:
+        """The innermost module, or in the model itself the innermost range."""
+        if self._modules and self._modules[-1]:
+            return self._modules[-1]
+        inner = self._ranges[-1] if self._ranges else ""
+        return "losses" if inner in ("", "forward") else inner
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._modules.append(self._names.get(module, ""))
+        self._mark()
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        self._modules.pop()
+        self._mark()
+
+    @contextmanager
+    def _within(self, name: str) -> Iterator[None]:
+        self._ranges.append(name)
+        self._mark()
+        try:
+            yield
+        finally:
+            self._ranges.pop()
+            self._mark()
+
+    def _mark(self) -> None:
+        self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._places.append(self._place)
+
+
+class _Observed:
+    """An implementation of an operation, whose work is recorded under the operation's name."""
+
+    def __init__(self, recorder: Recorder, op: Any, implementation: Any) -> None:
+        self._recorder, self._op, self._implementation = recorder, op, implementation
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._implementation, name)
+        factor = {"forward": 1, "run": 1, "backward": 2}.get(name)
+        return found if factor is None else partial(self._call, found, factor)
+
+    def _call(self, function: Any, factor: int, arguments: Any, *others: Any) -> Any:
+        with self._recorder.within_operation(self._op.name):
+            tensors = [x for x in self._op.schema.tensors(arguments) if x is not None]
+            self._recorder.add_flops(self._op.name, factor * self._op._flops(arguments), tensors)
+            return function(arguments, *others)

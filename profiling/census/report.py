@@ -1,0 +1,202 @@
+"""The figures of a recorded step: totals, categories, layers, and the roofline of an H200."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import triton
+
+from census.recorder import Entry
+from census.step import Recorded
+from effasr.distributed.process_group import DistributedContext
+from effasr.training.cuda_graph.recording import check_recordable
+from effasr.training.flops import peak_of
+
+VERSION = 1
+_DEVICE = "NVIDIA H200"
+_BYTES_PER_SECOND = 4.8e12
+_FLOPS_WITHOUT_TENSOR_CORES = 67e12
+"""Of NVIDIA's data sheet of the H200: memory bandwidth, and float32."""
+
+_MIXING = {
+    *("attention", "guided_attention", "depthwise_conv", "strided_depthwise", "subsampling_stem"),
+    *("linear_cross_entropy", "ctc_loss", "transducer_loss"),
+}
+"""Operations that mix frames or compute a loss. What other operations do lies between them."""
+
+_GRAPH_INPUTS_AND_OUTPUTS = 3
+"""Copies around a replay beside the batch: the counts in, the loss and its parts out."""
+
+_LAYER = re.compile(r"(encoder|decoder|text_encoder)\.layers\.(\d+)")
+
+
+def summarize(recorded: Recorded, model: str) -> dict[str, Any]:
+    """Return the figures, as the JSON file has them."""
+    entries, config = recorded.entries, recorded.config
+    micro_batch = [x for x in entries if x.pass_ != "update"]
+    update = [x for x in entries if x.pass_ == "update"]
+    encoder, rows = config.model.encoder, recorded.batch.frames.rows
+    between = [x for x in micro_batch if _is_between(x)]
+    cells = encoder.layers * rows * encoder.width
+    launches = sum(x.launches for x in micro_batch)
+    reason = _unrecordable_reason(recorded)
+    return {
+        "version": VERSION,
+        "model": model,
+        "frame_budget": rows,
+        "batch": {
+            "utterances": len(recorded.batch.ids),
+            "frames": recorded.batch.num_frames,
+            "tokens": recorded.batch.num_tokens,
+            "token_budget": recorded.batch.tokens.layout.rows,
+        },
+        "parameters": recorded.parameters,
+        "bytes_between_per_frame_channel": _share(between, cells),
+        "bytes_between_of": _grouped(between, _maker, lambda found: _share(found, cells)),
+        "bytes_between_by_pass": _grouped(
+            between, lambda x: x.pass_, lambda found: _share(found, cells)
+        ),
+        "launches_eager": launches,
+        "launches_graph": launches if reason else 1,
+        "launches_around_graph": (
+            0 if reason else len(recorded.batch.tensors()) + _GRAPH_INPUTS_AND_OUTPUTS
+        ),
+        "graph_refused": reason,
+        "launches_update": sum(x.launches for x in update),
+        "launches_of": _grouped(micro_batch, _kind, lambda found: sum(x.launches for x in found)),
+        "bytes": sum(x.bytes for x in entries),
+        "flops": sum(x.flops for x in entries),
+        "categories": _grouped(entries, _kind, _figures),
+        "layers": _grouped(entries, lambda x: layer_of(x.place), _figures),
+        "roofline": {
+            "device": _DEVICE,
+            "ms": round(sum(map(roofline_ms, entries)), 3),
+            "ms_at_peak_flops": round(1e3 * sum(x.flops for x in entries) / _peak(True), 3),
+        },
+        "torch": torch.__version__.split("+")[0],
+        "triton": triton.__version__,
+    }
+
+
+def roofline_ms(entry: Entry) -> float:
+    """Return the least time on an H200: its bytes at full bandwidth, or its FLOPs at the peak."""
+    return 1e3 * max(entry.bytes / _BYTES_PER_SECOND, entry.flops / _peak(entry.is_half))
+
+
+def layer_of(place: str) -> str:
+    """Return the stack of a layer, such as ``encoder.layers``, or the first two names."""
+    found = _LAYER.match(place)
+    return f"{found[1]}.layers" if found else ".".join(place.split(".")[:2])
+
+
+def _peak(is_half: bool) -> float:
+    found = peak_of(_DEVICE) if is_half else _FLOPS_WITHOUT_TENSOR_CORES
+    assert found is not None
+    return found
+
+
+def _is_between(entry: Entry) -> bool:
+    """Whether an entry is traffic of frames between the products and kernels of encoder layers."""
+    if not entry.by_frame or not entry.place.startswith("encoder.layers."):
+        return False
+    return entry.category != "gemm" and entry.category not in _MIXING
+
+
+def _kind(entry: Entry) -> str:
+    """The category, with the batch norms apart."""
+    if entry.place.endswith(".conv.norm") and entry.category not in _MIXING:
+        return "batch_norm"
+    return entry.category
+
+
+def _maker(entry: Entry) -> str:
+    """The module in a layer and the operator, such as ``conv.norm: mul``."""
+    inner = re.sub(r"^encoder\.layers\.\d+\.?", "", entry.place) or "layer"
+    return f"{inner}: {entry.name}"
+
+
+def _share(entries: Iterable[Entry], cells: int) -> float:
+    return round(sum(x.bytes for x in entries) / cells, 2)
+
+
+def _figures(entries: list[Entry]) -> dict[str, Any]:
+    return {
+        "launches": sum(x.launches for x in entries),
+        "bytes": sum(x.bytes for x in entries),
+        "flops": sum(x.flops for x in entries),
+        "roofline_ms": round(sum(map(roofline_ms, entries)), 3),
+    }
+
+
+def _grouped(
+    entries: Iterable[Entry], key: Callable[[Entry], str], figure: Callable[[list[Entry]], Any]
+) -> dict[str, Any]:
+    """Figures of the entries of each key, the key with the most bytes first."""
+    groups: dict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        groups[key(entry)].append(entry)
+    order = sorted(groups, key=lambda name: (-sum(x.bytes for x in groups[name]), name))
+    return {name: figure(groups[name]) for name in order}
+
+
+def _unrecordable_reason(recorded: Recorded) -> str | None:
+    try:
+        check_recordable(recorded.config.model, DistributedContext(0, 1, torch.device("cuda")))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def table(summary: dict[str, Any]) -> str:
+    """Return the figures as a table for a terminal."""
+    batch, roofline = summary["batch"], summary["roofline"]
+    lines = [
+        f"{summary['model']}, {summary['frame_budget']} frames a micro-batch: "
+        f"{batch['utterances']} utterances of {batch['frames']} frames and {batch['tokens']} tokens"
+    ]
+    for title in ("categories", "layers"):
+        lines += ["", f"{title:24}{'launches':>10}{'GB':>10}{'TFLOP':>10}{'roofline ms':>13}"]
+        for name, figures in summary[title].items():
+            lines.append(
+                f"{name:24}{figures['launches']:10,}{figures['bytes'] / 1e9:10.2f}"
+                f"{figures['flops'] / 1e12:10.3f}{figures['roofline_ms']:13.3f}"
+            )
+    graph = summary["graph_refused"] or f"{summary['launches_graph']} in a CUDA graph"
+    lines += [
+        "",
+        f"total                   {summary['bytes'] / 1e9:.2f} GB, {summary['flops'] / 1e12:.3f} "
+        f"TFLOP; at least {roofline['ms']:.2f} ms on an {roofline['device']}, of which "
+        f"{roofline['ms_at_peak_flops']:.2f} ms for the products alone",
+        f"launches a micro-batch  {summary['launches_eager']:,} eager; {graph}; the update "
+        f"{summary['launches_update']:,}",
+        f"bytes between products and kernels of an encoder layer  "
+        f"{summary['bytes_between_per_frame_channel']:.1f} per frame and channel",
+    ]
+    for name, share in list(summary["bytes_between_of"].items())[:12]:
+        lines.append(f"  {name:54}{share:8.2f}")
+    return "\n".join(lines)
+
+
+COMPARED = (
+    "launches_eager",
+    "launches_graph",
+    "launches_around_graph",
+    "launches_update",
+    "bytes",
+    "bytes_between_per_frame_channel",
+)
+
+
+def growth(before: dict[str, Any], now: dict[str, Any], most: float) -> list[str]:
+    """Return a line for each figure that has grown by more than the share ``most``."""
+    found = []
+    for name in COMPARED:
+        old, new = before[name], now[name]
+        if new > old * (1 + most):
+            share = f" ({100 * (new / old - 1):+.1f} %)" if old else ""
+            found.append(f"{now['model']}: {name} has grown from {old:,} to {new:,}{share}")
+    return found

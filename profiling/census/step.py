@@ -1,0 +1,94 @@
+"""One training step of a published architecture, run on the fake GPU and recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from bench.workload import FRAMES_PER_SECOND, LISTED, read_durations
+
+from census.fake_gpu import fake_batch, fake_gpu, materialize
+from census.recorder import Entry, Recorder
+from effasr import config as configuration
+from effasr.data.batch import Batch
+from effasr.data.sampling.plan import UtteranceLengths
+from effasr.distributed.process_group import DistributedContext
+from effasr.model.asr import ASRModel
+from effasr.model.presets import PRESET_VOCABULARIES, PRESETS
+from effasr.training import build
+from effasr.training.calibration.workload import Population, batch_of
+from effasr.training.config import TrainConfig, resolve_losses
+from effasr.training.step import train_step
+
+_TOKENS_PER_SECOND, _PROMPT = 3.6, 5
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded step.
+
+    Attributes:
+        config: Configuration of the run.
+        batch: The micro-batch.
+        entries: Operators and kernels of the step in order.
+        parameters: Number of weights.
+    """
+
+    config: TrainConfig
+    batch: Batch
+    entries: list[Entry]
+    parameters: int
+
+
+def record(model: str, frame_budget: int) -> Recorded:
+    """Record a step of one micro-batch: forward, backward and update, with dropout.
+
+    It is the second step of a run, in which tables that are kept and the moments of the optimizer
+    are there.
+
+    Args:
+        model: A recipe of this name, whose architecture is in `effasr.model.presets`.
+        frame_budget: Encoder frames of the micro-batch, the tail included.
+
+    Raises:
+        ValueError: There is no such architecture, or a weight has ``frame_budget`` rows or columns.
+    """
+    if model not in PRESETS:
+        known = ", ".join(sorted(PRESETS))
+        raise ValueError(f"`model` must be one of {known}, but is {model!r}.")
+    if frame_budget < 1:
+        raise ValueError(f"`frame_budget` must be at least 1, but is {frame_budget}.")
+    given = [f"data.frame_budget={frame_budget}", "training.precision=bfloat16", "init_from=null"]
+    config = configuration.load(TrainConfig, model, given)
+    vocab_size = PRESET_VOCABULARIES[model]
+    batch = planned_batch(config, frame_budget, vocab_size)
+    with torch.device("meta"):
+        network = ASRModel(config.model, vocab_size).train()
+    if any(frame_budget in x.shape for x in network.parameters()):
+        raise ValueError(
+            f"`frame_budget` must not be the size of a weight, as frames are told from channels by "
+            f"their number, but is {frame_budget}: take {frame_budget + 16}."
+        )
+    config = replace(config, loss=resolve_losses(config.loss, config.model))
+    recorders = []
+    with fake_gpu() as device:
+        materialize(network, device)
+        state = build.build_train_state(config, network, DistributedContext(0, 1, device))
+        for step in range(2):
+            recorders.append(Recorder(network, device.type, frame_budget))
+            with recorders[-1].recording():
+                train_step(state, [fake_batch(batch)], step)
+    parameters = sum(x.numel() for x in network.parameters())
+    return Recorded(config, batch, recorders[-1].entries, parameters)
+
+
+def planned_batch(config: TrainConfig, frame_budget: int, vocab_size: int) -> Batch:
+    """Return a micro-batch as the planner makes it, of utterances as long as LibriSpeech's."""
+    seconds = np.array(read_durations(LISTED))
+    frames = np.maximum(1, np.rint(seconds * FRAMES_PER_SECOND)).astype(np.int32)
+    tokens = np.rint(seconds * _TOKENS_PER_SECOND).astype(np.int32) + _PROMPT
+    lengths = UtteranceLengths(frames, tokens)
+    population = Population.of(lengths, framing=config.model.features.framing)
+    shape = population.shape(frame_budget)
+    return batch_of(population.planned(shape)[0], shape, vocab_size, 0)

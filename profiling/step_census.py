@@ -1,0 +1,100 @@
+"""Count launches, bytes and FLOPs of a training step, without a GPU.
+
+    python profiling/step_census.py [--model canary_180m_flash] [--frame-budget 8448] [--json]
+    python profiling/step_census.py --check             compare with the baseline
+    python profiling/step_census.py --update-baseline   write results/step_census.json
+
+A step of one micro-batch runs with dropout in bfloat16 on fake tensors of a made-up GPU: the
+trainer does what it does on a real one, but operators of PyTorch and kernels are recorded, so
+that a step of any size takes seconds. A product has the FLOPs of `torch.utils.flop_counter`, an
+operation those of its own formula. A launch has the bytes of the tensors that it reads and writes,
+each once; traffic that caches do not catch comes on top. The roofline is the sum over launches of
+the time that an H200 takes at least: a bound, not a measurement. The table lists categories and
+layers; the JSON has `launches_eager`, `launches_graph`, `bytes_between_per_frame_channel` (traffic
+of frames between the matrix products and the kernels of an encoder layer) and their parts.
+
+With more than 5 % more launches or bytes than the baseline, `--check` fails. If that is intended,
+update the baseline and commit it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from census.report import growth, summarize, table
+from census.step import record
+
+BASELINE = Path(__file__).parent / "results" / "step_census.json"
+_BUDGET, _MOST_GROWTH = 8_448, 0.05
+_MODELS = ("canary_180m_flash", "canary_1b_flash")
+
+
+def census(model: str, frame_budget: int) -> dict[str, Any]:
+    """Record a step and return its figures; see `census.report.summarize`."""
+    return summarize(record(model, frame_budget), model)
+
+
+def update_baseline(path: Path) -> None:
+    """Write the figures of every model of the baseline."""
+    found = {model: census(model, _BUDGET) for model in _MODELS}
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def check(path: Path, models: Sequence[str]) -> list[str]:
+    """Return a line for each figure that exceeds the baseline by more than 5 %."""
+    before, found = json.loads(path.read_text(encoding="utf-8")), []
+    for model in models:
+        found += growth(before[model], census(model, _BUDGET), _MOST_GROWTH)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line and print; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="an architecture of effasr.model.presets")
+    parser.add_argument("--frame-budget", type=int, help="frames of the micro-batch")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="compare with the baseline")
+    what.add_argument("--update-baseline", action="store_true", help="write it anew")
+    options = parser.parse_args(arguments)
+    if (options.check or options.update_baseline) and options.frame_budget is not None:
+        parser.error(f"the baseline has {_BUDGET} frames: leave out --frame-budget")
+    if options.check:
+        models = _MODELS if options.model is None else [options.model]
+        if unknown := set(models) - set(_MODELS):
+            parser.error(f"the baseline has no {unknown.pop()}, only {', '.join(_MODELS)}")
+        grown = check(options.baseline, models)
+        for line in grown:
+            sys.stderr.write(f"step_census: {line}\n")
+        if grown:
+            sys.stderr.write(
+                "step_census: make the step smaller again, or, if this is meant, run "
+                "profiling/step_census.py --update-baseline and commit the file\n"
+            )
+        return 1 if grown else 0
+    if options.update_baseline:
+        update_baseline(options.baseline)
+        return 0
+    try:
+        budget = _BUDGET if options.frame_budget is None else options.frame_budget
+        summary = census(options.model or _MODELS[0], budget)
+    except ValueError as error:
+        sys.stderr.write(f"step_census: {error}\n")
+        return 2
+    sys.stdout.write((json.dumps(summary, indent=1) if options.json else table(summary)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""The census of a training step, and the gate on steps that grow."""
+
+import json
+import subprocess
+import sys
+from copy import deepcopy
+
+import pytest
+import step_census
+import torch
+from census import operators
+from census.report import COMPARED, growth
+
+BASELINE = json.loads(step_census.BASELINE.read_text())
+aten = torch.ops.aten
+
+
+def _moved(func, *args) -> int:
+    return operators.bytes_moved(func, args, {}, func(*args), "cpu")
+
+
+def test_an_operator_moves_what_it_reads_and_writes() -> None:
+    x, row = torch.ones(6, 4), torch.ones(4)
+    assert _moved(aten.add.Tensor, x, x.clone()) == 3 * 96
+    assert _moved(aten.add.Tensor, x, x) == 2 * 96
+    assert _moved(aten.add.Tensor, x, row) == 2 * 96 + 16
+    assert _moved(aten.add.Tensor, x, row.expand(6, 4)) == 2 * 96 + 16
+    # One that changes its argument reads and writes it, if it needs the values.
+    assert _moved(aten.add_.Tensor, x, row) == 2 * 96 + 16
+    assert _moved(aten.zero_.default, x) == 96
+    assert _moved(aten.copy_.default, x, row) == 96 + 16
+    assert _moved(aten.embedding.default, x, torch.tensor([0, 5])) == 16 + 2 * 32
+    assert _moved(aten._to_copy.default, x) == 2 * 96
+
+
+def test_views_launch_nothing() -> None:
+    x = torch.ones(6, 4)
+    for func in (aten.t.default, aten.empty_like.default, aten.detach.default):
+        assert operators.launches(func, [x]) == 0
+    assert operators.launches(aten.add.Tensor, [x, x]) == 1
+
+
+@pytest.mark.parametrize(
+    ("elements", "lists", "expected"),
+    [
+        ([1], 1, 1),
+        ([1] * 110, 1, 1),
+        ([1] * 111, 1, 2),
+        ([1] * 48, 3, 1),
+        ([1] * 49, 3, 2),
+        ([320 * 65_536], 1, 1),
+        ([320 * 65_536 + 1], 1, 2),
+        ([0, 0], 1, 0),
+    ],
+)
+def test_a_list_of_tensors_is_divided_as_pytorch_does(
+    elements: list[int], lists: int, expected: int
+) -> None:
+    assert operators.multi_tensor_launches(elements, lists) == expected
+
+
+@pytest.mark.parametrize("figure", COMPARED)
+def test_growth_beyond_the_limit_is_found(figure: str) -> None:
+    before = BASELINE["canary_180m_flash"]
+    grown = deepcopy(before)
+    grown[figure] = before[figure] * 1.06
+    (line,) = growth(before, grown, 0.05)
+    assert figure in line
+    assert "+6.0 %" in line
+    grown[figure] = before[figure] * 1.04
+    assert growth(before, grown, 0.05) == []
+
+
+@pytest.mark.parametrize("model", BASELINE)
+def test_a_step_has_not_grown(model: str) -> None:
+    # In a process of its own, as the device of the census is registered for good.
+    command = [sys.executable, step_census.__file__, "--check", "--model", model]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_figures_of_a_step_agree_with_each_other() -> None:
+    command = [sys.executable, step_census.__file__, "--json", "--frame-budget", "1600"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found, baseline = json.loads(done.stdout), BASELINE["canary_180m_flash"]
+    assert (found["model"], found["frame_budget"]) == ("canary_180m_flash", 1600)
+    for groups in (found["categories"], found["layers"]):
+        for figure in ("bytes", "flops"):
+            assert sum(x[figure] for x in groups.values()) == found[figure]
+        launches = sum(x["launches"] for x in groups.values())
+        assert launches == found["launches_eager"] + found["launches_update"]
+    assert sum(found["launches_of"].values()) == found["launches_eager"]
+    # Traffic between kernels grows with the frames alone, and a launch is one at any size.
+    between = "bytes_between_per_frame_channel"
+    assert found[between] == pytest.approx(baseline[between], rel=0.01)
+    assert found[between] == pytest.approx(sum(found["bytes_between_of"].values()), abs=1)
+    assert found["launches_eager"] == pytest.approx(baseline["launches_eager"], rel=0.05)
+    # The update does not depend on the batch.
+    assert found["launches_update"] == baseline["launches_update"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--model", "canary_2b"], "must be one of canary_180m_flash, canary_1b, canary_1b_flash"),
+        (["--frame-budget", "0"], "`frame_budget` must be at least 1, but is 0"),
+        (["--frame-budget", "512"], "`frame_budget` must not be the size of a weight"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(given: list[str], message: str) -> None:
+    command = [sys.executable, step_census.__file__, *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2
+    assert message in done.stderr
