@@ -36,7 +36,8 @@ class Practice:
         epochs: Passes over the corpus, where a copy at another speed counts as one.
         least_steps: Steps of a run at least.
         lr: Peak learning rate.
-        warmup_steps: Of the schedule.
+        warmup_steps: Warm-up steps of the schedule.
+        ctc_weights: Weight of CTC, and its weight before CTC has found the alignment.
         schedule: Its name and other fields, as YAML.
         guided_weight: Weight of the guided-attention penalty.
         sources: Published recipes of this size, one a line.
@@ -60,6 +61,7 @@ class Practice:
     least_steps: int
     lr: float
     warmup_steps: int
+    ctc_weights: tuple[float, float] = (0.3, 0.5)
     schedule: str
     guided_weight: float
     sources: tuple[str, ...]
@@ -92,19 +94,20 @@ PRACTICE = (
         subsampling_channels=32,
         small=True,
         freq_width=15,
-        time_masks=2,
-        batch_seconds=80,
-        epochs=60,
-        least_steps=3000,
+        time_masks=4,
+        batch_seconds=20,
+        epochs=45,
+        least_steps=8000,
         lr=1.5e-3,
         warmup_steps=200,
+        ctc_weights=(0.5, 0.9),
         schedule="name: flat_cosine, min_ratio: 0.02",
         guided_weight=2.0,
         sources=(
             "ESPnet ml_superb, 1 hour (train_asr_fbank_single.yaml): width 256, 2 layers, CTC, 32",
             "  utterances a step, 15,000 steps, dropout 0.1, SpecAugment",
             "SpeechBrain conformer_small.yaml: width 144",
-            "effasr's own recipe small: layers, learning rate and schedule",
+            "effasr's own recipe small: layers, batch, learning rate and schedule",
         ),
     ),
     Practice(

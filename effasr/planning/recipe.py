@@ -156,8 +156,9 @@ def _scratch(request: RecipeRequest) -> Iterator[str]:
     yield from _data(request)
     yield f"  tokenizer: {_scalar(request.tokenizer)} # {request.vocabulary}"
     yield "# CTC leads until it has found the alignment, then attention is guided along it."
+    weight, before = practice.ctc_weights
     yield (
-        "loss: {ctc_weight: 0.3, ctc_weight_before: 0.5, "
+        f"loss: {{ctc_weight: {weight}, ctc_weight_before: {before}, "
         f"guided_weight: {practice.guided_weight}, guided_after_ctc: 1.5}}"
     )
     yield f"optimizer: {{lr: {practice.lr:.4f}, weight_decay: 0.01}}"
