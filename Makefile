@@ -10,12 +10,14 @@ DEMO := data/demo
 # Two cores; a process that has nothing left takes tests from the other.
 SHARED := -n 2 --dist worksteal
 
-.PHONY: demo demo-transducer test lint bench gpu wheels clean help
+.PHONY: demo demo-transducer test test-all audit lint bench gpu wheels clean help
 
 help:
 	@echo "make demo              synthesise speech, train, resume, evaluate, transcribe (10 minutes)"
 	@echo "make demo-transducer   the same with a transducer in place of the attention decoder"
 	@echo "make test              run all tests that need no GPU"
+	@echo "make test-all          run make test, the fuzz tests at full size, and make audit"
+	@echo "make audit             run bandit, and pip-audit where it can reach PyPI"
 	@echo "make lint              run ruff, pyright and import-linter"
 	@echo "make bench             time the operations on this machine"
 	@echo "make wheels            build dist/*.whl with the CPU kernels, for each compiler that is found"
@@ -33,6 +35,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[demo,huggingface,lamb,onnx,test]"
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.audit: pyproject.toml constraints.txt | $(VENV)/.test
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[audit]"
+	@touch $@
 
 $(VENV)/.wheels: pyproject.toml | $(VENV)/bin/pip
 	$(BIN)/pip install --quiet "setuptools>=77"
@@ -66,6 +72,19 @@ test: $(VENV)/.test
 	EFFASR_EMULATE=90 $(BIN)/pytest $(SHARED) tests/gpu -k "bfloat16 or not float16"
 	@echo; echo "Some of them in Triton's interpreter:"; echo
 	TRITON_INTERPRET=1 $(BIN)/pytest $(SHARED) tests/gpu -k "contract and not transducer"
+
+test-all: test audit
+
+# Known vulnerabilities come from PyPI; without a network nothing is claimed about them.
+REACHES_PYPI := import urllib.request as u; u.urlopen("https://pypi.org/pypi/pip/json", timeout=10)
+
+audit: $(VENV)/.audit
+	$(BIN)/bandit --quiet --severity-level medium --recursive effasr kernels/effasr_kernels
+	@if $(BIN)/python -c '$(REACHES_PYPI)' 2> /dev/null; then \
+	  $(BIN)/pip-audit --skip-editable; \
+	else \
+	  echo "audit: https://pypi.org cannot be reached, so dependencies were NOT checked"; \
+	fi
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -185,7 +185,8 @@ def _find(recipe: str | Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        text = path.read_text(encoding="utf-8")
+        mapping = yaml.load(text, Loader=_Loader)  # nosec B506
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if mapping is None:
@@ -212,7 +213,7 @@ def _apply(cls: type, mapping: dict[str, Any], override: str) -> None:
     if not separator or not dotted:
         raise ConfigError(f"an override must be `path.to.field=value`, but is {override!r}.")
     try:
-        value = yaml.load(text, Loader=_Loader)
+        value = yaml.load(text, Loader=_Loader)  # nosec B506
     except yaml.YAMLError as error:
         raise ConfigError(f"`{dotted}`: the value {text!r} is not valid YAML.") from error
     *parents, last = dotted.split(".")

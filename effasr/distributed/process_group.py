@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,9 +22,6 @@ T = TypeVar("T")
 
 NCCL = "cpu:gloo,cuda:nccl"
 """The backend of processes that have one GPU each."""
-
-_GRACE_S = 0.1
-"""Seconds for gloo's threads to release the last calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +106,8 @@ def distributed_context(
 ) -> Iterator[DistributedContext]:
     """Join the processes that torchrun started; leave them when the block ends.
 
+    Connections to the other processes remain open, unused, until this process ends.
+
     Args:
         device: ``cpu``, ``cuda``, or ``auto``: a GPU where there is one. torchrun's LOCAL_RANK
             selects it.
@@ -152,31 +151,33 @@ def distributed_context(
         yield context
         # So that no rank closes the store while another still uses it.
         context.barrier()
-        _wait_for_gloo()
     except BaseException as error:
-        # Before this rank's connections close, which makes the others fail.
+        # Before this process ends, which closes its connections and makes the others fail.
         earlier, reason = None, " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, Exception):
             earlier = record_failure(context.store or store, rank, reason)
         # NCCL's teardown would wait for lost peers; the end of the process suffices.
         if own_device.type != "cuda":
-            _wait_for_gloo()
-            dist.destroy_process_group()
+            _leave()
         if earlier is not None:
             raise PeerFailed(earlier) from error
         raise
-    dist.destroy_process_group()
+    _leave()
 
 
-def _wait_for_gloo() -> None:
-    """Wait, before a process group is destroyed, until its threads have released the last call.
+def _leave() -> None:
+    """Leave all process groups, without running the destructors of their C++ objects.
 
-    Destroying the group holds the GIL and waits for these threads, and a thread needs the GIL to
-    release a call's tensors: gloo's barrier, followed at once by the destruction of the group or of
-    a `DistributedDataParallel` that has it, deadlocked one process of two in 1 of 12 cases
-    (torch 2.13).
+    The destructor of a gloo group waits for the group's threads, and these need the GIL to release
+    the tensors of their last call. A `DistributedDataParallel` that outlives the group in Python
+    holds the last reference to it, and its own destructor has the GIL: the process deadlocks
+    (torch 2.13, within a few runs of two ranks). The groups of a process are therefore never
+    deleted; their threads and connections end with the process.
     """
-    time.sleep(_GRACE_S)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        # A reference in a variable would be dropped when the interpreter ends, with the GIL.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    dist.destroy_process_group()
 
 
 def choose_device(name: str) -> torch.device:

@@ -17,6 +17,7 @@ from effasr.model.checks import check
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
 from effasr.model.losses import Losses, gather_losses
+from effasr.model.onednn_caches import limit_onednn_caches
 from effasr.model.text_encoder import TextEncoder, TextEncoderConfig
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr.model.whisper_encoder import WhisperEncoder, WhisperEncoderConfig
@@ -109,6 +110,7 @@ class ASRModel(nn.Module):
         last.
         """
         super().__init__()
+        limit_onednn_caches()
         check(vocab_size >= 1, "vocab_size", "be at least 1", vocab_size)
         self.config, self.vocab_size = config, vocab_size
         self.features = LogMel(config.features)

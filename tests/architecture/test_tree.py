@@ -10,7 +10,7 @@ ROOTS = ("effasr", "kernels", "profiling")
 """Whose folders are counted."""
 
 LAYERS = [
-    ["effasr.train"],
+    ["effasr.train", "effasr.launch"],
     ["effasr.cli"],
     ["effasr.planning"],
     ["effasr.training"],

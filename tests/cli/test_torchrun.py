@@ -89,3 +89,39 @@ def test_what_one_rank_finds_wrong_is_not_lost_among_what_follows(workplace, tmp
     lines = [line for line in failed.stderr.splitlines() if line.startswith("effasr train:")]
     assert lines == ["effasr train: u7: it is gone."]
     assert "u7: it is gone." in failed.stderr.partition("Root Cause (first observed failure):")[2]
+
+
+LAUNCH = [sys.executable, "-m", "effasr.launch", "--standalone", "--nproc-per-node", "2"]
+
+
+def test_the_launcher_adds_nothing_to_the_reason_of_a_failure(workplace, tmp_path) -> None:
+    failed = start([*LAUNCH, TRAIN, workplace.recipe, "model.encoder.layrs=3"], tmp_path)
+    assert failed.returncode == 2
+    assert failed.stderr == (
+        "effasr train: `model.encoder.layrs` is an unknown field: did you mean `layers`?\n"
+    )
+
+
+def test_the_launcher_names_the_end_of_a_process_that_could_not(tmp_path) -> None:
+    (tmp_path / "ends.py").write_text(
+        "import os, signal, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    sys.exit(7) if sys.argv[1] == 'exit' else os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(60)\n"
+    )
+    killed = start([*LAUNCH, "ends.py", "kill"], tmp_path)
+    assert killed.returncode == 128 + 9
+    (line,) = killed.stderr.splitlines()
+    assert line.startswith("effasr.launch: rank 1 (local rank 1, process ")
+    assert "was ended by SIGKILL. The kernel may have ended it for want of memory." in line
+    left = start([*LAUNCH, "ends.py", "exit"], tmp_path)
+    assert left.returncode == 7
+    assert left.stderr.endswith(") ended with exit code 7.\n")
+
+
+def test_the_launcher_trains_as_torchrun_does(workplace, tmp_path) -> None:
+    done = start(
+        [*LAUNCH, TRAIN, workplace.recipe, "output=here", "training.max_steps=1"], tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in read_lines(tmp_path / "here/first/metrics.jsonl")] == [1]

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
+from effasr.distributed.async_sgd.consensus import consensus_distance
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
-from effasr.distributed.async_sgd.gossip.consensus import consensus_distance
 from effasr.distributed.async_sgd.gossip.gossip import Gossip
 from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
 from effasr.distributed.async_sgd.gossip.topology import neighbours

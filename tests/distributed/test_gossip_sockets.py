@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from effasr.distributed.async_sgd.gossip import sockets
+from effasr.distributed.async_sgd.gossip import listener, sockets
 from effasr.distributed.async_sgd.gossip.addresses import own_addresses
+from effasr.distributed.async_sgd.gossip.handshake import HELLO_BYTES
 from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
 from effasr.distributed.async_sgd.gossip.transport import PeerLost
 
@@ -143,23 +144,22 @@ def test_one_that_does_not_come_is_lost_at_the_first_message(learner) -> None:
 
 
 def test_strangers_are_not_let_in_and_silent_ones_block_nobody_for_long(monkeypatch) -> None:
-    monkeypatch.setattr(sockets, "_CONNECT_S", 0.2)
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.2)
     store = HashStore()
     with threads() as pool, ExitStack() as stack:
         passive = pool.submit(SocketTransport, store, 1, [0], 20.0)
         while not store.check(["listening/1"]):
             time.sleep(0.01)
-        port = json.loads(store.get("listening/1"))["port"]
-        strangers = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(3)
-        ]
-        strangers[0].sendall(sockets._GREETING.pack(bytes(16), 0))
+        endpoint = tuple(json.loads(store.get("listening/1"))["endpoints"][-1])
+        strangers = [stack.enter_context(socket.create_connection(endpoint)) for _ in range(3)]
+        strangers[0].sendall(bytes(HELLO_BYTES))
         strangers[1].close()
         active = SocketTransport(store, 0, [1], 20.0)
         sending = pool.submit(active.send, torch.ones(3), 1, 20.0)
         got = torch.zeros(3)
         passive.result().receive(got, 0, 20.0)
         sending.result()
+        assert len(strangers[0].recv(100)) == 32
         assert strangers[0].recv(1) == b""
     assert got.tolist() == [1, 1, 1]
 
@@ -170,7 +170,8 @@ def test_the_next_address_is_tried_and_all_are_named_where_none_leads_there(monk
     with socket.create_server(("127.0.0.2", 0)) as foreign:
         port = foreign.getsockname()[1]
         store = HashStore()
-        where = {"addresses": ["127.0.0.3", "127.0.0.2"], "port": port, "secret": "00" * 16}
+        endpoints = [["127.0.0.3", port], ["127.0.0.2", port]]
+        where = {"endpoints": endpoints, "key": "00" * 32}
         store.set("listening/1", json.dumps(where))
         active = SocketTransport(store, 0, [1], 5.0)
         with pytest.raises(PeerLost, match=r"127\.0\.0\.3: .*refused.*GLOO_SOCKET_IFNAME names"):

@@ -19,7 +19,7 @@ from effasr.model.encoder import FastConformerConfig
 from effasr.training import build
 from effasr.training.config import TrainConfig
 from effasr.training.step import train_step
-from tests.support.run_ranks import check_ranks, run_ranks
+from tests.support.run_ranks import check_ranks, run_module, run_ranks
 
 
 def talk(context: DistributedContext) -> None:
@@ -136,3 +136,12 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="PyTorch sees no GPU"):
             distributed_context("cuda", environment={}).__enter__()
+
+
+@pytest.mark.slow
+def test_a_model_that_outlives_its_process_group_blocks_no_process() -> None:
+    """With the group's destructor, this deadlocks in one of the rounds."""
+    for done in run_module("tests.distributed.leaving_ranks", "150", limit_s=240.0):
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout == "left\n"
+        assert not done.stderr

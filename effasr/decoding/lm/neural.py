@@ -222,7 +222,7 @@ def load_neural_lm(
     disable_progress_bar()
     try:
         json.loads((directory / "config.json").read_text(encoding="utf-8"))["model_type"]
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(  # nosec B615
             directory, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -10,13 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from effasr.distributed.async_sgd.consensus import consensus_distance
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
-from effasr.distributed.async_sgd.gossip.consensus import consensus_distance
 from effasr.distributed.async_sgd.gossip.gossip import Gossip, GossipCounters
 from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
 from effasr.distributed.async_sgd.gossip.topology import neighbours
 from effasr.distributed.async_sgd.learners import Learners
 from effasr.distributed.averager import Averager, add_flat, average_training_state
+
+_STRANGERS = "gossip_strangers"
+"""Key of the store: connections that all learners have dropped."""
 
 
 class WeightAveraging(Averager):
@@ -109,6 +112,8 @@ class WeightAveraging(Averager):
 
         ``gossip_exchanges``: exchanges in all. ``staleness``: own updates between the copy of the
         weights that a difference was computed from and its addition, mean since the last call.
+        ``gossip_strangers``: connections to any learner that were dropped, because they were not of
+        this run.
         """
         exchanges, count, stale = self._exchanges_before, 0, 0.0
         if self._gossip is not None:
@@ -122,6 +127,7 @@ class WeightAveraging(Averager):
         return {
             "gossip_exchanges": exchanges,
             "staleness": stale / count if count else None,
+            "gossip_strangers": self._learners.store.add(_STRANGERS, 0),
             "learners_lost": sorted(membership.lost) if membership else [],
         }
 
@@ -143,7 +149,10 @@ class WeightAveraging(Averager):
             index,
             neighbours(config.topology, index, len(left)),
             config.timeout_s,
+            config.tls,
         )
+        # The learner that writes the metrics may not be one that listens.
+        learners.store.add(_STRANGERS, transport.strangers)
         self._gossip = Gossip(
             self._tensors,
             learner=index,

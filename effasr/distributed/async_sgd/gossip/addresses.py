@@ -13,6 +13,7 @@ from pathlib import Path
 INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Names the interfaces to use, separated by commas; gloo reads the same."""
 
+_LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
@@ -20,8 +21,9 @@ _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 def own_addresses() -> list[str]:
     """Return the IPv4 and IPv6 addresses of this node, the most likely to be reachable first.
 
-    These are those of the interfaces that GLOO_SOCKET_IFNAME names, and no others; otherwise the
-    one from which MASTER_ADDR is reached, then those of all interfaces, loopback last. Linux only.
+    These are those of the interfaces that GLOO_SOCKET_IFNAME names, and no others; otherwise, if
+    torchrun started all processes on this node, that of loopback; otherwise the one from which
+    MASTER_ADDR is reached, then those of all interfaces, loopback last. Linux only.
 
     Raises:
         ValueError: An interface has no address.
@@ -29,6 +31,9 @@ def own_addresses() -> list[str]:
     named = os.environ.get(INTERFACES_VARIABLE)
     if named:
         return [address for name in named.split(",") for address in _named(name.strip())]
+    size = os.environ.get("WORLD_SIZE")
+    if size is not None and size == os.environ.get("LOCAL_WORLD_SIZE"):
+        return [_LOOPBACK]
     found = [
         *_towards(os.environ.get("MASTER_ADDR")),
         *(address for _, name in socket.if_nameindex() for address in _of(name)),

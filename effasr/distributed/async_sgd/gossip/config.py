@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from effasr.distributed.async_sgd.gossip.tls import TLSConfig
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GossipConfig:
@@ -21,12 +23,15 @@ class GossipConfig:
             traffic to and from the GPU and between nodes.
         timeout_s: How long a learner may stay silent in an exchange before it is left out of the
             run. One whose process ends is noticed at once; one that computes slowly is not silent.
+        tls: Certificates with which connections between learners are encrypted; null: learners
+            prove to each other that they are of this run, but data are not encrypted.
     """
 
     topology: Literal["ring", "random"] = "ring"
     learner_size: int | None = None
     period: int = 1
     timeout_s: float = 120.0
+    tls: TLSConfig | None = None
 
     def __post_init__(self) -> None:
         if self.topology not in ("ring", "random"):

@@ -1,18 +1,16 @@
 """Connections between learners: TCP, one for each pair of neighbours.
 
 gloo is not used: when a connection breaks within a message, it often does not wake the receiver,
-    and the timeout of one call closes the connections to all. Here the loss of a neighbour is
-    immediately an error in the calls that concern it, and `SocketTransport.close` ends every call.
+and the timeout of one call closes the connections to all. Here the loss of a neighbour is
+immediately an error in the calls that concern it, and `SocketTransport.close` ends every call.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import secrets
 import socket
-import struct
+import ssl
 import time
 import weakref
 from collections.abc import Iterable
@@ -23,16 +21,17 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from effasr.distributed.async_sgd.gossip.addresses import INTERFACES_VARIABLE, own_addresses
+from effasr.distributed.async_sgd.gossip.handshake import Stranger, introduce
+from effasr.distributed.async_sgd.gossip.listener import Listener
+from effasr.distributed.async_sgd.gossip.tls import TLSConfig, client_context, server_context
 from effasr.distributed.async_sgd.gossip.topology import is_active
 from effasr.distributed.async_sgd.gossip.transport import PeerLost
 
-log = logging.getLogger(__name__)
-
-_GREETING = struct.Struct("!16sq")
-_WELCOME = b"\x06"
 # Timeout of one address of a neighbour, which may belong to another network; the next address is
 # tried afterwards. A neighbour that was reached may be slow to answer.
 _CONNECT_S, _WELCOME_S = 5.0, 30.0
+# A neighbour that is flooded with connections may drop that of this learner.
+_ROUNDS, _PAUSE_S = 3, 0.2
 # Bytes of one system call: large enough to amortise it, and bounds what a timeout covers.
 _CHUNK = 1 << 22
 
@@ -42,9 +41,11 @@ _transports: weakref.WeakSet[SocketTransport] = weakref.WeakSet()
 class SocketTransport:
     """The connections of one learner to its neighbours; a `Transport`.
 
-    Learners of odd number listen, and write their addresses into the store; those of even number
-    connect. A secret from the store authenticates them, so that neither a foreign program nor the
-    same address on another node is taken for the neighbour. Data are not encrypted.
+    Learners of odd number listen, and write their addresses and a key into the store; those of even
+    number connect. Both prove that they have the key (`effasr.distributed.async_sgd.gossip.
+    handshake`), so that neither a foreign program nor the same address on another node is taken for
+    the neighbour. Who can read the store of the run can read the key. Data are encrypted with TLS
+    alone.
 
     Args:
         store: Store that all learners share; used by nothing else.
@@ -52,19 +53,38 @@ class SocketTransport:
         peers: Its neighbours, odd where it is even.
         timeout_s: Seconds to wait for them. A neighbour missing afterwards is lost: the first
             message to or from it raises the error.
+        tls: Files of TLS, on all learners or on none.
+
+    Attributes:
+        strangers: Number of connections to this learner that were dropped, because they were not of
+            a neighbour.
+
+    Raises:
+        ValueError: A file of TLS is not what it should be.
+        OSError: This learner can open no port.
     """
 
-    def __init__(self, store: Store, learner: int, peers: Iterable[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        learner: int,
+        peers: Iterable[int],
+        timeout_s: float,
+        tls: TLSConfig | None = None,
+    ) -> None:
+        self.strangers = 0
         self._connections: dict[int, socket.socket] = {}
         self._missing: dict[int, str] = {}
         self._closed = False
         _transports.add(self)
         until = time.monotonic() + timeout_s
         if is_active(learner):
+            context = None if tls is None else client_context(tls)
             for peer in peers:
-                self._connect(store, learner, peer, until)
+                self._connect(store, learner, peer, until, context)
         else:
-            self._listen(store, learner, set(peers), until)
+            context = None if tls is None else server_context(tls)
+            self._listen(store, learner, set(peers), until, context)
 
     def send(self, tensor: Tensor, peer: int, timeout_s: float) -> None:
         """See `Transport`; ``tensor`` is contiguous and on the host."""
@@ -96,7 +116,8 @@ class SocketTransport:
             # Not `close`: another thread may be about to use the descriptor, whose number could
             # then belong to another file.
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                # Not the method of an SSLSocket, which switches to plain text before it shuts down.
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def __del__(self) -> None:
         for connection in self._connections.values():
@@ -120,7 +141,9 @@ class SocketTransport:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connections[peer] = connection
 
-    def _connect(self, store: Store, learner: int, peer: int, until: float) -> None:
+    def _connect(
+        self, store: Store, learner: int, peer: int, until: float, context: ssl.SSLContext | None
+    ) -> None:
         """Find the address of a neighbour under which it answers."""
         key = f"listening/{peer}"
         while not store.check([key]):
@@ -129,81 +152,60 @@ class SocketTransport:
                 return
             time.sleep(0.01)
         where = json.loads(store.get(key))
-        tried = []
-        for address in where["addresses"]:
-            try:
-                connection = socket.create_connection((address, where["port"]), _CONNECT_S)
-            except OSError as error:
-                tried.append(f"{address}: {error.strerror or error}")
-                continue
-            try:
-                connection.settimeout(_WELCOME_S)
-                connection.sendall(_GREETING.pack(bytes.fromhex(where["secret"]), learner))
-                if connection.recv(1) == _WELCOME:
-                    self._keep(peer, connection)
-                    return
-                tried.append(f"{address}: another program answers")
-            except OSError as error:
-                tried.append(f"{address}: {error.strerror or error}")
-            connection.close()
-        self._missing[peer] = (
-            f"it cannot be reached at port {where['port']} of any of its addresses ("
-            f"{'; '.join(tried)}); {INTERFACES_VARIABLE} names the interface to use"
-        )
-
-    def _listen(self, store: Store, learner: int, peers: set[int], until: float) -> None:
-        """Wait until all neighbours have connected."""
-        secret = secrets.token_bytes(16)
-        with _listener() as listener:
-            where = {
-                "addresses": own_addresses(),
-                "port": listener.getsockname()[1],
-                "secret": secret.hex(),
-            }
-            store.set(f"listening/{learner}", json.dumps(where))
-            while peers and (left := until - time.monotonic()) > 0:
-                listener.settimeout(left)
+        tried: dict[str, str] = {}
+        for attempt in range(_ROUNDS):
+            if attempt:
+                time.sleep(_PAUSE_S)
+            for address, port in where["endpoints"]:
                 try:
-                    connection, _ = listener.accept()
-                except TimeoutError:
-                    break
-                peer = _greeted(connection, secret)
-                if peer in peers:
-                    self._keep(peer, connection)
-                    peers.remove(peer)
-                else:
+                    connection = _opened(address, port, context)
+                except OSError as error:
+                    tried[address] = f"port {port}: {error.strerror or error}"
+                    continue
+                try:
+                    give_up = time.monotonic() + _WELCOME_S
+                    secret = bytes.fromhex(where["key"])
+                    introduce(connection, secret, connecting=learner, listening=peer, until=give_up)
+                except (OSError, Stranger) as error:
                     connection.close()
-        self._missing = dict.fromkeys(peers, "it did not connect")
-
-
-def _listener() -> socket.socket:
-    """Listen at a free port of all interfaces; the greeting authenticates connections."""
-    backlog = socket.SOMAXCONN
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+                    tried[address] = f"port {port}: {error}"
+                    continue
+                self._keep(peer, connection)
+                return
+        every = "; ".join(f"{address}: {reason}" for address, reason in tried.items())
+        self._missing[peer] = (
+            f"it cannot be reached at any of its addresses ({every}); {INTERFACES_VARIABLE} names "
+            "the interface to use"
         )
-    return socket.create_server(("", 0), backlog=backlog)
+
+    def _listen(
+        self,
+        store: Store,
+        learner: int,
+        peers: set[int],
+        until: float,
+        context: ssl.SSLContext | None,
+    ) -> None:
+        """Wait until all neighbours have connected."""
+        with Listener(own_addresses(), learner, context) as listener:
+            where = {"endpoints": listener.endpoints, "key": listener.key.hex()}
+            store.set(f"listening/{learner}", json.dumps(where))
+            for peer, connection in listener.accept(peers, until).items():
+                self._keep(peer, connection)
+            self.strangers = listener.strangers
+        self._missing = dict.fromkeys(peers - self._connections.keys(), "it did not connect")
 
 
-def _greeted(connection: socket.socket, secret: bytes) -> int | None:
-    """Return the number of the learner that connected; None for any other program."""
-    connection.settimeout(_CONNECT_S)
-    greeting = bytearray()
+def _opened(address: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
+    """Connect to an address, with TLS if there is a context."""
+    connection = socket.create_connection((address, port), _CONNECT_S)
+    if context is None:
+        return connection
     try:
-        while len(greeting) < _GREETING.size:
-            more = connection.recv(_GREETING.size - len(greeting))
-            if not more:
-                return None
-            greeting += more
-        theirs, learner = _GREETING.unpack(greeting)
-        if not secrets.compare_digest(theirs, secret):
-            return None
-        connection.sendall(_WELCOME)
-    except OSError as error:
-        log.debug("a connection sent no greeting: %s", error)
-        return None
-    return learner
+        return context.wrap_socket(connection)
+    except OSError:
+        connection.close()
+        raise
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -1,0 +1,87 @@
+"""TLS between learners, with certificates of the user's own authority."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TLSConfig:
+    """Encrypts the connections between learners; both sides show a certificate.
+
+    Any certificate that the authority signed is accepted, whatever the name in it: learners are
+    reached by address. The authority should therefore sign for the nodes of this cluster alone.
+
+    Attributes:
+        ca: PEM file of the authority that signed the certificates of all nodes.
+        certificate: PEM file of this node's certificate, and of those between it and the authority.
+        key: PEM file of its private key, not encrypted.
+    """
+
+    ca: str
+    certificate: str
+    key: str
+
+    def __post_init__(self) -> None:
+        for name in ("ca", "certificate", "key"):
+            if not getattr(self, name):
+                raise ValueError(f"`{name}` must be the path of a PEM file, but is empty.")
+
+
+def server_context(config: TLSConfig) -> ssl.SSLContext:
+    """Return the settings of the side that listens; raises as `client_context`."""
+    return _context(config, ssl.PROTOCOL_TLS_SERVER)
+
+
+def client_context(config: TLSConfig) -> ssl.SSLContext:
+    """Return the settings of the side that connects.
+
+    Raises:
+        ValueError: A file is missing or is not what it should be; names the file.
+    """
+    return _context(config, ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _context(config: TLSConfig, protocol: int) -> ssl.SSLContext:
+    for name in ("ca", "certificate", "key"):
+        path = Path(getattr(config, name))
+        try:
+            with path.open("rb"):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"`training.gossip.tls.{name}` must be a readable PEM file, but {path} is not: "
+                f"{error.strerror}."
+            ) from error
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(config.ca)
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"`training.gossip.tls.ca` must hold certificates in PEM format, but {config.ca} does "
+            f"not ({error.reason or error})."
+        ) from error
+    try:
+        context.load_cert_chain(config.certificate, config.key, password=_no_password)
+    except (ssl.SSLError, _Encrypted) as error:
+        reason = "the key is encrypted" if isinstance(error, _Encrypted) else error.reason or error
+        raise ValueError(
+            "`training.gossip.tls.certificate` and `key` must be a certificate and its private "
+            f"key, not encrypted, in PEM format, but {config.certificate} and {config.key} are "
+            f"not ({reason})."
+        ) from error
+    return context
+
+
+class _Encrypted(Exception):
+    """The private key asks for a password."""
+
+
+def _no_password() -> str:
+    # Without this, OpenSSL would ask at the terminal.
+    raise _Encrypted

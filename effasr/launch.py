@@ -1,0 +1,64 @@
+"""torchrun with short errors: ``python -m effasr.launch --nproc-per-node N effasr/train.py ...``.
+
+The options are those of torchrun. When a process of the run fails, torchrun adds a traceback of its
+own and a summary of some 40 lines to the one line in which the process has given the reason. Here
+nothing follows that line; for a process that could not give a reason, such as a killed one, one
+line names its end. The exit code is that of the process which failed first; 128 + n for signal n.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import parse_args, run
+
+_ELASTIC = "torch.distributed.elastic"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start the processes, wait for their end and return the exit code."""
+    options = parse_args(arguments)
+    # What it logs of the end of processes is in the line of the failed one; restarts are reported.
+    quiet = logging.getLogger(f"{_ELASTIC}.multiprocessing")
+    if not options.max_restarts:
+        quiet.setLevel(logging.CRITICAL)
+    try:
+        run(options)
+    except ChildFailedError as error:
+        rank, failure = _first(error)
+        if not isinstance(failure.message, dict):
+            sys.stderr.write(f"effasr.launch: {_end(rank, failure)}\n")
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        sys.stderr.write(f"effasr.launch: stopped by {error.sigval.name}.\n")
+        return 128 + error.sigval
+    return 0
+
+
+def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """Return the process that failed first; torchrun's times are whole seconds."""
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, int]:
+        # torchrun itself ends the others by SIGTERM.
+        return item[1].exitcode == -signal.SIGTERM, item[1].timestamp
+
+    return min(error.failures.items(), key=order)
+
+
+def _end(rank: int, failure: ProcessFailure) -> str:
+    """Return the end of a process that left no reason."""
+    where = f"rank {rank} (local rank {failure.local_rank}, process {failure.pid})"
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        hint = " The kernel may have ended it for want of memory." if name == "SIGKILL" else ""
+        return f"{where} was ended by {name}.{hint}"
+    return f"{where} ended with exit code {failure.exitcode}."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
