@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effasr.untrusted.display import escape_controls
+
 if TYPE_CHECKING:
     from effasr.decoding.config import DecodingConfig
 
@@ -161,12 +163,12 @@ def decoding_config(options: argparse.Namespace, *, words: bool = False) -> Deco
 
 def print_line(text: str) -> None:
     """Write to standard output, with one line feed at the end."""
-    sys.stdout.write(text.rstrip("\n") + "\n")
+    sys.stdout.write(escape_controls(text.rstrip("\n")) + "\n")
 
 
 def log(command: str, text: str) -> None:
     """Write a line to standard error, after the name of the command."""
-    sys.stderr.write(f"effasr {command}: {text}\n")
+    sys.stderr.write(f"effasr {command}: {escape_controls(text)}\n")
     sys.stderr.flush()
 
 

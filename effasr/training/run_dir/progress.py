@@ -8,6 +8,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from effasr.untrusted.display import escape_controls
+
 
 class ProgressDisplay:
     """Shows steps, loss, speed, padding, data wait and the time left, on standard error."""
@@ -55,7 +57,7 @@ class ProgressDisplay:
 
     def show(self, text: str) -> None:
         """Show one line above the bar."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(escape_controls(text), markup=False, highlight=False, soft_wrap=True)
 
 
 class SilentDisplay(ProgressDisplay):
