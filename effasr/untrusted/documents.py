@@ -23,8 +23,8 @@ _MOST_NODES = 500_000
 _MOST_NUMBER = 400
 """Most characters of a number: longer ones take a time that grows with the square."""
 
-# What PyYAML's constructors raise for values such as `!!int ""`, `!!bool x` or 2001-99-99.
-_WRONG_VALUES = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
+WRONG_VALUES = (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+"""What code raises, beside ValueError, that meets values of other kinds than it expects."""
 
 
 def read_json(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> Any:
@@ -123,7 +123,8 @@ def parse_yaml(text: str, name: str, loader: type[yaml.SafeLoader] = yaml.SafeLo
             reader.dispose()
     except RecursionError:
         raise ValueError(f"{name} is not valid YAML: it is nested too deep.") from None
-    except (yaml.YAMLError, *_WRONG_VALUES) as error:
+    # PyYAML raises many kinds for values such as `!!int ""`, `!!bool x` or 2001-99-99.
+    except (yaml.YAMLError, ValueError, *WRONG_VALUES) as error:
         raise ValueError(f"{name} is not valid YAML: {' '.join(str(error).split())}.") from error
 
 
