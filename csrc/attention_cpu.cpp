@@ -13,23 +13,15 @@
 #include "attention.h"
 #include "attention/tasks.h"
 #include "attention/work.h"
+#include "machine.h"
 
-// Macros such as __AVX2__ are those of the command line, whatever a pragma says.
 #define EFFASR_INSTRUCTIONS base
-#if defined(__AVX512F__)
-#define EFFASR_LANES 16
-#elif defined(__AVX2__)
-#define EFFASR_LANES 8
-#else
-#define EFFASR_LANES 4
-#endif
+#define EFFASR_LANES EFFASR_BASE_LANES
 #include "attention/instructions.h"
 #undef EFFASR_INSTRUCTIONS
 #undef EFFASR_LANES
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define EFFASR_HAS_WIDER
-
+#ifdef EFFASR_HAS_WIDER
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 #define EFFASR_INSTRUCTIONS avx2
@@ -49,33 +41,9 @@
 #pragma GCC pop_options
 #endif
 
-namespace effasr {
-namespace {
-
-int widest() {
-#ifdef EFFASR_HAS_WIDER
-  const auto has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const auto has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-  return has_avx2 && has_avx512 ? kAvx512 : has_avx2 ? kAvx2 : kBaseInstructions;
-#else
-  return kBaseInstructions;
-#endif
-}
-
-// The instructions to use, or 0 where the machine lacks what is asked for.
-int choose(const PackedAttention& a) {
-  const int best = widest();
-  if (a.instructions == kBestInstructions) return best;
-  return a.instructions <= best ? a.instructions : 0;
-}
-
-}  // namespace
-}  // namespace effasr
-
 extern "C" int attention_forward_cpu(const PackedAttention* attention, int threads) try {
   using namespace effasr;
-  switch (choose(*attention)) {
+  switch (choose_instructions(attention->instructions)) {
     case kBaseInstructions: return base::forward(*attention, threads);
 #ifdef EFFASR_HAS_WIDER
     case kAvx2: return avx2::forward(*attention, threads);
@@ -90,7 +58,7 @@ extern "C" int attention_forward_cpu(const PackedAttention* attention, int threa
 extern "C" int attention_backward_cpu(const PackedAttention* attention,
                                       const AttentionGradients* gradients, int threads) try {
   using namespace effasr;
-  switch (choose(*attention)) {
+  switch (choose_instructions(attention->instructions)) {
     case kBaseInstructions: return base::backward(*attention, *gradients, threads);
 #ifdef EFFASR_HAS_WIDER
     case kAvx2: return avx2::backward(*attention, *gradients, threads);

@@ -1,4 +1,4 @@
-// The version of the structures of attention.h and lattice.h.
+// The version of the structures of attention.h, decoder_step.h and lattice.h.
 //
 // Python declares the same structures with ctypes, and the same number in
 // effasr_kernels/runtime/native.py. Increment both with every change of a structure, so that Python
@@ -6,7 +6,7 @@
 
 #pragma once
 
-#define EFFASR_INTERFACE 1
+#define EFFASR_INTERFACE 2
 
 #ifdef __cplusplus
 extern "C" {

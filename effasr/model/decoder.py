@@ -170,7 +170,7 @@ class Decoder(nn.Module):
         positions = self.config.max_positions
         rule = f"be in 1 to max_positions = {positions}"
         check(1 <= max_tokens <= positions, "max_tokens", rule, max_tokens)
-        weight = self._decoder_layers()[0].encoder_attn.kv_proj.weight
+        weight = self.decoder_layers()[0].encoder_attn.kv_proj.weight
         kind, dtype = weight.device.type, weight.dtype
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
@@ -208,7 +208,7 @@ class Decoder(nn.Module):
         check(tokens.shape == (count,), "tokens", f"be ({count},)", tuple(tokens.shape))
         state.look()
         x = self.embed(tokens, state.positions)
-        for number, layer in enumerate(self._decoder_layers()):
+        for number, layer in enumerate(self.decoder_layers()):
             x = layer.step(x, state, number)
         state.advance()
         return self.norm(x)
@@ -236,14 +236,14 @@ class Decoder(nn.Module):
     ) -> Iterator[Sequence[KeysValues]]:
         """Yield keys and values of each layer for `DecoderState.admit`."""
         if not any(map(len, read)):
-            for layer in self._decoder_layers():
+            for layer in self.decoder_layers():
                 yield (layer.encoder_attn.keys_values(encoded.values),)
             return
         layout = sizes.layout([len(one) for one in read])
         tail = [0] * (layout.rows - layout.total)
         tokens = sizes.integers([*(token for one in read for token in one), *tail])
         x = self.embed(tokens, layout.positions())
-        *others, last = self._decoder_layers()
+        *others, last = self.decoder_layers()
         for layer in others:
             speech = layer.encoder_attn.keys_values(encoded.values)
             x, own = layer.read(x, layout, speech, encoded.layout)
@@ -252,7 +252,8 @@ class Decoder(nn.Module):
         own = last.self_attn.keys_values(last.input_layernorm(x))
         yield last.encoder_attn.keys_values(encoded.values), own
 
-    def _decoder_layers(self) -> list[DecoderLayer]:
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """The layers, in order."""
         return cast("list[DecoderLayer]", list(self.layers))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -262,6 +263,11 @@ class Decoder(nn.Module):
         if self.embedding_layernorm is not None:
             x = self.embedding_layernorm(x)
         return F.dropout(x, self.config.input_dropout, self.training)
+
+    def position_table(self) -> Tensor:
+        """What `embed` adds to tokens at each position: (max_positions, width)."""
+        weight = self.embed_tokens.weight
+        return self._places(torch.arange(self.config.max_positions, device=weight.device))
 
     def _places(self, positions: Tensor) -> Tensor:
         if self.embed_positions is None:

@@ -13,6 +13,7 @@ from effasr.model.asr import ASRModel
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.linear import whole_bias
 from effasr.nn.subsampling import ConvSubsampling
+from effasr.transcription.packed_decoder import PackedDecoder, can_pack
 
 _FEWEST_WEIGHTS = 2**15
 """Least weights of layers in decoder steps, with few rows: oneDNN's calls cost more than MKL's."""
@@ -36,7 +37,12 @@ class PackedWeights:
     def __init__(self, model: ASRModel) -> None:
         """Pack the current weights."""
         self._model, self._packed_of = model, _versions(model)
-        self._methods: list[tuple[nn.Module, str, Callable[[Tensor], Tensor]]] = []
+        self._methods: list[tuple[nn.Module, str, Callable[..., Tensor]]] = []
+        decoder = model.decoder
+        if decoder is not None and can_pack(decoder):
+            packed_decoder = PackedDecoder(decoder)
+            self._methods.append((decoder, "step", packed_decoder.step))
+            self._methods.append((decoder, "likeliest", packed_decoder.likeliest))
         if not torch.backends.mkldnn.is_available():
             return
         packed = {

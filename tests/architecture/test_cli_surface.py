@@ -12,15 +12,24 @@ DECODING = [
     "--length-penalty A",
     "--coverage-penalty B",
     "--ctc-weight W",
+    "--no-repeat-ngram N",
     "--lm FILE",
     "--lm-weight W",
     "--gap S",
     "--frame-budget N",
 ]
 SURFACE = {
-    "prepare": ["SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG", "--jobs N"],
+    "prepare": [
+        "SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG",
+        "--subsampling {4,8}", "--jobs N",
+    ],
     "tokenizer": [
-        "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--model-type {unigram,bpe}",
+        "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--subsampling {4,8}",
+        "--model-type {unigram,bpe}",
+    ],
+    "init": [
+        "TRAIN...", "--dev MANIFEST", "--output FILE.yaml", "--tokenizer FOLDER",
+        "--init-from MODEL", "--no-timing", "--language LANG",
     ],
     "demo-data": ["OUT", "--multilingual", "--utterances N"],
     "plan": [
@@ -59,7 +68,7 @@ SURFACE = {
 def shown(action: argparse.Action) -> str:
     """An argument as a user would write it; ``!`` if an option must be given."""
     value = action.metavar or (
-        f"{{{','.join(action.choices)}}}" if action.choices else action.dest.upper()
+        f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper()
     )
     if not action.option_strings:
         return f"{value}{'...' if action.nargs in ('+', '*') else ''}"

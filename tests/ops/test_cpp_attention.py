@@ -95,13 +95,20 @@ def test_keeps_the_contract(name: str, kind: str) -> None:
 
 
 @each_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keeps_the_contract_in_narrow_types(kind: str, dtype: torch.dtype) -> None:
+    check_kernel(_case_for(kind, LENGTHS), dtype, backend="cpp")
+
+
+@each_kind
 def test_compiles(kind: str) -> None:
-    """In float32, which `check_compiler` does not take."""
+    """In types that `check_compiler` does not take."""
     case = _case_for(kind, (5, 0, 2))("cpp")
     torch._dynamo.reset()
     compiled = lambda run: torch.compile(run, fullgraph=True, backend="aot_eager")
-    how = Variation(tail=3, extra=1, dtype=torch.float32)
-    _assert_close(evaluate(case, how, compiled), evaluate(case, how))
+    for dtype in (torch.float32, torch.bfloat16):
+        how = Variation(tail=3, extra=1, dtype=dtype)
+        _assert_close(evaluate(case, how, compiled), evaluate(case, how))
 
 
 @each_kind
@@ -160,28 +167,32 @@ def test_parts_of_one_projection_are_read_where_they_lie(monkeypatch: pytest.Mon
     assert torch.equal(attention(q, k, v, layout, backend="cpp"), expected)
 
 
-def test_is_the_first_for_float32_on_a_cpu() -> None:
+def test_is_the_first_on_a_cpu_except_for_float64() -> None:
     layout = PackedLayout.from_lengths([3])
-    for dtype, serving in ((torch.float32, "_cpp"), (torch.float64, "reference")):
+    serving_by_dtype = {
+        **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), "_cpp"),
+        torch.float64: "reference",
+    }
+    for dtype, serving in serving_by_dtype.items():
         q = torch.randn(3, HEADS, WIDTH, dtype=dtype)
         found = attention_op.select(attention_arguments(q, q, q, layout, layout))
         assert found.__name__.rsplit(".", 1)[1] == serving
-    wide, half = torch.zeros(3, HEADS, WIDTH).double(), torch.zeros(3, HEADS, WIDTH).bfloat16()
-    for x, reason in ((wide, "float64 is for the reference"), (half, "supports float32, not ")):
-        with pytest.raises(BackendUnavailable, match=f"cpp: {reason}"):
-            attention(x, x, x, layout, backend="cpp")
-        with pytest.raises(BackendUnavailable, match=f"cpp: {reason}"):
-            guided_attention(x, x, x, layout, layout, sigma=0.3, backend="cpp")
+    x, reason = torch.zeros(3, HEADS, WIDTH).double(), "float64 is for the reference"
+    with pytest.raises(BackendUnavailable, match=f"cpp: {reason}"):
+        attention(x, x, x, layout, backend="cpp")
+    with pytest.raises(BackendUnavailable, match=f"cpp: {reason}"):
+        guided_attention(x, x, x, layout, layout, sigma=0.3, backend="cpp")
     assert guided_op.backends.keys() >= {"cpp"}
 
 
-def test_autocast_to_bfloat16_is_served_as_before() -> None:
+def test_autocast_to_bfloat16_rounds_the_inputs_and_the_result_alone() -> None:
     layout = PackedLayout.from_lengths([3, 5])
     q = torch.randn(8, HEADS, WIDTH)
     with torch.autocast("cpu", torch.bfloat16):
         y = attention(q, q, q, layout)
-    expected = attention(*(q.bfloat16(),) * 3, layout, backend="reference")
-    assert torch.equal(y, expected)
+    rounded = q.bfloat16().float()
+    expected = attention(rounded, rounded, rounded, layout, backend="cpp")
+    assert torch.equal(y, expected.bfloat16())
 
 
 @pytest.mark.parametrize("kind", ["plain", "guided"])

@@ -117,6 +117,19 @@ class ContiguousCache:
 
         return write
 
+    @property
+    def held(self) -> Tensor:
+        """All keys and values, (layers, 2, at least N, H, room, at least D), until it grows.
+
+        The room is a multiple of 16, and what is past the end of a row is finite.
+        """
+        return self._held
+
+    def reserve(self, longest: int) -> None:
+        """Make room for this many places, the most of any row."""
+        self._longest = longest
+        self._grow(longest)
+
     def look(self, lengths: Sequence[int], *, grouped: bool = True) -> None:
         """Make `attend` read this many places of each row, and write new rows to the last of them.
 
@@ -125,8 +138,7 @@ class ContiguousCache:
             grouped: Whether lengths differ so much that it pays to read groups of neighbours
                 separately.
         """
-        self._longest = max(lengths, default=0)
-        self._grow(self._longest)
+        self.reserve(max(lengths, default=0))
         heads, count, device = self.sizes.heads, len(lengths), self.sizes.device
         size = GROUP if grouped else max(1, count)
         bounds = [

@@ -73,7 +73,7 @@ class DecoderState:
         else:
             self.self_cache = ContiguousCache(sizes, sequences, ahead=True)
             self.cross_cache = ContiguousCache(sizes, sequences)
-        self._look_at_speech()
+        self._has_new_speech = True
 
     @property
     def num_sequences(self) -> int:
@@ -89,6 +89,17 @@ class DecoderState:
     def frames(self) -> int:
         """Encoder frames of all sequences."""
         return sum(self._frames)
+
+    @property
+    def frames_each(self) -> Sequence[int]:
+        """Encoder frames of each sequence."""
+        return self._frames
+
+    @property
+    def last_position(self) -> int:
+        """Where rows stop to advance."""
+        # A token that is read before the host sees the end of the sequence takes the last place.
+        return self.max_tokens - 1 + self._together
 
     @property
     def paged(self) -> bool:
@@ -145,7 +156,7 @@ class DecoderState:
                 load(layer, keys, values)
         for row, length in zip(rows, frames, strict=True):
             self._frames[row] = length
-        self._look_at_speech()
+        self._has_new_speech = True
         self._set(rows, read, going=1)
 
     def admit_all(
@@ -169,7 +180,7 @@ class DecoderState:
                 cache.release(rows)
         for row in rows:
             self._frames[row] = 0
-        self._look_at_speech()
+        self._has_new_speech = True
         self._set(rows, [0] * len(rows), going=0)
 
     def watch(self) -> None:
@@ -186,22 +197,33 @@ class DecoderState:
         Raises:
             ValueError: There is no room left.
         """
-        if self._together and self.length == self.max_tokens:
-            raise ValueError(
-                f"DecoderState: at most {self.max_tokens} tokens can be decoded: raise "
-                "`max_tokens`."
-            )
+        self._check_room()
         seen = self.positions + 1
         if isinstance(self.self_cache, PagedCache):
             self.self_cache.lengths.copy_(seen)
         else:
             self.self_cache.look(seen.tolist(), grouped=False)
+        if isinstance(self.cross_cache, ContiguousCache) and self._has_new_speech:
+            self.cross_cache.look(self._frames)
+        self._has_new_speech = False
+
+    def reserve(self) -> tuple[ContiguousCache, ContiguousCache]:
+        """Prepare a step that itself writes to the caches, of tokens and of encoder output.
+
+        Raises:
+            ValueError: There is no room left, or the caches are paged.
+        """
+        self._check_room()
+        own, speech = self.self_cache, self.cross_cache
+        if isinstance(own, PagedCache) or isinstance(speech, PagedCache):
+            raise ValueError("`paged` must be false for steps that write to contiguous caches.")
+        own.reserve(max(self.positions.tolist(), default=0) + 1)
+        return own, speech
 
     def advance(self) -> None:
         """Count the tokens that a step has read."""
-        # A token read before the host sees the end of the sequence uses the last place.
         moved = self.positions + self.going
-        self.positions.copy_(moved.clamp_(max=self.max_tokens - 1 + self._together))
+        self.positions.copy_(moved.clamp_(max=self.last_position))
         self.length += 1
 
     def widen(self, hypotheses: int) -> None:
@@ -249,7 +271,7 @@ class DecoderState:
         self._positions[: len(rows)] = self._positions[index]
         self._going[: len(rows)] = self._going[index]
         self._frames = [self._frames[sequence] for sequence in indices]
-        self._look_at_speech()
+        self._has_new_speech = True
 
     def extend(self, sequences: int) -> None:
         """Add idle rows again after `keep`, up to the original number; not for pages."""
@@ -258,7 +280,7 @@ class DecoderState:
         for cache in (self.self_cache, self.cross_cache):
             assert isinstance(cache, ContiguousCache)
             cache.rows = sequences
-        self._look_at_speech()
+        self._has_new_speech = True
         self._set(added, [0] * len(added), going=0)
 
     def _set(self, rows: Sequence[int], read: Sequence[int], *, going: int) -> None:
@@ -266,6 +288,9 @@ class DecoderState:
         self._positions.index_copy_(0, index, self.sizes.integers(read))
         self._going.index_fill_(0, index, going)
 
-    def _look_at_speech(self) -> None:
-        if isinstance(self.cross_cache, ContiguousCache):
-            self.cross_cache.look(self._frames)
+    def _check_room(self) -> None:
+        if self._together and self.length == self.max_tokens:
+            raise ValueError(
+                f"DecoderState: at most {self.max_tokens} tokens can be decoded: raise "
+                "`max_tokens`."
+            )

@@ -92,7 +92,7 @@ class RunLog:
         )
         for utterance in shown:
             for text in examples.lines(utterance):
-                self.say(text)
+                self.show(text)
         if self._is_main:
             line = {"step": step, "epoch": epoch, "set": name}
             line |= evaluation.summary() | result.probe.summary()
@@ -109,7 +109,7 @@ class RunLog:
         for change in changes:
             text = f"step {step}: {change}"
             for number, line in enumerate(examples.fold(text, examples.WIDTH - 4)):
-                self.say(line if not number else f"    {line}")
+                self.show(line if not number else f"    {line}")
             if self._is_main:
                 self.directory.warning({"step": step, "epoch": epoch} | change.row(), text)
 

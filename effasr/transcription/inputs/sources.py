@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-
-from lhotse.cut import Cut
-from lhotse.cut.data import DataCut
+from typing import TYPE_CHECKING
 
 from effasr.data.audio.waveform import AudioError, audio_path
-from effasr.data.manifest.reader import named, request
-from effasr.data.manifest.utterance import FileUtterance
 from effasr.data.prompt import Prompt
+
+if TYPE_CHECKING:
+    # Manifests need lhotse, whose import takes a third of a second: files do not wait for it.
+    from lhotse.cut import Cut
 
 AUDIO_SUFFIXES = frozenset(
     (
@@ -83,6 +83,8 @@ def of_manifest(path: Path, *, language: str) -> list[Source]:
     Raises:
         ValueError: It is no manifest, or a line is malformed.
     """
+    from effasr.data.manifest.reader import named
+
     sources = [_of_utterance(name, one) for name, one in named(path, language=language)]
     if not sources:
         raise ValueError(f"{path}: holds no utterances.")
@@ -164,6 +166,11 @@ def _split(pattern: str) -> tuple[str, str]:
 
 
 def _of_utterance(name: str, utterance: object) -> Source:
+    from lhotse.cut.data import DataCut
+
+    from effasr.data.manifest.reader import request
+    from effasr.data.manifest.utterance import FileUtterance
+
     file = _file_name(name)
     if isinstance(utterance, FileUtterance):
         return Source(

@@ -1,6 +1,7 @@
-"""`attention` on a CPU, in float32, with the kernels of ``csrc/``.
+"""`attention` on a CPU by the kernels of ``csrc/``, which compute in float32.
 
 With rotary positions, torch rotates queries and keys before, and rotates their gradients back.
+Tensors of float16 and bfloat16 are converted to float32; results and gradients are rounded once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import Tensor
 from effasr_kernels.attention.definition import AttentionArguments
 from effasr_kernels.attention.position import angles, rotate
 from effasr_kernels.shared import cpu_attention
+from effasr_kernels.shared.ragged import widen
 
 
 def unsupported_reason(a: AttentionArguments) -> str | None:
@@ -21,28 +23,32 @@ def unsupported_reason(a: AttentionArguments) -> str | None:
 def forward(a: AttentionArguments) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
     """See `effasr_kernels.attention.attention`.
 
-    It saves the softmax statistics and, with rotary positions, the rotated queries and keys and
-    the angles of both.
+    It saves the softmax statistics; for float16 and bfloat16 the result before rounding; and with
+    rotary positions, the rotated queries and keys and the angles of both.
     """
-    if a.rotary is None:
-        out, softmax, _ = _call(a, a.q, a.k).forward()
-        return (out,), (softmax,)
-    angles_q = angles(a.layout_q, a.rotary, a.q)
-    angles_k = angles(a.layout_k, a.rotary, a.k) if a.layout_k is not a.layout_q else angles_q
-    q, k = rotate(a.q, *angles_q), rotate(a.k, *angles_k)
+    q, k = widen(a.q), widen(a.k)
+    rotary: tuple[Tensor, ...] = ()
+    if a.rotary is not None:
+        angles_q = angles(a.layout_q, a.rotary, q)
+        angles_k = angles(a.layout_k, a.rotary, k) if a.layout_k is not a.layout_q else angles_q
+        q, k = rotate(q, *angles_q), rotate(k, *angles_k)
+        rotary = q, k, torch.stack(angles_q), torch.stack(angles_k)
     out, softmax, _ = _call(a, q, k).forward()
-    return (out,), (softmax, q, k, torch.stack(angles_q), torch.stack(angles_k))
+    exact = () if out.dtype == a.q.dtype else (out,)
+    return (out.to(a.q.dtype),), (softmax, *exact, *rotary)
 
 
 def saved_like(a: AttentionArguments) -> tuple[Tensor, ...]:
     """Empty tensors with the shapes and dtypes of what `forward` saves."""
-    softmax = cpu_attention.saved_like(a.q)
-    if a.rotary is None:
-        return (softmax,)
-    half = a.rotary.rotated(a.q.shape[-1]) // 2
-    rotated = (x.new_empty(x.shape) for x in (a.q, a.k))
-    both_angles = (x.new_empty((2, x.shape[0], 1, half)) for x in (a.q, a.k))
-    return softmax, *rotated, *both_angles
+    empty = lambda *shape: a.q.new_empty(shape, dtype=torch.float32)
+    saved = [cpu_attention.saved_like(a.q)]
+    if a.q.dtype != torch.float32:
+        saved.append(empty(*a.q.shape))
+    if a.rotary is not None:
+        half = a.rotary.rotated(a.q.shape[-1]) // 2
+        saved += [empty(*x.shape) for x in (a.q, a.k)]
+        saved += [empty(2, x.shape[0], 1, half) for x in (a.q, a.k)]
+    return tuple(saved)
 
 
 def backward(
@@ -52,21 +58,25 @@ def backward(
     saved: tuple[Tensor, ...],
 ) -> dict[str, Tensor | None]:
     """Compute the gradients of all tensors, zero in the tail."""
-    softmax, *rotary = saved
-    q, k = rotary[:2] or (a.q, a.k)
-    d_q, d_k, d_v, *shared = _call(a, q, k).backward(grads[0], None, results[0], softmax, None)
-    if rotary:
+    softmax, *rest = saved
+    out, dtype = results[0], a.q.dtype
+    if dtype != torch.float32:
+        out, *rest = rest
+    q, k = rest[:2] or (widen(a.q), widen(a.k))
+    d_q, d_k, d_v, *shared = _call(a, q, k).backward(widen(grads[0]), None, out, softmax, None)
+    if rest:
         # The gradient of a rotation is the inverse rotation.
-        (cos_q, sin_q), (cos_k, sin_k) = rotary[2:]
+        (cos_q, sin_q), (cos_k, sin_k) = rest[2:]
         d_q, d_k = rotate(d_q, cos_q, -sin_q), rotate(d_k, cos_k, -sin_k)
-    gradients: dict[str, Tensor | None] = {"q": d_q, "k": d_k, "v": d_v}
-    names = "content_bias", "position_bias", "position_table"
-    return gradients | (dict(zip(names, shared, strict=True)) if shared else {})
+    names = "q", "k", "v", "content_bias", "position_bias", "position_table"
+    return {name: dx.to(dtype) for name, dx in zip(names, (d_q, d_k, d_v, *shared), strict=False)}
 
 
 def _call(a: AttentionArguments, q: Tensor, k: Tensor) -> cpu_attention.Call:
-    arguments = q, k, a.v, a.layout_q, a.layout_k, a.scale, a.dropout, a.seed
+    arguments = q, k, widen(a.v), a.layout_q, a.layout_k, a.scale, a.dropout, a.seed
     position = None
     if a.relative is not None:
-        position = a.relative.content_bias, a.relative.position_bias, a.relative.table
+        relative = a.relative
+        bias = relative.content_bias, relative.position_bias
+        position = widen(bias[0]), widen(bias[1]), widen(relative.table)
     return cpu_attention.Call("attention", *arguments, causal=a.causal, position=position)

@@ -57,17 +57,18 @@ def _relative(
     position: RelativeBias,
     drop: Dropout,
 ) -> list[Tensor]:
-    """Attention with Transformer-XL's scores, one (T_q, H, D) per sequence."""
+    """Attention with Transformer-XL's scores, one (T_q, H, D) per sequence that has queries."""
     reach = position.reach(a.layout_q, a.layout_k)
     # Descending distance, (H, D, 2L-1): the scores of a query then run with its keys.
     table = widen(position.table).flip(0).permute(1, 2, 0) * a.scale
     by_content = (q + widen(position.content_bias)) * a.scale
     by_position = q + widen(position.position_bias)
     sequences = split_attention(by_content, k, v, a.layout_q, a.layout_k)
+    positions = (p_n for p_n in split_rows(by_position, a.layout_q) if p_n.shape[0])
     out = []
-    for (q_n, k_n, v_n), p_n in zip(sequences, split_rows(by_position, a.layout_q), strict=True):
+    for (q_n, k_n, v_n), p_n in zip(sequences, positions, strict=True):
         t_q, t_k = q_n.shape[1], k_n.shape[1]
-        if t_q == 0 or t_k == 0:
+        if t_k == 0:
             out.append(zeroed(p_n))
             continue
         # Distances t_q - 1 down to -(t_k - 1).

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from effasr_kernels.ctc_loss.definition import CtcArguments
 from effasr_kernels.runtime.checks import check_labels
+from effasr_kernels.shared.cpu_linear import linear
 from effasr_kernels.shared.ragged import split_rows, widen, zeroed
 
 
@@ -16,31 +17,34 @@ def run(a: CtcArguments) -> Tensor:
     labels = a.targets[: a.layout_targets.total]
     exception = f" other than the blank {a.blank_id}"
     check_labels("ctc_loss", labels, a.weight.shape[0], exception, a.blank_id)
-    weight, bias = widen(a.weight), None if a.bias is None else widen(a.bias)
-    frames = split_rows(widen(a.hidden), a.layout_frames)
-    labels = split_rows(a.targets.long(), a.layout_targets)
-    losses = [_loss(h, y, weight, bias, a.blank_id) for h, y in zip(frames, labels, strict=True)]
-    return torch.stack(losses) if losses else weight.new_zeros(0)
+    hidden = widen(a.hidden)[: a.layout_frames.total]
+    bias = None if a.bias is None else widen(a.bias)
+    log_probs = linear(hidden, widen(a.weight), bias).log_softmax(-1)
+    # In float32 the error of an occupancy grows with the frames, past 1 % at a thousand.
+    frames = log_probs.double().split([t for t in a.layout_frames.lengths if t])
+    transcripts = split_rows(a.targets.long(), a.layout_targets)
+    pairs = list(zip(a.layout_frames.lengths, transcripts, strict=True))
+    of_none = [torch.inf if len(labels) else 0.0 for _, labels in pairs]
+    losses = torch.tensor(of_none, dtype=hidden.dtype, device=hidden.device)
+    if not frames:
+        return losses + zeroed(hidden).sum()
+    filled = [n for n, (t, _) in enumerate(pairs) if t]
+    found = [_loss(x, pairs[n][1], a.blank_id) for x, n in zip(frames, filled, strict=True)]
+    index = torch.tensor(filled, device=hidden.device)
+    return losses.index_copy(0, index, torch.stack(found).to(hidden.dtype))
 
 
-def _loss(
-    hidden: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None, blank_id: int
-) -> Tensor:
-    """The loss of one sequence: (T_n, C), (U_n,) -> ()."""
+def _loss(log_probs: Tensor, labels: Tensor, blank_id: int) -> Tensor:
+    """The loss of one sequence: (T_n, V), (U_n,) -> ()."""
     repeats = (labels[1:] == labels[:-1]).sum()
-    infeasible = hidden.shape[0] < labels.shape[0] + repeats
-    if hidden.shape[0] == 0:
-        loss = zeroed(hidden).sum()
-    else:
-        log_probs = F.linear(hidden, weight, bias).log_softmax(-1)
-        loss = F.ctc_loss(
-            # In float32 the error of an occupancy grows with the frames, past 1 % at a thousand.
-            log_probs[:, None].double(),
-            labels[None],
-            torch.tensor([hidden.shape[0]]),
-            torch.tensor([labels.shape[0]]),
-            blank_id,
-            reduction="sum",
-            zero_infinity=True,
-        )
-    return loss.masked_fill(infeasible, torch.inf).to(weight.dtype)
+    infeasible = log_probs.shape[0] < labels.shape[0] + repeats
+    loss = F.ctc_loss(
+        log_probs[:, None],
+        labels[None],
+        torch.tensor([log_probs.shape[0]]),
+        torch.tensor([labels.shape[0]]),
+        blank_id,
+        reduction="sum",
+        zero_infinity=True,
+    )
+    return loss.masked_fill(infeasible, torch.inf)

@@ -1,11 +1,16 @@
-"""`guided_attention` on a CPU, in float32, by the kernels of ``csrc/``."""
+"""`guided_attention` on a CPU by the kernels of ``csrc/``, which compute in float32.
+
+Tensors of float16 and bfloat16 are converted to float32; results and gradients are rounded once.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from effasr_kernels.guided_attention.definition import GuidedArguments
 from effasr_kernels.shared import cpu_attention
+from effasr_kernels.shared.ragged import widen
 
 
 def unsupported_reason(a: GuidedArguments) -> str | None:
@@ -13,29 +18,40 @@ def unsupported_reason(a: GuidedArguments) -> str | None:
     return cpu_attention.refusal(a.q)
 
 
-def forward(a: GuidedArguments) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
-    """See `effasr_kernels.guided_attention.guided_attention`."""
+def forward(a: GuidedArguments) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    """See `effasr_kernels.guided_attention.guided_attention`.
+
+    It saves the softmax statistics and, for float16 and bfloat16, the output before rounding.
+    """
     out, softmax, penalty = _call(a).forward()
     assert penalty is not None  # `sigma` is given
-    return (out, penalty), (softmax,)
+    exact = () if out.dtype == a.q.dtype else (out,)
+    return (out.to(a.q.dtype), penalty), (softmax, *exact)
 
 
-def saved_like(a: GuidedArguments) -> tuple[Tensor]:
+def saved_like(a: GuidedArguments) -> tuple[Tensor, ...]:
     """Empty tensors with the shapes and dtypes of what `forward` saves."""
-    return (cpu_attention.saved_like(a.q),)
+    softmax = cpu_attention.saved_like(a.q)
+    if a.q.dtype == torch.float32:
+        return (softmax,)
+    return softmax, a.q.new_empty(a.q.shape, dtype=torch.float32)
 
 
 def backward(
     a: GuidedArguments,
     grads: tuple[Tensor, Tensor],
     results: tuple[Tensor, Tensor],
-    saved: tuple[Tensor],
+    saved: tuple[Tensor, ...],
 ) -> dict[str, Tensor | None]:
     """Compute the gradients of queries, keys and values, zero in the tail."""
-    gradients = _call(a).backward(*grads, results[0], saved[0], results[1])
-    return dict(zip(("q", "k", "v"), gradients, strict=True))
+    softmax, *exact = saved
+    (out,) = exact or results[:1]
+    grad_out, grad_penalty = grads
+    gradients = _call(a).backward(widen(grad_out), grad_penalty, out, softmax, results[1])
+    return {name: dx.to(a.q.dtype) for name, dx in zip("qkv", gradients, strict=True)}
 
 
 def _call(a: GuidedArguments) -> cpu_attention.Call:
-    arguments = a.q, a.k, a.v, a.layout_q, a.layout_k, a.scale, a.dropout, a.seed
+    wide = widen(a.q), widen(a.k), widen(a.v)
+    arguments = *wide, a.layout_q, a.layout_k, a.scale, a.dropout, a.seed
     return cpu_attention.Call("guided_attention", *arguments, sigma=a.sigma)

@@ -16,7 +16,7 @@ def run(a: GuidedArguments) -> tuple[Tensor, Tensor]:
     q = widen(a.q) * a.scale
     outputs, penalties = [], []
     for q_n, k_n, v_n in split_attention(q, widen(a.k), widen(a.v), a.layout_q, a.layout_k):
-        if q_n.shape[1] == 0 or k_n.shape[1] == 0:
+        if k_n.shape[1] == 0:
             outputs.append(zeroed(q_n).transpose(0, 1))
             penalties.append(zeroed(q_n[..., 0]).T)
             continue

@@ -58,10 +58,7 @@ class _Gradients(ctypes.Structure):
 
 def refusal(q: Tensor) -> str | None:
     """The reason why the kernels do not support these queries, or None."""
-    reason = cpp.refusal(q)
-    if reason is None and q.dtype != torch.float32:
-        return f"supports float32, not {q.dtype}"
-    return reason
+    return cpp.refusal(q)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +214,8 @@ class Call:
 
 
 def saved_like(q: Tensor) -> Tensor:
-    """An empty tensor for the softmax statistics of these queries: (T_q, H, 2)."""
-    return q.new_empty((q.shape[0], q.shape[1], 2))
+    """An empty tensor for the softmax statistics of these queries: float32 (T_q, H, 2)."""
+    return q.new_empty((q.shape[0], q.shape[1], 2), dtype=torch.float32)
 
 
 def _heads(x: Tensor) -> Any:

@@ -21,20 +21,29 @@ def widen(x: Tensor) -> Tensor:
 
 
 def split_rows(x: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
-    """One view per sequence, without the tail, whose gradient is therefore zero."""
-    pieces = x.split([*layout.lengths, layout.rows - layout.total])
-    return pieces[:-1]
+    """One view per sequence, without the tail, whose gradient is therefore zero.
+
+    All empty sequences, of which a static shape has hundreds, share one view.
+    """
+    lengths = layout.lengths
+    pieces = iter(x.split([*filter(None, lengths), layout.rows - layout.total]))
+    empty = x[:0]
+    return tuple(next(pieces) if length else empty for length in lengths)
 
 
 def join_rows(pieces: Sequence[Tensor], layout: PackedLayout, like: Tensor) -> Tensor:
     """The inverse of `split_rows`, with zeros in the tail.
 
     Args:
-        pieces: One tensor per sequence, (length, ...), in the dtype of `wide_dtype`.
+        pieces: One tensor per sequence, (length, ...), in the dtype of `wide_dtype`; empty
+            sequences may be left out.
         layout: Layout of the result.
-        like: A tensor with the dtype and device of the result.
+        like: A tensor with the dtype and device of the result. Without pieces the result has its
+            shape and depends on it with zero gradient.
     """
-    width = pieces[0].shape[1:] if pieces else like.shape[1:]
+    if not pieces:
+        return zeroed(like)
+    width = pieces[0].shape[1:]
     tail = like.new_zeros(layout.rows - layout.total, *width, dtype=wide_dtype(like))
     return torch.cat([*pieces, tail]).to(like.dtype)
 
@@ -42,10 +51,11 @@ def join_rows(pieces: Sequence[Tensor], layout: PackedLayout, like: Tensor) -> T
 def split_attention(
     q: Tensor, k: Tensor, v: Tensor, layout_q: PackedLayout, layout_k: PackedLayout
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield q (H, T_q, D), k and v (H, T_k, D) of each sequence."""
+    """Yield q (H, T_q, D), k and v (H, T_k, D) of each sequence that has queries."""
     parts = split_rows(q, layout_q), split_rows(k, layout_k), split_rows(v, layout_k)
     for q_n, k_n, v_n in zip(*parts, strict=True):
-        yield q_n.transpose(0, 1), k_n.transpose(0, 1), v_n.transpose(0, 1)
+        if q_n.shape[0]:
+            yield q_n.transpose(0, 1), k_n.transpose(0, 1), v_n.transpose(0, 1)
 
 
 def zeroed(x: Tensor) -> Tensor:

@@ -1,0 +1,94 @@
+// One step of a Transformer decoder on CPUs: the interface that Python calls.
+//
+// Plain C, without a header of torch. A step reads one token of each row, through all layers, and
+// appends to the keys and values of the rows. Everything is float32. What a row gets depends on that
+// row alone, and on no number of threads.
+
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// y = x A^T + bias, with A (outputs, inputs). The weights lie in panels of 32 outputs, the last
+// filled up with zeros: element (o, i) of A is weight[(o / 32 * inputs + i) * 32 + o % 32].
+typedef struct {
+  const float* weight;
+  const float* bias;  // (outputs,), or null
+  int64_t inputs;
+  int64_t outputs;
+} PackedMatrix;
+
+typedef struct {
+  const float* weight;  // (width,); null for no norm
+  const float* bias;    // (width,)
+  double epsilon;
+} LayerNorm;
+
+typedef struct {
+  LayerNorm self_norm, cross_norm, forward_norm;
+  PackedMatrix qkv;        // queries, keys and values, (heads, head_width) each
+  PackedMatrix self_out;
+  PackedMatrix q;
+  PackedMatrix cross_out;
+  PackedMatrix first, second;
+} DecoderLayer;
+
+enum { kRelu = 0, kGelu = 1 };  // of the feed-forward networks; GELU is the exact one
+
+typedef struct {
+  const DecoderLayer* layers;
+  const float* tokens;     // (vocabulary, width)
+  const float* positions;  // (most_positions, width)
+  LayerNorm embedding_norm, norm;
+  int64_t vocabulary;
+  int64_t most_positions;
+  int32_t layer_count;
+  int32_t width;
+  int32_t heads;
+  int32_t head_width;
+  int32_t activation;
+  float scale;             // of the scores
+} DecoderWeights;
+
+// (layers, 2, rows, heads, room, width), keys and values; the room is a multiple of 16, and what is
+// past the end of a row is finite. The width may be more than that of a head.
+typedef struct {
+  float* data;
+  int64_t rows, room, width;
+} KeyValueCache;
+
+typedef struct {
+  const int64_t* tokens;   // (rows,)
+  int64_t* positions;      // (rows,): tokens that each has read, counted up to `most_position`
+  const int64_t* active;   // (rows,): 0 for rows that are left alone; their output is zero
+  const int64_t* frames;   // (rows / hypotheses,): places of `cross` that count
+  float* out;              // (rows, width), after the last norm
+  KeyValueCache self;      // written at each row's position
+  KeyValueCache cross;     // shared by the hypotheses of a sequence, which are neighbouring rows
+  int64_t rows;
+  int64_t hypotheses;
+  int64_t most_position;
+  int64_t wrong_row;       // written: a row whose token or position is out of range, or -1
+  int32_t instructions;    // as in attention.h
+} DecoderStep;
+
+// The largest of the first `outputs` logits of each row, the first of equal ones.
+typedef struct {
+  const float* hidden;     // (rows, matrix.inputs)
+  PackedMatrix matrix;
+  int64_t* out;            // (rows,)
+  int64_t rows;
+  int32_t instructions;
+} LargestLogit;
+
+// They return 0, 1 where memory was short, or 2 where the machine lacks `instructions`. A step with
+// a wrong row does nothing else.
+int decoder_step_cpu(const DecoderWeights* weights, DecoderStep* step, int threads);
+int largest_logit_cpu(const LargestLogit* request, int threads);
+
+#ifdef __cplusplus
+}
+#endif

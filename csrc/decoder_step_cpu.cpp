@@ -1,0 +1,99 @@
+// A step of a Transformer decoder on a CPU, for the instructions that it has.
+//
+// A step of a small decoder is some 20 operations a layer, each of which takes less time than a
+// framework needs to start it: here they are one call. Products take weights in panels of columns,
+// which pass through the vectors once for all rows, and sum in the order of the inner dimension,
+// however many rows there are.
+
+#include <math.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "attention/work.h"
+#include "decoder/team.h"
+#include "decoder_step.h"
+#include "machine.h"
+
+#define EFFASR_INSTRUCTIONS base
+#define EFFASR_LANES EFFASR_BASE_LANES
+#include "decoder/instructions.h"
+#undef EFFASR_INSTRUCTIONS
+#undef EFFASR_LANES
+
+#ifdef EFFASR_HAS_WIDER
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define EFFASR_INSTRUCTIONS avx2
+#define EFFASR_LANES 8
+#include "decoder/instructions.h"
+#undef EFFASR_INSTRUCTIONS
+#undef EFFASR_LANES
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")
+#define EFFASR_INSTRUCTIONS avx512
+#define EFFASR_LANES 16
+#include "decoder/instructions.h"
+#undef EFFASR_INSTRUCTIONS
+#undef EFFASR_LANES
+#pragma GCC pop_options
+#endif
+
+namespace effasr {
+namespace {
+
+// The rows that a step reads a token of; sets `wrong_row`.
+std::vector<int> active_rows(const DecoderWeights& w, DecoderStep& step) {
+  std::vector<int> rows;
+  step.wrong_row = -1;
+  for (int r = 0; r < step.rows; ++r) {
+    if (step.active[r] == 0) continue;
+    const bool has_token = 0 <= step.tokens[r] && step.tokens[r] < w.vocabulary;
+    const bool has_place = 0 <= step.positions[r] && step.positions[r] < step.self.room;
+    const int64_t frames = step.frames[r / step.hypotheses];
+    if (!has_token || !has_place || frames < 0 || frames > step.cross.room) step.wrong_row = r;
+    rows.push_back(r);
+  }
+  return rows;
+}
+
+}  // namespace
+}  // namespace effasr
+
+extern "C" int decoder_step_cpu(const DecoderWeights* weights, DecoderStep* step, int threads) try {
+  using namespace effasr;
+  const std::vector<int> rows = active_rows(*weights, *step);
+  if (step->wrong_row >= 0) return 0;
+  std::memset(step->out, 0, step->rows * weights->width * sizeof(float));
+  if (rows.empty()) return 0;
+  switch (choose_instructions(step->instructions)) {
+    case kBase: return base::decoder_step(*weights, *step, rows, threads);
+#ifdef EFFASR_HAS_WIDER
+    case kWithAvx2: return avx2::decoder_step(*weights, *step, rows, threads);
+    case kWithAvx512: return avx512::decoder_step(*weights, *step, rows, threads);
+#endif
+    default: return 2;
+  }
+} catch (const std::bad_alloc&) {
+  return 1;
+}
+
+extern "C" int largest_logit_cpu(const LargestLogit* request, int threads) try {
+  using namespace effasr;
+  switch (choose_instructions(request->instructions)) {
+    case kBase: return base::largest_logit(*request, threads);
+#ifdef EFFASR_HAS_WIDER
+    case kWithAvx2: return avx2::largest_logit(*request, threads);
+    case kWithAvx512: return avx512::largest_logit(*request, threads);
+#endif
+    default: return 2;
+  }
+} catch (const std::bad_alloc&) {
+  return 1;
+}

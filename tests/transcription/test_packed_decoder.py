@@ -1,0 +1,155 @@
+"""Steps of `PackedDecoder` beside those of the decoder itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from effasr.model.decoder import Decoder
+from effasr.model.decoder_layer import DecoderConfig
+from effasr.nn.cache.decoder_state import DecoderState
+from effasr.nn.lora import LoRAConfig, adapt, merged
+from effasr.transcription.packed_decoder import PackedDecoder, can_pack
+from effasr.transcription.packed_weights import PackedWeights
+from effasr_kernels import PackedSequence, pack
+from effasr_kernels.runtime import native
+
+pytestmark = pytest.mark.skipif(
+    native.unsupported_reason() is not None, reason=str(native.unsupported_reason())
+)
+VOCABULARY, FRAMES = 50, (7, 40, 1, 19)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "canary": {},
+    "whisper": {
+        "positions": "learned", "activation": "gelu", "embedding_norm": False, "key_bias": False,
+    },
+    "others": {"head_dim": 12, "tie_embeddings": False, "output_bias": True, "bias": False},
+}  # fmt: skip
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
+
+
+@pytest.fixture(params=CONFIGS)
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {
+        "width": 24,
+        "layers": 2,
+        "heads": 2,
+        "feed_forward": 40,
+        "max_positions": 24,
+    }
+    made = Decoder(DecoderConfig(**{**options, **CONFIGS[request.param]}), VOCABULARY)
+    for parameter in made.parameters():
+        # Also those that start as zeros or ones.
+        torch.nn.init.normal_(parameter.data, mean=float(parameter.dim() == 1), std=0.3)
+    return made.eval()
+
+
+@pytest.fixture
+def encoded() -> PackedSequence:
+    generator = torch.Generator().manual_seed(1)
+    return pack([torch.randn(frames, 24, generator=generator) for frames in FRAMES])
+
+
+def _check(
+    decoder: Decoder, packed: PackedDecoder, usual: DecoderState, found: DecoderState, steps: int
+) -> None:
+    for _ in range(steps):
+        tokens = torch.randint(VOCABULARY, (usual.num_rows,))
+        active = usual.going.bool()
+        expected, hidden = decoder.step(tokens, usual), packed.step(tokens, found)
+        torch.testing.assert_close(hidden[active], expected[active], **CLOSE)
+        assert torch.equal(found.positions, usual.positions)
+        assert found.length == usual.length
+        for classes in (None, 33):
+            best = decoder.likeliest(expected[active], classes)
+            assert torch.equal(packed.likeliest(hidden[active], classes), best)
+
+
+@torch.no_grad()
+def test_sequences_that_come_and_go(decoder: Decoder, encoded: PackedSequence) -> None:
+    packed = PackedDecoder(decoder)
+    states = [decoder.new_state(6, 24, max(FRAMES)) for _ in range(2)]
+
+    def admit(rows: Sequence[int], read: Sequence[Sequence[int]]) -> None:
+        for state in states:
+            decoder.admit(state, rows, encoded, read, [24] * 4)
+
+    admit([4, 0, 3, 1], [(5,), (6, 7), (), (8, 9, 10)])
+    _check(decoder, packed, *states, steps=3)
+    for state in states:
+        state.release([0, 4])
+    _check(decoder, packed, *states, steps=2)
+    for state in states:
+        state.keep([1, 3])
+        state.extend(5)
+    admit([2, 3, 4, 0], [(1, 2)] * 4)
+    _check(decoder, packed, *states, steps=14)
+
+
+@torch.no_grad()
+def test_hypotheses(decoder: Decoder, encoded: PackedSequence) -> None:
+    packed = PackedDecoder(decoder)
+    states = [decoder.start(encoded, 20, [(3, 4)] * 4) for _ in range(2)]
+    _check(decoder, packed, *states, steps=1)
+    for state in states:
+        state.widen(3)
+    _check(decoder, packed, *states, steps=2)
+    for state in states:
+        state.reorder(torch.tensor([1, 1, 0, 3, 5, 4, 8, 7, 6, 9, 9, 9]))
+        state.keep([1, 3])
+    _check(decoder, packed, *states, steps=15)
+    for state in states:
+        with pytest.raises(ValueError, match="at most 20 tokens"):
+            packed.step(torch.zeros(6, dtype=torch.int64), state)
+
+
+@torch.no_grad()
+def test_steps_of_both_kinds_continue_each_other(decoder: Decoder, encoded: PackedSequence) -> None:
+    packed = PackedDecoder(decoder)
+    usual, found = (decoder.start(encoded, 20) for _ in range(2))
+    for number in range(12):
+        tokens = torch.randint(VOCABULARY, (4,))
+        expected = decoder.step(tokens, usual)
+        hidden = (packed, decoder)[number % 2].step(tokens, found)
+        torch.testing.assert_close(hidden, expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_watched_and_paged_steps_are_the_decoders_own(
+    decoder: Decoder, encoded: PackedSequence
+) -> None:
+    packed, tokens = PackedDecoder(decoder), torch.tensor([1, 2, 3, 4])
+    usual, found = (decoder.start(encoded, 20) for _ in range(2))
+    for state in (usual, found):
+        state.watch()
+    assert torch.equal(packed.step(tokens, found), decoder.step(tokens, usual))
+    assert found.weights is not None
+    assert usual.weights is not None
+    assert torch.equal(found.weights, usual.weights)
+    paged = [decoder.new_state(4, 20, max(FRAMES), paged=True) for _ in range(2)]
+    for state in paged:
+        decoder.admit(state, range(4), encoded, [()] * 4, [20] * 4)
+    assert torch.equal(packed.step(tokens, paged[0]), decoder.step(tokens, paged[1]))
+
+
+def test_what_cannot_be_packed(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert can_pack(decoder)
+    assert not can_pack(Decoder(decoder.config, VOCABULARY).double())
+    adapt(decoder, LoRAConfig(rank=2, targets=("layers.*.mlp.linear1",)))
+    assert not can_pack(decoder)
+    with merged(decoder):
+        assert can_pack(decoder)
+    monkeypatch.setattr(native, "unsupported_reason", lambda: "none was built")
+    with merged(decoder):
+        assert not can_pack(decoder)
+
+
+def test_weights_are_packed_for_as_long_as_they_are_active(model) -> None:
+    packed = PackedWeights(model)
+    with packed.active():
+        assert {"step", "likeliest"} <= set(model.decoder.__dict__)
+    assert not {"step", "likeliest"} & set(model.decoder.__dict__)
