@@ -33,7 +33,7 @@ from effasr.cli import (
 from effasr.cli.options import AddCommand, print_line
 from effasr.untrusted.display import TerminalFormatter, escape_controls, escape_line
 
-_BAD_INPUT = (
+BAD_INPUT = (
     ValueError,
     FileExistsError,
     FileNotFoundError,
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of a pipe, such as `head`, has closed it, which is no error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except _BAD_INPUT as error:
+    except BAD_INPUT as error:
         return _fail(options.command, error, code=2)
     except OSError as error:
         return _fail(options.command, error, code=2 if error.errno in _BAD_PATH else 1)

@@ -55,7 +55,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str, language: str) -> list[int]:
         """See `Tokenizer.encode`; one vocabulary serves all languages."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            raise _unreadable(self._path, error) from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
