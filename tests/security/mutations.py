@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import struct
 import tarfile
 import zipfile
@@ -364,13 +365,13 @@ def _zip(path: Path, folder: Path, random: Random) -> str:
 
 def _words(path: Path, folder: Path, random: Random) -> str:
     """Change a word of a text: a field of CSV, Kaldi or ARPA."""
-    text = _unpacked(path)
-    words = text.split(" ") if random.random() < 0.5 else text.split("\n")
+    # Words and what is between them.
+    words = re.split(r"(\s+)", _unpacked(path))
     values = (
         "nan", "-1", "1e400", "", "\0", '"', "9" * 5000, f"touch {folder.parent / OUTSIDE}/pwned |",
         "../outside/secret", "/dev/zero", "\x1b[2J", "\\99-grams:", "ngram 1=99999999999999999999",
         "inf", "-inf", ",", "x" * 200_000, "\u2028", "a.wav\na.wav", "\r",
     )  # fmt: skip
     words[random.randrange(len(words))] = random.choice(values)
-    _packed(path, (" " if " " in text and len(words) > text.count("\n") + 1 else "\n").join(words))
+    _packed(path, "".join(words))
     return "word"

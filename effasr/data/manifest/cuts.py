@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lhotse.cut import Cut
+from lhotse.cut import Cut, MixedCut
 from lhotse.cut.data import DataCut
 from lhotse.cut.set import deserialize_cut
 
@@ -40,7 +40,7 @@ def utterances(
         refuse_programs(row, line, origin)
         try:
             cut = deserialize_cut(row)
-            _check_times(cut)
+            check_times(cut)
         except Exception as error:  # lhotse checks little, and raises many kinds.
             raise ValueError(
                 f"{origin}: not a cut that lhotse can read ({type(error).__name__}: {error})."
@@ -62,7 +62,7 @@ def cut_prompt(cut: Cut, origin: str, language: str) -> Prompt:
     return prompt_fields({"source_lang": spoken or own.get("lang"), **row}, origin, language)
 
 
-def _check_times(cut: Cut) -> None:
+def check_times(cut: Cut) -> None:
     """Check the values that lhotse takes as they are.
 
     Raises:
@@ -70,6 +70,9 @@ def _check_times(cut: Cut) -> None:
     """
     if not isinstance(cut.id, str):
         raise ValueError(f"`id` must be text, but is {repr(cut.id)[:60]}")
+    if isinstance(cut, MixedCut):
+        for track in cut.tracks:
+            check_times(track.cut)
     if not isinstance(cut, DataCut):
         return
     times = {"start": cut.start, "duration": cut.duration}

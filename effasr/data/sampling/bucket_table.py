@@ -112,7 +112,7 @@ class BucketTable:
                 sizes = [size for _, size in sorted(zip(bins, sizes, strict=True))]
                 bins.sort()
             return cls(tuple(bins), tuple(sizes))
-        except ValueError as error:
+        except (ValueError, OverflowError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def save(self, path: str | Path, framing: Framing = FASTCONFORMER) -> None:

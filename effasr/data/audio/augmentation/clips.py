@@ -22,7 +22,7 @@ from effasr.data.audio.waveform import audio_path, load_audio, samples_in
 from effasr.data.features.log_mel import SAMPLE_RATE
 from effasr.data.index.columns import Ragged, RaggedBuilder
 from effasr.data.manifest.audio_sources import refuse_programs
-from effasr.data.manifest.cuts import CUTS_FILE
+from effasr.data.manifest.cuts import CUTS_FILE, check_times
 from effasr.data.manifest.fields import seconds_field, text_field
 from effasr.data.manifest.folder import AUDIO_SUFFIXES
 from effasr.data.manifest.kaldi import is_kaldi
@@ -159,6 +159,7 @@ def _lhotse(row: dict[str, Any], line: str, origin: str, folder: Path) -> Cut:
             cut = Recording.from_dict(row).to_cut()
         else:
             cut = deserialize_cut(row).drop_supervisions()
+        check_times(cut)
     except Exception as error:  # lhotse checks little, and raises many kinds.
         raise ValueError(
             f"{origin}: neither a line with `audio_filepath` nor a cut or recording that lhotse "
