@@ -45,7 +45,7 @@ def mutate(folder: Path, random: Random) -> str:
     """Change one or two files of an input; return what was done, for a report."""
     done = []
     for _ in range(random.choice((1, 1, 1, 2))):
-        # What a change before has made of a file stays: a link, a pipe, five gigabytes.
+        # What a change before has made of a file stays: a link, a pipe, 900 MB.
         files = sorted(
             path
             for path in folder.rglob("*")
@@ -140,7 +140,8 @@ def _kind(path: Path, folder: Path, random: Random) -> str:
         path.symlink_to(path)
     elif kind == "sparse":
         with path.open("wb") as file:
-            file.truncate(5 << 30)
+            # More than a document may have, less than what a process may map here.
+            file.truncate(900 << 20)
     elif kind == "unreadable":
         path.write_bytes(b"\xff\xfe\x00")
     return kind
@@ -265,7 +266,7 @@ def _safetensors(path: Path, folder: Path, random: Random) -> str:
 def _tar(path: Path, folder: Path, random: Random) -> str:
     try:
         with tarfile.open(path) as tar:
-            entries = [(info, tar.extractfile(info)) for info in tar]
+            entries = [(info, tar.extractfile(info)) for info in tar if info.isreg()]
             files = [(info, source.read()) for info, source in entries if source is not None]
     except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError):
         return "damaged before"
