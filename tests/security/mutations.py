@@ -212,7 +212,7 @@ def _json_lines(path: Path, folder: Path, random: Random) -> str:
 
 def _yaml(path: Path, folder: Path, random: Random) -> str:
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(_unpacked(path))
         path.write_text(yaml.safe_dump(_hostile(content, random, folder.parent / OUTSIDE)))
     except (ValueError, LookupError, RecursionError, yaml.YAMLError):
         pass
@@ -243,7 +243,7 @@ def _yaml_bomb(path: Path, folder: Path, random: Random) -> str:
     }
     kind = random.choice(sorted(bombs))
     # Beside what is valid, so that readers come to it.
-    path.write_text((path.read_text() if random.random() < 0.5 else "") + bombs[kind])
+    path.write_text((_unpacked(path) if random.random() < 0.5 else "") + bombs[kind])
     return f"yaml {kind}"
 
 

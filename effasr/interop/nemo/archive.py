@@ -217,7 +217,7 @@ def _load(path: Path, weights: Path) -> dict[str, Tensor]:
             f"{path}: {WEIGHTS} must hold tensors alone, but does not, and is not opened as it "
             "could run a program: load and save the model with NeMo, if you trust it."
         ) from error
-    except _DAMAGED as error:
+    except Exception as error:  # torch and zipfile raise many kinds, such as IndexError.
         raise ValueError(f"{path}: {WEIGHTS} is damaged: {error}: copy it again.") from error
     if not isinstance(state, Mapping) or not all(
         isinstance(name, str) and torch.is_tensor(value) and is_honest(value)
