@@ -9,13 +9,16 @@ TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES)
 DEMO := data/demo
 # Two cores; a process that has nothing left takes tests from the other.
 SHARED := -n 2 --dist worksteal
+# Inputs of each reader of foreign files in `make fuzz`.
+INPUTS ?= 1000
 
-.PHONY: demo demo-transducer test lint bench gpu wheels clean help
+.PHONY: demo demo-transducer test fuzz lint bench gpu wheels clean help
 
 help:
 	@echo "make demo              set up, synthesise speech, train, resume, evaluate, transcribe (CPU, under 10 minutes)"
 	@echo "make demo-transducer   the same with a transducer in the place of the attention decoder"
 	@echo "make test              set up and run all tests that need no GPU"
+	@echo "make fuzz              mutated inputs for every reader of foreign files; INPUTS=1000 of each"
 	@echo "make lint              ruff, pyright, import layers"
 	@echo "make bench             padding and speed on this machine"
 	@echo "make wheels            dist/: a wheel for each kind of processor there is a compiler for, with the CPU kernels"
@@ -64,6 +67,9 @@ test: $(VENV)/.test
 	EFFASR_EMULATE=90 $(BIN)/pytest $(SHARED) tests/gpu -k "bfloat16 or not float16"
 	@echo; echo "Some of them in Triton's interpreter:"; echo
 	TRITON_INTERPRET=1 $(BIN)/pytest $(SHARED) tests/gpu -k "contract and not transducer"
+
+fuzz: $(VENV)/.test
+	PYTHONPATH=.:kernels $(BIN)/python -m tests.security.fuzz $(INPUTS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
