@@ -33,7 +33,7 @@ from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.nn.lora import adapters, without_adapters
 from effasr.untrusted.documents import read_yaml
-from effasr.untrusted.files import plain_name, read_text
+from effasr.untrusted.files import open_regular, plain_name, read_text
 
 WEIGHTS = "model.safetensors"
 _DESCRIPTION, _TOKENIZER = "model.yaml", "tokenizer"
@@ -152,6 +152,8 @@ def load_weights(model: ASRModel, directory: Path, *, may_lack: tuple[str, ...] 
 def _explaining(path: Path, remedy: str = "") -> Iterator[Path]:
     """Turn errors of a weights file into `CheckpointError`."""
     try:
+        # safetensors would wait for somebody to write to a pipe.
+        _check_regular(path)
         yield path
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}.") from None
@@ -165,6 +167,13 @@ def _explaining(path: Path, remedy: str = "") -> Iterator[Path]:
         raise CheckpointError(
             f"{path} is of another architecture, in {len(differences)} ways: {first}{remedy}"
         ) from error
+
+
+def _check_regular(path: Path) -> None:
+    try:
+        open_regular(path).close()
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def resolve(path: str | Path) -> Path:

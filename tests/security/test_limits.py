@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from effasr.checkpoint import CheckpointError, load_weights
 from effasr.data.audio.augmentation.clips import Clips
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.reader import read
@@ -71,6 +72,13 @@ def test_pipes_and_devices_are_not_opened(tmp_path) -> None:
     assert files.read_bytes(tmp_path / "linked") == Path(__file__).read_bytes()
     with pytest.raises(ValueError, match="at most 10 bytes"):
         files.read_bytes(tmp_path / "linked", 10)
+
+
+@pytest.mark.timeout(30)
+def test_weights_that_are_a_pipe_are_not_waited_for(tmp_path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="a pipe, a device or a socket"):
+        load_weights(torch.nn.Linear(1, 1), tmp_path)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", "..", "", "a\0", None, 3])
