@@ -81,6 +81,9 @@ class Worker:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
             self._process = None
 
 
