@@ -3,6 +3,7 @@
 import json
 import re
 import unicodedata
+from typing import Literal
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,7 +78,8 @@ CLOCK = r"\d{2,}:\d\d:\d\d%s\d{3}"
 
 @given(SEGMENTS, st.booleans())
 def test_subtitles_have_cues_of_two_lines_whatever_the_text(texts, timed: bool) -> None:
-    for style, point in (("srt", ","), ("vtt", r"\.")):
+    pairs: list[tuple[Literal["srt", "vtt"], str]] = [("srt", ","), ("vtt", r"\.")]
+    for style, point in pairs:
         file = GrowingFile(style, "a")
         whole = file.header + "".join(map(file.add, segments(texts, timed=timed)))
         cues = whole.removeprefix("WEBVTT\n\n").removesuffix("\n\n")
@@ -85,7 +87,9 @@ def test_subtitles_have_cues_of_two_lines_whatever_the_text(texts, timed: bool) 
         for number, cue in enumerate(filter(None, cues.split("\n\n")), 1):
             head, *lines = cue.split("\n") if style == "vtt" else cue.split("\n")[1:]
             assert style == "vtt" or cue.split("\n")[0] == str(number)
-            begin, end = re.fullmatch(f"({clock}) --> ({clock})", head).groups()
+            found = re.fullmatch(f"({clock}) --> ({clock})", head)
+            assert found is not None
+            begin, end = found.groups()
             assert (len(begin), begin) < (len(end), end)
             (line,) = lines
             assert line.strip()
