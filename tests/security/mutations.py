@@ -93,7 +93,7 @@ def _bytes(path: Path, _: Path, random: Random) -> str:
     # The beginning has the headers.
     place = random.randrange(min(len(data), random.choice((16, 64, 512, len(data)))))
     if kind == "flip":
-        for _ in range(random.choice((1, 3, 20))):
+        for _bit in range(random.choice((1, 3, 20))):
             data[random.randrange(len(data))] ^= 1 << random.randrange(8)
     elif kind == "cut":
         del data[place:]

@@ -210,7 +210,8 @@ def _use_manifest(path: Path) -> object:
     from effasr.data.audio.waveform import load_audio
     from effasr.data.manifest.reader import read, request
 
-    return [(request(cut), len(load_audio(cut))) for cut in read(path)]
+    cuts: Any = read(path)
+    return [(request(cut), len(load_audio(cut))) for cut in cuts]
 
 
 def _read_cuts(folder: Path) -> Any:
@@ -223,7 +224,7 @@ def _read_cuts(folder: Path) -> Any:
 
 
 def _cuts(folder: Path) -> None:
-    _rows(folder / "cuts.jsonl.gz", [cut.to_dict() for cut in _read_cuts(folder)])
+    _rows(folder / "cuts.jsonl.gz", [cut.to_dict() for cut in list(_read_cuts(folder))])
 
 
 def _shar(folder: Path) -> None:
@@ -257,7 +258,7 @@ def _use_text_pairs(folder: Path) -> object:
 
 
 def _clips(folder: Path) -> None:
-    _rows(folder / "clips.jsonl", [cut.recording.to_dict() for cut in _read_cuts(folder)])
+    _rows(folder / "clips.jsonl", [cut.recording.to_dict() for cut in list(_read_cuts(folder))])
 
 
 def _use_clips(folder: Path) -> object:
