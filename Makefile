@@ -9,15 +9,18 @@ TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES)
 DEMO := data/demo
 # Two cores; a process that has nothing left takes tests from the other.
 SHARED := -n 2 --dist worksteal
+# Inputs of each reader of foreign files in `make fuzz`.
+INPUTS ?= 1000
 
-.PHONY: demo demo-transducer test test-all audit lint bench gpu wheels clean help
+.PHONY: demo demo-transducer test test-all fuzz audit lint bench gpu wheels clean help
 
 help:
 	@echo "make demo              synthesise speech, train, resume, evaluate, transcribe (10 minutes)"
 	@echo "make demo-transducer   the same with a transducer in place of the attention decoder"
 	@echo "make test              run all tests that need no GPU"
 	@echo "make test-all          run make test, the fuzz tests at full size, and make audit"
-	@echo "make audit             run bandit, and pip-audit where it can reach PyPI"
+	@echo "make fuzz              read mutated models, manifests and audio; INPUTS=1000 for each reader"
+	@echo "make audit             run bandit, and pip-audit where it can reach its data"
 	@echo "make lint              run ruff, pyright and import-linter"
 	@echo "make bench             time the operations on this machine"
 	@echo "make wheels            build dist/*.whl with the CPU kernels, for each compiler that is found"
@@ -73,17 +76,18 @@ test: $(VENV)/.test
 	@echo; echo "Some of them in Triton's interpreter:"; echo
 	TRITON_INTERPRET=1 $(BIN)/pytest $(SHARED) tests/gpu -k "contract and not transducer"
 
-test-all: test audit
+test-all: test fuzz audit
 
-# Known vulnerabilities come from PyPI; without a network nothing is claimed about them.
-REACHES_PYPI := import urllib.request as u; u.urlopen("https://pypi.org/pypi/pip/json", timeout=10)
+# Each reader of foreign files, with mutated inputs.
+fuzz: $(VENV)/.test
+	PYTHONPATH=.:kernels $(BIN)/python -m tests.security.fuzz $(INPUTS)
 
+# Without a network pip-audit ends with an error, and nothing is claimed about dependencies.
 audit: $(VENV)/.audit
 	$(BIN)/bandit --quiet --severity-level medium --recursive effasr kernels/effasr_kernels
-	@if $(BIN)/python -c '$(REACHES_PYPI)' 2> /dev/null; then \
-	  $(BIN)/pip-audit --skip-editable; \
-	else \
-	  echo "audit: https://pypi.org cannot be reached, so dependencies were NOT checked"; \
+	@if ! $(BIN)/pip-audit --skip-editable > $(VENV)/audit.log 2>&1; then \
+	  if grep -q "known vulnerabilit" $(VENV)/audit.log; then cat $(VENV)/audit.log; exit 1; fi; \
+	  echo "audit: pip-audit cannot reach its data, so dependencies were NOT checked"; \
 	fi
 
 lint: $(VENV)/.test

@@ -25,7 +25,6 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-import yaml
 from torch import Tensor
 
 from effasr import config as configuration
@@ -33,6 +32,8 @@ from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.nn.lora import adapters, without_adapters
+from effasr.untrusted.documents import read_yaml
+from effasr.untrusted.files import open_regular, plain_name, read_text
 
 WEIGHTS = "model.safetensors"
 _DESCRIPTION, _TOKENIZER = "model.yaml", "tokenizer"
@@ -115,13 +116,12 @@ def read_description(directory: Path) -> Description:
     """
     path = directory / _DESCRIPTION
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return configuration.from_stored(Description, content)
+        return configuration.from_stored(Description, read_yaml(path))
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory} must be a model directory, but has no {_DESCRIPTION}."
         ) from None
-    except (yaml.YAMLError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
@@ -152,6 +152,8 @@ def load_weights(model: ASRModel, directory: Path, *, may_lack: tuple[str, ...] 
 def _explaining(path: Path, remedy: str = "") -> Iterator[Path]:
     """Turn errors of a weights file into `CheckpointError`."""
     try:
+        # safetensors would wait for somebody to write to a pipe.
+        _check_regular(path)
         yield path
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}.") from None
@@ -165,6 +167,13 @@ def _explaining(path: Path, remedy: str = "") -> Iterator[Path]:
         raise CheckpointError(
             f"{path} is of another architecture, in {len(differences)} ways: {first}{remedy}"
         ) from error
+
+
+def _check_regular(path: Path) -> None:
+    try:
+        open_regular(path).close()
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def resolve(path: str | Path) -> Path:
@@ -274,7 +283,7 @@ def follow(pointer: Path) -> Path | None:
     """Return the model directory that `point` named; None if there is none."""
     if not pointer.is_file():
         return None
-    target = pointer.parent / pointer.read_text().strip()
+    target = pointer.parent / plain_name(read_text(pointer, 4096).strip(), str(pointer))
     return target if (target / _DESCRIPTION).is_file() else None
 
 

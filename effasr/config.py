@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import yaml
 
+from effasr.untrusted.documents import parse_yaml, read_yaml
+
 T = TypeVar("T")
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -185,10 +187,9 @@ def _find(recipe: str | Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-        mapping = yaml.load(text, Loader=_Loader)  # nosec B506
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        mapping = read_yaml(path, _Loader)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if mapping is None:
         return {}
     if not isinstance(mapping, dict):
@@ -213,8 +214,8 @@ def _apply(cls: type, mapping: dict[str, Any], override: str) -> None:
     if not separator or not dotted:
         raise ConfigError(f"an override must be `path.to.field=value`, but is {override!r}.")
     try:
-        value = yaml.load(text, Loader=_Loader)  # nosec B506
-    except yaml.YAMLError as error:
+        value = parse_yaml(text, dotted, _Loader)
+    except ValueError as error:
         raise ConfigError(f"`{dotted}`: the value {text!r} is not valid YAML.") from error
     *parents, last = dotted.split(".")
     node, owner, where = mapping, cls, ""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from effasr.cli.options import AddCommand
+from effasr.untrusted.display import escape_controls
 
 
 def add(command: AddCommand) -> None:
@@ -37,5 +38,5 @@ def run(options: argparse.Namespace) -> int:
         scored = [one for one in scored if one.set_name == options.only]
         if not scored:
             raise ValueError(f"`--set` must be one of {', '.join(names)}, but is {options.only!r}.")
-    sys.stdout.write(compare(scored))
+    sys.stdout.write(escape_controls(compare(scored)))
     return 0

@@ -32,8 +32,9 @@ from effasr.cli import (
 )
 from effasr.cli.installation import completion, doctor, recipes
 from effasr.cli.options import print_line
+from effasr.untrusted.display import TerminalFormatter, escape_controls, escape_line
 
-_BAD_INPUT = (
+BAD_INPUT = (
     ValueError,
     FileExistsError,
     FileNotFoundError,
@@ -43,6 +44,9 @@ _BAD_INPUT = (
 )
 _BAD_PATH = {errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
 """Errors that the given path causes; others, such as a full disk, are failures."""
+
+_MOST_MESSAGE = 4000
+"""Characters of an error that are shown: a value in it may be as long as a file."""
 
 _PEER_GRACE_S = 3.0
 """Seconds to wait for another process of the run to report the cause of a failure."""
@@ -58,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return 0
-    logging.basicConfig(format=f"effasr {options.command}: %(message)s", level=logging.WARNING)
+    _log_to_standard_error(options.command)
     try:
         return _run(options)
     except KeyboardInterrupt:
@@ -67,12 +71,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of a pipe, such as `head`, has closed it, which is no error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except _BAD_INPUT as error:
+    except BAD_INPUT as error:
         return _fail(options.command, error, code=2)
     except OSError as error:
         return _fail(options.command, error, code=2 if error.errno in _BAD_PATH else 1)
     except (RuntimeError, ImportError) as error:
         return _fail(options.command, error, code=getattr(error, "exit_code", 1))
+
+
+def _log_to_standard_error(command: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(TerminalFormatter(f"effasr {command}: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -99,14 +109,15 @@ def _fail(command: str, error: Exception, code: int) -> int:
         # torchrun ends all processes when one has ended: not before the other has reported.
         time.sleep(_PEER_GRACE_S)
     else:
-        sys.stderr.write(f"effasr {command}: {text}\n")
+        sys.stderr.write(f"effasr {command}: {escape_controls(text)}\n")
     return code
 
 
 def _explain(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}."
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MOST_MESSAGE else f"{text[:_MOST_MESSAGE]}..."
 
 
 class _Parser(argparse.ArgumentParser):
@@ -119,7 +130,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         silent = "LOCAL_WORLD_SIZE" in os.environ and int(os.environ.get("LOCAL_RANK", 0))
-        self.exit(2, None if silent else f"{self.prog}: {message} (see {self.prog} --help)\n")
+        text = escape_line(message)
+        self.exit(2, None if silent else f"{self.prog}: {text} (see {self.prog} --help)\n")
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effasr.cli.progress import erase_line
+from effasr.untrusted.display import escape_controls
 
 if TYPE_CHECKING:
     from effasr.decoding.config import DecodingConfig
@@ -164,11 +165,11 @@ def print_line(text: str) -> None:
     """Write to standard output, with one line feed at the end."""
     if sys.stdout.isatty():
         erase_line()
-    sys.stdout.write(text.rstrip("\n") + "\n")
+    sys.stdout.write(escape_controls(text.rstrip("\n")) + "\n")
 
 
 def log(command: str, text: str) -> None:
     """Write a line to standard error, after the name of the command."""
     erase_line()
-    sys.stderr.write(f"effasr {command}: {text}\n")
+    sys.stderr.write(f"effasr {command}: {escape_controls(text)}\n")
     sys.stderr.flush()

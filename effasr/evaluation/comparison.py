@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,12 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.evaluation.bootstrap import interval, probability_of_improvement
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.tables import percent, to_text
 from effasr.evaluation.wer import ErrorCounts, count_errors, total
+from effasr.untrusted.documents import read_json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +107,16 @@ def _against(first: Scored, one: Scored) -> str:
 
 def _read(folder: Path, system: str, set_name: str, normalizer: str | None) -> Scored:
     try:
-        summary: dict[str, Any] = json.loads((folder / "wer.json").read_text(encoding="utf-8"))
-        lines = (folder / "hypotheses.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines if line.strip()]
+        summary: dict[str, Any] = read_json_object(folder / "wer.json")
+        path = folder / "hypotheses.jsonl"
+        rows = [parse_object(line, f"{path}:{number}") for number, line in numbered_lines(path)]
         normalize = get_normalizer(normalizer or summary["normalizer"])
         errors = {
             str(row["id"]): count_errors(normalize(row["reference"]), normalize(row["hypothesis"]))
             for row in rows
         }
         return Scored(system, set_name, errors, float(summary["rtfx"]), int(summary["failed"]))
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except (OSError, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{folder}: not an evaluation that can be read ({type(error).__name__}: {error}): "
             "make it again with `effasr evaluate`."

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,14 @@ import yaml
 
 from effasr.evaluation.result import set_name
 from effasr.evaluation.tables import percent
+from effasr.untrusted.display import escape_line
+from effasr.untrusted.documents import read_json_object, read_yaml
+from effasr.untrusted.files import read_text
 
 _log = logging.getLogger(__name__)
+
+_SYNTAX = re.compile(r"([\\`*\[\]]|^[#>+-])")
+"""What begins code, emphasis, a link, a heading or a list."""
 
 MARK = "<!-- Written by `effasr export`, which replaces the file as long as this line is in it. -->"
 
@@ -64,7 +71,7 @@ class ModelCard:
         front = yaml.safe_dump(self._front(), sort_keys=False, allow_unicode=True)
         parts = [
             f"---\n{front}---\n\n{MARK}",
-            f"# {self.name}",
+            f"# {_text(self.name)}",
             "A speech recognition model, trained with effasr.",
             "\n".join(self._facts()),
             self._usage(),
@@ -72,7 +79,7 @@ class ModelCard:
             f"## Configuration\n\n```yaml\n{self.configuration.strip()}\n```",
             "## Licence and author\n\n"
             f"Licence: {self.license or 'not stated (`effasr export --license`)'}. "
-            f"Author: {self.author or 'not stated (`effasr export --author`)'}.",
+            f"Author: {_text(self.author or '') or 'not stated (`effasr export --author`)'}.",
         ]
         return "\n\n".join(parts) + "\n"
 
@@ -96,9 +103,9 @@ class ModelCard:
     def _facts(self) -> list[str]:
         facts = [f"- {self.parameters / 1e6:.1f} M parameters, `{self.loader}`"]
         if self.languages:
-            facts.append(f"- Languages: {', '.join(self.languages)}")
+            facts.append(f"- Languages: {', '.join(map(_text, self.languages))}")
         if self.data:
-            facts.append(f"- Trained on: {', '.join(self.data)}")
+            facts.append(f"- Trained on: {', '.join(map(_text, self.data))}")
         if self.steps is not None:
             facts.append(f"- Updates: {self.steps}")
         if self.averaged > 1:
@@ -149,10 +156,10 @@ def read_tested(run: Path, weights: Path) -> list[TestedSet]:
             _log.warning("%s is older than the weights, and is left out: evaluate again.", path)
             continue
         try:
-            result = json.loads(path.read_text(encoding="utf-8"))
+            tested.append(TestedSet(path.parent.name, _checked(read_json_object(path))))
         except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}: evaluate again.") from error
-        tested.append(TestedSet(path.parent.name, result))
+            message = f"{path} must be what `effasr evaluate` wrote: {error} Evaluate again."
+            raise ValueError(message) from error
     return tested
 
 
@@ -161,7 +168,7 @@ def read_data(run: Path) -> list[str]:
     path = run / "config.yaml"
     if not path.is_file():
         return []
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))["data"]
+    data = read_yaml(path)["data"]
     train = data.get("train") or ()
     paths = [train] if isinstance(train, str) else list(train)
     mix = data.get("mix") or {}
@@ -170,7 +177,30 @@ def read_data(run: Path) -> list[str]:
 
 def is_replaceable(path: Path) -> bool:
     """Return whether a README.md may be overwritten: it is missing, or was written here."""
-    return not path.exists() or MARK in path.read_text(encoding="utf-8", errors="replace")
+    if not path.exists():
+        return True
+    try:
+        return MARK in read_text(path)
+    except (OSError, ValueError):
+        # Not written here: a folder, a pipe, or no text.
+        return False
+
+
+def _checked(result: dict[str, Any]) -> dict[str, Any]:
+    """Check the values of ``wer.json`` that the card shows."""
+    for name in ("utterances", "words", "wer", "cer", "rtfx"):
+        value = result.get(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number and not (value is None and name in ("wer", "cer")):
+            raise ValueError(f"`{name}` must be a number, but is {repr(value)[:60]}.")
+    bounds = result.get("wer_interval")
+    if bounds is not None and not (
+        isinstance(bounds, list) and all(isinstance(one, int | float) for one in bounds)
+    ):
+        raise ValueError(f"`wer_interval` must be numbers, but is {repr(bounds)[:60]}.")
+    if not isinstance(result.get("normalizer"), str):
+        raise ValueError("`normalizer` must be text.")
+    return result
 
 
 def _result(one: TestedSet) -> dict[str, Any]:
@@ -192,5 +222,10 @@ def _interval(bounds: Sequence[float] | None) -> str:
     return "-" if bounds is None else " to ".join(map(percent, bounds))
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _text(text: object) -> str:
+    """Return a text as Markdown that shows it on one line, without links, code and HTML."""
+    return _SYNTAX.sub(r"\\\1", escape(escape_line(str(text)), quote=False))
+
+
+def _cell(text: object) -> str:
+    return _text(text).replace("|", "\\|")

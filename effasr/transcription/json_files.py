@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from effasr.data.atomic_files import write_atomically
+from effasr.untrusted.display import escape_json, escape_line
 
 
 def write_json(path: str | Path, mapping: Mapping[str, Any]) -> None:
     """Write one JSON object, indented; creates the folder. NaN is an error."""
     text = json.dumps(mapping, indent=2, ensure_ascii=False, allow_nan=False)
-    _write(Path(path), _escaped(text) + "\n")
+    _write(Path(path), _escaped(escape_json(text)) + "\n")
 
 
 def write_json_lines(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -24,17 +25,16 @@ def write_json_lines(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Non
 def json_line(row: Mapping[str, Any]) -> str:
     """Return one JSON object and a line feed; letters of all scripts are not escaped.
 
-    Bytes of a file name that are not UTF-8, lone surrogates in Python, become JSON escapes.
+    Bytes of a file name that are not UTF-8, lone surrogates in Python, become JSON escapes, as do
+    all control characters.
     """
-    return _escaped(json.dumps(row, ensure_ascii=False, allow_nan=False)) + "\n"
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    return _escaped(escape_json(text)) + "\n"
 
 
 def one_line(text: str) -> str:
     """Return a text, such as a file name, with line breaks and control characters escaped."""
-    shown = (
-        c if c.isprintable() or c == " " else c.encode("unicode_escape").decode() for c in text
-    )
-    return _escaped("".join(shown))
+    return _escaped(escape_line(text))
 
 
 def _escaped(text: str) -> str:

@@ -22,6 +22,7 @@ LAYERS = [
     ["effasr.nn"],
     ["effasr.data", "effasr.optim", "effasr.distributed"],
     ["effasr.config", "effasr.ranges"],
+    ["effasr.untrusted"],
     ["effasr_kernels"],
 ]
 MOST_FILES, MOST_AT_THE_TOP = 15, 8

@@ -33,7 +33,7 @@ ELSEWHERE = {"arecord", "find", "hf", "tensorboard"}
 PLACEHOLDER = "demo"
 """The recipe that stands for RECIPE, and for one that the reader has yet to write."""
 QUICK = ["training.max_steps=2", "training.device=cpu", "training.tensorboard=false"]
-QUICK += ["data.frame_budget=60", "data.workers=0"]
+QUICK += ["data.frame_budget=160", "data.workers=0"]
 
 
 def blocks(page: Path, language: str) -> Iterator[tuple[str, str]]:

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lhotse.cut import Cut
+from lhotse.cut import Cut, MixedCut
 from lhotse.cut.data import DataCut
 from lhotse.cut.set import deserialize_cut
 
 from effasr.data.audio.waveform import AudioSegment
+from effasr.data.manifest.audio_sources import refuse_programs
 from effasr.data.manifest.fields import prompt_fields
 from effasr.data.manifest.lines import parse_object
 from effasr.data.manifest.utterance import CutUtterance, absolute, custom_fields
@@ -18,6 +19,11 @@ from effasr.data.prompt import Prompt
 
 CUTS_FILE = "cuts.jsonl.gz"
 """File that identifies a prepared folder."""
+
+_LONGEST = 2**53
+"""Samples, and more than seconds, that a recording may have: floats count to here."""
+
+_CHANNELS = 1024
 
 
 def utterances(
@@ -31,9 +37,11 @@ def utterances(
     for number, line in lines:
         origin = f"{path}:{number}"
         row = parse_object(line, origin)
+        refuse_programs(row, line, origin)
         try:
             cut = deserialize_cut(row)
-        except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+            check_times(cut)
+        except Exception as error:  # lhotse checks little, and raises many kinds.
             raise ValueError(
                 f"{origin}: not a cut that lhotse can read ({type(error).__name__}: {error})."
             ) from error
@@ -52,6 +60,37 @@ def cut_prompt(cut: Cut, origin: str, language: str) -> Prompt:
     row = {**own, "lang": spoken} if spoken else own
     # lhotse's `language` is what is spoken: as a `source_lang` it never stands for the target.
     return prompt_fields({"source_lang": spoken or own.get("lang"), **row}, origin, language)
+
+
+def check_times(cut: Cut) -> None:
+    """Check the values that lhotse takes as they are.
+
+    Raises:
+        ValueError: One is of a wrong type, or no time.
+    """
+    if not isinstance(cut.id, str):
+        raise ValueError(f"`id` must be text, but is {repr(cut.id)[:60]}")
+    if isinstance(cut, MixedCut):
+        for track in cut.tracks:
+            check_times(track.cut)
+    if not isinstance(cut, DataCut):
+        return
+    times = {"start": cut.start, "duration": cut.duration}
+    if cut.recording is not None:
+        times["recording.duration"] = cut.recording.duration
+        times["recording.sampling_rate"] = cut.recording.sampling_rate
+        times["recording.num_samples"] = cut.recording.num_samples
+        if not isinstance(cut.recording.sources, list):
+            raise ValueError("`recording.sources` must be a list")
+    for name, value in times.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < _LONGEST or (name != "start" and value == 0):
+            raise ValueError(f"`{name}` must be a number above 0, but is {repr(value)[:60]}")
+    channels = [cut.channel] if isinstance(cut.channel, int) else cut.channel
+    if not isinstance(channels, list | tuple) or not all(
+        type(channel) is int and 0 <= channel < _CHANNELS for channel in channels
+    ):
+        raise ValueError(f"`channel` must be numbers from 0, but is {repr(cut.channel)[:60]}")
 
 
 def _complete(cut: Cut, origin: str, folder: Path, language: str) -> None:

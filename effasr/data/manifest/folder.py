@@ -58,7 +58,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path}:{number}", parse_object(line, f"{path}:{number}")
         return
     reader = csv.DictReader(line for _, line in numbered_lines(path))
-    for count, row in enumerate(reader, 1):
+    for count, row in enumerate(_csv_rows(reader, path), 1):
         origin = f"{path}: row {count}"
         if None in row or None in row.values():
             raise ValueError(
@@ -66,6 +66,13 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 "line has: put fields with commas in double quotes."
             )
         yield origin, row
+
+
+def _csv_rows(reader: csv.DictReader[str], path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise ValueError(f"{path}: row {reader.line_num}: not valid CSV: {error}.") from error
 
 
 def _from_librispeech(transcripts: list[Path], language: str) -> Iterator[FileUtterance]:

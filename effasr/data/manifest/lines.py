@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import os
 import re
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
+
+from effasr.untrusted.documents import MOST_DEPTH, is_deep
+from effasr.untrusted.files import open_regular
+
+LINE_BYTES = 32 << 20
+"""Most bytes of a line."""
+
+_UNPACKED_RATIO, _UNPACKED_BYTES = 300, 256 << 20
+"""Most bytes that a byte of a gzipped file stands for, beyond the second: manifests shrink to a
+tenth, gzip to a thousandth."""
 
 _HALF = re.compile("[\ud800-\udfff]")
 
@@ -19,12 +32,13 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     A file is gzipped if its name ends in ``.gz``.
 
     Raises:
-        ValueError: It cannot be opened, is not UTF-8, or is a damaged gzip file.
+        ValueError: It cannot be opened, is no regular file, is not UTF-8, is a damaged gzip file or
+            unpacks to more than text does, or has a line of more than `LINE_BYTES`.
     """
     number = 0
     try:
         with _opened(path) as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(_bounded(file, path), 1):
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if text.strip():
                     yield number, text
@@ -52,6 +66,8 @@ def parse_object(line: str, origin: str) -> dict[str, Any]:
         ) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{origin}: no JSON that Python reads ({error}).") from error
+    if line.count("[") + line.count("{") > MOST_DEPTH and is_deep(value):
+        raise ValueError(f"{origin}: must be nested at most {MOST_DEPTH} deep, but is deeper.")
     if not isinstance(value, dict):
         raise ValueError(
             f"{origin}: must be a JSON object, but is a {type(value).__name__}: "
@@ -66,4 +82,40 @@ def parse_object(line: str, origin: str) -> dict[str, Any]:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    return cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+    file = open_regular(path)
+    return cast("IO[bytes]", _Unpacked(file)) if path.suffix == ".gz" else file
+
+
+class _Unpacked(gzip.GzipFile):
+    """A gzipped text; closes the file below it, too."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(fileobj=file, mode="rb")
+        self.most_bytes = _UNPACKED_RATIO * os.fstat(file.fileno()).st_size + _UNPACKED_BYTES
+        self._below = file
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._below.close()
+
+
+def _bounded(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    """Yield lines, each of which is checked before more than the limit is read."""
+    left = getattr(file, "most_bytes", sys.maxsize)
+    for number in itertools.count(1):
+        line = file.readline(LINE_BYTES + 1)
+        if not line:
+            return
+        left -= len(line)
+        if len(line) > LINE_BYTES:
+            raise ValueError(
+                f"{path}:{number}: a line must have at most {LINE_BYTES} bytes, but has more."
+            )
+        if left < 0:
+            raise ValueError(
+                f"{path}: unpacks to more than {_UNPACKED_RATIO} times its size, which text does "
+                "not: unpack it, if you trust it."
+            )
+        yield line

@@ -17,6 +17,7 @@ from effasr.data.audio.waveform import TarMember
 from effasr.data.manifest.cuts import utterances as cut_utterances
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.utterance import CutUtterance
+from effasr.untrusted.files import open_regular
 
 _CUTS = re.compile(r"cuts\.(\d+)\.jsonl(\.gz)?")
 
@@ -51,13 +52,13 @@ def utterances(folder: Path, language: str) -> Iterator[CutUtterance]:
 def _members(tar: Path, cuts: Path) -> dict[str, TarMember]:
     """Locate the recording of each cut; only headers are read."""
     try:
-        with tarfile.open(tar, "r:") as file:
+        with open_regular(tar) as opened, tarfile.open(fileobj=opened, mode="r:") as file:
             return {
                 info.name.rpartition(".")[0]: TarMember(str(tar), info.offset_data, info.size)
                 for info in file
                 if info.isfile() and not info.name.endswith((".json", ".nodata", ".nometa"))
             }
-    except (OSError, tarfile.TarError) as error:
+    except (OSError, ValueError, tarfile.TarError) as error:
         raise ValueError(
             f"{tar}: the audio of {cuts.name} cannot be read: {' '.join(str(error).split())}: "
             "write shards with the field `recording`, uncompressed."
@@ -70,7 +71,12 @@ def _located(cuts: Path, tar: Path, members: dict[str, TarMember]) -> Iterator[t
         row = parse_object(line, f"{cuts}:{number}")
         recording = row.get("recording")
         sources = recording.get("sources") if isinstance(recording, dict) else None
-        if sources and sources[0].get("type") == "shar":
+        if (
+            isinstance(sources, list)
+            and sources
+            and isinstance(sources[0], dict)
+            and sources[0].get("type") == "shar"
+        ):
             member = members.get(str(row.get("id")))
             if member is None:
                 raise ValueError(

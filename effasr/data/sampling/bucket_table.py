@@ -15,6 +15,7 @@ from effasr.data.atomic_files import write_atomically
 from effasr.data.batch import StaticShape
 from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr.data.sampling.plan import UtteranceLengths
+from effasr.untrusted.documents import read_json
 
 _BINS, _SIZES = "bucket_duration_bins", "bucket_batch_size"
 _BY_TOKENS = 2
@@ -99,8 +100,8 @@ class BucketTable:
             ValueError: The file is missing or malformed.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            content = read_json(path)
+        except (OSError, ValueError) as error:
             raise ValueError(f"{path}: not a readable JSON file: {error}.") from error
         try:
             pairs, sizes = _parsed(content)
@@ -111,7 +112,7 @@ class BucketTable:
                 sizes = [size for _, size in sorted(zip(bins, sizes, strict=True))]
                 bins.sort()
             return cls(tuple(bins), tuple(sizes))
-        except ValueError as error:
+        except (ValueError, OverflowError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def save(self, path: str | Path, framing: Framing = FASTCONFORMER) -> None:

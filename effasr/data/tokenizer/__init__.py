@@ -18,6 +18,7 @@ from effasr.data.tokenizer.nemo import NEMO_FILE, NeMoTokenizer
 from effasr.data.tokenizer.sentence_piece import METADATA_FILE, SentencePieceTokenizer
 from effasr.data.tokenizer.training import train_tokenizer
 from effasr.data.tokenizer.whisper import WhisperTokenizer, is_whisper
+from effasr.untrusted.documents import WRONG_VALUES
 
 __all__ = [
     "CanaryTokenizer",
@@ -41,10 +42,15 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         ValueError: The folder holds none, or its files are broken.
     """
     folder = Path(directory)
-    if (folder / METADATA_FILE).is_file():
-        return SentencePieceTokenizer.load(folder)
-    if (folder / NEMO_FILE).is_file():
-        return NeMoTokenizer.load(folder)
+    for name, kind in ((METADATA_FILE, SentencePieceTokenizer), (NEMO_FILE, NeMoTokenizer)):
+        if (folder / name).is_file():
+            try:
+                return kind.load(folder)
+            except WRONG_VALUES as error:
+                raise ValueError(
+                    f"{folder / name}: a value is missing or of a wrong kind "
+                    f"({type(error).__name__}: {error}): copy the folder again."
+                ) from error
     if (folder / TOKENIZER_FILE).is_file() or (folder / VOCABULARY_FILE).is_file():
         return load_hugging_face(folder)
     raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -11,6 +10,8 @@ from typing import Any
 
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer.base import Tokenizer, check_ids, check_language
+from effasr.untrusted.documents import read_json_object
+from effasr.untrusted.files import read_text
 
 TOKENIZER_FILE = "tokenizer.json"
 VOCABULARY_FILE, MERGES_FILE, _ADDED_FILE = "vocab.json", "merges.txt", "added_tokens.json"
@@ -54,7 +55,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str, language: str) -> list[int]:
         """See `Tokenizer.encode`; one vocabulary serves all languages."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            raise _unreadable(self._path, error) from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
@@ -191,10 +195,18 @@ def read_tokenizer_json(path: Path) -> Any:
         ) from error
     if not path.is_file():
         return _from_vocabulary(path.parent)
+    text = read_text(path)
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ValueError(f"{path}: not a tokenizer that can be read: {error}.") from error
+        return tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: BaseException) -> BaseException:
+    """Return the error of a file that tokenizers cannot read; it raises Exception, and panics."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        return error
+    return ValueError(f"{path}: not a tokenizer that can be read: {error}.")
 
 
 def _from_vocabulary(folder: Path) -> Any:
@@ -204,9 +216,11 @@ def _from_vocabulary(folder: Path) -> Any:
     try:
         model = models.BPE.from_file(str(folder / VOCABULARY_FILE), str(folder / MERGES_FILE))
         added_file = folder / _ADDED_FILE
-        added = json.loads(added_file.read_text(encoding="utf-8")) if added_file.is_file() else {}
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ValueError(f"{folder}: not a tokenizer that can be read: {error}.") from error
+        added = read_json_object(added_file) if added_file.is_file() else {}
+    except BaseException as error:
+        raise _unreadable(folder, error) from error
+    if not all(type(index) is int for index in added.values()):
+        raise ValueError(f"{added_file}: must map tokens to their ids, which are whole numbers.")
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

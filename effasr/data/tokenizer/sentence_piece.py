@@ -14,6 +14,8 @@ import sentencepiece
 from effasr.data.atomic_files import write_atomically
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer.base import Tokenizer, check_ids, check_language
+from effasr.untrusted.documents import read_json_object
+from effasr.untrusted.files import plain_name, read_bytes
 
 METADATA_FILE = "effasr_tokenizer.json"
 """File that identifies a folder of effasr: Hugging Face's folders have ``tokenizer.json``."""
@@ -161,7 +163,7 @@ def read_metadata(path: Path, remedy: str) -> dict[str, Any]:
             the remedy.
     """
     try:
-        metadata = json.loads(path.read_text(encoding="utf-8"))
+        metadata = read_json_object(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read: {error}.") from error
     if (version := metadata.get("version")) != _VERSION:
@@ -176,9 +178,10 @@ def read_models(folder: Path, files: Mapping[str, str], remedy: str) -> dict[str
         ValueError: A file is missing; the message ends with the remedy.
     """
     for name, file in files.items():
+        plain_name(file, f"the model of {name!r} in {folder}")
         if not (folder / file).is_file():
             raise ValueError(f"{folder / file}: the model of {name!r} is missing: {remedy}.")
-    return {name: (folder / file).read_bytes() for name, file in files.items()}
+    return {name: read_bytes(folder / file) for name, file in files.items()}
 
 
 def load_processor(language: str, model: bytes) -> sentencepiece.SentencePieceProcessor:

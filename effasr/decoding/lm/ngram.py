@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from effasr.data.manifest.lines import numbered_lines
+
 _BEGIN = -1
 """``<s>`` among token ids."""
 
@@ -21,6 +22,7 @@ _UNSEEN = -100.0
 """log10 probability of an unknown token in a model without ``<unk>``, as in KenLM."""
 
 _CACHE_BYTES = 64 << 20
+_MOST_DIGITS = 18
 
 Context = tuple[int, ...]
 
@@ -161,13 +163,12 @@ def load_ngrams(path: str | Path, vocab_size: int, eos_id: int) -> TokenNgrams:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines that are not empty, with their numbers."""
-    opened = gzip.open if path.suffix == ".gz" else open
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: there is no such file.")
     try:
-        with opened(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line.strip()
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+        for number, line in numbered_lines(path):
+            yield number, line.strip()
+    except ValueError as error:
         raise ValueError(
             f"{path} must be an ARPA file, plain or .gz, but is not: {error}"
         ) from None
@@ -176,7 +177,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _count(path: Path, number: int, line: str) -> int:
     """Parse a line like ``ngram 2=120``."""
     left, equals, count = line.partition("=")
-    if not (left.startswith("ngram ") and equals and count.strip().isdecimal()):
+    count = count.strip()
+    is_number = count.isdecimal() and len(count) <= _MOST_DIGITS
+    if not (left.startswith("ngram ") and equals and is_number):
         raise ValueError(f"{path}:{number} must be like `ngram 1=120`, but is `{line[:60]}`.")
     return int(count)
 
@@ -187,7 +190,11 @@ def _entry(path: Path, number: int, line: str, length: int) -> tuple[list[str], 
     try:
         probability = float(parts[0])
         backoff = float(parts[1 + length]) if len(parts) == 2 + length else 0.0
-        if len(parts) not in (1 + length, 2 + length) or not probability <= 0:
+        if (
+            len(parts) not in (1 + length, 2 + length)
+            or not -math.inf < probability <= 0
+            or not math.isfinite(backoff)
+        ):
             raise ValueError
     except (ValueError, IndexError):
         raise ValueError(
@@ -200,7 +207,7 @@ def _entry(path: Path, number: int, line: str, length: int) -> tuple[list[str], 
 def _token(path: Path, number: int, word: str, names: dict[str, int], vocab_size: int) -> int:
     if word in names:
         return names[word]
-    if not (word.isdecimal() and int(word) < vocab_size):
+    if not (word.isdecimal() and len(word) <= _MOST_DIGITS and int(word) < vocab_size):
         raise ValueError(
             f"{path}:{number}: `{word[:40]}` must be a token id below {vocab_size}: estimate the "
             "model from texts that the tokenizer has encoded, a line of ids for each."

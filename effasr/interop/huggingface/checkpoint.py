@@ -22,6 +22,7 @@ from effasr.interop.huggingface.special_tokens import SpecialTokens
 from effasr.interop.huggingface.whisper import export_whisper, import_whisper
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
+from effasr.untrusted.documents import WRONG_VALUES
 
 _READERS = {
     "whisper": import_whisper,
@@ -51,7 +52,13 @@ def import_model(directory: str | Path) -> tuple[ModelConfig, int, dict[str, Ten
         ValueError: It is another kind of model, or has an option or weights that are unknown here.
     """
     model_type = read_config(Path(directory), *_READERS)["model_type"]
-    return _READERS[model_type](directory)
+    try:
+        return _READERS[model_type](directory)
+    except WRONG_VALUES as error:
+        raise ValueError(
+            f"{directory}: a value of its configuration or a weight is of a wrong kind "
+            f"({type(error).__name__}: {error}): copy the folder again."
+        ) from error
 
 
 def export_model(

@@ -16,6 +16,8 @@ from effasr.interop.export_checks import warn_about_options
 from effasr.interop.huggingface.special_tokens import SpecialTokens
 from effasr.interop.weights import Renames, check_weights, import_weights, weight_shapes
 from effasr.model.asr import ModelConfig
+from effasr.untrusted.documents import read_json_object
+from effasr.untrusted.files import plain_name
 
 # Tables that are computed here.
 _IGNORED = ("preprocessor.featurizer.", ".inv_freq", ".positional_embedding")
@@ -28,7 +30,7 @@ def read_config(directory: Path, *model_types: str) -> dict[str, Any]:
         FileNotFoundError: The file is missing.
         ValueError: It is not valid JSON, or has another type.
     """
-    mapping = _read_json(directory / "config.json")
+    mapping = read_json_object(directory / "config.json")
     if mapping.get("model_type") not in model_types:
         raise ValueError(
             f"`model_type` must be {' or '.join(model_types)}, but is {mapping.get('model_type')} "
@@ -41,15 +43,18 @@ def read_preprocessor(directory: Path) -> dict[str, Any]:
     """Return the settings of the feature extractor; empty if there is no such file."""
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (directory / name).is_file():
-            mapping = _read_json(directory / name)
-            return mapping.get("feature_extractor", mapping)
+            mapping = read_json_object(directory / name)
+            found = mapping.get("feature_extractor", mapping)
+            if not isinstance(found, dict):
+                raise ValueError(f"`feature_extractor` in {directory / name} must be a mapping.")
+            return found
     return {}
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
     """Return the settings of generation; empty if there is no such file."""
     path = directory / "generation_config.json"
-    return _read_json(path) if path.is_file() else {}
+    return read_json_object(path) if path.is_file() else {}
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
@@ -62,25 +67,22 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     index = directory / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(_read_json(index)["weight_map"].values()))
+        listed = read_json_object(index).get("weight_map")
+        if not isinstance(listed, dict):
+            raise ValueError(f"`weight_map` in {index} must be a mapping of weights to files.")
+        where = f"a file of `weight_map` in {index}"
+        names = sorted({plain_name(name, where) for name in listed.values()})
     weights: dict[str, Tensor] = {}
     for name in names:
         if not (directory / name).is_file():
             raise FileNotFoundError(f"{directory / name}: there is no such file.")
         try:
             weights |= load_file(directory / name)
-        except SafetensorError as error:
+        except (SafetensorError, RuntimeError) as error:
             raise ValueError(f"{directory / name} is damaged: {error}: copy it again.") from error
     return {
         name: value for name, value in weights.items() if not any(part in name for part in _IGNORED)
     }
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}.") from error
 
 
 def read_state(

@@ -6,6 +6,8 @@ and files that the configuration names as ``nemo:FILE``; or a folder with the sa
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
 import pickle
 import shutil
@@ -16,18 +18,29 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 import yaml
 from torch import Tensor
 
 from effasr.data.atomic_files import atomic_file
+from effasr.untrusted.documents import YAML_BYTES, parse_yaml
+from effasr.untrusted.files import open_regular, read_bytes
+from effasr.untrusted.tensors import is_honest, load_tensors
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 _PREFIX = "nemo:"
 _MOST_BYTES = 64 << 20
 """Most bytes of a file other than the weights."""
+
+_MOST_MEMBERS = 10_000
+_MOST_SMALL_BYTES = 256 << 20
+"""Most bytes of all files other than the weights."""
+
+_UNPACKED_RATIO = 20
+"""Most bytes that a byte of a gzipped file stands for, beyond `_MOST_BYTES`; weights hardly shrink,
+while gzip reaches 1,000 with zeros."""
 
 # What a damaged tar, gzip stream or checkpoint raises.
 _DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
@@ -82,11 +95,11 @@ def read_archive(path: str | Path) -> NemoArchive:
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such file.")
     if path.is_dir():
-        files = {
-            file.name: file.read_bytes()
-            for file in path.iterdir()
-            if file.is_file() and _is_small(file.name, file.stat().st_size)
-        }
+        files: dict[str, bytes] = {}
+        for file in sorted(path.iterdir()):
+            if file.is_file() and _is_small(file.name, file.stat().st_size):
+                files[file.name] = read_bytes(file, _MOST_BYTES)
+                _check_amount(path, files)
         weights = path / WEIGHTS
         return _archive(path, files, weights if weights.is_file() else None)
     with tempfile.TemporaryDirectory(prefix="effasr_nemo_") as folder:
@@ -104,8 +117,14 @@ def read_archive(path: str | Path) -> NemoArchive:
 def _unpack(path: Path, weights: Path) -> dict[str, bytes]:
     """Read the members in their order, as a gzipped tar allows no other."""
     files: dict[str, bytes] = {}
-    with tarfile.open(path, "r:*") as tar:
-        for member in tar:
+    with (
+        open_regular(path) as packed,
+        _Bounded(packed) as content,
+        tarfile.open(fileobj=cast(BinaryIO, content), mode="r:") as tar,
+    ):
+        for count, member in enumerate(tar, 1):
+            if count > _MOST_MEMBERS:
+                raise ValueError(f"{path} must have at most {_MOST_MEMBERS} files, but has more.")
             name = member.name.removeprefix("./")
             if not member.isfile() or "/" in name:
                 continue
@@ -116,7 +135,50 @@ def _unpack(path: Path, weights: Path) -> dict[str, bytes]:
                     shutil.copyfileobj(source, file, 1 << 20)
             elif _is_small(name, member.size):
                 files[name] = source.read()
+                _check_amount(path, files)
     return files
+
+
+def _check_amount(path: Path, files: Mapping[str, bytes]) -> None:
+    if sum(map(len, files.values())) > _MOST_SMALL_BYTES:
+        raise ValueError(
+            f"{path} must have at most {_MOST_SMALL_BYTES} bytes beside its weights, but has more."
+        )
+
+
+class _Bounded:
+    """A tar, gzipped or not, of which no more is read than a file of its size can honestly hold.
+
+    tarfile reads the headers of long names at once, whatever size they claim.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        packed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        size = os.fstat(file.fileno()).st_size
+        self._file = cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
+        self._end = _UNPACKED_RATIO * size + _MOST_BYTES if packed else size
+
+    def __enter__(self) -> _Bounded:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._end - self._file.tell())
+        data = self._file.read(left + 1 if size < 0 else min(size, left + 1))
+        if len(data) > left:
+            raise tarfile.ReadError("it unpacks to more than a model of its size can hold")
+        return data
+
+    def seek(self, place: int) -> int:
+        if place > self._end + tarfile.RECORDSIZE:
+            raise tarfile.ReadError("a file in it claims to be larger than all of it")
+        return self._file.seek(place)
+
+    def tell(self) -> int:
+        return self._file.tell()
 
 
 def _is_small(name: str, size: int) -> bool:
@@ -131,31 +193,36 @@ def _archive(path: Path, files: dict[str, bytes], weights: Path | None) -> NemoA
             f"{path} must be a .nemo file, but has no {' and no '.join(missing)}: give what "
             "NeMo's `model.save_to` wrote."
         )
+    text = files.pop(CONFIG)
+    if len(text) > YAML_BYTES:
+        raise ValueError(f"{path}: {CONFIG} must have at most {YAML_BYTES} bytes, but has more.")
     try:
-        config = yaml.safe_load(files.pop(CONFIG))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        config = parse_yaml(text.decode("utf-8"), f"{path}: {CONFIG}")
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path}: {CONFIG} is not valid YAML: {error}.") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: {CONFIG} must be a mapping, but is {config!r}.")
     # What is a recipe rather than a configuration has the model in a section of its own.
-    config = config.get("model", config) if "encoder" not in config else config
+    if isinstance(config, dict) and "encoder" not in config:
+        config = config.get("model", config)
+    if not isinstance(config, dict):
+        shown = repr(config)[:200]
+        raise ValueError(f"{path}: {CONFIG} must be a mapping, but is {shown}.")
     return NemoArchive(path, config, _load(path, weights), files)
 
 
 def _load(path: Path, weights: Path) -> dict[str, Tensor]:
     try:
-        # Files of torch before 1.6 are no zip, and cannot be mapped.
-        state = torch.load(
-            weights, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(weights)
-        )
+        state = load_tensors(weights, mmap=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path}: {WEIGHTS} must hold tensors alone, but does not, and is not opened as it "
             "could run a program: load and save the model with NeMo, if you trust it."
         ) from error
-    except _DAMAGED as error:
+    except Exception as error:  # torch and zipfile raise many kinds, such as IndexError.
         raise ValueError(f"{path}: {WEIGHTS} is damaged: {error}: copy it again.") from error
-    if not isinstance(state, Mapping) or not all(torch.is_tensor(v) for v in state.values()):
+    if not isinstance(state, Mapping) or not all(
+        isinstance(name, str) and torch.is_tensor(value) and is_honest(value)
+        for name, value in state.items()
+    ):
         raise ValueError(f"{path}: {WEIGHTS} must hold tensors by name, but does not.")
     return dict(state)
 
@@ -189,8 +256,6 @@ def write_archive(
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes | Any, size: int | None = None) -> None:
-    import io
-
     source: IO[bytes] = io.BytesIO(content) if isinstance(content, bytes) else content
     # NeMo looks for the names as `tar -c .` writes them.
     member = tarfile.TarInfo(f"./{name}")

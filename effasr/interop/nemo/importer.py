@@ -25,6 +25,7 @@ from effasr.interop.nemo.weights import (
 )
 from effasr.interop.weights import check_weights, import_weights, weight_shapes
 from effasr.model.asr import ModelConfig
+from effasr.untrusted.documents import WRONG_VALUES
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +79,11 @@ def import_nemo(path: str | Path) -> NemoModel:
     except ValueError as error:
         where = "" if str(error).startswith(str(path)) else f"{path}: "
         raise ValueError(f"{where}{error}") from error
+    except WRONG_VALUES as error:
+        raise ValueError(
+            f"{path}: a value of its configuration or a weight is of a wrong kind "
+            f"({type(error).__name__}: {error}): copy the file again."
+        ) from error
 
 
 def _read(archive: NemoArchive) -> NemoModel:

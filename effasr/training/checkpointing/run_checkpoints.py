@@ -50,6 +50,8 @@ from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
 from effasr.training.checkpointing.background_task import Background
 from effasr.training.checkpointing.staging import HostCopies
+from effasr.untrusted.documents import read_json_object
+from effasr.untrusted.tensors import load_tensors
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +222,7 @@ class RunCheckpoints:
             CheckpointError: The checkpoint is missing or damaged.
         """
         try:
-            return torch.load(path / _STATE, map_location="cpu", weights_only=True)
+            return load_tensors(path / _STATE)
         except Exception as error:  # torch and zipfile raise many kinds.
             raise CheckpointError(f"{path} is damaged or incomplete: {error!r}.") from error
 
@@ -286,13 +288,15 @@ def _is_of_another(file: Path) -> bool:
 def _check_files(path: Path) -> None:
     """Raise a `CheckpointError` if a file of a checkpoint differs from its manifest."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_text())
+        manifest = read_json_object(path / _MANIFEST)
         if "files" not in manifest:
             raise CheckpointError(
                 f"{path} was written by an earlier version of effasr: continue with that version, "
                 "or start a run from its weights with `init_from`."
             )
         for name, (size, checksum) in manifest["files"].items():
+            if not (path / name).resolve().is_relative_to(path.resolve()):
+                raise CheckpointError(f"{path / _MANIFEST} names a file elsewhere: {name!r}.")
             if (path / name).stat().st_size != size:
                 raise CheckpointError(f"{path / name} does not have its original {size} bytes.")
             if _crc32(path / name) != checksum:

@@ -26,6 +26,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from effasr.distributed.failures import PeerFailed, record_failure, write_torchrun_error
 from effasr.distributed.process_group import DistributedContext
 from effasr.training.fault_tolerance.phase_tracker import COMPUTING, LOADING, WAITING, PhaseTracker
+from effasr.untrusted.display import escape_controls
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +228,7 @@ class Watchdog:
             f"{limit:.3g} s (training.{name}), so this process is ended. It hangs {_where()}. "
             "A restart continues from the last checkpoint."
         )
-        sys.stderr.write(f"effasr train: {text}\n")
+        sys.stderr.write(f"effasr train: {escape_controls(text)}\n")
         sys.stderr.flush()
         write_torchrun_error(text)
         try:

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from effasr.untrusted.display import escape_controls
+
 _LEAST_WIDTH_FOR_BAR = 110
 """Columns of a terminal; the bar is left out of a narrower one."""
 
@@ -60,7 +62,7 @@ class ProgressDisplay:
 
     def show(self, text: str) -> None:
         """Show one line above the bar."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(escape_controls(text), markup=False, highlight=False, soft_wrap=True)
 
 
 class SilentDisplay(ProgressDisplay):

@@ -63,7 +63,7 @@ def ffmpeg_blocks(
     length = [] if duration is None else ["-t", repr(duration)]
     command = [
         *(program, "-nostdin", "-hide_banner", "-loglevel", "error"),
-        *("-protocol_whitelist", "file,pipe", *begin),
+        *("-protocol_whitelist", "file", *begin),
         *("-i", f"file:{os.fspath(path)}", "-map", "0:a:0", "-vn", "-sn", "-dn"),
         *length,
         *("-ac", "1", "-ar", str(sample_rate), "-f", "f32le", "pipe:1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,8 @@ _MOST_CHARACTERS = 84
 _PAUSE_S = 1.0
 
 _VTT_HEADER = "WEBVTT\n"
+
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 Cue = tuple[float, float, str]
 """Start, end, text."""
@@ -39,9 +42,10 @@ def vtt(transcription: Transcription) -> str:
 def ctm(transcription: Transcription) -> str:
     """NIST's CTM: recording, channel, start, duration and word; segments where words have no time.
 
-    Spaces in the name of the recording become underscores, as fields are what spaces separate.
+    Spaces in the name of the recording and in words become underscores, as fields are what spaces
+    separate.
     """
-    name = "_".join(Path(transcription.id).stem.split()) or "recording"
+    name = _recording(Path(transcription.id).stem)
     return "".join(_ctm(name, segment) for segment in transcription.segments)
 
 
@@ -52,7 +56,7 @@ class GrowingFile:
 
     Args:
         style: srt, vtt or ctm.
-        name: Name of the recording in CTM; without spaces.
+        name: Name of the recording in CTM.
 
     Attributes:
         header: Beginning of the file.
@@ -61,7 +65,7 @@ class GrowingFile:
     def __init__(self, style: Literal["srt", "vtt", "ctm"], name: str) -> None:
         self.header = _VTT_HEADER + "\n" if style == "vtt" else ""
         self._style = style
-        self._name = name
+        self._name = _recording(name)
         self._numbers = itertools.count(1)
 
     def add(self, segment: Segment) -> str:
@@ -76,25 +80,41 @@ class GrowingFile:
 def _cues(segment: Segment) -> Iterator[Cue]:
     if segment.words:
         for group in _groups(segment.words):
-            yield group[0].start, group[-1].end, " ".join(word.text for word in group)
-    # A blank line in a text would end the cue.
-    elif text := " ".join(segment.text.split()):
+            if text := _plain(" ".join(word.text for word in group)):
+                yield group[0].start, group[-1].end, text
+    elif text := _plain(segment.text):
         yield segment.start, segment.end, text
+
+
+def _plain(text: str) -> str:
+    """Return a text without what would end its cue: control characters, line breaks and arrows."""
+    return " ".join(_CONTROLS.sub(" ", text).replace("-->", "->").split())
+
+
+def _recording(name: str) -> str:
+    """Return a name as the first field of a CTM line, which is a comment if it begins with `;;`."""
+    return _field(name).lstrip(";") or "recording"
+
+
+def _field(text: str) -> str:
+    return "_".join(_CONTROLS.sub(" ", text).split())
 
 
 def _srt(number: int, cue: Cue) -> str:
     start, end, text = cue
-    return f"{number}\n{_clock(start, ',')} --> {_clock(end, ',')}\n{text}\n"
+    return f"{number}\n{_times(start, end, ',')}\n{text}\n"
 
 
 def _vtt(cue: Cue) -> str:
     start, end, text = cue
-    return f"{_clock(start, '.')} --> {_clock(end, '.')}\n{_escaped(text)}\n"
+    return f"{_times(start, end, '.')}\n{_escaped(text)}\n"
 
 
 def _ctm(name: str, segment: Segment) -> str:
     return "".join(
-        f"{name} 1 {start:.3f} {end - start:.3f} {word}\n" for start, end, word in _timed(segment)
+        f"{name} 1 {start:.3f} {end - start:.3f} {word}\n"
+        for start, end, text in _timed(segment)
+        if (word := _field(text))
     )
 
 
@@ -126,8 +146,14 @@ def _groups(words: Sequence[Word]) -> Iterable[list[Word]]:
         yield group
 
 
-def _clock(seconds: float, point: str) -> str:
-    milliseconds = round(1000 * seconds)
+def _times(start: float, end: float, point: str) -> str:
+    """Return the line of a cue's times; a cue lasts a millisecond at least, or players drop it."""
+    first = max(0, round(1000 * start))
+    last = max(first + 1, round(1000 * end))
+    return f"{_clock(first, point)} --> {_clock(last, point)}"
+
+
+def _clock(milliseconds: int, point: str) -> str:
     hours, rest = divmod(milliseconds, 3_600_000)
     minutes, rest = divmod(rest, 60_000)
     return f"{hours:02}:{minutes:02}:{rest // 1000:02}{point}{rest % 1000:03}"

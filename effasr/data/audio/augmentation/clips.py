@@ -21,7 +21,8 @@ from effasr.data.audio.audio_file import AudioError, regular_file_size
 from effasr.data.audio.waveform import audio_path, load_audio, samples_in
 from effasr.data.features.log_mel import SAMPLE_RATE
 from effasr.data.index.columns import Ragged, RaggedBuilder
-from effasr.data.manifest.cuts import CUTS_FILE
+from effasr.data.manifest.audio_sources import refuse_programs
+from effasr.data.manifest.cuts import CUTS_FILE, check_times
 from effasr.data.manifest.fields import seconds_field, text_field
 from effasr.data.manifest.folder import AUDIO_SUFFIXES
 from effasr.data.manifest.kaldi import is_kaldi
@@ -138,7 +139,7 @@ def _from_lines(path: Path) -> Iterator[Cut]:
         yield (
             _nemo(row, origin, path.parent)
             if "audio_filepath" in row
-            else _lhotse(row, origin, path.parent)
+            else _lhotse(row, line, origin, path.parent)
         )
 
 
@@ -151,13 +152,15 @@ def _nemo(row: Mapping[str, Any], origin: str, folder: Path) -> Cut:
     )
 
 
-def _lhotse(row: dict[str, Any], origin: str, folder: Path) -> Cut:
+def _lhotse(row: dict[str, Any], line: str, origin: str, folder: Path) -> Cut:
+    refuse_programs(row, line, origin)
     try:
         if "sources" in row:
             cut = Recording.from_dict(row).to_cut()
         else:
             cut = deserialize_cut(row).drop_supervisions()
-    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        check_times(cut)
+    except Exception as error:  # lhotse checks little, and raises many kinds.
         raise ValueError(
             f"{origin}: neither a line with `audio_filepath` nor a cut or recording that lhotse "
             f"can read ({type(error).__name__}: {error})."

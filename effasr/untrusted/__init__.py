@@ -1,0 +1,1 @@
+"""Checks of input that others made, and of output that others see."""

@@ -1,0 +1,48 @@
+"""Text that others made, shown on a terminal: control characters as visible escapes.
+
+A file name or a text may hold an escape sequence that clears the screen, renames the window or
+types commands, or a bidirectional override that shows another text than there is.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+# C0 but for line feed and tab, DEL and C1; marks, embeddings, overrides and isolates of direction;
+# line and paragraph separators; halves of characters. Joiners stay: Persian and Hindi need them.
+_BIDI = "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
+_CONTROLS = f"\x00-\x08\x0b-\x1f\x7f-\x9f{_BIDI}\u2028\u2029\ud800-\udfff"
+_ESCAPED = re.compile(f"[{_CONTROLS}]")
+_ESCAPED_IN_LINE = re.compile(f"[\t\n{_CONTROLS}]")
+_IN_JSON = re.compile(f"[\x7f-\x9f{_BIDI}\u2028\u2029]")
+
+
+def escape_controls(text: str) -> str:
+    r"""Return a text of several lines, with control characters written as ``\x1b`` or ``\u202e``.
+
+    Line feeds and tabs stay.
+    """
+    return _ESCAPED.sub(_escape, text)
+
+
+def escape_line(text: str) -> str:
+    """Return a text as one line: line feeds and tabs are escaped, too."""
+    return _ESCAPED_IN_LINE.sub(_escape, text)
+
+
+def escape_json(text: str) -> str:
+    """Return a JSON document of the same value without raw control characters."""
+    return _IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
+class TerminalFormatter(logging.Formatter):
+    """Formats log records without raw control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record as `logging.Formatter` does, and escape its control characters."""
+        return escape_controls(super().format(record))

@@ -1,0 +1,163 @@
+"""Parses JSON and YAML that others made; everything that can be wrong is a `ValueError`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from effasr.untrusted.files import DOCUMENT_BYTES, read_text
+
+YAML_BYTES = 4 << 20
+"""Most bytes of a YAML file: PyYAML reads about 1 MB in 5 seconds."""
+
+MOST_DEPTH = 64
+"""Most lists and mappings inside each other."""
+
+_MOST_NODES = 500_000
+"""Most values of a YAML document, those that aliases repeat counted each time."""
+
+_MOST_NUMBER = 400
+"""Most characters of a number: longer ones take a time that grows with the square."""
+
+WRONG_VALUES = (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+"""What code raises, beside ValueError, that meets values of other kinds than it expects."""
+
+
+def read_json(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        OSError: The file is missing or cannot be opened.
+        ValueError: It is no regular file, too large, or not valid JSON; see `parse_json`.
+    """
+    return parse_json(read_text(path, most_bytes), str(path))
+
+
+def read_json_object(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> dict[str, Any]:
+    """Return the content of a JSON file that holds an object; raises as `read_json`."""
+    found = read_json(path, most_bytes)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object, but holds a {type(found).__name__}.")
+    return found
+
+
+def parse_json(text: str, name: str) -> Any:
+    """Parse a JSON document.
+
+    Args:
+        text: The document.
+        name: Its name, for messages.
+
+    Raises:
+        ValueError: It is not valid, has a key twice in an object, is nested deeper than
+            `MOST_DEPTH`, or has a number that Python does not read.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not valid JSON: {error}.") from error
+    if is_deep(value):
+        raise ValueError(f"{name} must be nested at most {MOST_DEPTH} deep, but is deeper.")
+    return value
+
+
+def is_deep(value: Any, most: int = MOST_DEPTH) -> bool:
+    """Return whether lists and mappings are nested deeper than ``most``."""
+    level, depth = [value], 0
+    while level := [inner for one in level for inner in _children(one)]:
+        depth += 1
+        if depth > most:
+            return True
+    return False
+
+
+def _children(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        yield from value.values() if isinstance(value, dict) else value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {twice[:100]!r} appears twice in an object")
+    return mapping
+
+
+def read_yaml(path: str | Path, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """Return the content of a YAML file.
+
+    Raises:
+        OSError: The file is missing or cannot be opened.
+        ValueError: It is no regular file, too large, or not valid YAML; see `parse_yaml`.
+    """
+    return parse_yaml(read_text(path, YAML_BYTES), str(path), loader)
+
+
+def parse_yaml(text: str, name: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """Parse a YAML document of plain data.
+
+    Args:
+        text: The document.
+        name: Its name, for messages.
+        loader: `yaml.SafeLoader` or a subclass.
+
+    Raises:
+        ValueError: It is not valid, has a key twice in a mapping, is nested deeper than
+            `MOST_DEPTH`, contains itself, or its aliases stand for too many values.
+    """
+    try:
+        reader = loader(text)
+        try:
+            node = reader.get_single_node()
+            if node is None:
+                return None
+            _expanded(node, {}, 0)
+            return reader.construct_document(node)
+        finally:
+            reader.dispose()
+    except RecursionError:
+        raise ValueError(f"{name} is not valid YAML: it is nested too deep.") from None
+    # PyYAML raises many kinds for values such as `!!int ""`, `!!bool x` or 2001-99-99.
+    except (yaml.YAMLError, ValueError, *WRONG_VALUES) as error:
+        raise ValueError(f"{name} is not valid YAML: {' '.join(str(error).split())}.") from error
+
+
+def _expanded(node: yaml.Node, sizes: dict[int, int], depth: int) -> int:
+    """Return the number of values that a node stands for when no alias is shared."""
+    if depth > MOST_DEPTH:
+        raise ValueError(f"it must be nested at most {MOST_DEPTH} deep, but is deeper")
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag.endswith((":int", ":float")) and len(node.value) > _MOST_NUMBER:
+            raise ValueError(f"a number has {len(node.value)} characters")
+        return 1
+    if id(node) in sizes:
+        if not sizes[id(node)]:
+            raise ValueError("it contains itself")
+        return sizes[id(node)]
+    sizes[id(node)] = 0
+    if isinstance(node, yaml.MappingNode):
+        _check_keys(node)
+        parts = [part for pair in node.value for part in pair]
+    else:
+        parts = node.value
+    size = 1 + sum(_expanded(part, sizes, depth + 1) for part in parts)
+    if size > _MOST_NODES:
+        raise ValueError(f"it has more than {_MOST_NODES} values, or its aliases stand for so many")
+    sizes[id(node)] = size
+    return size
+
+
+def _check_keys(node: yaml.MappingNode) -> None:
+    seen = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+            if (key.tag, key.value) in seen:
+                line = key.start_mark.line + 1
+                raise ValueError(f"line {line}: the key {key.value[:100]!r} appears twice")
+            seen.add((key.tag, key.value))

@@ -1,0 +1,92 @@
+"""Opens files that others made: regular files of a limited size alone, at a place that is known.
+
+A link is followed to a regular file, as the cache of Hugging Face's hub is made of links; a pipe, a
+device or a socket is refused without being opened. Links inside archives are never followed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+DOCUMENT_BYTES = 64 << 20
+"""Most bytes of a JSON file, a tokenizer or another small file of a model."""
+
+
+def open_regular(path: str | Path, most_bytes: int | None = None) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Args:
+        path: The file.
+        most_bytes: Most bytes of the file; no limit by default.
+
+    Raises:
+        OSError: It is missing or cannot be opened.
+        ValueError: It is no regular file, or larger.
+    """
+    _check(path, os.stat(path), most_bytes)
+    # The file may be replaced by a pipe meanwhile, whose opening would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check(path, os.fstat(descriptor), most_bytes)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _check(path: str | Path, found: os.stat_result, most_bytes: int | None) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(f"{path} must be a file, but is a folder.")
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path} must be a regular file, but is a pipe, a device or a socket.")
+    if most_bytes is not None and found.st_size > most_bytes:
+        raise ValueError(
+            f"{path} must have at most {most_bytes} bytes, but has {found.st_size}: it is not a "
+            "file of this kind."
+        )
+
+
+def read_bytes(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> bytes:
+    """Return the content of a file; raises as `open_regular`."""
+    with open_regular(path, most_bytes) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"{path} must have at most {most_bytes} bytes, but grows.")
+    return content
+
+
+def read_text(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> str:
+    """Return the content of a UTF-8 file.
+
+    Raises:
+        OSError: It is missing or cannot be opened.
+        ValueError: It is no regular file, larger, or not UTF-8.
+    """
+    try:
+        return read_bytes(path, most_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be UTF-8, but is not: {error}.") from error
+
+
+def plain_name(name: object, where: str) -> str:
+    """Return the name of a file in the same folder.
+
+    Args:
+        name: The name, as a document has it.
+        where: The document and the field, for the message.
+
+    Raises:
+        ValueError: It is no text, or leads to another folder.
+    """
+    if (
+        not isinstance(name, str)
+        or name in ("", ".", "..")
+        or any(character in name for character in "/\\\0")
+    ):
+        raise ValueError(
+            f"{where} must be the name of a file in the same folder, but is {repr(name)[:200]}."
+        )
+    return name

@@ -1,0 +1,167 @@
+"""Feeds every reader with mutated inputs, and counts what becomes of them.
+
+    python -m tests.security.fuzz 1000 [READER ...]
+
+Each input is read in a child process, which has limits of memory and of time for each, and is
+started again when it dies. An input must be read, or be refused with an error that the command line
+shows as one line; a crash, a hang, another error, or a change of the folder beside it is a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.security.mutations import OUTSIDE, mutate
+
+INPUT_SECONDS, START_SECONDS = 20.0, 240.0
+SECRET = "a text that no reader may change"
+
+
+@dataclass
+class Count:
+    """What became of the inputs of a reader; failures have the number of the input."""
+
+    tried: int = 0
+    refused: int = 0
+    read: int = 0
+    seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+
+class Worker:
+    """The process that reads; see `tests.security.worker`."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, request: dict[str, Any]) -> tuple[str, str]:
+        """Return an outcome and its detail; ends the process where it does not answer in time."""
+        fresh = self._process is None
+        if self._process is None:
+            with self._log.open("a") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.security.worker"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
+                )
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        due = START_SECONDS if fresh or request.get("make") else INPUT_SECONDS
+        line = ""
+        if select.select([process.stdout], [], [], due)[0]:
+            line = process.stdout.readline()
+            if line:
+                outcome, detail = json.loads(line)
+                return outcome, detail
+            # Its output has ended, and so will it.
+            process.wait(10)
+        self.close()
+        return "failed", "hung" if process.returncode == -9 else f"died with {process.returncode}"
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+            self._process = None
+
+
+def fuzz(names: Iterable[str], inputs: int, root: Path) -> Iterator[tuple[str, Count]]:
+    """Try so many inputs of each reader; its name and a number make an input."""
+    worker = Worker(root / "log")
+    try:
+        for name in names:
+            yield name, _fuzz_one(worker, name, range(inputs), root / name)
+    finally:
+        worker.close()
+
+
+def _fuzz_one(worker: Worker, name: str, numbers: range, root: Path) -> Count:
+    seed, outside, case = root / "seed", root / OUTSIDE, root / "case"
+    seed.mkdir(parents=True)
+    outside.mkdir()
+    (outside / "secret").write_text(SECRET)
+    outcome, detail = worker.ask({"reader": name, "folder": str(seed), "make": True})
+    if outcome != "read":
+        log = (root.parent / "log").read_text()[-2000:]
+        raise RuntimeError(f"{name}: the valid input is {outcome}: {detail}\n{log}")
+    count = Count()
+    begun = time.monotonic()
+    for number in numbers:
+        shutil.copytree(seed, case)
+        done = mutate(case, Random(f"{name} {number}"))
+        outcome, detail = worker.ask({"reader": name, "folder": str(case)})
+        if [path.name for path in outside.iterdir()] != ["secret"] or (
+            (outside / "secret").read_text() != SECRET
+        ):
+            outcome, detail = "failed", "wrote outside its folder"
+            shutil.rmtree(outside)
+            outside.mkdir()
+            (outside / "secret").write_text(SECRET)
+        count.tried += 1
+        count.read += outcome == "read"
+        count.refused += outcome == "refused"
+        if outcome == "failed":
+            count.failures.append(f"{name} {number} ({done}): {detail}")
+        shutil.rmtree(case)
+    count.seconds = time.monotonic() - begun
+    return count
+
+
+def table(counts: dict[str, Count]) -> str:
+    """Return a table of readers and outcomes."""
+    lines = [
+        "| reader | tried | refused | read | failed | s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, count in counts.items():
+        row = (
+            name,
+            count.tried,
+            count.refused,
+            count.read,
+            len(count.failures),
+            f"{count.seconds:.0f}",
+        )
+        lines.append(f"| {' | '.join(map(str, row))} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    from tests.security.readers import READERS
+
+    inputs, *names = arguments
+    with tempfile.TemporaryDirectory(prefix="effasr_fuzz_") as folder:
+        counts = {}
+        for name, count in fuzz(names or READERS, int(inputs), Path(folder)):
+            counts[name] = count
+            sys.stdout.write("\n".join([table({name: count}), *count.failures]) + "\n")
+            sys.stdout.flush()
+    sys.stdout.write(table(counts) + "\n")
+    failed = [failure for count in counts.values() for failure in count.failures]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""What others wrote, on terminals, in subtitles and in model cards."""
+
+import json
+import re
+import unicodedata
+from typing import Literal
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effasr.cli.main import main
+from effasr.evaluation import model_card
+from effasr.transcription.json_files import json_line, one_line
+from effasr.transcription.outputs.subtitles import GrowingFile
+from effasr.transcription.results import Segment
+from effasr.transcription.word_timestamps import Word
+from effasr.untrusted.display import escape_controls, escape_line
+
+TEXT = st.text(
+    st.one_of(st.characters(), st.sampled_from("\x1b\x9b\x07\r\n\t\u202e\u2066\u2028 -->;&<|`[*#="))
+)
+TIME = st.floats(0, 1e5)
+
+
+def is_control(character: str) -> bool:
+    bidi = unicodedata.bidirectional(character)
+    return unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or bidi in (
+        *("LRE", "RLE", "LRO", "RLO", "PDF"),
+        *("LRI", "RLI", "FSI", "PDI"),
+    )
+
+
+@given(TEXT)
+def test_no_control_character_is_left(text: str) -> None:
+    assert not any(is_control(one) for one in escape_line(text))
+    assert not any(is_control(one) for one in escape_controls(text) if one not in "\n\t")
+    assert not any(is_control(one) for one in one_line(text))
+
+
+def test_letters_that_need_joiners_stay() -> None:
+    text = "क्\u200dष \u0645\u06cc\u200c\u062e é\u00a0ü 日本"
+    assert escape_line(text) == text
+
+
+@given(TEXT)
+def test_json_has_the_value_and_no_control_character(text: str) -> None:
+    line = json_line({"text": text})
+    assert json.loads(line) == {"text": text}
+    assert not any(is_control(one) for one in line.removesuffix("\n"))
+
+
+def test_an_error_of_the_command_line_shows_escapes(tmp_path, capsys) -> None:
+    name = tmp_path / "a\x1b[2J\u202eb.jsonl"
+    assert main(["prepare", str(name), str(tmp_path / "out")]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert "\\x1b[2J\\u202eb.jsonl" in shown
+    assert not any(is_control(one) for one in shown.removesuffix("\n"))
+
+
+def segments(texts: list[tuple[str, float, float]], *, timed: bool) -> list[Segment]:
+    return [
+        Segment(
+            start=begin,
+            end=begin + length,
+            text=text,
+            words=tuple(Word(one, begin, begin + length) for one in text.split(" "))
+            if timed
+            else (),
+        )
+        for text, begin, length in texts
+    ]
+
+
+SEGMENTS = st.lists(st.tuples(TEXT, TIME, st.floats(0, 60)), max_size=4)
+CLOCK = r"\d{2,}:\d\d:\d\d%s\d{3}"
+
+
+@given(SEGMENTS, st.booleans())
+def test_subtitles_have_cues_of_two_lines_whatever_the_text(texts, timed: bool) -> None:
+    pairs: list[tuple[Literal["srt", "vtt"], str]] = [("srt", ","), ("vtt", r"\.")]
+    for style, point in pairs:
+        file = GrowingFile(style, "a")
+        whole = file.header + "".join(map(file.add, segments(texts, timed=timed)))
+        cues = whole.removeprefix("WEBVTT\n\n").removesuffix("\n\n")
+        clock = CLOCK % point
+        for number, cue in enumerate(filter(None, cues.split("\n\n")), 1):
+            head, *lines = cue.split("\n") if style == "vtt" else cue.split("\n")[1:]
+            assert style == "vtt" or cue.split("\n")[0] == str(number)
+            found = re.fullmatch(f"({clock}) --> ({clock})", head)
+            assert found is not None
+            begin, end = found.groups()
+            assert (len(begin), begin) < (len(end), end)
+            (line,) = lines
+            assert line.strip()
+            assert "-->" not in line
+            assert not re.search("[\x00-\x1f\x7f-\x9f]", line)
+
+
+@given(TEXT, SEGMENTS, st.booleans())
+def test_a_line_of_ctm_has_five_fields(name: str, texts, timed: bool) -> None:
+    file = GrowingFile("ctm", name)
+    for line in "".join(map(file.add, segments(texts, timed=timed))).split("\n")[:-1]:
+        assert len(line.split()) == 5
+        assert not line.startswith(";;")
+
+
+def test_a_model_card_shows_names_as_text() -> None:
+    name = "<img src=x onerror=alert(1)>\n# [a](javascript:b) `c` |"
+    result = {
+        "utterances": 1, "words": 2, "wer": 0.5, "cer": 0.5, "rtfx": 1.0, "normalizer": name,
+    }  # fmt: skip
+    card = model_card.ModelCard(
+        name=name, loader="AutoModel", parameters=1, languages=(name,), configuration="a: 1",
+        own_tokenizer=True, data=(name,), tested=(model_card.TestedSet(name, result),), author=name,
+    ).text()  # fmt: skip
+    body = card.split("---\n", 2)[2]
+    assert "<img" not in body
+    assert "[a](" not in body
+    assert "`c`" not in body.replace("\\`c\\`", "")
+    assert [line for line in body.split("\n") if line.startswith("# ")] == [
+        "# &lt;img src=x onerror=alert(1)&gt;\\\\n# \\[a\\](javascript:b) \\`c\\` |"
+    ]

@@ -1,0 +1,208 @@
+"""Findings, each as it was: what ran a program, took memory or left its folder."""
+
+import gzip
+import io
+import json
+import os
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from effasr.checkpoint import CheckpointError, load_weights
+from effasr.data.audio.augmentation.clips import Clips
+from effasr.data.manifest.lines import numbered_lines, parse_object
+from effasr.data.manifest.reader import read
+from effasr.interop.huggingface.files import read_weights
+from effasr.interop.nemo.archive import CONFIG, WEIGHTS, read_archive
+from effasr.untrusted import files
+from effasr.untrusted.documents import parse_json, parse_yaml
+from effasr.untrusted.tensors import is_honest, load_tensors
+
+
+def cut(source: dict[str, Any], **more: Any) -> dict[str, Any]:
+    recording = {
+        "id": "r", "sources": [{"channels": [0], **source}], "sampling_rate": 16_000,
+        "num_samples": 1600, "duration": 0.1, **more,
+    }  # fmt: skip
+    supervision = {"id": "s", "recording_id": "r", "start": 0.0, "duration": 0.1, "text": "a"}
+    return {
+        "id": "c", "type": "MonoCut", "start": 0.0, "duration": 0.1, "channel": 0,
+        "supervisions": [supervision], "recording": recording,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"), [("command", ""), ("url", "pipe:"), ("url", "http://x/")]
+)
+def test_no_source_of_a_cut_is_run_or_downloaded(tmp_path, kind: str, prefix: str) -> None:
+    row = cut({"type": kind, "source": f"{prefix}touch {tmp_path}/pwned"})
+    impulse = {"name": "ReverbWithImpulseResponse", "kwargs": {"rir": row["recording"]}}
+    inner = cut({"type": "file", "source": "a.wav"}, transforms=[impulse])
+    # The same letters, spelt another way.
+    spelt = json.dumps(row).replace(f'"{kind}"', f'"\\u00{ord(kind[0]):x}{kind[1:]}"')
+    for text in (json.dumps(row), json.dumps(inner), spelt):
+        (tmp_path / "cuts.jsonl").write_text(text + "\n")
+        with pytest.raises(ValueError, match="must be of type file, memory, shar"):
+            read(tmp_path / "cuts.jsonl")
+        with pytest.raises(ValueError, match="must be of type file, memory, shar"):
+            Clips.load([tmp_path / "cuts.jsonl"], "noise")
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_no_shell_gets_the_name_of_a_file(tmp_path) -> None:
+    row = cut({"type": "file", "source": f"$(touch {tmp_path}/pwned).sph"})
+    row["recording"]["sources"].append({"type": "file", "channels": [1], "source": "b.sph"})
+    (tmp_path / "cuts.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match="lhotse reads these with other programs"):
+        read(tmp_path / "cuts.jsonl")
+
+
+def test_pipes_and_devices_are_not_opened(tmp_path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "linked").symlink_to(__file__)
+    for name in ("fifo", "zero"):
+        with pytest.raises(ValueError, match="a pipe, a device or a socket"):
+            files.read_bytes(tmp_path / name)
+    assert files.read_bytes(tmp_path / "linked") == Path(__file__).read_bytes()
+    with pytest.raises(ValueError, match="at most 10 bytes"):
+        files.read_bytes(tmp_path / "linked", 10)
+
+
+@pytest.mark.timeout(30)
+def test_weights_that_are_a_pipe_are_not_waited_for(tmp_path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="a pipe, a device or a socket"):
+        load_weights(torch.nn.Linear(1, 1), tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", "..", "", "a\0", None, 3])
+def test_names_stay_in_their_folder(name: object) -> None:
+    with pytest.raises(ValueError, match="in the same folder"):
+        files.plain_name(name, "it")
+
+
+def test_a_shard_lies_beside_its_index(tmp_path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    index = {"weight_map": {"a": "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match="in the same folder"):
+        read_weights(folder)
+
+
+ALIASES = "a0: &a0 [x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
+)
+MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (ALIASES, "aliases stand for"),
+        (MERGES, "aliases stand for"),
+        ("a: &a [*a]", "contains itself"),
+        ("a: " + "[" * 100 + "]" * 100, "nested at most 64"),
+        ("a: " + "[" * 100_000, "nested too deep"),
+        ("a: 1" + ":1" * 50_000, "a number has"),
+        ("a: 1\na: 2", "'a' appears twice"),
+        ("a: 2001-99-99", "not valid YAML"),
+        ("a: !!int ''", "not valid YAML"),
+        ("a: !!bool x", "not valid YAML"),
+        ("!!python/object/apply:os.getcwd []", "not valid YAML"),
+    ],
+)
+def test_yaml_is_plain_and_bounded(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        parse_yaml(text, "x.yaml")
+    assert str(error.value).startswith("x.yaml")
+    assert "\n" not in str(error.value)
+
+
+def test_yaml_keeps_honest_aliases_and_merges() -> None:
+    text = "base: &base {a: 1, b: [1, 2]}\nother: {<<: *base, a: 2}\nlist: [*base, *base]"
+    assert parse_yaml(text, "x") == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100 + "]" * 100, "nested at most 64"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"a": {"b": 1, "b": 2}}', "'b' appears twice"),
+        ("9" * 5000, "not valid JSON"),
+    ],
+)
+def test_json_is_bounded(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_json(text, "x.json")
+
+
+def test_lines_are_bounded(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("effasr.data.manifest.lines.LINE_BYTES", 1000)
+    monkeypatch.setattr("effasr.data.manifest.lines._UNPACKED_BYTES", 10_000)
+    (tmp_path / "long").write_text("a" * 999 + "\n" + "a" * 1000 + "\n")
+    with pytest.raises(ValueError, match="long:2: a line must have at most 1000 bytes"):
+        list(numbered_lines(tmp_path / "long"))
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(b"\n" * 10_000_000))
+    with pytest.raises(ValueError, match="unpacks to more than 300 times"):
+        list(numbered_lines(tmp_path / "bomb.gz"))
+    with pytest.raises(ValueError, match="nested at most 64 deep"):
+        parse_object('{"a":' * 100 + "1" + "}" * 100, "x:1")
+
+
+def nemo(path: Path, *members: tuple[str, int, bytes], packed: bool = False) -> Path:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, size, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = size
+            tar.addfile(info, io.BytesIO(content)) if size == len(content) else out.write(
+                info.tobuf() + content
+            )
+    path.write_bytes(gzip.compress(out.getvalue()) if packed else out.getvalue())
+    return path
+
+
+def test_an_archive_unpacks_to_what_a_model_of_its_size_holds(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("effasr.interop.nemo.archive._MOST_BYTES", 1 << 20)
+    zeros = bytes(30 << 20)
+    bomb = nemo(tmp_path / "bomb.nemo", (WEIGHTS, len(zeros), zeros), packed=True)
+    with pytest.raises(ValueError, match="than a model of its size can hold"):
+        read_archive(bomb)
+    many = nemo(tmp_path / "many.nemo", *((f"f{n}", 1, b"x") for n in range(30)))
+    monkeypatch.setattr("effasr.interop.nemo.archive._MOST_SMALL_BYTES", 20)
+    with pytest.raises(ValueError, match="at most 20 bytes beside its weights"):
+        read_archive(many)
+    monkeypatch.setattr("effasr.interop.nemo.archive._MOST_MEMBERS", 10)
+    with pytest.raises(ValueError, match="at most 10 files"):
+        read_archive(many)
+    claim = nemo(tmp_path / "claim.nemo", (CONFIG, 1 << 40, b"a: 1"))
+    with pytest.raises(ValueError, match=r"claim.nemo must be a .nemo file"):
+        read_archive(claim)
+
+
+def test_weights_hold_what_they_claim(tmp_path) -> None:
+    wide = torch.zeros(1).expand(1 << 40)
+    assert not is_honest(wide)
+    assert is_honest(torch.zeros(3, 4).T)
+    torch.save({"a": torch.zeros(1 << 20)}, tmp_path / "plain")
+    with (
+        zipfile.ZipFile(tmp_path / "plain") as plain,
+        zipfile.ZipFile(tmp_path / "packed", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    assert load_tensors(tmp_path / "plain")["a"].shape == (1 << 20,)
+    with pytest.raises(ValueError, match="must not be compressed"):
+        load_tensors(tmp_path / "packed")

@@ -1,0 +1,72 @@
+"""Reads one input after another, under a limit of memory; one JSON line of each on standard output.
+
+python -m tests.security.worker [make]
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import sys
+import warnings
+from pathlib import Path
+
+from tests.security.readers import READERS
+
+MEMORY_BYTES = 1 << 30
+"""Memory that reading one input may take, beside what the process has when all is imported."""
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+def _outcome(name: str, folder: Path) -> tuple[str, str]:
+    from effasr.cli.main import BAD_INPUT
+
+    try:
+        READERS[name].read(folder)
+    except BAD_INPUT as error:
+        text = str(error)
+        if not text or "Traceback" in text:
+            return "failed", f"message of {type(error).__name__}: {text[:300]!r}"
+        return "refused", text[:300]
+    except MemoryError:
+        return "failed", "MemoryError"
+    except BaseException as error:
+        if isinstance(error, OSError):
+            # A loop of links, a name that is too long: one line with the name, as any other file.
+            return "refused", str(error)[:300]
+        return "failed", f"{type(error).__name__}: {str(error)[:300]}"
+    return "read", ""
+
+
+def main() -> None:
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    limited = False
+    for line in sys.stdin:
+        request = json.loads(line)
+        name, folder = request["reader"], Path(request["folder"])
+        if request.get("make"):
+            # What it imports is no memory of the input.
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            READERS[name].make(folder)
+            outcome, limited = _outcome(name, folder), False
+        else:
+            if not limited:
+                _limit_memory()
+                limited = True
+            outcome = _outcome(name, folder)
+        channel.write(json.dumps(outcome) + "\n")
+        channel.flush()
+
+
+if __name__ == "__main__":
+    main()
