@@ -69,7 +69,7 @@ def test_a_budget_for_nothing_leaves_the_list_alone(train, tmp_path) -> None:
         ("x/y/z", "must be a YAML file or one of canary_180m_flash, "),
         ("gone.yaml", "`recipe` must be a file that exists, but 'gone.yaml' does not"),
         (b"a: [1", "not valid YAML"),
-        (b"\xff\xfe", "not valid YAML"),
+        (b"\xff\xfe", "must be UTF-8"),
         (b"- 1", "a recipe must be a mapping"),
         (b"data: 3", "`data` must be a mapping (DataConfig), but is 3"),
     ],
