@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from effasr.cli import main as cli
+from effasr.cli.installation import doctor
 
 
 def outputs(workplace, out: Path) -> dict[str, tuple]:
@@ -71,7 +72,7 @@ def test_exit_codes(effasr, monkeypatch, error, code, line) -> None:
     def fail(options):
         raise error
 
-    monkeypatch.setattr(cli, "_doctor", fail)
+    monkeypatch.setattr(doctor, "run", fail)
     failed = effasr("doctor")
     assert failed.code == code
     assert failed.error == f"effasr doctor: {line}"
@@ -80,7 +81,7 @@ def test_exit_codes(effasr, monkeypatch, error, code, line) -> None:
 
 
 def test_a_mistake_in_the_program_keeps_its_traceback(effasr, monkeypatch) -> None:
-    monkeypatch.setattr(cli, "_doctor", lambda options: options.nothing)
+    monkeypatch.setattr(doctor, "run", lambda options: options.nothing)
     with pytest.raises(AttributeError):
         effasr("doctor")
 
@@ -112,6 +113,6 @@ def test_warnings_bear_the_name_of_the_command(monkeypatch, capsys) -> None:
         logging.getLogger("effasr.somewhere").warning("mind the gap")
         return 0
 
-    monkeypatch.setattr(cli, "_doctor", warn)
+    monkeypatch.setattr(doctor, "run", warn)
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().err == "effasr doctor: mind the gap\n"

@@ -52,7 +52,7 @@ def test_the_card_is_one_of_the_hub(effasr, run, tmp_path) -> None:
         "| dev | 4 | 8 | 12.50 | 10.00 to 20.00 | 12.50 | basic | 12.5 |",
         "| no\\|words | 4 | 8 | - | - | - | basic | 12.5 |",
         "feed_forward: 16",
-        "Licence: cc-by-4.0. Author: Zoë & Co..",
+        "Licence: cc-by-4.0. Author: Zoë &amp; Co..",
         "CanaryForConditionalGeneration.from_pretrained",
     ):
         assert line in card.content, line

@@ -164,4 +164,4 @@ def test_a_terminal_shows_how_far_it_is(workplace, tmp_path, out_too) -> None:
     # Neither a result nor an error is written behind the bar.
     for one in (line, b"effasr transcribe: ") if out_too else (b"effasr transcribe: ",):
         before = shown[: shown.index(one)]
-        assert before.endswith((b"\x1b[2K", b"\x1b[?25h", b"\n", b"\r")), before[-40:]
+        assert before.endswith((b"\x1b[2K", b"\x1b[K", b"\x1b[?25h", b"\n", b"\r")), before[-40:]
