@@ -133,7 +133,7 @@ def strided_backward(
     BLOCK_C: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Compute the gradients of one block of channels; program (i, block) of n takes spans i, i + n.
+    """Compute the gradients of a block of channels; program (i, block) of n takes spans i, i + n...
 
     Each place (r, f) of the result is assigned the four inputs of rows 2 r and 2 r + 1, columns 2 f
     and 2 f + 1. These enter only the results at (r, f), (r, f + 1), (r + 1, f) and
