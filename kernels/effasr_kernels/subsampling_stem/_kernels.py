@@ -250,7 +250,7 @@ def stem_backward(
     BLOCK_C: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    r"""Compute the gradients of a block of channels; program (i, block) of n takes spans i, i + n...
+    r"""Compute gradients of a block of channels; program (i, block) of n takes spans i, i + n...
 
     All gradients follow from one sum for each tap (i, j) of the second convolution,
 
