@@ -1,7 +1,7 @@
 // Attention within packed sequences on CPUs: the interface that Python calls.
 //
-// The interface is plain C and includes no header of torch. Scores are computed by tiles and never
-// stored as a whole; the backward recomputes them. All floating-point numbers are float32.
+// The interface is plain C and includes no header of torch. Scores are computed in tiles and not
+// stored; the backward recomputes them. All floating-point values are float32.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 extern "C" {
 #endif
 
-// Packed rows of every head: element (t, h, d) is data[t * row + h * head + d]. A gradient or an
-// output may be a part of a larger tensor, as q, k and v are of one projection.
+// Packed rows of all heads: element (t, h, d) is data[t * row + h * head + d]. It may be a part of
+// a larger tensor, such as q, k and v in the output of one projection.
 typedef struct {
   float* data;
   int64_t row;

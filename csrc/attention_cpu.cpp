@@ -1,8 +1,8 @@
-// Attention on a CPU, for the instructions that it has.
+// Attention on CPUs, for several instruction sets.
 //
-// A panel of queries lies side by side in vectors, d by d, and meets the keys tile by tile: scores,
-// weights and their gradients are blocks [key][query], of which a query is a lane. So the softmax
-// needs no sums across lanes, keys and values are read as they lie, and only panels are transposed.
+// Queries are processed in panels, transposed so that each query is a lane, and keys in tiles.
+// Scores, weights and their gradients are blocks [key][query]. The softmax therefore needs no sums
+// across lanes, keys and values are read in place, and only panels are transposed.
 
 #include <math.h>
 

@@ -1,8 +1,8 @@
-// The lattice of connectionist temporal classification on a CPU: a pass over frames that keeps
-// fractions, and one back. Loops over places read and write arrays side by side, for vectors.
+// The CTC lattice on CPUs: a forward pass over frames that stores fractions, and a backward pass.
+// Loops over places access contiguous arrays, so that compilers vectorize them.
 //
-// Before each label, and after the last, lies an optional blank: place j has the blank before label
-// j, and label j.
+// An optional blank precedes each label and follows the last: place j is label j and the blank
+// before it.
 
 #include "lattice.h"
 #include "lattice_step.h"
@@ -27,29 +27,29 @@ int64_t target(const CtcLattice& a, int64_t index) {
                         : static_cast<const int32_t*>(a.targets)[index];
 }
 
-// Whether label j repeats the one before it, from which a blank must then part it.
+// Whether the label of a place repeats the label before; a blank must then separate them.
 bool repeats(const CtcLattice& a, const Transcript& y, int place) {
   if (place <= 0 || place >= y.labels) return false;
   return target(a, y.first_label + place) == target(a, y.first_label + place - 1);
 }
 
-// What a frame's score adds to a mass.
+// Log-probability of a score, added to the masses.
 EFFASR_INLINE double emission(float score, float log_normalizer) {
   return weight(static_cast<double>(score) - static_cast<double>(log_normalizer));
 }
 
-// The masses, or probabilities, of the alignments that are in a place.
+// Masses or probabilities of the alignments that are in the two states of a place.
 template <class Value>
 struct Place {
   Value blank, label;
 };
 
-// The fractions of the two sums of a place: blank and previous label; label and its predecessors.
+// Fractions of the two sums of a place: blank and previous label; label and its predecessors.
 struct Merged {
   float moved, stayed;
 };
 
-// From one frame to the next, but for the scores: masses, and how they came together.
+// Updates the masses of a place for the next frame, without the scores; returns the fractions.
 EFFASR_INLINE Merged merge(Place<double>& here, double label_before, bool repeats) {
   const Sum advanced = add(label_before, here.blank);
   const Sum label = add(here.label, repeats ? here.blank : advanced.mass);
@@ -57,7 +57,7 @@ EFFASR_INLINE Merged merge(Place<double>& here, double label_before, bool repeat
   return {advanced.fraction, label.fraction};
 }
 
-// The same frame backwards. Returns the probability that goes to the label before.
+// The backward of `merge`. Returns the probability that goes to the label before.
 EFFASR_INLINE float divide(Place<float>& here, const Merged& merged, bool repeats) {
   const Parts label = split(here.label, merged.stayed);
   const Parts blank = split(repeats ? here.blank : here.blank + label.second, merged.moved);
@@ -71,7 +71,7 @@ struct Scratch {
   std::vector<int> repeated;
 };
 
-// A frame's step; element j of `label_before` is label j - 1. No two pointers overlap.
+// Forward step of a frame; element j of `label_before` is label j - 1. Pointers do not overlap.
 EFFASR_FOR_WIDE_VECTORS void advance(double* __restrict blank, double* __restrict label,
                                      const double* __restrict label_before,
                                      const int* __restrict repeated,
@@ -87,13 +87,13 @@ EFFASR_FOR_WIDE_VECTORS void advance(double* __restrict blank, double* __restric
     moved[j] = merged.moved;
     stayed[j] = merged.stayed;
   }
-  // After the last label there is a blank alone.
+  // The last place has only a blank.
   const Sum last = add(label_before[labels], blank[labels]);
   blank[labels] = last.mass + of_blank;
   moved[labels] = last.fraction;
 }
 
-// The backward step of a frame; `moves` receives the probabilities that go to the previous label.
+// Backward step of a frame; `moves` receives the probabilities that go to the previous label.
 EFFASR_FOR_WIDE_VECTORS void retreat(float* __restrict blank, float* __restrict label,
                                      const int* __restrict repeated,
                                      const float* __restrict moved,
@@ -110,8 +110,8 @@ EFFASR_FOR_WIDE_VECTORS void retreat(float* __restrict blank, float* __restrict 
   blank[labels] = last.second;
 }
 
-// The total mass, and what of it ends in the last blank rather than label. Fractions of the step to
-// a frame lie in that frame's rows.
+// Returns the total mass and how it is divided between the last label and the last blank. Stores
+// the fractions of the step to a frame in the rows of that frame.
 Sum sweep(const CtcLattice& a, const Transcript& y, Scratch& s) {
   s.blank.assign(y.labels + 1, kNothing);
   s.label.assign(y.labels + 1, kNothing);

@@ -1,8 +1,8 @@
 // One step of a Transformer decoder on CPUs: the interface that Python calls.
 //
-// Plain C, without a header of torch. A step reads one token of each row, through all layers, and
-// appends to the keys and values of the rows. Everything is float32. What a row gets depends on that
-// row alone, and on no number of threads.
+// The interface is plain C and includes no header of torch. A step decodes one token of each row
+// through all layers and appends to the keys and values of the rows. All floating-point values are
+// float32. The result of a row depends neither on other rows nor on the number of threads.
 
 #pragma once
 
@@ -12,8 +12,8 @@
 extern "C" {
 #endif
 
-// y = x A^T + bias, with A (outputs, inputs). The weights lie in panels of 32 outputs, the last
-// filled up with zeros: element (o, i) of A is weight[(o / 32 * inputs + i) * 32 + o % 32].
+// y = x A^T + bias, with A (outputs, inputs). Weights are stored in panels of 32 outputs, the last
+// padded with zeros: element (o, i) of A is weight[(o / 32 * inputs + i) * 32 + o % 32].
 typedef struct {
   const float* weight;
   const float* bias;  // (outputs,), or null
@@ -36,7 +36,7 @@ typedef struct {
   PackedMatrix first, second;
 } DecoderLayer;
 
-enum { kRelu = 0, kGelu = 1 };  // of the feed-forward networks; GELU is the exact one
+enum { kRelu = 0, kGelu = 1 };  // activation of feed-forward networks; exact GELU
 
 typedef struct {
   const DecoderLayer* layers;
@@ -50,11 +50,11 @@ typedef struct {
   int32_t heads;
   int32_t head_width;
   int32_t activation;
-  float scale;             // of the scores
+  float scale;             // factor of the scores
 } DecoderWeights;
 
-// (layers, 2, rows, heads, room, width), keys and values; the room is a multiple of 16, and what is
-// past the end of a row is finite. The width may be more than that of a head.
+// Keys and values, (layers, 2, rows, heads, room, width); `room` is a multiple of 16, and values
+// past the end of a row are finite. The width may exceed that of a head.
 typedef struct {
   float* data;
   int64_t rows, room, width;
@@ -62,12 +62,12 @@ typedef struct {
 
 typedef struct {
   const int64_t* tokens;   // (rows,)
-  int64_t* positions;      // (rows,): tokens that each has read, counted up to `most_position`
-  const int64_t* active;   // (rows,): 0 for rows that are left alone; their output is zero
-  const int64_t* frames;   // (rows / hypotheses,): places of `cross` that count
-  float* out;              // (rows, width), after the last norm
+  int64_t* positions;      // (rows,): tokens decoded so far, incremented up to `most_position`
+  const int64_t* active;   // (rows,): 0 for rows to skip; their output is zero
+  const int64_t* frames;   // (rows / hypotheses,): number of valid positions in `cross`
+  float* out;              // (rows, width), output of the last norm
   KeyValueCache self;      // written at each row's position
-  KeyValueCache cross;     // shared by the hypotheses of a sequence, which are neighbouring rows
+  KeyValueCache cross;     // shared by the hypotheses of a sequence, which are adjacent rows
   int64_t rows;
   int64_t hypotheses;
   int64_t most_position;
@@ -75,7 +75,7 @@ typedef struct {
   int32_t instructions;    // as in attention.h
 } DecoderStep;
 
-// The largest of the first `outputs` logits of each row, the first of equal ones.
+// The largest of the first `outputs` logits of each row, the first among equal logits.
 typedef struct {
   const float* hidden;     // (rows, matrix.inputs)
   PackedMatrix matrix;
@@ -84,8 +84,8 @@ typedef struct {
   int32_t instructions;
 } LargestLogit;
 
-// They return 0, 1 where memory was short, or 2 where the machine lacks `instructions`. A step with
-// a wrong row does nothing else.
+// Both return 0 for success, 1 if memory could not be allocated, and 2 if the CPU does not support
+// `instructions`. A step with a wrong row only sets `wrong_row`.
 int decoder_step_cpu(const DecoderWeights* weights, DecoderStep* step, int threads);
 int largest_logit_cpu(const LargestLogit* request, int threads);
 

@@ -1,9 +1,8 @@
-// A step of a Transformer decoder on a CPU, for the instructions that it has.
+// A step of a Transformer decoder on CPUs, for several instruction sets.
 //
-// A step of a small decoder is some 20 operations a layer, each of which takes less time than a
-// framework needs to start it: here they are one call. Products take weights in panels of columns,
-// which pass through the vectors once for all rows, and sum in the order of the inner dimension,
-// however many rows there are.
+// A step of a small decoder has about 20 operations per layer, each of which takes less time than
+// its dispatch in a framework; here they are one call. Products load weights in panels of columns,
+// once for all rows, and sum in the order of the inner dimension for any number of rows.
 
 #include <math.h>
 
@@ -48,7 +47,7 @@
 namespace effasr {
 namespace {
 
-// The rows that a step reads a token of; sets `wrong_row`.
+// Returns the active rows; sets `wrong_row`.
 std::vector<int> active_rows(const DecoderWeights& w, DecoderStep& step) {
   std::vector<int> rows;
   step.wrong_row = -1;

@@ -1,7 +1,7 @@
 // The C interface of the lattices, for a group of packed sequences.
 //
-// Plain C, called by effasr_kernels/shared/lattice.py. A length is the difference of neighbours in
-// `cu_...`, so a slice of a layout's offsets describes a group.
+// The interface is plain C, called by effasr_kernels/shared/lattice.py. Lengths are differences of
+// adjacent elements of `cu_...`, so a slice of the offsets of a layout describes a group.
 
 #pragma once
 

@@ -1,8 +1,8 @@
 // The arithmetic of one step of a lattice.
 //
 // Masses are logarithms to base 2 in double; exponentials and logarithms are computed in float, and
-// only of differences. So the error of a step, about 1e-7, does not grow with the mass, which falls
-// by a few bits per step and differs much between the nodes of a diagonal.
+// only of differences. The error of a step, about 1e-7, therefore does not grow with the mass,
+// which falls by a few bits per step and differs greatly between the nodes of a diagonal.
 //
 // Each sum also returns the fraction of its smaller term: the probability of a predecessor, given
 // the node of a path. The backward pass needs only these fractions: it multiplies numbers in
@@ -20,12 +20,12 @@ namespace effasr {
 
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
-// The logarithm of zero mass; finite, as the difference of two infinities is NaN.
+// Logarithm of zero mass; finite, because the difference of two infinities is NaN.
 constexpr double kNothing = -1e30;
 
 // 2^x for x <= 0.
 EFFASR_INLINE float exp2_of(float x) {
-  // Plain arithmetic, as compilers do not vectorise calls of the math library.
+  // Plain arithmetic, because compilers do not vectorize calls of the math library.
   const float bounded = x < -126.0f ? -126.0f : x;
   const float whole = (bounded + 12582912.0f) - 12582912.0f;  // rounds: 1.5 * 2^23
   const float f = bounded - whole;
@@ -42,7 +42,7 @@ EFFASR_INLINE float exp2_of(float x) {
   return x < -126.0f ? 0.0f : p * scale;
 }
 
-// log2(1 + x) for x in [0, 1], to 2e-7: a polynomial, as it needs no special cases.
+// log2(1 + x) for x in [0, 1] with error 2e-7, by a polynomial, which needs no special cases.
 EFFASR_INLINE float log2_of_one_and(float x) {
   const float x2 = x * x, x4 = x2 * x2;
   const float low = (1.44268990f + -0.721165776f * x) + (0.478683680f + -0.347301066f * x) * x2;
@@ -51,7 +51,7 @@ EFFASR_INLINE float log2_of_one_and(float x) {
   return x * (low + high * x4);
 }
 
-// A log-probability as a mass.
+// Converts a log-probability to a mass.
 EFFASR_INLINE double weight(double log_probability) {
   const double mass = log_probability * kLog2E;
   return mass < kNothing ? kNothing : mass;  // NaN stays
@@ -84,12 +84,12 @@ EFFASR_INLINE Parts split(float probability, float fraction) {
   return bits < 0 ? Parts{lesser, greater} : Parts{greater, lesser};
 }
 
-// A total mass as a natural logarithm; -inf if no path exists.
+// Converts a total mass to a natural logarithm; -inf if no path exists.
 EFFASR_INLINE double log_likelihood_of(double mass) {
   return mass < 0.5 * kNothing ? -HUGE_VAL : mass * kLn2;
 }
 
-// The log-likelihood of a sequence without frames, which can emit nothing.
+// Log-likelihood of a sequence without frames, which cannot emit labels.
 EFFASR_INLINE double log_likelihood_of_no_frames(int labels) {
   return labels == 0 ? 0.0 : -HUGE_VAL;
 }

@@ -1,7 +1,7 @@
-// The instruction sets that kernels are compiled for, and the widest of them that the machine has.
+// The instruction sets that kernels are compiled for, and the widest that the CPU supports.
 //
-// A kernel's file includes its code once for each set, under a pragma where the set is not that of
-// the command line. Macros such as __AVX2__ are those of the command line, whatever a pragma says.
+// The source file of a kernel includes its code once for each set, under a pragma unless the set is
+// that of the command line. Pragmas do not change macros such as __AVX2__.
 
 #pragma once
 
@@ -19,7 +19,7 @@
 
 namespace effasr {
 
-// As in the structures' `instructions`, where 0 takes the widest.
+// Values of `instructions` in the structures; 0 selects the widest.
 enum Instructions { kBest = 0, kBase = 1, kWithAvx2 = 2, kWithAvx512 = 3 };
 
 inline int widest_instructions() {
@@ -33,7 +33,7 @@ inline int widest_instructions() {
 #endif
 }
 
-// The instructions to use, or 0 where the machine lacks what is asked for.
+// Returns the instruction set to use, or 0 if the CPU does not support the requested one.
 inline int choose_instructions(int asked) {
   const int best = widest_instructions();
   if (asked == kBest) return best;

@@ -1,8 +1,9 @@
-// The transducer's lattice on a CPU: a pass over anti-diagonals that keeps fractions, and one back.
+// The transducer lattice on CPUs: a forward pass over anti-diagonals that stores fractions, and a
+// backward pass.
 //
-// Loops over a diagonal read and write arrays side by side, so that compilers vectorise them; a
-// diagonal of the planes is gathered before, and scattered after. The fractions of a sequence lie
-// where its label's occupancies will be.
+// Loops over a diagonal access contiguous arrays, so that compilers vectorize them; a diagonal of
+// the planes is gathered before and scattered after. The fractions of a sequence are stored in the
+// plane that later holds the occupancies of its labels.
 
 #include "lattice.h"
 #include "lattice_step.h"
@@ -19,7 +20,7 @@ struct Shape {
 };
 
 struct Diagonal {
-  std::vector<double> down, right;  // what arrives over a blank, and over a label
+  std::vector<double> down, right;  // masses that arrive over a blank, and over a label
   void resize(int states) {
     down.assign(states + 1, kNothing);
     right.assign(states + 1, kNothing);
@@ -31,7 +32,7 @@ struct Scratch {
   std::vector<float> blank, label, fraction, from_blank, from_label;
 };
 
-// The nodes of an anti-diagonal, from column `low` to `high`: frame `diagonal - u` at column u.
+// Nodes of an anti-diagonal, from column `low` to `high`; column u is frame `diagonal - u`.
 struct Nodes {
   int low, high;
   int64_t first, stride;
@@ -45,7 +46,8 @@ struct Nodes {
   int64_t operator[](int u) const { return first + u * stride; }
 };
 
-// A diagonal's step, from what arrives at it to what arrives at the next. No pointers overlap.
+// Forward step from the masses that arrive at a diagonal to those that arrive at the next. Pointers
+// do not overlap.
 EFFASR_FOR_WIDE_VECTORS void advance(const float* __restrict blank, const float* __restrict label,
                                      const double* __restrict down,
                                      const double* __restrict right,
@@ -59,7 +61,7 @@ EFFASR_FOR_WIDE_VECTORS void advance(const float* __restrict blank, const float*
   }
 }
 
-// A diagonal's backward step: divides the occupancy of a node among its predecessors.
+// Backward step of a diagonal; divides the occupancy of a node among its predecessors.
 EFFASR_FOR_WIDE_VECTORS void retreat(const float* __restrict from_blank,
                                      const float* __restrict from_label,
                                      const float* __restrict fraction, float* __restrict blank,
@@ -71,7 +73,7 @@ EFFASR_FOR_WIDE_VECTORS void retreat(const float* __restrict from_blank,
   }
 }
 
-// Log-likelihood to base 2.
+// Returns the log-likelihood to base 2 and stores the fractions.
 double sweep(const TransducerLattice& a, const Shape& shape, int64_t first, Scratch& s) {
   s.here.resize(shape.states());
   s.next.resize(shape.states());
@@ -85,7 +87,7 @@ double sweep(const TransducerLattice& a, const Shape& shape, int64_t first, Scra
     }
     advance(s.blank.data(), s.label.data(), s.here.down.data(), s.here.right.data(),
             s.next.down.data(), s.next.right.data(), s.fraction.data(), nodes.low, nodes.high);
-    // The next diagonal has one more column, which no blank enters.
+    // The next diagonal has one more column, at which no blank arrives.
     s.next.down[nodes.high + 1] = kNothing;
     if (a.occ_label != nullptr) {
       for (int u = nodes.low; u <= nodes.high; ++u) {
@@ -99,7 +101,7 @@ double sweep(const TransducerLattice& a, const Shape& shape, int64_t first, Scra
 
 void spread(const TransducerLattice& a, const Shape& shape, int64_t first, float reached,
             Scratch& s) {
-  // What a node sends left goes one column further left.
+  // Labels go to the column on the left, so `left` is read with an offset of one.
   std::vector<float>&down = s.from_blank, &left = s.from_label;
   down.assign(shape.states() + 1, 0.0f);
   left.assign(shape.states() + 1, 0.0f);

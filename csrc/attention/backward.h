@@ -1,10 +1,10 @@
-// The backward of one head of one sequence. Included once for each instruction set.
+// Backward of one head of one sequence. Included once for each instruction set.
 
-// Gradients by distance. A row of distances is complete when the tiles of all keys that reach it
-// have been seen, so the last rows of a tile wait for the next.
+// Gradients by distance. A row of distances is complete after the tiles of all its keys, so the
+// last rows of a tile are kept until the next.
 struct DistanceGradients {
   float *by_distance, *steps;
-  Columns queries;  // their gradient through the table
+  Columns queries;  // gradient of the queries through the table
 
   void take(Memory& memory, int width) {
     by_distance = memory.take((kKeys + kPanel) * kPanel);
@@ -20,7 +20,7 @@ struct Backward {
   DistanceGradients d_distances;
   float *weights, *slopes, *waiting, *factors;
   Growing k_rows, v_rows, d_keys, d_values;
-  // Of each query: the largest score, the mean slope, and the gradient of its penalty.
+  // For each query, the largest score, the mean of the slopes, and the gradient of the penalty.
   float largest[kPanel], mean[kPanel], d_penalty[kPanel];
 
   explicit Backward(const PackedAttention& a) {
@@ -28,7 +28,7 @@ struct Backward {
     d_out.take(memory, a.width);
     d_queries.take(memory, a.width);
     weights = memory.take(kKeys * kPanel);
-    // Rows of the last tile come before those of this one, and zeros after them.
+    // Incomplete rows of the previous tile precede the rows of this tile; zeros follow.
     waiting = memory.take((kKeys + 2 * kPanel) * kPanel);
     slopes = waiting + kPanel * kPanel;
     if (a.dropout > 0.0f) factors = memory.take(kKeys * kPanel);
@@ -37,8 +37,8 @@ struct Backward {
     d_distances.take(memory, a.width);
   }
 
-  // The gradients of a part's queries, and of all keys by these queries. Keys and values go to
-  // `sums` where it has a place for them, else to where they belong.
+  // Computes the gradients of the queries of a part, and their contributions to those of all keys
+  // and values, which are written to `sums` if it has memory for them, else to `g`.
   void run(const PackedAttention& a, const AttentionGradients& g, const HeadSequence& s, Part part,
            Sums sums) {
     const int pitch = to_lanes(a.width);
@@ -83,7 +83,8 @@ struct Backward {
     write_queries(a, panel, dq, sums);
   }
 
-  // Divides by the softmax's sum once for each query: in the gradient of its output.
+  // Loads a panel. The gradient of the output is divided by the sum of the softmax here, once for
+  // each query.
   void load_panel(const PackedAttention& a, const AttentionGradients& g, const HeadSequence& s,
                   const Panel& panel) {
     Forward::load_queries(a, s, panel, queries, distances);
@@ -104,7 +105,8 @@ struct Backward {
       for (int d = 0; d < pitch; d += kLanes) store(row + d, load(row + d) * reciprocal);
     }
     d_out.turn(panel.padded, a.width);
-    // The sums run as those of `differentiate` do: one weight of 1 then has exactly no slope.
+    // Summed in the order of `differentiate`, so that the slope of a single weight of 1 is exactly
+    // 0.
     Columns& out = d_queries;
     copy_rows(rows_of(a.out, first, s.head), panel.count, a.width, nullptr, 1.0f, out.rows,
               panel.padded);
@@ -119,8 +121,8 @@ struct Backward {
     if (a.table != nullptr) std::fill(waiting, slopes, 0.0f);
   }
 
-  // Weights of a tile as they went to the output, and gradients of its scores. Weights are not
-  // divided by the softmax's sum; d_out and all that comes from it are, so products are right.
+  // Computes the weights of a tile, with dropout, and the gradients of its scores. Weights are not
+  // divided by the sum of the softmax, but d_out and its results are, so products are correct.
   void differentiate(const PackedAttention& a, const HeadSequence& s, const Panel& panel,
                      HeadRows k, HeadRows v, int key, int keys) {
     score_tile(a, s, panel, queries, distances, k, key, keys, weights);
@@ -157,14 +159,14 @@ struct Backward {
     add(a.width, panel.padded, keys, k[key], k.pitch, slopes, kPanel, d_queries.columns, kPanel);
   }
 
-  // Of the rows of distances that this tile completes, from the largest distance down.
+  // Adds the gradients of the rows of distances that this tile completes, in descending distance.
   void add_distances(const PackedAttention& a, const HeadSequence& s, const Panel& panel, Part part,
                      int key, int keys, Sums sums) {
     const int pitch = to_lanes(a.width), before = panel.padded - 1;
     float* begin = slopes - before * kPanel;
     const bool last = key + keys == panel.keys;
     if (last) std::fill(slopes + keys * kPanel, slopes + (keys + before) * kPanel, 0.0f);
-    // Rows of queries beyond the last are of distances that the table may not have.
+    // Padded queries would need distances that the table may not contain.
     const int skipped = key == 0 ? panel.padded - panel.count : 0;
     const int rows = keys + (last ? before : 0) - skipped;
     take_diagonals<Result::kStored>(begin + skipped * kPanel, rows, panel.padded,

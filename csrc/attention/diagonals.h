@@ -1,10 +1,10 @@
-// From distances to keys and back. Included once for each instruction set.
+// Conversion between scores by distance and scores by key. Included once for each instruction set.
 //
-// Scores of a panel by distance have a row for each distance; query i finds those of one key along
-// a diagonal, lane i in row y + i. So lane after lane moves up, by blends of rows: first the lanes
-// whose number has bit 0 by one row, then those with bit 1 by two, and so on.
+// Scores of a panel by distance have a row for each distance. The scores of one key are on a
+// diagonal: lane i in row y + i. Lanes are therefore shifted up by blends of rows: first the lanes
+// whose index has bit 0 by one row, then those with bit 1 by two rows, and so on.
 
-// Lane l of the result is that of row (l / kStep) % 4 * kStep, or % 2 where the lanes end there.
+// Lane l of the result comes from row (l / kStep) % 4 * kStep, or % 2 if kLanes is 2 * kStep.
 template <int kStep>
 inline Vec pick(const float* x, int64_t pitch) {
   const Ints lanes = lane_numbers();
@@ -17,8 +17,8 @@ inline Vec pick(const float* x, int64_t pitch) {
   return low;
 }
 
-// to[y][i] = or += from[y + i][i] for `rows` rows y and `columns` lanes i; rows of `from` lie
-// kPanel apart, those of `to` lie `to_pitch` apart, which may be negative.
+// to[y][i] = or += from[y + i][i] for `rows` rows y and `columns` lanes i. The pitch of `from` is
+// kPanel, that of `to` is `to_pitch`, which may be negative.
 template <Result kResult>
 void take_diagonals(const float* from, int rows, int columns, float* steps, float* to,
                     int64_t to_pitch) {

@@ -1,13 +1,13 @@
-// Which weights dropout keeps. Included once for each instruction set.
+// Dropout mask of attention weights. Included once for each instruction set.
 //
-// They are those that the Triton kernels keep (effasr_kernels/shared/philox.py): Philox with seven
-// rounds, counted by the sequence, the head, and the weight's own row and column. One call decides
-// on eight weights of a 16 x 16 block, 16 bits each.
+// The mask equals that of the Triton kernels (effasr_kernels/shared/philox.py): Philox with seven
+// rounds, whose counter is the sequence, the head, and the row and column of the weight. One call
+// gives 16 bits for each of eight weights of a 16 x 16 block.
 
 struct Philox {
   uint32_t key0, key1, head, sequence;
 
-  // The words of the counters (first + i, column, head, sequence), for eight i.
+  // Random words for the counters (first + i, column, head, sequence), for eight i.
   void words(uint32_t first, uint32_t column, uint32_t word[4][8]) const {
     for (int i = 0; i < 8; ++i) {
       word[0][i] = first + i;
@@ -29,8 +29,8 @@ struct Philox {
   }
 };
 
-// Factors of a tile of weights, 0 or 1 / (1 - dropout): factors[j][i] belongs to the query
-// `query + i` and the key `key + j`. Both begin at a multiple of 16; whole blocks are written.
+// Writes the factors of a tile of weights, 0 or 1 / (1 - dropout): factors[j][i] is for query
+// `query + i` and key `key + j`. Both start at a multiple of 16; whole blocks are written.
 inline void keep_factors(const PackedAttention& a, const HeadSequence& s, int query, int queries,
                          int key, int keys, float* factors) {
   const uint64_t seed = static_cast<uint64_t>(a.seed);
@@ -38,13 +38,13 @@ inline void keep_factors(const PackedAttention& a, const HeadSequence& s, int qu
                          static_cast<uint32_t>(s.head), static_cast<uint32_t>(s.number)};
   const uint32_t threshold = static_cast<uint32_t>(a.dropout * 65536.0f + 0.5f);
   const float kept = 1.0f / (1.0f - a.dropout);
-  // Every call decides on columns of both halves of its block.
+  // Every call covers columns of both halves of its block.
   const int whole = (keys + 15) / 16 * 16;
   for (int i = 0; i < queries; i += 16) {
     for (int j = 0; j < whole; j += 4) {
       uint32_t word[4][8];
       philox.words((query + i) / 2, (key + j) / 4, word);
-      // Of a block's 16 columns the call of number c decides on 2 c, 2 c + 1, and those + 8.
+      // Call c of a block covers its columns 2 c, 2 c + 1, 2 c + 8 and 2 c + 9.
       const int column = j / 16 * 16 + j % 16 / 4 * 2;
       for (int w = 0; w < 4; ++w) {
         float* low = factors + static_cast<int64_t>(column + w % 2 * 8) * kPanel + i + w / 2 * 8;

@@ -1,6 +1,6 @@
-// The forward of some queries of one head of one sequence. Included for each instruction set.
+// Forward of some queries of one head of one sequence. Included for each instruction set.
 
-// What a panel's softmax knows of the keys so far, by query.
+// State of the online softmax of a panel after the keys so far, by query.
 struct Softmax {
   float largest[kPanel], sum[kPanel], penalty[kPanel], rescale[kPanel];
 
@@ -10,7 +10,7 @@ struct Softmax {
     std::fill(penalty, penalty + kPanel, 0.0f);
   }
 
-  // Turns scores into weights that lack their common divisor.
+  // Replaces scores by weights that are not yet divided by the sum of the softmax.
   void add(const PackedAttention& a, const HeadSequence& s, const Panel& panel, int key, int keys,
            float* scores) {
     const Straying straying(a, s);

@@ -1,10 +1,10 @@
-// Products of small matrices that lie in a cache. Included once for each instruction set.
+// Products of small matrices in the cache. Included once for each instruction set.
 //
-// A block of the result stays in registers while the inner dimension runs; each element is a sum in
-// the order of that dimension, however the result is divided into blocks. What is there already is
-// added last: sums of sums lose less than one long sum.
+// A block of the result stays in registers during the loop over the inner dimension. Each element
+// is summed in the order of that dimension, independent of the division into blocks. The previous
+// value of the result is added last, because sums of sums lose less precision than one long sum.
 
-enum class Layout { kRows, kColumns };  // how A lies: by its rows, or by its columns (transposed)
+enum class Layout { kRows, kColumns };  // memory order of A: by rows, or by columns (transposed)
 enum class Result { kStored, kAdded };
 
 template <int kM, int kN, Layout kLayout, Result kResult>
@@ -46,10 +46,10 @@ inline void product_rows(int rows, int inner, const float* a, int64_t a_pitch, c
 template <int kN, Layout kLayout, Result kResult>
 inline void product_strip(int rows, int inner, const float* a, int64_t a_pitch, const float* b,
                           int64_t b_pitch, float* c, int64_t c_pitch) {
-  // Fewer columns leave registers for more rows, and need them to hide the latency.
+  // With fewer columns more rows fit in registers and are needed to hide the latency.
   constexpr int kMost = kTileRows * kTileColumns / kN < 16 ? kTileRows * kTileColumns / kN : 16;
   const int64_t a_step = kLayout == Layout::kRows ? a_pitch : 1;
-  // Blocks of almost equal size: a last one of a single row would wait for its own sums.
+  // Blocks of almost equal size, because the sums of a block of a single row would stall.
   const int blocks = (rows + kMost - 1) / kMost;
   for (int i = 0, begin = 0; i < blocks; ++i) {
     const int end = static_cast<int>(static_cast<int64_t>(rows) * (i + 1) / blocks);

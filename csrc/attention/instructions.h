@@ -1,5 +1,5 @@
-// Everything that is compiled once for each instruction set, in a namespace of its own. Without a
-// guard: attention_cpu.cpp includes it several times.
+// All code that is compiled once for each instruction set, in separate namespaces. It has no
+// include guard, because attention_cpu.cpp includes it several times.
 
 namespace effasr {
 namespace EFFASR_INSTRUCTIONS {

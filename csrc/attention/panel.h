@@ -1,4 +1,4 @@
-// Rows of queries or keys on their way to products and back. Included for each instruction set.
+// Copies and transposes of rows of queries and keys. Included once for each instruction set.
 
 // to[r][d] = (from[r][d] + bias[d]) * factor, with zeros up to `padded_rows` and to_lanes(width).
 inline void copy_rows(HeadRows from, int rows, int width, const float* bias, float factor,
@@ -17,7 +17,7 @@ inline void copy_rows(HeadRows from, int rows, int width, const float* bias, flo
   }
 }
 
-// to[r][d] = from[r][d] * factor, of rows that lie with the pitch to_lanes(width).
+// to[r][d] = from[r][d] * factor; the pitch of `from` is to_lanes(width).
 inline void write_rows(const float* from, int rows, int width, float factor, HeadRows to) {
   const int pitch = to_lanes(width);
   for (int r = 0; r < rows; ++r, from += pitch) {
@@ -28,7 +28,7 @@ inline void write_rows(const float* from, int rows, int width, float factor, Hea
   }
 }
 
-// Queries side by side in vectors, to be multiplied with keys: columns[d][i].
+// Rows of queries and their transpose columns[d][i], in which queries are lanes.
 struct Columns {
   float* rows;     // (kPanel, to_lanes(width)), by query
   float* columns;  // (to_lanes(width), kPanel)
@@ -46,20 +46,20 @@ struct Columns {
   }
 };
 
-// The panel of queries that is computed.
+// A panel of queries.
 struct Panel {
-  int first;   // query
-  int count;   // of queries
-  int padded;  // to whole vectors
-  int keys;    // what its last query sees
+  int first;   // index of the first query
+  int count;   // number of queries
+  int padded;  // count rounded up to whole vectors
+  int keys;    // number of keys that the last query attends to
 
   Panel(const PackedAttention& a, const HeadSequence& s, int i)
       : first(i), count(std::min(kPanel, s.queries - i)), padded(to_lanes(count)),
         keys(a.causal ? std::min(s.keys, i + count) : s.keys) {}
 };
 
-// Keys or values of a head, side by side where they are read more than twice: rows that lie a power
-// of two apart would drive each other out of the cache.
+// Returns keys or values of a head, copied to contiguous rows if `copied`. Copies pay if they are
+// read more than twice, because rows with a pitch of a power of two evict each other in the cache.
 inline HeadRows gather(HeadRows from, int rows, int width, bool copied, Growing& buffer) {
   if (!copied) return from;
   const int64_t pitch = to_lanes(width);

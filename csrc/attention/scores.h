@@ -1,9 +1,9 @@
 // Scores of a panel of queries with a tile of keys. Included once for each instruction set.
 
-// Scores by distance: those of a panel's next tile begin where those of the last one end.
+// Scores by distance; adjacent tiles of a panel share the rows at their border.
 struct Distances {
   Columns queries;
-  float *by_distance, *steps;  // (kKeys + kPanel, kPanel) and those of take_diagonals
+  float *by_distance, *steps;  // (kKeys + kPanel, kPanel), and the workspace of take_diagonals
 
   void take(Memory& memory, int width) {
     queries.take(memory, width);
@@ -15,12 +15,12 @@ struct Distances {
   void add(const PackedAttention& a, const HeadSequence& s, const Panel& panel, int key, int keys,
            float* scores) {
     const HeadRows table = table_of(a, s.head);
-    // Row y is of the distance lowest + y; of key j, and query i, that is keys - 1 - j + i.
+    // Row y is distance lowest + y; key j and query i use row keys - 1 - j + i.
     const int lowest = a.reach - 1 + panel.first - (key + keys - 1);
     int rows = keys;
     if (key == 0) {
       rows += panel.count - 1;
-      // What queries beyond the last would read.
+      // Padded queries read these rows.
       std::fill(by_distance + rows * kPanel, by_distance + (keys + panel.padded) * kPanel, 0.0f);
     } else {
       std::memmove(by_distance + keys * kPanel, by_distance,
@@ -39,7 +39,7 @@ struct Distances {
   }
 };
 
-// Hides the keys after each query.
+// Sets the scores of the keys after each query to -inf.
 inline void hide_future(const Panel& panel, int key, int keys, float* scores) {
   const Ints lanes = lane_numbers();
   for (int j = std::max(0, panel.first + 1 - key); j < keys; ++j) {
@@ -51,7 +51,7 @@ inline void hide_future(const Panel& panel, int key, int keys, float* scores) {
   }
 }
 
-// scores[j][i], times log2(e); `queries` are scaled by that.
+// Computes scores[j][i] times log2(e), by which `queries` are already scaled.
 inline void score_tile(const PackedAttention& a, const HeadSequence& s, const Panel& panel,
                        const Columns& queries, Distances& distances, HeadRows k, int key, int keys,
                        float* scores) {
@@ -61,9 +61,9 @@ inline void score_tile(const PackedAttention& a, const HeadSequence& s, const Pa
   if (a.causal) hide_future(panel, key, keys, scores);
 }
 
-// How far weights are from the diagonal, in [0, 1): 1 - exp(-(i / Tq - j / Tk)^2 / 2 sigma^2).
+// Penalty by distance from the diagonal, in [0, 1): 1 - exp(-(i / Tq - j / Tk)^2 / 2 sigma^2).
 struct Straying {
-  float factor;  // of the square, for 2^x
+  float factor;  // factor of the square in the exponent of 2
   float queries, keys;
 
   Straying(const PackedAttention& a, const HeadSequence& s)

@@ -1,4 +1,4 @@
-// Heads of sequences as tasks of threads, and the sums over tasks after them.
+// Distribution of the heads of sequences to threads as tasks, and the sums over tasks.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace effasr {
 
-// A thread is worth starting for this many products.
+// Minimum number of multiply-adds for which a thread is started.
 constexpr double kProductsOfThread = 2e6;
 
 inline int worthwhile(const PackedAttention& a, int threads) {
@@ -19,7 +19,8 @@ inline int worthwhile(const PackedAttention& a, int threads) {
   return std::min<double>(threads, 1.0 + products / kProductsOfThread);
 }
 
-// Tasks of sequences, numbered on end; empty sequences have none.
+// Returns the index of the first task of each sequence, and their total. Tasks are numbered
+// consecutively.
 template <class Count>
 std::vector<int> number_tasks(const PackedAttention& a, Count count) {
   std::vector<int> first(a.sequences + 1, 0);
@@ -31,7 +32,7 @@ inline int sequence_of(const std::vector<int>& first, int task) {
   return static_cast<int>(std::upper_bound(first.begin(), first.end(), task) - first.begin()) - 1;
 }
 
-// What a thread makes when it begins with its first task.
+// Workspace of a thread, created at its first task.
 template <class Work>
 struct Once {
   std::unique_ptr<Work> work;
@@ -65,7 +66,7 @@ int run_forward(const PackedAttention& a, int threads) {
       });
 }
 
-// The tasks of the backward, and what they add to sums over tasks.
+// Tasks of the backward and their contributions to sums over tasks.
 class BackwardTasks {
  public:
   BackwardTasks(const PackedAttention& a, int pitch) : a_(a), pitch_(pitch) {
@@ -94,7 +95,7 @@ class BackwardTasks {
     backward.run(a_, g, s, part_of(s, (task - first_[n]) / a_.heads), sums_[task]);
   }
 
-  // Adds up, for one head, what parts of sequences gave: in their order.
+  // Adds up the contributions of all parts of sequences for one head, in order.
   void add_up(const AttentionGradients& g, int h) const {
     if (a_.table != nullptr) clear_shared(g, h);
     std::vector<double> content(a_.width, 0.0), position(a_.width, 0.0);
@@ -123,7 +124,7 @@ class BackwardTasks {
     return first_[s.number] + part * a_.heads + s.head;
   }
 
-  // How many floats the task needs; where there is memory, its sums lie there.
+  // Returns how many floats the task needs; places its sums in `memory` unless that is null.
   int64_t place(int task, float* memory) {
     const int n = sequence_of(first_, task);
     const HeadSequence s(a_, n, 0);

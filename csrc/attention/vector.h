@@ -1,7 +1,8 @@
-// Vectors of one instruction set. Included once for each, inside a namespace, so without a guard.
+// Vectors of one instruction set. Included once for each set, inside a namespace, so without a
+// guard.
 
 constexpr int kLanes = EFFASR_LANES;
-// Of a block of a product that stays in registers: rows, and columns in vectors.
+// Rows, and vectors per row, of the block of a product that stays in registers.
 constexpr int kTileRows = kLanes == 16 ? 8 : 6;
 #ifdef __aarch64__
 constexpr int kTileColumns = 4;
@@ -27,18 +28,18 @@ inline Ints lane_numbers() {
   return lanes;
 }
 
-// 2^x = power + power * excess: the excess keeps its digits where x is near zero.
+// 2^x = power + power * excess; the excess is accurate also for x near zero.
 struct PowerOfTwo {
   Vec power, excess;
 };
 
-// For x <= 0. Below -126.5 the power is zero, and so is what it is multiplied with; NaN stays NaN.
+// For x <= 0. Below -126.5 the power is zero, and so are products with it; NaN stays NaN.
 inline PowerOfTwo split_power_of_two(Vec x) {
   x = x < -127.0f ? splat(-127.0f) : x;
   // The sum's last bits are x rounded to an integer.
   const Vec shifted = x + 12582912.0f;
   const Vec r = x - (shifted - 12582912.0f);
-  // (2^r - 1) / r on [-1/2, 1/2]: the minimax polynomial of degree 5, whose error is 1e-8.
+  // (2^r - 1) / r on [-1/2, 1/2] by the minimax polynomial of degree 5, with error 1e-8.
   Vec y = 1.5403512e-4f * r + 1.3390735e-3f;
   y = y * r + 9.6182376e-3f;
   y = y * r + 5.5503573e-2f;
@@ -53,7 +54,7 @@ inline Vec power_of_two(Vec x) {
   return y.power * y.excess + y.power;
 }
 
-// 1 - 2^x for x <= 0, to the last digits also near zero.
+// 1 - 2^x for x <= 0, accurate also near zero.
 inline Vec one_minus_power_of_two(Vec x) {
   const PowerOfTwo y = split_power_of_two(x);
   return (1.0f - y.power) - y.power * y.excess;
@@ -75,11 +76,11 @@ inline void interleave(Vec a, Vec b, Vec* low, Vec* high, std::integer_sequence<
 #endif
 }
 
-// Writes kLanes x kLanes elements as columns: to[c][r] = from[r][c].
+// Transposes kLanes x kLanes elements: to[c][r] = from[r][c].
 inline void transpose_square(const float* from, int64_t from_pitch, float* to, int64_t to_pitch) {
   Vec x[kLanes], y[kLanes];
   for (int i = 0; i < kLanes; ++i) x[i] = load(from + i * from_pitch);
-  // Each round doubles how many rows lie side by side.
+  // Each round doubles the number of interleaved rows.
   for (int width = 1; width < kLanes; width *= 2) {
     for (int i = 0; i < kLanes / 2; ++i) {
       interleave(x[i], x[i + kLanes / 2], &y[2 * i], &y[2 * i + 1],

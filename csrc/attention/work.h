@@ -1,4 +1,4 @@
-// One head of one sequence, and the memory in which a thread works.
+// One head of one sequence, and the workspace of a thread.
 
 #pragma once
 
@@ -14,10 +14,11 @@ namespace effasr {
 
 constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
 
-// Queries of a panel, which lie side by side in vectors, and keys of a tile. Multiples of 16.
+// Queries of a panel and keys of a tile; multiples of 16.
 constexpr int kPanel = 32, kKeys = 128;
-// Queries of a task of the forward: enough that its copy of the keys costs little. The backward has
-// a part of the gradients of keys for each task, so that there are few: at most so many a head.
+// Queries of a forward task, enough that its copy of the keys costs little; and maximum tasks per
+// head of a sequence in the backward, few because each has its own sum of the gradients of the
+// keys.
 constexpr int kQueriesOfTask = 8 * kPanel, kMostParts = 4;
 
 struct HeadRows {
@@ -38,13 +39,13 @@ struct HeadSequence {
       : number(n), head(h), queries(a.cu_q[n + 1] - a.cu_q[n]), keys(a.cu_k[n + 1] - a.cu_k[n]),
         first_query(a.cu_q[n]), first_key(a.cu_k[n]) {}
 
-  // Where values of (rows_q, heads) belong to its query i.
+  // Index of query i in a tensor (rows_q, heads).
   int64_t place(const PackedAttention& a, int i) const {
     return (first_query + i) * a.heads + head;
   }
 };
 
-// Queries of a head that one task differentiates: all, or a part of many.
+// Range of queries of a head that one task of the backward computes.
 struct Part {
   int begin, end;
   int rows_of_table(const HeadSequence& s) const {
@@ -52,7 +53,7 @@ struct Part {
   }
 };
 
-// They depend on the sequence alone.
+// The division into parts depends only on the lengths of the sequence.
 inline int queries_of_part(const HeadSequence& s) {
   const int even = (s.queries + kMostParts - 1) / kMostParts;
   return std::max(2 * kQueriesOfTask, (even + kPanel - 1) / kPanel * kPanel);
@@ -66,14 +67,14 @@ inline Part part_of(const HeadSequence& s, int number) {
   return {begin, std::min(s.queries, begin + queries_of_part(s))};
 }
 
-// What a task of the backward adds to sums over tasks; null where there are none.
+// Contributions of a backward task to sums over tasks; null for results without such sums.
 struct Sums {
   float *keys, *values;    // (keys, pitch)
-  double *content, *position;  // (width,), of the biases
-  float* table;            // (Part::rows_of_table(), pitch) times log2(e), least distance first
+  double *content, *position;  // (width,), gradients of the biases
+  float* table;            // (Part::rows_of_table(), pitch) times log2(e), by ascending distance
 };
 
-// Floats that are not set, aligned for every vector.
+// Uninitialized floats, aligned for all vectors.
 class Memory {
  public:
   float* take(int64_t count) {
@@ -86,7 +87,7 @@ class Memory {
   std::vector<std::unique_ptr<float[]>> blocks_;
 };
 
-// A buffer of a thread that grows with what it is asked for.
+// A buffer of a thread that grows to the requested size.
 class Growing {
  public:
   float* at_least(int64_t count) {

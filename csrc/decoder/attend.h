@@ -1,6 +1,6 @@
-// Attention of one query to the places of its row. Included once for each instruction set.
+// Attention of one query to the positions of its row. Included once for each instruction set.
 
-// Scores of kLanes keys times log2(e), as lanes.
+// Returns the scores of kLanes keys times log2(e).
 inline Vec scores_of_keys(const float* q, const float* keys, int64_t pitch, int width,
                           float factor) {
   float partial[kLanes * kLanes], columns[kLanes * kLanes], rest[kLanes];
@@ -19,8 +19,8 @@ inline Vec scores_of_keys(const float* q, const float* keys, int64_t pitch, int 
   return sum * factor;
 }
 
-// out = softmax(scale q K^T) V over `length` places, zero for none. `weights` has room for the
-// length, rounded up to kLanes.
+// out = softmax(scale q K^T) V over `length` positions, zero if there are none. `weights` is a
+// workspace of `length` elements, rounded up to kLanes.
 inline void attend(const float* q, const float* keys, const float* values, int64_t pitch, int width,
                    int length, float scale, float* weights, float* out) {
   if (length == 0) {
@@ -45,7 +45,7 @@ inline void attend(const float* q, const float* keys, const float* values, int64
   const float factor = 1.0f / sum_of_lanes(mass);
   int c = 0;
   for (; c + kLanes <= width; c += kLanes) {
-    // Several sums beside each other hide the latency.
+    // Several independent sums hide the latency.
     Vec sums[4] = {};
     int j = 0;
     for (; j + 4 <= length; j += 4) {

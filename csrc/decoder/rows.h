@@ -1,5 +1,5 @@
-// Products of a few rows with packed weights, and what is done to single rows. Included once for
-// each instruction set.
+// Products of a few rows with packed weights, and operations on single rows. Included once for each
+// instruction set.
 
 constexpr int kPanelColumns = 32;
 
@@ -38,7 +38,7 @@ inline void normalize(const LayerNorm& norm, int width, const float* x, float* y
   for (; i < width; ++i) y[i] = (x[i] - mean) * factor * norm.weight[i] + norm.bias[i];
 }
 
-// The error function's complement by Abramowitz and Stegun, 7.1.26, whose error is 1.5e-7.
+// GELU with the complementary error function by Abramowitz and Stegun, 7.1.26, with error 1.5e-7.
 inline Vec gelu(Vec x) {
   const Vec size = (x < 0.0f ? -x : x) * 0.70710678118654752440f;
   const Vec t = 1.0f / (1.0f + 0.3275911f * size);
@@ -50,7 +50,7 @@ inline Vec gelu(Vec x) {
   return x * (x < 0.0f ? rest : 1.0f - rest);
 }
 
-// One row by several panels, so that enough sums run beside each other to hide the latency. Each sum
+// Multiplies one row by several panels, so that enough independent sums hide the latency. Each sum
 // has the order of `product`.
 template <int kPanels>
 inline void one_row(int inner, const float* a, const float* b, float* c) {
@@ -70,11 +70,11 @@ inline void one_row(int inner, const float* a, const float* b, float* c) {
   }
 }
 
-// Columns of a result that a thread has computed: rows are `kBlockColumns` apart.
+// Columns of a block of the result that a thread computes; the pitch of its rows is kBlockColumns.
 constexpr int kBlockPanels = kLanes == 16 ? 4 : kLanes == 8 ? 2 : 1;
 constexpr int kBlockColumns = kBlockPanels * kPanelColumns;
 
-// Products of rows with some panels, at most kBlockPanels.
+// Multiplies rows by at most kBlockPanels panels.
 inline void multiply(int rows, const float* a, int64_t a_pitch, const PackedMatrix& m, int panel,
                      int panels, float* c) {
   const int inner = static_cast<int>(m.inputs);
@@ -90,8 +90,8 @@ inline void multiply(int rows, const float* a, int64_t a_pitch, const PackedMatr
   }
 }
 
-// A share of a linear layer's outputs: `use(row, column, sum)` gets vectors that have the bias, and
-// places that are multiples of kLanes apart; the last may reach past the outputs.
+// Computes some outputs of a linear layer. `use(row, column, sum)` receives vectors of kLanes
+// outputs including the bias; the last may extend past the outputs.
 template <class Use>
 void linear(Range panels, int rows, const float* a, int64_t a_pitch, const PackedMatrix& m,
             float* block, Use use) {

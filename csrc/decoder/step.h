@@ -1,6 +1,6 @@
-// A step through all layers, and the choice of tokens. Included once for each instruction set.
+// A step through all layers, and the selection of tokens. Included once for each instruction set.
 
-// What the threads of a step share: active rows, neighbours, rounded up to whole vectors.
+// Data shared by the threads of a step, with active rows stored contiguously and padded to panels.
 struct Shared {
   const DecoderWeights& w;
   DecoderStep& step;
@@ -9,17 +9,17 @@ struct Shared {
   int64_t x_pitch, q_pitch, hidden_pitch;  // queries, keys and values have the pitch of q
 };
 
-// A member of the team.
+// One thread of the team.
 struct Member {
   const Shared& s;
   Team& team;
   int thread;
-  float *normed, *block, *weights;  // its own
+  float *normed, *block, *weights;  // workspace of this thread
 
   int count() const { return static_cast<int>(s.rows.size()); }
 
   void norm(const LayerNorm& norm) const {
-    // All rows, of which every column of a product needs all.
+    // Every thread normalizes all rows, because each column of a product needs all of them.
     for (int r = 0; r < count(); ++r) {
       normalize(norm, s.w.width, s.x + r * s.x_pitch, normed + r * s.x_pitch);
     }
@@ -37,7 +37,7 @@ struct Member {
     });
   }
 
-  // Every head of every row from the queries in q to the heads.
+  // Computes all heads of all rows, from the queries in `q` to `heads`.
   void attention(int layer, const KeyValueCache& cache, int64_t group, bool is_self) const {
     const int heads = s.w.heads, width = s.w.head_width;
     const int64_t row_size = heads * cache.room * cache.width;
@@ -140,7 +140,7 @@ int run_step(const DecoderWeights& w, DecoderStep& step, const std::vector<int>&
                                 first.second}) {
     work += m.inputs * m.outputs;
   }
-  // Six products of a layer, with a meeting after each.
+  // A layer has six products, each followed by a barrier.
   const int threads = threads_for(count * work / 6, most);
   std::vector<float*> own;
   for (int i = 0; i < 3 * threads; i += 3) {
@@ -160,10 +160,10 @@ struct Largest {
   int64_t index;
 };
 
-// NaN is larger than anything, as it is to torch.
+// NaN is larger than any number, as in torch.
 inline bool is_larger(float a, float b) { return a > b || (a != a && b == b); }
 
-// Where a thread works: products, and for each row and lane the largest so far and its index.
+// Workspace of a thread: products, and for each row and lane the largest value and its index.
 struct LargestMemory {
   float *block, *values;
   int32_t* indices;
@@ -173,7 +173,7 @@ void largest_of_panels(const LargestLogit& request, Range panels, const LargestM
                        Largest* found) {
   const PackedMatrix& m = request.matrix;
   const int rows = static_cast<int>(request.rows);
-  // Of each lane: the first of equal ones, as later ones must be larger.
+  // Each lane keeps the first among equal values, because it is only replaced by larger ones.
   std::fill_n(own.values, rows * kLanes, -INFINITY);
   std::fill_n(own.indices, rows * kLanes, panels.begin * kPanelColumns);
   linear(panels, rows, request.hidden, m.inputs, m, own.block, [&](int r, int column, Vec z) {

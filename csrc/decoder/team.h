@@ -19,13 +19,13 @@ class Team {
  public:
   int size() const { return size_; }
 
-  // The share of a thread in `count` things.
+  // Returns the range of `count` items that a thread computes.
   Range share(int count, int thread) const {
     const auto bound = [&](int64_t n) { return static_cast<int>(count * n / size_); };
     return {bound(thread), bound(thread + 1)};
   }
 
-  // Returns when all threads are here. Phases take microseconds, so it spins before it yields.
+  // Barrier of all threads. Phases take microseconds, so it spins before it yields.
   void wait() {
     if (size_ == 1) return;
     const int phase = phase_.load(std::memory_order_relaxed);
@@ -39,7 +39,8 @@ class Team {
     }
   }
 
-  // Calls `work(thread)` on at most so many threads, as many as the system gives. It may not throw.
+  // Calls `work(thread)` on up to `threads` threads, as many as can be started. `work` must not
+  // throw.
   template <class Work>
   void run(int threads, Work work) {
     std::vector<std::thread> others;
@@ -52,7 +53,7 @@ class Team {
         });
       }
     } catch (const std::exception&) {
-      // One is enough.
+      // The threads that could be started are enough.
     }
     size_ = static_cast<int>(others.size()) + 1;
     is_complete.store(true, std::memory_order_release);
@@ -66,7 +67,7 @@ class Team {
   std::atomic<int> arrived_{0}, phase_{0};
 };
 
-// A thread pays from so many multiply-adds between two meetings on.
+// Minimum number of multiply-adds between two barriers for which a thread pays.
 constexpr int64_t kWorkOfThread = 1 << 18;
 
 inline int threads_for(int64_t work, int most) {

@@ -1,4 +1,4 @@
-"""The definition of `append_to_pages`: what every other implementation must match."""
+"""Reference implementation of `append_to_pages`, which all other backends must match."""
 
 from __future__ import annotations
 

@@ -16,15 +16,15 @@ from effasr_kernels.shared.ragged import widen
 
 
 def unsupported_reason(a: AttentionArguments) -> str | None:
-    """The reason why this backend does not support these arguments, or None."""
+    """Return why this backend does not support these arguments, or None if it does."""
     return cpu_attention.refusal(a.q)
 
 
 def forward(a: AttentionArguments) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
     """See `effasr_kernels.attention.attention`.
 
-    It saves the softmax statistics; for float16 and bfloat16 the result before rounding; and with
-    rotary positions, the rotated queries and keys and the angles of both.
+    Saved are the softmax statistics; for float16 and bfloat16 also the result before rounding; with
+    rotary positions also the rotated queries and keys and the cosines and sines of both.
     """
     q, k = widen(a.q), widen(a.k)
     rotary: tuple[Tensor, ...] = ()
@@ -39,7 +39,7 @@ def forward(a: AttentionArguments) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
 
 
 def saved_like(a: AttentionArguments) -> tuple[Tensor, ...]:
-    """Empty tensors with the shapes and dtypes of what `forward` saves."""
+    """Return empty tensors with the shapes and dtypes of what `forward` saves."""
     empty = lambda *shape: a.q.new_empty(shape, dtype=torch.float32)
     saved = [cpu_attention.saved_like(a.q)]
     if a.q.dtype != torch.float32:

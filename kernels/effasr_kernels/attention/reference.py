@@ -1,4 +1,4 @@
-"""The definition of `attention`: what every other implementation must match."""
+"""Reference implementation of `attention`, which all other backends must match."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(a: AttentionArguments) -> Tensor:
         elif k_n.shape[1] == 0:
             out.append(zeroed(q_n.transpose(0, 1)))
         else:
-            # The fused CPU kernel takes four dimensions.
+            # The fused CPU kernel requires four dimensions.
             y = F.scaled_dot_product_attention(
                 q_n[None], k_n[None], v_n[None], is_causal=a.causal, scale=a.scale
             )
@@ -42,7 +42,7 @@ def run(a: AttentionArguments) -> Tensor:
 
 
 def _attend(scores: Tensor, v: Tensor, causal: bool, drop: Dropout) -> Tensor:
-    """Softmax, dropout and the weighted sum: (H, T_q, T_k), (H, T_k, D) -> (T_q, H, D)."""
+    """Apply softmax, dropout and weighted sum: (H, T_q, T_k), (H, T_k, D) -> (T_q, H, D)."""
     if causal:
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -57,9 +57,9 @@ def _relative(
     position: RelativeBias,
     drop: Dropout,
 ) -> list[Tensor]:
-    """Attention with Transformer-XL's scores, one (T_q, H, D) per sequence that has queries."""
+    """Compute attention with Transformer-XL scores: (T_q, H, D) per sequence with queries."""
     reach = position.reach(a.layout_q, a.layout_k)
-    # Descending distance, (H, D, 2L-1): the scores of a query then run with its keys.
+    # Descending distance, (H, D, 2L-1), so that the scores of a query are in the order of its keys.
     table = widen(position.table).flip(0).permute(1, 2, 0) * a.scale
     by_content = (q + widen(position.content_bias)) * a.scale
     by_position = q + widen(position.position_bias)
@@ -71,7 +71,7 @@ def _relative(
         if t_k == 0:
             out.append(zeroed(p_n))
             continue
-        # Distances t_q - 1 down to -(t_k - 1).
+        # Columns of distances t_q - 1 down to -(t_k - 1).
         window = table[..., reach - t_q : reach - 1 + t_k]
         distances = _skew(p_n.transpose(0, 1) @ window, t_k)
         out.append(_attend(torch.baddbmm(distances, q_n, k_n.mT), v_n, a.causal, drop))
@@ -79,16 +79,16 @@ def _relative(
 
 
 def _skew(by_distance: Tensor, t_k: int) -> Tensor:
-    """Turn columns of descending distance into columns of keys, without a copy.
+    """Return scores by key as a view of scores by descending distance.
 
-    Row i, key j is column ``j - i + t_q - 1``, so a step of one row is one column back.
+    The score of query i and key j is in column ``j - i + t_q - 1``; each row is shifted by one.
 
     Args:
         by_distance: (H, t_q, t_q + t_k - 1), contiguous.
-        t_k: Keys.
+        t_k: Number of keys.
 
     Returns:
-        (H, t_q, t_k), a view.
+        View (H, t_q, t_k).
     """
     heads, t_q, width = by_distance.shape
     return by_distance.contiguous().as_strided(

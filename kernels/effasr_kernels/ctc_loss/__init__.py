@@ -1,4 +1,4 @@
-"""A projection to the vocabulary and its connectionist temporal classification loss."""
+"""Projection to the vocabulary fused with the connectionist temporal classification loss."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ def ctc_loss(
     blank_id: int,
     backend: Backend | str | None = None,
 ) -> Tensor:
-    r"""Negative log-likelihood of each transcript, over all its alignments to the frames.
+    r"""Return the negative log-likelihood of each transcript, summed over its alignments.
 
     .. math::
         \ell_n = -\log \sum_{\pi \in B^{-1}(y_n)} \prod_t \mathrm{softmax}(W h_t + b)_{\pi_t}
 
-    where B removes repeats, then blanks. A transcript that needs more frames than there are (its
-    labels, and one more for each that repeats its predecessor) has loss +inf and zero gradient;
-    a sequence of no frames and no labels has loss 0. Sums are taken in float32 (in float64 for
-    float64), those over alignments in float64. Under autocast the floating arguments are cast as
-    for a matrix product.
+    where B removes repeats, then blanks. A transcript needs one frame for each label and one more
+    for each label that repeats its predecessor; if the sequence has fewer frames, the loss is +inf
+    and the gradient zero. A sequence without frames and labels has loss 0. Sums are computed in
+    float32 (float64 for float64), sums over alignments in float64. Under autocast the floating
+    arguments are cast as for a matrix product.
 
     Args:
         hidden: h, (T, C), floating point.
-        weight: W, (V, C), the dtype of ``hidden``; V counts the blank.
+        weight: W, (V, C), the dtype of ``hidden``; V includes the blank.
         targets: y, (U,), int32 or int64, each in [0, V) and not the blank; the tail is not read.
-        layout_frames: The sequences of ``hidden``.
-        layout_targets: The sequences of ``targets``, as many.
+        layout_frames: Layout of ``hidden``, N sequences.
+        layout_targets: Layout of ``targets``, N sequences.
         bias: b, (V,), the dtype of ``hidden``; zero by default.
-        blank_id: The blank's class, in [0, V).
+        blank_id: Class of the blank, in [0, V).
         backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
         The loss of each sequence, (N,), float32 (float64 for float64).
 
     Raises:
-        ValueError: An argument is invalid. The values of ``targets`` are checked on a CPU
-            only, as a check would wait for a GPU.
+        ValueError: An argument is invalid. The values of ``targets`` are only checked on a CPU,
+            because a check on a GPU would synchronize with it.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 
     References:

@@ -1,9 +1,10 @@
-"""`ctc_loss` on a CPU, its lattices in C++.
+"""`ctc_loss` on a CPU, with the lattices in C++.
 
-Group by group of sequences: log-probabilities of all classes, of which the lattices take those of
-the blank and of each frame's own labels, and give how probable each is; then the gradient of the
-logits, which takes the place of the log-probabilities, and its products. Beside the arguments and
-their gradients there is one group: 64 MiB, or one sequence that needs more.
+Sequences are computed in groups. For each group, torch computes the log-probabilities of all
+classes; the lattices read those of the blank and of the transcript's labels and return their
+occupancies. The gradient of the logits then overwrites the log-probabilities and is multiplied
+with the inputs. In addition to the arguments and their gradients, the memory of one group is
+needed: 64 MiB, or more for a single sequence that does not fit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _GROUP_BYTES = 64 * 2**20
 
 
 def unsupported_reason(a: CtcArguments) -> str | None:
-    """The reason why this backend does not support these arguments, or None."""
+    """Return why this backend does not support these arguments, or None if it does."""
     return refusal(a.hidden)
 
 
@@ -44,7 +45,7 @@ def run(a: CtcArguments) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Losses:
-    """As `effasr_kernels.shared.cpp.Losses`; inputs are hidden, weight and, if given, bias."""
+    """Implements `effasr_kernels.shared.cpp.Losses`; inputs are hidden, weight, optionally bias."""
 
     frames: PackedLayout
     labels: PackedLayout
@@ -63,7 +64,7 @@ class _Losses:
             gradient.zero_()
         transcripts = self.targets.split(self.labels.lengths)
         lengths = zip(self.frames.lengths, self.labels.lengths, strict=True)
-        # Logits, and of each label its number, its score, and what the extension works in.
+        # Bytes of the logits and, for each label, its class, its score and the lattice's workspace.
         sizes = [4 * t * (weight.shape[0] + 4 * (u + 1)) for t, u in lengths]
         for begin, end in groups(sizes, _GROUP_BYTES):
             columns = self._columns(transcripts[begin:end])
@@ -72,7 +73,7 @@ class _Losses:
         return losses
 
     def _columns(self, transcripts: tuple[Tensor, ...]) -> Tensor:
-        """The blank and the labels of each sequence, int64 (n, K + 1); -1 past the last."""
+        """Return the blank and the labels of each sequence, int64 (n, K + 1), padded with -1."""
         labels = pad_sequence(list(transcripts), batch_first=True, padding_value=-1)
         return F.pad(labels, (1, 0), value=self.blank_id)
 
@@ -85,7 +86,7 @@ class _Losses:
         scale: Tensor | None,
         gradients: tuple[Tensor, ...],
     ) -> Tensor:
-        """The losses of a run of sequences; their share is added to the gradients."""
+        """Return the losses of sequences ``begin`` to ``end`` and add to the gradients."""
         hidden, weight, *bias = inputs
         cu_frames = self.frames.cu_seqlens[begin : end + 1]
         rows = slice(int(cu_frames[0]), int(cu_frames[-1]))
@@ -95,7 +96,7 @@ class _Losses:
         lengths = cu_frames.diff()
         repeat = lambda x: x.repeat_interleave(lengths, 0, output_size=log_probs.shape[0])
         classes = repeat(columns)
-        # What is no label is neither read nor written, so it stays zero.
+        # The lattice neither reads nor writes the padding, so it stays zero.
         scores = log_probs.gather(1, classes.clamp(min=0)).masked_fill_(classes < 0, 0)
         given = scores, None, self.targets, cu_frames, cu_labels
         if not gradients:

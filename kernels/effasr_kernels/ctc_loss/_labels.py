@@ -1,8 +1,8 @@
-"""Logits of a transcript's own classes, and the gradient of logits, which only there is special.
+"""Logits of the classes of each transcript, and the gradient of all logits.
 
-Of the logits of a frame the lattice needs those of the blank and of its transcript's labels:
-columns 0 and 1 to U_n of tables float32 (T, K + 1), where no transcript is longer than K. What lies
-to the right of that is not defined.
+For each frame the lattice needs the logits of the blank and of the transcript's labels. They are
+columns 0 and 1 to U_n of float32 tables (T, K + 1), where K is at least the longest transcript.
+Columns to the right of U_n are undefined.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from effasr_kernels.runtime.tiles import find_tile
 
 @triton.jit
 def _classes(targets, first_label, labels, column, blank_id):
-    """The class of each column; past the last label the blank, which can be read."""
+    """Return the class of each column; columns past the last label get the blank, a valid class."""
     is_label = (column > 0) & (column <= labels)
     return tl.load(targets + first_label + column - 1, mask=is_label, other=blank_id).to(tl.int64)
 
@@ -41,9 +41,9 @@ def score_labels(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Logits of the blank and the labels: products with gathered rows of the weight.
+    """Compute the logits of the blank and the labels with gathered rows of the weight.
 
-    A label outside [0, V) reads nothing out of bounds; its logit, and so the loss, is NaN.
+    A label outside [0, V) causes no read out of bounds; its logit, and so the loss, is NaN.
 
     Args:
         hidden: (T, C).
@@ -60,10 +60,10 @@ def score_labels(
         width: C.
         hidden_stride: Row stride of ``hidden`` in elements.
         weight_stride: Row stride of ``weight`` in elements.
-        blank_id: The blank's class.
+        blank_id: Class of the blank.
         BLOCK_M: Frames of a tile.
         BLOCK_N: Columns of a tile.
-        BLOCK_C: Channels multiplied at a time.
+        BLOCK_C: Channels of each partial product.
     """
     n, first_frame, frames, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         cu_frames, sequences, rows, tl.program_id(0), BLOCK_M
@@ -112,22 +112,22 @@ def merge_repeats(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Give the first column of each class the occupancy of all columns of that class, in place.
+    """Sum the occupancies of all columns of a class into the first of them, in place.
 
-    Columns are overwritten from left to right, each from itself and those to its right, so what is
-    read has not been overwritten. In columns that are not the first of a class nothing of use is
-    left.
+    Columns are overwritten from left to right, and each reads only itself and columns to its
+    right, so no overwritten value is read. Columns that are not the first of a class are undefined
+    afterwards.
 
     Args:
-        occupancies: float32 (T, K + 1).
-        scale: float32 (T,): sequences of which it is 0 are passed over.
+        occupancies: float32 (T, K + 1), read and written.
+        scale: float32 (T,); sequences where it is 0 are skipped.
         targets: int32 or int64 (U,).
         cu_frames: int32 (N + 1,).
         cu_targets: int32 (N + 1,).
         sequences: N.
         rows: T.
         columns: K + 1.
-        blank_id: The blank's class.
+        blank_id: Class of the blank.
         BLOCK_M: Frames of a tile.
         BLOCK_N: Columns of a tile.
     """
@@ -154,7 +154,7 @@ def merge_repeats(
             part = tl.load(tile + other_column[None, :], mask=is_other, other=0.0)
             same = (other[:, None] == own[None, :]).to(tl.float32)
             merged = tl.dot(part, same, merged, input_precision="ieee")
-        # No thread may write an element before another has read it as part of its product.
+        # No thread may write an element before the other threads have read it for their products.
         tl.debug_barrier()
         tl.store(tile + column[None, :], merged, mask=is_frame & (column <= labels)[None, :])
 
@@ -174,25 +174,25 @@ def softmax_gradient(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The gradient by each logit, as if no alignment went through it: scale times softmax.
+    """Write the first term of the gradient of the logits, scale times softmax.
 
-    Of float32 logits the normalizer is not good enough: it is rounded, and was summed from products
-    taken in another order. So softmax is divided by its sum, which then is 1 like that of the
-    occupancies. That is below the rounding of narrower gradients.
+    For float32 gradients the normalizer is not accurate enough: it is rounded, and it was summed
+    from products computed in another order. The softmax is therefore divided by its sum, so that
+    it sums to 1 as the occupancies do. For narrower gradients the error is below their rounding.
 
-    What lies between rows is read and written too: masks that end at any class would load and store
-    single elements.
+    The padding between rows is read and written too: masks that end at an arbitrary class would
+    make loads and stores of single elements.
 
     Args:
-        logits: float32 (n, V), of the frames from ``first`` on, without the bias.
-        d_logits: (n, V), written; it may be ``logits``.
+        logits: float32 (n, V), frames from ``first`` on, without the bias.
+        d_logits: (n, V), written; may be ``logits``.
         bias: (V,), or None.
         log_normalizer: float32 (T,).
-        scale: float32 (T,): where it is 0 the gradient is 0, whatever the logits.
-        first: The first frame.
+        scale: float32 (T,); where it is 0 the gradient is 0 even if logits are not finite.
+        first: Index of the first frame.
         rows: n.
         count: V.
-        pitch: Elements between rows of ``logits`` and of ``d_logits``.
+        pitch: Row stride of ``logits`` and ``d_logits`` in elements.
         IN_PLACE: Whether ``d_logits`` is ``logits``, float32.
         BLOCK_M: Frames of a tile.
         BLOCK_N: Classes of a tile.
@@ -204,7 +204,7 @@ def softmax_gradient(
     counts = factor != 0.0
     place = row.to(tl.int64)[:, None] * pitch
     if IN_PLACE:
-        # All of a row is read for its sum before any of it is overwritten.
+        # The whole row is summed before any of it is overwritten.
         mass = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for v in range(0, count, BLOCK_N):
             mass += _softmax(logits, bias, place, normalizer, is_row, v, count, pitch, BLOCK_N)
@@ -220,7 +220,7 @@ def softmax_gradient(
 def _softmax(
     logits, bias, place, normalizer, is_row, first_class, count, pitch, BLOCK_N: tl.constexpr
 ):
-    """The exponentials of a tile of logits, less the normalizers; 0 outside."""
+    """Return exp(logits - normalizer) of a tile; 0 outside the rows and classes."""
     v = first_class + tl.arange(0, BLOCK_N)
     is_inside = is_row[:, None] & (v < pitch)[None, :]
     z = tl.load(logits + place + v[None, :], mask=is_inside, other=float("-inf"))
@@ -251,28 +251,29 @@ def label_gradient(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The gradient by the logits of the blank and the labels: scale (softmax - occupancy).
+    """Write the gradient of the logits of the blank and the labels: scale (softmax - occupancy).
 
-    To be launched after `softmax_gradient`. Each element is written by one thread: a class has but
-    one column that counts.
+    It must be launched after `softmax_gradient`. Each element is written by one thread, because
+    only one column of each class is used.
 
     Args:
         logits: float32 (n, V), as for `softmax_gradient`.
-        d_logits: (n, V), as `softmax_gradient` wrote it; here and there overwritten.
+        d_logits: (n, V), output of `softmax_gradient`; the elements of these classes are
+            overwritten.
         bias: (V,), or None.
         log_normalizer: float32 (T,).
         scale: float32 (T,).
-        occupancies: float32 (T, K + 1), as `merge_repeats` left them.
-        classes: int32 (U,): of the label, if it is the first of its class, else -1.
-        sequence_ids: int64 (T,): the sequence of each frame.
+        occupancies: float32 (T, K + 1), output of `merge_repeats`.
+        classes: int32 (U,), class of each label if it is the first of its class, else -1.
+        sequence_ids: int64 (T,), sequence of each frame.
         cu_targets: int32 (N + 1,).
-        first: The first frame.
+        first: Index of the first frame.
         rows: n.
         columns: K + 1.
         count: V.
-        pitch: As for `softmax_gradient`.
-        blank_id: The blank's class.
-        IN_PLACE: Whether ``d_logits`` is ``logits``, which then are no more.
+        pitch: Row stride of ``logits`` and ``d_logits`` in elements.
+        blank_id: Class of the blank.
+        IN_PLACE: Whether ``d_logits`` is ``logits``, which `softmax_gradient` has overwritten.
         BLOCK_M: Frames of a tile.
         BLOCK_N: Columns of a tile.
     """
@@ -284,7 +285,7 @@ def label_gradient(
     n = tl.load(sequence_ids + frame, mask=counts, other=0)
     first_label = tl.load(cu_targets + n, mask=counts, other=0)
     labels = tl.load(cu_targets + n + 1, mask=counts, other=0) - first_label
-    # Most transcripts are shorter than the longest. In place, this would spill.
+    # Most transcripts are shorter than the longest. In place, this test would spill registers.
     if not IN_PLACE:  # noqa: SIM102 -- a constant
         if tl.max(labels, axis=0) < tl.program_id(1) * BLOCK_N:
             return

@@ -1,29 +1,29 @@
-r"""The sum over all alignments, one program per sequence, and the share of each in it.
+r"""Sum over all alignments and its derivatives, one program per sequence.
 
-Before each label, and after the last, lies an optional blank. With :math:`b_j` the logarithmic mass
-of the alignments that end in the blank before label j and :math:`l_j` of those that end in label j,
-a frame with log-probabilities e takes
+An optional blank precedes each label and follows the last. Let :math:`b_j` be the logarithmic mass
+of the alignments that end in the blank before label j and :math:`l_j` that of the alignments that
+end in label j. A frame with log-probabilities e updates them by
 
 .. math::
     c_j  &= \log(\exp l_{j-1} + \exp b_j)                                      \\
     b'_j &= c_j + e_{blank}                                                    \\
     l'_j &= \log(\exp l_j + \exp(y_j = y_{j-1} \,?\; b_j : c_j)) + e_{y_j}
 
-so two sums of two terms each, and one shift. Both are kept in float64; float32 exponentials and
-logarithms are taken of their differences alone, so the error of a step does not grow with the mass,
-which falls by a few nats per frame.
+that is by two sums of two terms each and one shift. The masses are kept in float64; float32
+exponentials and logarithms are only applied to their differences, so the error of a step does not
+grow with the mass, which falls by a few nats per frame.
 
-Each sum also gives the share of its first term: the probability, given the frames so far, of where
-an alignment came from. These shares are all that the way back needs. It begins in the two states in
-which alignments end, and hands the mass of each state to where it came from: sums and products of
-numbers in [0, 1], without exponentials, infinities or differences of large numbers. What lies in a
+Each sum also gives the share of its first term: the probability, given the frames so far, of the
+predecessor state. The backward pass needs only these shares. It begins in the two states in which
+alignments end and distributes the mass of each state to its predecessors: sums and products of
+numbers in [0, 1], without exponentials, infinities or differences of large numbers. The mass of a
 state is its occupancy, the derivative of the log-likelihood by the log-probability of its class.
 
-On random logits of 2,000 frames and 300 labels occupancies err by 2e-8 (root mean square) and at
-most by 1.5e-6, as comes of rounding log-probabilities to float32 (1.4e-6). With the masses in
-float32, the largest of each frame being 0, it would be 4e-5; from forward and backward masses in
-float32 with a float64 offset for each frame, 9e-4; `torch.nn.functional.ctc_loss` in float32 errs
-by 3e-2.
+For random logits of 2,000 frames and 300 labels the error of the occupancies is 2e-8 (root mean
+square) and at most 1.5e-6; rounding the log-probabilities to float32 alone causes 1.4e-6. Masses
+in float32, with the largest of each frame shifted to 0, would give 4e-5; forward and backward
+masses in float32 with a float64 offset for each frame 9e-4; `torch.nn.functional.ctc_loss` in
+float32 gives 3e-2.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from effasr_kernels.shared.logarithm import log2_of_more
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _NOTHING = tl.constexpr(-1e30)
-"""The logarithm of no mass. Finite, as infinities differ by NaN; a mass this small is none."""
+"""Logarithm of zero mass; finite, because the difference of two infinities is NaN."""
 
 
 @triton.jit
 def _merge(x, y):
-    """The logarithm of 2**x + 2**y, float64, and the first term's share, float32."""
+    """Return log2(2**x + 2**y), float64, and the share of the first term, float32."""
     small = tl.exp2((-tl.abs(x - y)).to(tl.float32))
     share = tl.where(x >= y, 1.0, small) / (1.0 + small)
     return tl.maximum(x, y) + log2_of_more(small).to(tl.float64), share
@@ -61,7 +61,7 @@ def _extent(cu_seqlens, n):
 
 @triton.jit
 def _transcript(targets, first_label, labels, BLOCK: tl.constexpr):
-    """The labels, -1 past their end, and which differ from their predecessor."""
+    """Return the labels, padded with -1, and whether each differs from its predecessor."""
     j = tl.arange(0, BLOCK)
     own = tl.load(targets + first_label + j, mask=j < labels, other=-1).to(tl.int64)
     inner = (j > 0) & (j < labels)
@@ -83,21 +83,22 @@ def sweep_forward(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The loss of one sequence, and where alignments came from at each frame.
+    """Compute the loss of one sequence and the shares of predecessor states at each frame.
 
     Args:
-        scores: float32 (T, K + 1): logits of the blank, in column 0, and of each label. That of a
-            label is replaced by the share, of the mass in it, that was in it a frame before.
+        scores: float32 (T, K + 1), logits of the blank (column 0) and of each label. The logit of
+            a label is overwritten with the share of its mass that was in the same label a frame
+            before.
         log_normalizer: float32 (T,).
         targets: int32 or int64 (U,).
         cu_frames: int32 (N + 1,).
         cu_targets: int32 (N + 1,).
-        moved: float32 (T, K + 1), written: the share of label j - 1 in the mass c_j.
-        ended: float32 (N,), written: the share of alignments that end in the last label.
+        moved: float32 (T, K + 1), written: share of label j - 1 in the mass c_j.
+        ended: float32 (N,), written: share of alignments that end in the last label.
         loss: float32 (N,), written.
         columns: K + 1.
-        BLOCK: At least K + 1.
-        STAGES: Frames of which loads are under way at a time.
+        BLOCK: Power of two, at least K + 1.
+        STAGES: Number of frames whose loads are in flight.
     """
     n = tl.program_id(0)
     first_frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]
@@ -106,7 +107,7 @@ def sweep_forward(
     _, differs = _transcript(targets, first_label, labels, BLOCK)
     is_label = j < labels
     repeats = tl.sum((is_label & (differs == 0)).to(tl.int32), axis=0)
-    # Without a step the start is all there is, and it is the end of an empty transcript alone.
+    # Without a step only the initial state has mass, which is final only for an empty transcript.
     steps = tl.where(frames < labels + repeats, 0, frames)
 
     nothing = tl.full((BLOCK,), _NOTHING, tl.float64)
@@ -132,7 +133,7 @@ def sweep_forward(
     last_blank = tl.sum(tl.where(j == labels, blank, 0.0), axis=0)
     mass, ended_share = _merge(last_label, last_blank)
     tl.store(ended + n, ended_share)
-    # Every possible loss is above this; a loss of NaN stays one.
+    # The mass of every feasible transcript exceeds this threshold; NaN stays NaN.
     tl.store(loss + n, tl.where(mass < 0.5 * _NOTHING, float("inf"), -mass * _LN2).to(tl.float32))
 
 
@@ -154,26 +155,27 @@ def sweep_backward(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Occupancies of one sequence; also the factor of its frames, and which labels are its first.
+    """Compute the occupancies of one sequence, the scale of its frames and its distinct labels.
 
     Args:
-        moved: As `sweep_forward` wrote it.
-        stayed: What `sweep_forward` made of ``scores``.
-        ended: As `sweep_forward` wrote it.
+        moved: float32 (T, K + 1), output of `sweep_forward`.
+        stayed: float32 (T, K + 1), ``scores`` as overwritten by `sweep_forward`.
+        ended: float32 (N,), output of `sweep_forward`.
         loss: float32 (N,).
         grad_loss: float32 (N,).
         targets: int32 or int64 (U,).
         cu_frames: int32 (N + 1,).
         cu_targets: int32 (N + 1,).
-        occupancies: float32 (T, K + 1), written where the factor is not zero: of the blank, in
-            column 0, and of each label.
-        classes: int32 (U,), written: the class of a label that no earlier one of its transcript
-            has, and that is not the blank; else -1.
-        scale: float32 (T,), written: the gradient of the loss, 0 where that is infinite.
+        occupancies: float32 (T, K + 1), of the blank (column 0) and of each label; written where
+            the scale is not zero.
+        classes: int32 (U,), written: class of each label that is the first of its class in the
+            transcript and not the blank; else -1.
+        scale: float32 (T,), written: gradient of the loss of the frame's sequence, 0 where the
+            loss is infinite.
         columns: K + 1.
-        blank_id: The blank's class.
-        BLOCK: At least K + 1.
-        STAGES: Frames of which loads are under way at a time.
+        blank_id: Class of the blank.
+        BLOCK: Power of two, at least K + 1.
+        STAGES: Number of frames whose loads are in flight.
     """
     n = tl.program_id(0)
     first_frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]

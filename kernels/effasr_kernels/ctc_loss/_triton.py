@@ -1,16 +1,17 @@
-"""`ctc_loss` in Triton: logits of the blank and the labels alone, and one sweep of the lattice.
+"""`ctc_loss` in Triton, with the logits of the blank and the labels and one sweep of the lattice.
 
-Forward: normalizers of all frames from one fused pass over the vocabulary; logits of the blank and
-of each frame's own labels; a program per sequence that sums over alignments, and notes where they
-came from. Backward: a program per sequence that follows the notes back to occupancies; then the
-projection's gradient, some frames at a time, from softmax minus occupancy.
+The forward computes the normalizers of all frames in one fused pass over the vocabulary, then the
+logits of the blank and of the transcript's labels at each frame. One program per sequence sums
+over alignments and saves the shares of predecessor states. In the backward, one program per
+sequence computes occupancies from these shares; the gradient of the projection follows from
+softmax minus occupancy, in chunks of frames.
 
 With K labels in the longest transcript (`PackedLayout.max_seqlen_bound`), 8 T (K + 1) bytes are
-kept for the backward, which takes 4 T (K + 1) more, and a chunk of logits of a fixed size: for
-24,000 frames and K = 200, 39 MB, 19 MB and `effasr_kernels.shared.projection`'s. The sweeps hold
-one row of the lattice in registers, as many as a power of two above K, from 64 to 2,048: the only
-way in which code depends on a length. It depends on the bound, not on the lengths, so a run of
-static shape compiles once.
+saved for the backward, which allocates 4 T (K + 1) more and one chunk of logits of a fixed size.
+For 24,000 frames and K = 200 that is 39 MB, 19 MB and the chunk of
+`effasr_kernels.shared.projection`. The sweeps hold one row of the lattice in registers; its size is
+the next power of two above K, from 64 to 2,048. This is the only dependence of compiled code on a
+length. It is a dependence on the bound, not on the lengths, so a static shape compiles once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _MERGED_FRAMES = 32
 
 
 def unsupported_reason(a: CtcArguments) -> str | None:
-    """The reason why this backend does not support these arguments, or None."""
+    """Return why this backend does not support these arguments, or None if it does."""
     longest = a.layout_targets.max_seqlen_bound
     if longest >= _WIDEST:
         return f"supports up to {_WIDEST - 1} labels in a sequence, not {longest}"
@@ -48,7 +49,7 @@ def unsupported_reason(a: CtcArguments) -> str | None:
 def forward(
     a: CtcArguments,
 ) -> tuple[tuple[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """See `effasr_kernels.ctc_loss.ctc_loss`; saves what `saved_like` lists."""
+    """See `effasr_kernels.ctc_loss.ctc_loss`; the second result is described in `saved_like`."""
     hidden, weight, targets, bias = _dense(a)
     offsets = a.layout_frames.cu_seqlens, a.layout_targets.cu_seqlens
     log_normalizer = row_statistics(hidden, weight, bias, total=offsets[0][-1:]).log_normalizer
@@ -77,10 +78,10 @@ def forward(
 
 
 def saved_like(a: CtcArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty tensors like what `forward` saves, all float32.
+    """Return empty tensors with the shapes and dtypes of what `forward` saves, all float32.
 
-    They are the normalizers (T,), and where alignments came from: the shares that moved on, or
-    stayed, at each frame, (T, K + 1) both, and that ended in the last label, (N,).
+    They are the normalizers (T,), the shares ``moved`` and ``stayed`` of `sweep_backward`, both
+    (T, K + 1), and the share of alignments that ended in the last label, (N,).
     """
     table = a.hidden.shape[0], a.layout_targets.max_seqlen_bound + 1
     shapes = a.hidden.shape[:1], table, table, (a.layout_frames.num_sequences,)
@@ -96,7 +97,7 @@ def backward(
     results: Sequence[Tensor],
     saved: Sequence[Tensor],
 ) -> dict[str, Tensor | None]:
-    """The gradients of ``hidden``, ``weight`` and ``bias``."""
+    """Return the gradients of ``hidden``, ``weight`` and ``bias``."""
     hidden, weight, targets, bias = _dense(a)
     log_normalizer = saved[0]
     occupancies, classes, scale = occupancies_of(
@@ -131,7 +132,7 @@ def backward(
             BLOCK_N=64,
         )
 
-    # A sequence without gradient is left out of the products: it may hold NaN.
+    # Sequences without a gradient are left out of the products, because they may contain NaN.
     gradients = project_backward(hidden, weight, bias, scale != 0, fill, padded=True)
     return dict(zip(("hidden", "weight", "bias"), gradients, strict=True))
 
@@ -145,16 +146,20 @@ def occupancies_of(
     layout_targets: PackedLayout,
     blank_id: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Occupancies (T, K + 1), those of a class in its first column, and what `sweep_backward` adds.
+    """Return occupancies summed by class, and the classes and scales of `sweep_backward`.
 
     Args:
-        grad_loss: (N,), float32.
-        loss: (N,), float32.
-        shares: The last three that `forward` saves.
-        targets: (U,).
-        layout_frames: T.
-        layout_targets: U.
-        blank_id: The blank's class.
+        grad_loss: float32 (N,).
+        loss: float32 (N,).
+        shares: The last three tensors that `forward` saves.
+        targets: int32 or int64 (U,).
+        layout_frames: Layout of the T frames.
+        layout_targets: Layout of the U labels.
+        blank_id: Class of the blank.
+
+    Returns:
+        Occupancies, float32 (T, K + 1), those of a class in its first column; classes, int32 (U,);
+        scales, float32 (T,).
     """
     moved, stayed, ended = shares
     rows, columns = moved.shape
@@ -183,17 +188,17 @@ def occupancies_of(
 
 
 def _sweep(columns: int) -> dict[str, int]:
-    """How to cut a sweep over rows of ``columns``: two states a thread, as far as warps go."""
+    """Return the launch options of a sweep; two states per thread up to 16 warps."""
     block = max(_NARROWEST, 1 << (columns - 1).bit_length())
     return {"num_warps": min(16, block // 64), "num_stages": 1, "BLOCK": block, "STAGES": 4}
 
 
 def _product(dtype: torch.dtype, width: int) -> dict[str, int]:
-    """How to cut the product of `score_labels`, of rows of ``width``."""
+    """Return tile sizes and launch options of `score_labels` for C = ``width``."""
     if dtype == torch.float32:
-        # Without tensor cores, which would round to TF32, smaller tiles leave registers free.
+        # Tensor cores would round to TF32. Without them, smaller tiles save registers.
         return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_C": 32, "num_warps": 4, "num_stages": 2}
-    # Rows that do not begin at multiples of 16 elements are read one by one, through registers.
+    # Rows that do not begin at multiples of 16 elements are loaded element-wise, via registers.
     block_c = 32 if width % 16 else 64
     return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_C": block_c, "num_warps": 4, "num_stages": 3}
 
@@ -203,6 +208,6 @@ def _pieces(length: int, block: int) -> int:
 
 
 def _dense(a: CtcArguments) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The tensors, with contiguous rows."""
+    """Return hidden, weight, targets and bias, with contiguous rows."""
     hidden, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.hidden, a.weight))
     return hidden, weight, a.targets.contiguous(), None if a.bias is None else a.bias.contiguous()

@@ -1,4 +1,4 @@
-"""The definition of `ctc_loss`: arguments, backends, shapes, work and examples."""
+"""Definition of `ctc_loss`: arguments, backends, output shapes, FLOPs and examples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from effasr_kernels.shared.ragged import wide_dtype
 
 @dataclass(frozen=True, slots=True)
 class CtcArguments:
-    """The arguments of a call, checked; see `effasr_kernels.ctc_loss.ctc_loss`."""
+    """Validated arguments of a call; see `effasr_kernels.ctc_loss.ctc_loss`."""
 
     hidden: Tensor
     weight: Tensor

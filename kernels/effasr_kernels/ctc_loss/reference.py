@@ -1,4 +1,4 @@
-"""The definition of `ctc_loss`: what every other implementation must match."""
+"""Reference implementation of `ctc_loss`, which all other backends must match."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(a: CtcArguments) -> Tensor:
     hidden = widen(a.hidden)[: a.layout_frames.total]
     bias = None if a.bias is None else widen(a.bias)
     log_probs = linear(hidden, widen(a.weight), bias).log_softmax(-1)
-    # In float32 the error of an occupancy grows with the frames, past 1 % at a thousand.
+    # In float32 the error of the occupancies grows with the frames and exceeds 1 % at a thousand.
     frames = log_probs.double().split([t for t in a.layout_frames.lengths if t])
     transcripts = split_rows(a.targets.long(), a.layout_targets)
     pairs = list(zip(a.layout_frames.lengths, transcripts, strict=True))
@@ -35,7 +35,7 @@ def run(a: CtcArguments) -> Tensor:
 
 
 def _loss(log_probs: Tensor, labels: Tensor, blank_id: int) -> Tensor:
-    """The loss of one sequence: (T_n, V), (U_n,) -> ()."""
+    """Return the loss of one sequence: (T_n, V), (U_n,) -> ()."""
     repeats = (labels[1:] == labels[:-1]).sum()
     infeasible = log_probs.shape[0] < labels.shape[0] + repeats
     loss = F.ctc_loss(

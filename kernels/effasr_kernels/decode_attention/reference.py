@@ -1,9 +1,9 @@
-"""The definition of `decode_attention`, and what decodes on a CPU.
+"""Reference implementation of `decode_attention`, also used for decoding on a CPU.
 
-One sequence at a time, as everywhere, but here for two more reasons. Only keys that count are read,
-in place where the pages of a sequence follow each other. And the products of a sequence have the
-same shapes whatever is decoded beside it, so that its results are the same to the bit. A batched
-product does not give that: MKL chooses the order of its sums by the size of the batch, and so does
+It computes one sequence at a time, as all references do, here for two more reasons. Only valid keys
+are read, without a copy if the pages of a sequence are adjacent. And the products of a sequence
+have the same shapes for any batch, so that results are bitwise independent of the other sequences.
+Batched products are not: MKL chooses the order of summation by the batch size, and so does
 `scaled_dot_product_attention` with several threads.
 """
 
@@ -32,7 +32,7 @@ def run(a: DecodeArguments) -> Tensor:
     found = q.new_zeros(sequences, heads, count // sequences, width, dtype=wide_dtype(q))
     grouped = (widen(q) * a.scale).view(sequences, -1, heads, width).transpose(1, 2)
     keys, values = _Rows(k_pages), _Rows(v_pages)
-    # What costs time for small sequences is the number of calls, so all is cut up at once.
+    # For small sequences the number of calls dominates, so all tensors are split at once.
     parts = zip(tables, known, grouped.unbind(), found.unbind(), strict=True)
     for table, length, queries, out in parts:
         if length:
@@ -42,7 +42,7 @@ def run(a: DecodeArguments) -> Tensor:
 
 
 def _needed(page_table: Tensor, lengths: list[int], k_pages: Tensor) -> list[list[int]]:
-    """The pages that each sequence needs."""
+    """Return the page numbers of each sequence, up to its length."""
     count, size = k_pages.shape[:2]
     room = page_table.shape[1] * size
     tables = page_table.tolist()
@@ -55,7 +55,7 @@ def _needed(page_table: Tensor, lengths: list[int], k_pages: Tensor) -> list[lis
 
 
 def _write(new: Tensor, pages: Tensor, tables: list[list[int]], lengths: list[int]) -> None:
-    """Put a row of each sequence that is not empty where its last key is."""
+    """Write the new row of each nonempty sequence to the position of its last key."""
     rows = [s for s, length in enumerate(lengths) if length]
     if rows:
         places = [tables[s][-1] for s in rows], [(lengths[s] - 1) % pages.shape[1] for s in rows]
@@ -63,7 +63,7 @@ def _write(new: Tensor, pages: Tensor, tables: list[list[int]], lengths: list[in
 
 
 class _Rows:
-    """The rows of pages, for each sequence in order."""
+    """Access to the rows of a sequence in pages."""
 
     def __init__(self, pages: Tensor):
         self.pages, self.size = pages, pages.shape[1]
@@ -72,7 +72,7 @@ class _Rows:
             self.joined = pages.flatten(0, 1).transpose(0, 1)
 
     def take(self, numbers: list[int], length: int) -> Tensor:
-        """(H, length, D): a view where the pages follow each other, else a copy."""
+        """Return (H, length, D), a view if the pages are adjacent, else a copy."""
         first = numbers[0]
         follows = len(numbers) == 1 or numbers == list(range(first, first + len(numbers)))
         if follows and self.joined is not None:

@@ -1,4 +1,4 @@
-"""A convolution of each channel along time that stops at the ends of sequences."""
+"""Depthwise convolution along time within packed sequences."""
 
 from __future__ import annotations
 
@@ -57,30 +57,30 @@ def depthwise_conv(
 
     .. math:: y_{tc} = b_c + \sum_{k=0}^{K-1} w_{ck} \, u_{t + k - P, \, c}
 
-    with P = K - 1 where ``causal``, else (K - 1) / 2; frames outside the sequence of t count as
-    zero. It is a correlation, as in `torch.nn.Conv1d`. The input u is x, or where ``gated``
+    with P = K - 1 if ``causal``, else (K - 1) / 2; frames outside the sequence of t are zero. This
+    is a correlation, as in `torch.nn.Conv1d`. The input u is x or, if ``gated``,
 
     .. math:: u_{tc} = x_{tc} \, \sigma(x_{t, \, C + c})
 
-    as in `torch.nn.GLU`, computed as x is read. Sums are taken in float32 (in float64 for
+    as in `torch.nn.GLU`, fused with the convolution. Sums are computed in float32 (float64 for
     float64), and u is not rounded. Under autocast the floating arguments are cast as for a matrix
     product.
 
     Args:
-        x: (T, C), or (T, 2C) where ``gated``; floating point.
+        x: (T, C), or (T, 2C) if ``gated``; floating point.
         weight: w, (C, K), the dtype of ``x``; K is odd unless ``causal``.
-        layout: The sequences of ``x``.
+        layout: Layout of ``x``.
         bias: b, (C,), the dtype of ``x``; zero by default. Not added in the tail.
-        causal: Whether a frame sees only itself and the K - 1 before it.
-        gated: Whether the second half of ``x`` gates the first.
-        statistics: Whether to return what batch normalisation needs to know of y as well.
+        causal: Whether a frame depends only on itself and the K - 1 frames before it.
+        gated: Whether the second half of the channels of ``x`` gates the first half.
+        statistics: Whether to also return the mean and variance that batch normalization needs.
         backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
-        y, (T, C), the dtype of ``x``. With ``statistics``, after it, the mean and the biased
-        variance of each channel of y, as rounded to its dtype, over all rows but the tail: (C,),
-        float32 (float64 for float64), both 0 where no sequence has a row. No gradient flows
-        through them: the backward of batch normalisation accounts for what they depend on.
+        y, (T, C), the dtype of ``x``. With ``statistics``, a tuple of y and the mean and biased
+        variance of each channel of y, computed from values rounded to its dtype over all rows
+        except the tail: (C,), float32 (float64 for float64), both 0 if all sequences are empty. No
+        gradient flows through them: the backward of batch normalization includes their derivatives.
 
     Raises:
         ValueError: An argument is invalid.

@@ -1,4 +1,4 @@
-"""The backward kernel of `depthwise_conv`: all gradients from one reading of its inputs."""
+"""Backward kernel of `depthwise_conv`, which reads its inputs once for all gradients."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ def convolve_backward(
     GROUPS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    r"""Write one tile of dx, and what it adds to the gradients of the taps and the bias.
+    r"""Write one tile of dx and its partial sums of the gradients of the taps and the bias.
 
-    With u the gated input, du_s is the sum over k of w_k dy_{s - k + P}, and dw_k that over s of
-    u_s dy_{s - k + P}: one window of dy, kept in registers as in the forward, serves both.
+    With u the gated input, du_s is the sum over k of w_k dy_{s - k + P}, and dw_k the sum over s of
+    u_s dy_{s - k + P}. Both use the same window of dy, kept in registers as in the forward.
 
     Args:
         dy: (rows, C).
-        x: (rows, C), or (rows, 2C) where GATED; x_stride is that of its rows.
+        x: (rows, C), or (rows, 2C) if GATED.
         taps: float32 (TAPS, C).
-        dx: As x, but contiguous.
-        partials: float32 (tiles, TAPS + 1, C): those of the taps, and that of the bias last.
+        dx: The shape of ``x``, contiguous, written.
+        partials: float32 (tiles, TAPS + 1, C), written: gradients of the taps, then of the bias.
         cu_seqlens: int32 (N + 1,).
         sequences: N.
-        rows: Of x, dx and dy.
-        x_stride: Elements from a row of x to the next.
+        rows: Rows of x, dx and dy.
+        x_stride: Row stride of ``x`` in elements.
         channels: C.
         TAPS: K.
-        LEFT: P, how many taps lie before the frame.
-        GATED: As in the forward; so are the rest.
-        BLOCK: Rows of a tile; GROUPS * STEP divides it.
+        LEFT: P, number of taps before the frame.
+        GATED: Whether the second half of the channels of ``x`` gates the first half.
+        BLOCK: Rows of a tile; a multiple of GROUPS * STEP.
         BLOCK_C: Channels of a program.
-        GROUPS: How many rows are worked on at the same time.
-        STEP: How many rows a thread reads at a time.
+        GROUPS: Number of rows computed in parallel.
+        STEP: Number of rows that a thread loads at a time.
     """
     tile = tl.program_id(0)
     sequence, first, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
@@ -67,7 +67,7 @@ def convolve_backward(
     real = tl.where(sequence < sequences, length, 0)
     size, each, group = span(length, start, BLOCK, GROUPS, STEP)
 
-    # Without taps the rows of the tail become zeros.
+    # The taps are masked in the tail, so that its rows become zero.
     w = load_taps(taps, c, inside & (sequence < sequences), group, channels, TAPS)
     dx_stride = 2 * channels if GATED else channels
     dy += (first + start) * channels + group * channels + c

@@ -1,4 +1,4 @@
-"""The forward kernels of `depthwise_conv`: the convolution, and the merge of its statistics."""
+"""Forward kernels of `depthwise_conv`: the convolution and the reduction of its statistics."""
 
 from __future__ import annotations
 
@@ -34,32 +34,34 @@ def convolve(
     GROUPS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Write one tile of y, and the number, mean and squared deviations of its real rows.
+    """Write one tile of y and the number, mean and squared deviations of its rows.
 
-    Each of the GROUPS of threads walks down consecutive rows with the last TAPS - 1 inputs in
-    registers, so that every input is read, and gated, about once rather than TAPS times.
+    Statistics exclude the tail. Each of the GROUPS of threads iterates over consecutive rows with
+    the last TAPS - 1 inputs in registers, so that every input is loaded and gated about once
+    instead of TAPS times.
 
     Args:
-        x: (rows, C), or (rows, 2C) where GATED; x_stride is that of its rows.
+        x: (rows, C), or (rows, 2C) if GATED.
         taps: float32 (TAPS, C).
         bias: (C,), or None.
-        y: (rows, C).
-        counts: float32 (tiles,), as `means` and `squares`, float32 (tiles, C), where STATISTICS.
-        means: Of the real rows of the tile.
-        squares: The sums of their squared deviations from it.
+        y: (rows, C), written.
+        counts: float32 (tiles,), number of rows of each tile, written if STATISTICS.
+        means: float32 (tiles, C), mean of the rows of each tile, written if STATISTICS.
+        squares: float32 (tiles, C), sums of squared deviations from the mean, written if
+            STATISTICS.
         cu_seqlens: int32 (N + 1,).
         sequences: N.
-        rows: Of x and y.
-        x_stride: Elements from a row of x to the next.
+        rows: Rows of x and y.
+        x_stride: Row stride of ``x`` in elements.
         channels: C.
         TAPS: K.
-        LEFT: P, how many taps lie before the frame.
+        LEFT: P, number of taps before the frame.
         GATED: Whether to convolve ``a * sigmoid(b)`` of the halves a and b of x.
-        STATISTICS: Whether to write them.
-        BLOCK: Rows of a tile; GROUPS * STEP divides it.
+        STATISTICS: Whether to write counts, means and squares.
+        BLOCK: Rows of a tile; a multiple of GROUPS * STEP.
         BLOCK_C: Channels of a program.
-        GROUPS: How many rows are worked on at the same time.
-        STEP: How many inputs a thread reads at a time.
+        GROUPS: Number of rows computed in parallel.
+        STEP: Number of rows that a thread loads at a time.
     """
     tile = tl.program_id(0)
     sequence, first, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
@@ -76,7 +78,7 @@ def convolve(
     real = tl.where(sequence < sequences, length, 0)
     size, each, group = span(length, start, BLOCK, GROUPS, STEP)
 
-    # Without taps and bias the rows of the tail become zeros.
+    # Taps and bias are masked in the tail, so that its rows become zero.
     known = inside & (sequence < sequences)
     w = load_taps(taps, c, known, group, channels, TAPS)
     offset = tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32)
@@ -108,7 +110,7 @@ def convolve(
             result = total.to(y.dtype.element_ty)
             tl.store(y + here * channels, result, mask=inside & (group + here < size))
             if STATISTICS:
-                # Welford's update; of what was stored, since that is what will be normalised.
+                # Welford's update with the rounded values, because those will be normalized.
                 stored = result.to(tl.float32)
                 away = tl.where(row + here < real, stored - mean, 0.0)
                 mean += away * (1.0 / (here + 1))
@@ -136,17 +138,17 @@ def merge(
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Merge the statistics of tiles into those of all real rows, as Chan et al. do, in two passes.
+    """Merge the statistics of all tiles in two passes, by the formula of Chan et al.
 
     Args:
         counts: float32 (tiles,).
         means: float32 (tiles, C).
         squares: float32 (tiles, C).
-        mean: float32 (C,), the result; 0 where there is no real row.
-        variance: float32 (C,), the result, biased; likewise.
-        tiles: How many partials there are.
+        mean: float32 (C,), written; 0 if all counts are 0.
+        variance: float32 (C,), biased, written; 0 if all counts are 0.
+        tiles: Number of tiles.
         channels: C.
-        BLOCK: Partials that are read at a time.
+        BLOCK: Tiles loaded at a time.
         BLOCK_C: Channels of a program.
     """
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]

@@ -1,4 +1,4 @@
-"""What the kernels of `depthwise_conv` share: how a program divides a tile, and reads its rows."""
+"""Device functions of both kernels of `depthwise_conv`: division of a tile and loads of rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import triton.language as tl
 
 @triton.jit
 def span(length, start, BLOCK: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):
-    """Divide the rows of a tile among GROUPS of threads, evenly however few they are.
+    """Divide the rows of a tile evenly among GROUPS of threads.
 
     Returns:
-        The rows of the tile; those of each group, a multiple of STEP; the first of each group in
-        the tile, (GROUPS, 1). Only the last tile of a sequence is not full, so the rows that a
-        group has too many lie past the end of the sequence.
+        The number of rows of the tile; the number of rows of each group, a multiple of STEP; and
+        the offset of each group's first row in the tile, (GROUPS, 1). Only the last tile of a
+        sequence can be incomplete, so surplus rows of a group are past the end of the sequence.
     """
     size = tl.minimum(tl.maximum(length - start, 0), BLOCK)
     each = tl.cdiv(size, GROUPS * STEP) * STEP
@@ -24,10 +24,10 @@ def span(length, start, BLOCK: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.cons
 
 @triton.jit
 def load_taps(taps, c, inside, group, channels, TAPS: tl.constexpr):
-    """The filters of channels c, float32, one tensor for each tap.
+    """Load the taps of channels c, float32, as one tensor for each tap.
 
-    They are read in the shape of the rows, each value by several threads, so that they need not
-    change hands: every thread multiplies its own channels.
+    The tensors have the shape of the rows, so several threads load the same value. No exchange
+    between threads is needed then: every thread multiplies its own channels.
     """
     found = ()
     for k in tl.static_range(TAPS):
@@ -37,7 +37,7 @@ def load_taps(taps, c, inside, group, channels, TAPS: tl.constexpr):
 
 @triton.jit
 def gate(x, mask, channels, GATED: tl.constexpr):
-    """The inputs at these addresses in float32; the gated ones have their gates C further."""
+    """Load inputs in float32 and, if GATED, multiply by the sigmoid of the input C channels on."""
     a = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     if GATED:
         a *= tl.sigmoid(tl.load(x + channels, mask=mask, other=0.0).to(tl.float32))

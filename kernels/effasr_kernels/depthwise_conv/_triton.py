@@ -1,10 +1,10 @@
 """`depthwise_conv` in Triton.
 
-Reading 2C values for every frame and writing C takes longer than the arithmetic, but not by much:
-so threads walk down the rows and keep the last K inputs in registers. Each is read and gated once
-by a group of threads, and again only by its neighbour, at the border. To gate anew for every tap
-would cost K exponentials and divisions for each value, which take longer than a second pass over
-memory would.
+Loading 2C values and storing C for every frame takes only slightly longer than the arithmetic.
+Threads therefore iterate over the rows and keep the last K inputs in registers. Each input is
+loaded and gated once by a group of threads; the adjacent group repeats that only at the border.
+Gating again for every tap would cost K exponentials and divisions for each value, which take longer
+than a second pass over memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MERGED, _MERGED_C = 128, 32
 
 
 def unsupported_reason(a: ConvArguments) -> str | None:
-    """Why these kernels cannot serve the call."""
+    """Return why this backend does not support these arguments, or None if it does."""
     if a.weight.shape[1] > _MOST_TAPS:
         return f"more than {_MOST_TAPS} taps do not fit in registers"
     return refusal(a.x)
@@ -71,7 +71,7 @@ def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tens
 
 
 def saved_like(a: ConvArguments) -> tuple[Tensor]:
-    """Empty tensors like those that `forward` saves."""
+    """Return empty tensors with the shapes and dtypes of what `forward` saves."""
     return (_wide(a.weight, a.weight.shape[1], a.weight.shape[0]),)
 
 
@@ -81,7 +81,7 @@ def backward(
     results: tuple[Tensor, ...],
     saved: tuple[Tensor, ...],
 ) -> dict[str, Tensor | None]:
-    """Gradients; those that arrive at the statistics are not used, as the operation promises."""
+    """Return the gradients of x, weight and bias; gradients of the statistics are not used."""
     x, layout = _with_unit_stride(a.x), a.layout
     channels, width = a.weight.shape
     tiles = count_tiles(layout.rows, layout.num_sequences, _BLOCK_BACKWARD)
@@ -109,9 +109,9 @@ def backward(
 
 
 def _configuration(taps: int, channels: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Constants and options: a thread has as many channels as leave room for their taps."""
+    """Return constants and launch options, with as many channels per thread as registers allow."""
     per_thread = 4 if taps <= 11 else 2 if taps <= 17 else 1
-    # The widest of those that have the fewest channels too many.
+    # The largest of the block sizes with the fewest surplus channels.
     blocks = (128, 64, 32) if per_thread > 1 else (64, 32)
     block = min(blocks, key=lambda size: _cover(channels, size) * size)
     warps = _GROUPS * block // (32 * per_thread)

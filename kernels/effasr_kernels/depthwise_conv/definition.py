@@ -1,4 +1,4 @@
-"""The definition of `depthwise_conv`: arguments, backends, shapes, work and examples."""
+"""Definition of `depthwise_conv`: arguments, backends, output shapes, FLOPs and examples."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from effasr_kernels.runtime.torch_op import DifferentiableOp
 from effasr_kernels.shared.ragged import wide_dtype
 
 _TAPS = 9
-"""Of the example."""
+"""Number of taps in the example."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConvArguments:
-    """The arguments of a call, checked; see `effasr_kernels.depthwise_conv.depthwise_conv`."""
+    """Validated arguments of a call; see `effasr_kernels.depthwise_conv.depthwise_conv`."""
 
     x: Tensor
     weight: Tensor

@@ -1,4 +1,4 @@
-"""The definition of `guided_attention`: what every other implementation must match."""
+"""Reference implementation of `guided_attention`, which all other backends must match."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(a: GuidedArguments) -> tuple[Tensor, Tensor]:
 
 
 def _distance(tokens: int, frames: int, sigma: float, like: Tensor) -> Tensor:
-    """How far each token and frame are from the diagonal: (tokens, frames), in [0, 1)."""
+    """Return the penalty by distance from the diagonal, (tokens, frames), in [0, 1)."""
     i = torch.arange(tokens, dtype=like.dtype, device=like.device) / tokens
     j = torch.arange(frames, dtype=like.dtype, device=like.device) / frames
     return -torch.expm1((i[:, None] - j).square() / (-2 * sigma**2))

@@ -1,4 +1,4 @@
-"""A projection to the vocabulary and its cross-entropy; the logits are never stored whole."""
+"""Projection to the vocabulary fused with cross-entropy; logits exist only in chunks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     backend: Backend | str | None = None,
 ) -> Tensor:
-    r"""Cross-entropy of each row's projection, with label smoothing as `torch.nn` defines it.
+    r"""Return the cross-entropy of each row's projection, with label smoothing as in `torch.nn`.
 
     .. math::
         \ell_u = L_u - (1 - \epsilon) z_{u, y_u} - \frac\epsilon V \sum_v z_{uv} + \zeta L_u^2,
         \qquad z_u = W h_u + b, \qquad L_u = \log \sum_v e^{z_{uv}}
 
-    Rows whose target is ``ignore_index`` (prompts, and the tail of a static shape) give zero, and
-    no gradient, whatever they hold. Logits and sums are float32 (float64 for float64). Under
+    Rows whose target is ``ignore_index`` (prompts, the tail of a static shape) have loss zero and
+    no gradient, even if they contain NaN. Logits and sums are float32 (float64 for float64). Under
     autocast the floating arguments are cast as for a matrix product.
 
     Args:
@@ -38,16 +38,17 @@ def linear_cross_entropy(
         targets: y, (U,), int32 or int64, each in [0, V) or ``ignore_index``.
         bias: b, (V,), the dtype of ``hidden``; zero by default.
         label_smoothing: epsilon, in [0, 1].
-        ignore_index: The target of rows that do not count.
-        z_loss: zeta, not negative; keeps the logits' scale in bounds.
+        ignore_index: Target of rows that are left out of the loss.
+        z_loss: zeta, not negative; penalizes large normalizers.
         backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
         The loss of each row, (U,), float32 (float64 for float64).
 
     Raises:
-        ValueError: An argument is invalid. The values of ``targets`` are checked on a CPU
-            only, as a check would wait for a GPU: there, one out of range makes its loss NaN.
+        ValueError: An argument is invalid. The values of ``targets`` are only checked on a CPU,
+            because a check on a GPU would synchronize with it; there, a target out of range makes
+            the loss of its row NaN.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 
     References:

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` in Triton: the shared projection, and the gradient of the logits."""
+"""`linear_cross_entropy` in Triton, on the shared projection kernels."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _BLOCK_V = 1024
 
 
 def unsupported_reason(a: CrossEntropyArguments) -> str | None:
-    """Any shape is served."""
+    """Return why this backend does not support these arguments, or None if it does."""
     return refusal(a.hidden)
 
 
 def forward(
     a: CrossEntropyArguments,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The loss of each row, and the log-normalizers to save.
+    """Return the loss of each row, and the log-normalizers to save.
 
-    Targets are not checked, as that would wait for the GPU: one outside [0, V) makes the loss of
-    its row NaN, and with it the gradients of that row, of weight and of bias.
+    Targets are not checked, because that would synchronize with the GPU. A target outside [0, V)
+    makes the loss of its row NaN, and so the gradients of that row, the weight and the bias.
     """
     normalizer, own, mean = projection.row_statistics(
         *(a.hidden, a.weight, a.bias, a.targets),
@@ -33,7 +33,7 @@ def forward(
         with_mean=a.label_smoothing != 0,
     )
     assert own is not None
-    # Where a row does not count, every term is zero.
+    # Every term is zero for ignored rows.
     expected = own if mean is None else (1 - a.label_smoothing) * own + a.label_smoothing * mean
     loss = normalizer - expected
     if a.z_loss != 0:
@@ -42,7 +42,7 @@ def forward(
 
 
 def saved_like(a: CrossEntropyArguments) -> tuple[Tensor, ...]:
-    """An empty tensor like the log-normalizers: (U,), float32."""
+    """Return an empty tensor for the log-normalizers, float32 (U,)."""
     return (a.hidden.new_empty(a.hidden.shape[0], dtype=torch.float32),)
 
 
@@ -52,16 +52,16 @@ def backward(
     results: tuple[Tensor, ...],
     saved: tuple[Tensor, ...],
 ) -> dict[str, Tensor | None]:
-    r"""The gradients of hidden, weight and bias.
+    r"""Return the gradients of hidden, weight and bias.
 
     .. math::
         \frac{\partial}{\partial z_{uv}} = g_u \Big( (1 + 2 \zeta L_u) e^{z_{uv} - L_u}
             - (1 - \epsilon) [v = y_u] - \frac\epsilon V \Big)
 
-    At its peak this holds, beside its arguments, ``U C b`` bytes for the gradient of hidden,
-    ``V C (4 + b)`` for that of weight in float32 and rounded, and ``n V (4 + b)`` for n =
-    `projection.chunk_rows` (V) rows of logits and their gradient, where b is the bytes of an
-    element of ``hidden``, and V not under C. For float32 the last two are ``4 V C`` and ``4 n V``.
+    In addition to the arguments, peak memory is ``U C b`` bytes for the gradient of hidden,
+    ``V C (4 + b)`` for the gradient of weight in float32 and rounded, and ``n V (4 + b)`` for
+    n = `projection.chunk_rows` (V) rows of logits and their gradient, where b is the element size
+    of ``hidden`` in bytes and V >= C. For float32 the last two are ``4 V C`` and ``4 n V``.
     """
     (upstream,), (normalizer,) = grads, saved
     targets, bias = a.targets.contiguous(), None if a.bias is None else a.bias.contiguous()
@@ -102,11 +102,12 @@ def _differentiate(
     z_loss,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (u, j) writes the gradient of the logits of row u in block j of the vocabulary.
+    """Write the gradient of the logits of row u in block j of the vocabulary; program (u, j).
 
-    An element depends on its own logit alone, so ``d_logits`` may be ``logits``. The smoothed
-    target is ``peak`` higher in its class than ``uniform``. What lies between rows is written too:
-    a mask that ends at any class would load and store single elements.
+    An element depends only on its own logit, so ``d_logits`` may be ``logits``. The smoothed
+    target distribution is ``uniform``, plus ``peak`` at the target class. The padding between rows
+    is written too: a mask that ends at an arbitrary class would make loads and stores of single
+    elements.
     """
     row = tl.program_id(0)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)

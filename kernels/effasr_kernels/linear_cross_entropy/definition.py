@@ -1,4 +1,4 @@
-"""The definition of `linear_cross_entropy`: arguments, backends, shapes, work and examples."""
+"""Definition of `linear_cross_entropy`: arguments, backends, output shapes, FLOPs and examples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from effasr_kernels.shared.ragged import wide_dtype
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropyArguments:
-    """The arguments of a call, checked.
+    """Validated arguments of a call.
 
     See `effasr_kernels.linear_cross_entropy.linear_cross_entropy`.
     """

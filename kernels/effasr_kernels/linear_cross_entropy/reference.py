@@ -1,4 +1,4 @@
-"""The definition of `linear_cross_entropy`: what every other implementation must match."""
+"""Reference implementation of `linear_cross_entropy`, which all other backends must match."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from effasr_kernels.runtime.checks import check_labels
 from effasr_kernels.shared.ragged import widen
 
 _LARGEST = 2**24
-"""Logits that may exist at a time: 64 MiB in float32."""
+"""Maximum number of logits computed at a time: 64 MiB in float32."""
 
 
 def run(a: CrossEntropyArguments) -> Tensor:
     """See `effasr_kernels.linear_cross_entropy.linear_cross_entropy`."""
-    # Rows that do not count are left out, not multiplied by zero: they may hold NaN.
+    # Ignored rows are removed rather than multiplied by zero, because they may contain NaN.
     counted = (a.targets != a.ignore_index).nonzero().squeeze(1)
     rows = widen(a.hidden).index_select(0, counted)
     labels = a.targets.index_select(0, counted).long()
@@ -28,7 +28,7 @@ def run(a: CrossEntropyArguments) -> Tensor:
     if rows.shape[0] <= step:
         losses = _losses(rows, labels, *settings)
     else:
-        # Recomputed in the backward, so that one chunk's logits exist at a time there too.
+        # Checkpointed, so that in the backward too only one chunk of logits exists at a time.
         pairs = zip(rows.split(step), labels.split(step), strict=True)
         losses = torch.cat(
             [checkpoint(_losses, *pair, *settings, use_reentrant=False) for pair in pairs]

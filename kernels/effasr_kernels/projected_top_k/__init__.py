@@ -1,4 +1,4 @@
-"""A projection to the vocabulary and the best classes of each row; logits are never stored."""
+"""Projection to the vocabulary fused with top-k; logits are never stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from effasr_kernels.runtime.dispatch import Backend
 _NAME = OPERATION.name
 
 MOST = 16
-"""The largest ``k``: a kernel keeps as many classes of each row in registers."""
+"""Maximum of ``k``; kernels keep the best classes of each row in registers."""
 
 
 def projected_top_k(
@@ -23,23 +23,24 @@ def projected_top_k(
     classes: int | None = None,
     backend: Backend | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""The k most likely classes of each row, and the logarithms of their probabilities.
+    r"""Return the k most likely classes of each row and their log-probabilities.
 
     .. math:: \log p_{nv} = z_{nv} - \log \sum_{u < V'} e^{z_{nu}}, \qquad z_n = W h_n + b
 
-    The best comes first; of equal logits, the lower class. Logits and sums are float32 (float64 for
-    float64). A row depends on nothing but itself, to the bit: of a kernel for given shapes; of the
-    reference, whose matrix product pads rows to whole tiles of 16, as far as the library of that
-    product keeps its order of sums over tiles. A row with a logit that is NaN has log-probabilities
-    that are NaN, and undefined classes in range. There is no gradient, and nothing waits for the
-    device. Under autocast the floating arguments are cast as for a matrix product.
+    Classes are ordered from the best to the worst, equal logits by class. Logits and sums are
+    float32 (float64 for float64). The result of a row is bitwise independent of the other rows: in
+    a kernel, for given shapes; in the reference, which pads rows to tiles of 16, as long as the
+    library of the matrix product keeps its order of summation for all tiles. A row with a NaN logit
+    has NaN log-probabilities and unspecified classes in range. There is no gradient and no
+    synchronization with the device. Under autocast the floating arguments are cast as for a matrix
+    product.
 
     Args:
         hidden: h, (N, C), floating point.
         weight: W, (V, C), the dtype of ``hidden``.
         bias: b, (V,), the dtype of ``hidden``; zero by default.
-        k: How many classes, in [1, 16], and at most ``classes``.
-        classes: V', in [1, V]: only the first so many rows of ``weight`` count; V by default.
+        k: Number of classes to return, in [1, 16] and at most ``classes``.
+        classes: V', in [1, V]: number of leading rows of ``weight`` to use; V by default.
         backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:

@@ -1,7 +1,8 @@
-"""The best classes of each row, from tiles of logits that are forgotten at once.
+"""Kernels that select the best classes of each row from tiles of logits in registers.
 
-A logit and its class are one number of 64 bits, which is larger for a larger logit, and of equal
-logits for the lower class. No two are equal, so that the best are found by maxima alone.
+A logit and its class are encoded in one 64-bit integer, which is larger for a larger logit and, for
+equal logits, for the lower class. All integers of a row differ, so maxima suffice to select the
+best.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ _LOWEST = tl.constexpr(-(2**63))
 
 @triton.jit
 def rank(logits, classes):
-    """The numbers, int64, for logits in float32 and their classes; broadcast together."""
-    # Both zeros are equal.
+    """Encode float32 logits and their classes as int64; the two are broadcast."""
+    # Minus zero must equal zero.
     bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
-    # As integers, negative numbers of floating point grow towards zero.
+    # The bits of negative floats, read as integers, are in reverse order.
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) + (0x7FFFFFFF - classes).to(tl.int64)
 
 
 @triton.jit
 def logit_of(ranked):
-    """The inverse, for a logit."""
+    """Return the logit that `rank` encoded."""
     ordered = (ranked >> 32).to(tl.int32)
     bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
     return bits.to(tl.float32, bitcast=True)
@@ -32,25 +33,25 @@ def logit_of(ranked):
 
 @triton.jit
 def class_of(ranked):
-    """The inverse, for a class, int64."""
+    """Return the class that `rank` encoded, int64."""
     return 0x7FFFFFFF - (ranked & 0x7FFFFFFF)
 
 
 @triton.jit
 def nothing_yet(K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """K places for each row, (BLOCK_R, BLOCK_K), each with another number below those of logits."""
+    """Return K distinct initial values for each row, (BLOCK_R, BLOCK_K), below those of logits."""
     i = tl.arange(0, BLOCK_K)[None, :].to(tl.int64)
-    # Places past K are never the lowest.
+    # Entries past K are never the minimum, so they are never replaced.
     places = tl.where(i < K, i + _LOWEST + 1, 0x7FFFFFFFFFFFFFFF)
     return places + tl.zeros((BLOCK_R, BLOCK_K), tl.int64)
 
 
 @triton.jit
 def take(kept, ranked):
-    """The best of both: ``kept``, (BLOCK_R, BLOCK_K), in no order, and ``ranked``, (BLOCK_R, n)."""
+    """Return the K best of ``kept``, (BLOCK_R, BLOCK_K), unsorted, and ``ranked``, (BLOCK_R, n)."""
     lowest = tl.min(kept, 1)
     best = tl.max(ranked, 1)
-    # After the first tiles there is little that is better than what is kept.
+    # After the first tiles few candidates are better than the kept ones, so iterations are few.
     while tl.max((best > lowest).to(tl.int32), 0) > 0:
         replaced = (kept == lowest[:, None]) & (best > lowest)[:, None]
         kept = tl.where(replaced, best[:, None], kept)
@@ -79,22 +80,24 @@ def rank_parts(
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The best classes of a tile of rows in one part of the vocabulary: program (part, tile).
+    """Select the best classes of a tile of rows in one part of the vocabulary.
+
+    Program (part, tile).
 
     Args:
-        hidden: (N, C), its rows contiguous. A pointer, like all up to ``statistics``.
-        weight: (V, C), likewise.
+        hidden: (N, C), with contiguous rows.
+        weight: (V, C), with contiguous rows.
         bias: (V,), contiguous, or None.
-        partial: int64 (splits, N, K), contiguous, written: the best, in no order.
-        statistics: float32 (2, splits, N), contiguous, written: the largest logit of the part, and
+        partial: int64 (splits, N, K), contiguous, written: the encoded best classes, unsorted.
+        statistics: float32 (2, splits, N), contiguous, written: the largest logit of the part and
             the sum of exponentials relative to it.
         rows: N.
-        count: Classes that count.
+        count: V', number of classes to use.
         hidden_stride: Row stride of ``hidden`` in elements.
-        weight_stride: Likewise, of ``weight``.
+        weight_stride: Row stride of ``weight`` in elements.
         tiles_per_split: Tiles of the vocabulary in a part.
         K: k.
-        BLOCK_K: The power of two that it is padded to.
+        BLOCK_K: k rounded up to a power of two.
         WIDTH: C.
         BLOCK_R: Rows of a tile.
         BLOCK_V: Classes of a tile.
@@ -105,7 +108,7 @@ def rank_parts(
     in_rows = tl.arange(0, BLOCK_R)
     in_classes = tl.arange(0, BLOCK_V)
     in_width = tl.arange(0, BLOCK_C)
-    # Rows and classes past the end read the last one instead: what comes of them is not kept.
+    # Indices past the end are clamped to the last row or class; their results are discarded.
     h_tile = hidden + first_row.to(tl.int64) * hidden_stride + in_width[None, :]
     h_tile += tl.minimum(in_rows, rows - 1 - first_row)[:, None] * hidden_stride
     largest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
@@ -133,7 +136,7 @@ def rank_parts(
         kept = take(kept, ranked)
         z = tl.where((v < count)[None, :], z, float("-inf"))
         larger = tl.maximum(largest, tl.max(z, 1))
-        # Where all logits are -inf so far, the difference to their maximum would be NaN.
+        # If all logits so far are -inf, their difference to the maximum would be NaN.
         pivot = tl.where(larger == float("-inf"), 0.0, larger)
         mass = mass * tl.exp(largest - pivot) + tl.sum(tl.exp(z - pivot[:, None]), 1)
         largest = larger
@@ -160,7 +163,7 @@ def merge_parts(
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Merge the parts of a row, and put its best classes in order: program (row).
+    """Merge the parts of a row and sort its best classes; one program per row.
 
     Args:
         partial: int64 (splits, N, K), contiguous.
@@ -170,8 +173,8 @@ def merge_parts(
         rows: N.
         splits: Parts of the vocabulary.
         K: k.
-        BLOCK_K: The power of two that it is padded to.
-        BLOCK: Numbers that are loaded at a time.
+        BLOCK_K: k rounded up to a power of two.
+        BLOCK: Elements loaded at a time.
     """
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)

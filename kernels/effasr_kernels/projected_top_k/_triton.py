@@ -1,9 +1,10 @@
 """`projected_top_k` in Triton.
 
-The time is that of reading the weight once, V C b bytes with b those of an element: 10.7 MB for the
-5,248 classes and 1,024 channels of canary_1b_flash in bfloat16, 2.3 us at the 4.8 TB/s of an H200,
-for up to some 200 rows, where the products begin to take longer. Logits would be written and read
-again in float32, 0.7 MB for 32 rows; what counts for few rows is the number of launches, two.
+Up to about 200 rows the time is that of reading the weight once, V C b bytes with element size b;
+for more rows the products take longer. For the 5,248 classes and 1,024 channels of canary_1b_flash
+in bfloat16 the weight is 10.7 MB, which takes 2.3 us at the 4.8 TB/s of an H200. Storing and
+loading float32 logits would move only 0.7 MB for 32 rows; for few rows the number of launches, two,
+matters more.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from effasr_kernels.runtime.launch import launch, multiprocessors, refusal
 
 _BLOCK = 1024
 _PROGRAMS = 2
-"""On a multiprocessor at a time, so that one loads while the other chooses."""
+"""Programs per multiprocessor; one loads while the other selects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Rows, classes and channels of a tile, warps, stages of the loads."""
+    """Rows, classes and channels of a tile, number of warps and of pipeline stages."""
 
     block_r: int
     block_v: int
@@ -34,25 +35,28 @@ class Config:
 
 
 def config(dtype: torch.dtype, rows: int) -> Config:
-    """Choose for a dtype, and for few or many rows.
+    """Return the configuration for a dtype and for few or many rows.
 
-    All wait for the weight: its tiles are small, so that all multiprocessors load, far ahead.
+    Loads of the weight limit the speed. Its tiles are small, so that all multiprocessors load, with
+    deep prefetching.
     """
     block_r = 16 if rows <= 16 else 64
     if dtype == torch.float32:
-        # Not on tensor cores, whose float32 has 11 bits.
+        # Without tensor cores, whose TF32 has 11 bits of precision.
         return Config(block_r, 32, 32, 4, 2)
     return Config(block_r, 32, 128, 4, 4)
 
 
 def divide(rows: int, classes: int, choice: Config, processors: int) -> tuple[int, int]:
-    """Tiles of the vocabulary in a part, and parts; by shapes and the GPU alone.
+    """Return the number of vocabulary tiles per part and of parts.
+
+    They depend only on the shapes and the GPU.
 
     Args:
         rows: N.
         classes: V'.
-        choice: How tiles are cut.
-        processors: Multiprocessors of the GPU.
+        choice: Tile sizes.
+        processors: Number of multiprocessors of the GPU.
     """
     tiles = -(-classes // choice.block_v)
     wanted = max(1, _PROGRAMS * processors // max(1, -(-rows // choice.block_r)))
@@ -61,7 +65,7 @@ def divide(rows: int, classes: int, choice: Config, processors: int) -> tuple[in
 
 
 def unsupported_reason(a: TopKArguments) -> str | None:
-    """Any shape is served."""
+    """Return why this backend does not support these arguments, or None if it does."""
     return refusal(a.hidden)
 
 

@@ -1,4 +1,4 @@
-"""The definition of `projected_top_k`: arguments, backends, shapes, work and examples."""
+"""Definition of `projected_top_k`: arguments, backends, output shapes, FLOPs and examples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from effasr_kernels.shared.ragged import wide_dtype
 
 @dataclass(frozen=True, slots=True)
 class TopKArguments:
-    """The arguments of a call, checked; see `effasr_kernels.projected_top_k.projected_top_k`."""
+    """Validated arguments of a call; see `effasr_kernels.projected_top_k.projected_top_k`."""
 
     hidden: Tensor
     weight: Tensor

@@ -1,4 +1,4 @@
-"""The definition of `projected_top_k`: what every other implementation must match."""
+"""Reference implementation of `projected_top_k`, which all other backends must match."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from effasr_kernels.projected_top_k.definition import TopKArguments
 from effasr_kernels.shared.ragged import widen
 
 _TILE = 16
-"""Rows that are padded to. MKL takes other routines for fewer than 4, or 8 with several threads."""
+"""Rows are padded to a multiple of this; MKL uses other routines for fewer than 4 (8 threaded)."""
 
 
 def run(a: TopKArguments) -> tuple[Tensor, Tensor]:
@@ -18,19 +18,19 @@ def run(a: TopKArguments) -> tuple[Tensor, Tensor]:
     rows = F.pad(widen(a.hidden), (0, 0, 0, -count % _TILE))
     bias = None if a.bias is None else widen(a.bias[: a.classes])
     logits = F.linear(rows, widen(a.weight[: a.classes]), bias)[:count]
-    # Chosen by logits: differences among them may be lost in the logarithms.
+    # Selected by logits, because differences may be lost by rounding the log-probabilities.
     indices = _best(logits, a.k)
     return logits.log_softmax(-1).gather(-1, indices), indices
 
 
 def _best(logits: Tensor, k: int) -> Tensor:
-    """The classes of the k largest logits of each row, of equal ones the first."""
+    """Return the classes of the k largest logits of each row, equal logits in order of class."""
     if k == 1:
         return logits.argmax(-1, keepdim=True)
     indices = logits.topk(k).indices.sort().values
     values, order = logits.gather(-1, indices).sort(descending=True, stable=True)
     indices = indices.gather(-1, order)
-    # `topk` takes any of the equal ones. Where more than k reach the last value, sort them all.
+    # `topk` breaks ties arbitrarily. Rows where more than k logits reach the k-th value are sorted.
     tied = ((logits >= values[:, -1:]).sum(-1) != k).nonzero().squeeze(1)
     if tied.numel():
         indices[tied] = logits[tied].sort(descending=True, stable=True).indices[:, :k]

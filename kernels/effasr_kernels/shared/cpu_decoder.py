@@ -1,7 +1,7 @@
-"""A step of a Transformer decoder on CPUs, through all layers in one call of ``csrc/``.
+"""Decoder steps of a Transformer on CPUs, with all layers in one call of ``csrc/``.
 
-A step of a small decoder is some 20 operations a layer, each of which takes less time than torch
-needs to start it. What a row gets depends on that row alone, and on no number of threads.
+A step of a small decoder has about 20 operations per layer, each of which takes less time than its
+dispatch in torch. The result of a row depends neither on other rows nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -97,16 +97,16 @@ class _Largest(ctypes.Structure):
 
 
 def unsupported_reason() -> str | None:
-    """Why the library of CPU kernels cannot run on this installation, or None."""
+    """Return why the library of CPU kernels cannot run on this installation, or None if it can."""
     return native.unsupported_reason()
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """The weights of a linear layer in the order in which the kernels read them.
+    """Weights of a linear layer in the memory layout of the kernels.
 
     Attributes:
-        weight: float32 (panels, K, 32), of the outputs 32 by 32; the last filled up with zeros.
+        weight: float32 (panels, K, 32), panels of 32 outputs; the last is padded with zeros.
         bias: float32 (N,), or None.
         outputs: N.
     """
@@ -117,10 +117,10 @@ class PackedMatrix:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> PackedMatrix:
-        """Pack a copy of float32 (N, K); of the bias too.
+        """Pack a copy of the weight, float32 (N, K), and of the bias, float32 (N,) or None.
 
         Raises:
-            ValueError: The dtype or the device is another, or the bias has another size.
+            ValueError: The dtype, the device or the size of the bias is wrong.
         """
         check(_STEP, "weight", weight, torch.float32, contiguous=False)
         outputs, inputs = weight.shape
@@ -137,12 +137,12 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A LayerNorm.
+    """Parameters of a LayerNorm.
 
     Attributes:
         weight: float32 (width,).
         bias: float32 (width,).
-        epsilon: Added to the variance.
+        epsilon: Constant added to the variance.
     """
 
     weight: Tensor
@@ -155,18 +155,18 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A pre-norm layer: self-attention, cross-attention, feed-forward network.
+    """Weights of a pre-norm layer: self-attention, cross-attention, feed-forward network.
 
     Attributes:
-        self_norm: Before self-attention.
-        cross_norm: Before cross-attention.
-        forward_norm: Before the feed-forward network.
-        qkv: Queries, keys and values of self-attention, H D outputs each.
-        self_out: Of self-attention.
-        q: Queries of cross-attention, H D outputs.
-        cross_out: Of cross-attention.
-        first: Of the feed-forward network.
-        second: Of the feed-forward network.
+        self_norm: LayerNorm before self-attention.
+        cross_norm: LayerNorm before cross-attention.
+        forward_norm: LayerNorm before the feed-forward network.
+        qkv: Projection to queries, keys and values of self-attention, H D outputs each.
+        self_out: Output projection of self-attention.
+        q: Projection to queries of cross-attention, H D outputs.
+        cross_out: Output projection of cross-attention.
+        first: First linear layer of the feed-forward network.
+        second: Second linear layer of the feed-forward network.
     """
 
     self_norm: Norm
@@ -182,11 +182,11 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Keys and values, read and written in place.
+    """Cache of keys and values, read and written in place.
 
     Attributes:
-        values: float32 (layers, 2, rows, H, room, at least D), contiguous; the room is a multiple
-            of 16. What is past the end of a row is finite.
+        values: float32 (layers, 2, rows, H, room, at least D), contiguous; room is a multiple of
+            16. Values past the end of a row must be finite.
     """
 
     values: Tensor
@@ -203,10 +203,10 @@ class Cache:
 
 
 class DecoderWeights:
-    """All weights that a step reads.
+    """Weights of a decoder.
 
     Attributes:
-        width: Channels between layers.
+        width: Channels of the residual stream.
     """
 
     def __init__(
@@ -221,20 +221,20 @@ class DecoderWeights:
         head_width: int,
         activation: Literal["relu", "gelu"],
     ) -> None:
-        """Describe the weights to the library.
+        """Check the weights and build their C structures.
 
         Args:
-            layers: At least one.
-            tokens: float32 (V, width), the embedding.
-            positions: float32 (P, width); later positions have the last one's.
-            embedding_norm: Of the sum of these two; None for none.
-            norm: After the last layer.
+            layers: Weights of at least one layer.
+            tokens: float32 (V, width), token embedding.
+            positions: float32 (P, width), position embedding; positions past P use the last row.
+            embedding_norm: LayerNorm of the sum of both embeddings, or None.
+            norm: LayerNorm after the last layer.
             heads: H.
             head_width: D.
-            activation: Of the feed-forward networks.
+            activation: Activation of the feed-forward networks.
 
         Raises:
-            ValueError: A dtype, a device or a shape is not as said.
+            ValueError: A dtype, a device or a shape is wrong.
         """
         self.width = tokens.shape[1]
         inner = heads * head_width
@@ -249,7 +249,7 @@ class DecoderWeights:
         described = (_Layer * len(layers))(
             *(_Layer(*(getattr(one, name)._described() for name in names)) for one in layers)
         )
-        # What the pointers point to must live as long as they do.
+        # The structures hold raw pointers, so the tensors must live as long as they do.
         self._alive = (tuple(layers), tokens, positions, embedding_norm, norm, described)
         self._heads, self._head_width, self._layers = heads, head_width, len(layers)
         self._described = _Weights(
@@ -278,24 +278,26 @@ class DecoderWeights:
         most_position: int,
         instructions: int = _BEST_INSTRUCTIONS,
     ) -> Tensor:
-        """Read one more token of each active row.
+        """Decode one more token of each active row.
 
         Args:
-            tokens: int64 (N,), one of each row.
-            positions: int64 (N,), the tokens that each has read; counted up in place.
-            active: int64 (N,), 0 for rows that are left alone.
-            frames: Places of ``cross_cache`` that count, of each N / K sequences.
-            self_cache: At least N rows; written at the positions.
-            cross_cache: At least N / K rows.
-            hypotheses: K, neighbouring rows that share a row of ``cross_cache``.
-            most_position: Positions are counted up to it.
-            instructions: As in ``csrc/attention.h``; by default the best of the machine.
+            tokens: int64 (N,), next token of each row.
+            positions: int64 (N,), number of tokens decoded so far in each row; incremented in
+                place.
+            active: int64 (N,), 0 for rows to skip.
+            frames: Number of valid positions in ``cross_cache`` of each of the N / K sequences.
+            self_cache: Cache of at least N rows, written at the positions.
+            cross_cache: Cache of at least N / K rows.
+            hypotheses: K, number of adjacent rows that share a row of ``cross_cache``.
+            most_position: Maximum to which positions are incremented.
+            instructions: Instruction set as in ``csrc/attention.h``; by default the widest that the
+                CPU supports.
 
         Returns:
-            float32 (N, width), after the last norm; zero for rows that are not active.
+            float32 (N, width), output of the last norm; zero for rows that are not active.
 
         Raises:
-            ValueError: A dtype, a shape or a number is not as said; nothing was written.
+            ValueError: A dtype, a shape or a value is wrong; nothing was written.
         """
         count = len(tokens)
         for name, x in (("tokens", tokens), ("positions", positions), ("active", active)):
@@ -364,19 +366,20 @@ def largest_logit(
     *,
     instructions: int = _BEST_INSTRUCTIONS,
 ) -> Tensor:
-    """The class of the largest logit of each row, the first of equal ones.
+    """Return the class of the largest logit of each row, the first among equal logits.
 
     Args:
         hidden: float32 (N, K).
-        matrix: From K channels to the logits.
-        classes: Only the first so many are chosen from; all by default.
-        instructions: As in ``csrc/attention.h``; by default the best of the machine.
+        matrix: Projection from K channels to logits.
+        classes: Number of leading classes to choose from; all by default.
+        instructions: Instruction set as in ``csrc/attention.h``; by default the widest that the CPU
+            supports.
 
     Returns:
-        int64 (N,).
+        Classes, int64 (N,).
 
     Raises:
-        ValueError: The dtype or the shape is not as said, or there is no class, or not so many.
+        ValueError: A dtype or a shape is wrong, or ``classes`` is not in [1, outputs].
     """
     classes = matrix.outputs if classes is None else classes
     if not 1 <= classes <= matrix.outputs:

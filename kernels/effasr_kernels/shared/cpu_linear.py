@@ -19,11 +19,11 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 _LEAST = 1_500_000
-"""Multiply-adds from which oneDNN is faster; for the gradient of the weight, twice as many."""
+"""Minimum multiply-adds for which oneDNN is faster; twice this for the gradient of the weight."""
 
 
 def has_onednn() -> bool:
-    """Whether oneDNN's linear layer for x86-64 processors is available and enabled.
+    """Return whether oneDNN's linear layer for x86-64 processors is available and enabled.
 
     ``torch.backends.mkldnn.flags(enabled=False)`` disables it.
     """
@@ -41,7 +41,7 @@ def _is_built() -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, faster for float32 in training on CPUs.
+    """Compute `torch.nn.functional.linear`, faster for float32 in training on CPUs.
 
     It calls torch for other devices and dtypes, under autocast, in compiled graphs, for products
     too small to gain, and in inference, where a row's result must not depend on the number of rows.
@@ -95,7 +95,9 @@ class _OnednnLinear(torch.autograd.Function):
 
 
 def onednn_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``rows @ weight.T + bias``, float32 (M, N) on a CPU, without a gradient; see `has_onednn`.
+    """Return ``rows @ weight.T + bias``, float32 (M, N) on a CPU, without gradient.
+
+    It requires `has_onednn`.
 
     With a weight from `onednn_packed` a row's result does not depend on the number of rows.
     """
@@ -103,7 +105,7 @@ def onednn_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def onednn_packed(weight: Tensor) -> Tensor:
-    """A weight (N, K) in oneDNN's memory format, for `onednn_product` only."""
+    """Return a weight (N, K) in oneDNN's memory format, only usable in `onednn_product`."""
     return torch.ops.mkldnn._reorder_linear_weight(weight)
 
 

@@ -1,8 +1,8 @@
-"""What the references of convolutions with stride 2 share: packed rows as one tall image.
+"""Shared functions of the references of convolutions with stride 2, on packed rows as one image.
 
-An encoder frame is a *slot* of several rows, so that a sequence begins at a slot at every stage.
-Taps reach at most one slot back, and none ahead. So long batches are cut between slots, and each
-piece takes one slot more in front, whose results are dropped.
+An encoder frame is a *slot* of several rows, so that each sequence begins at a slot at every stage.
+Taps reach at most one slot back and none ahead. Long batches can therefore be split between slots
+if each piece starts one slot earlier and the results of that slot are dropped.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from effasr_kernels.packed import PackedLayout
 
 
 def slot_table(layout: PackedLayout, lengths: Tensor, rows_per_slot: int) -> tuple[Tensor, Tensor]:
-    """What each slot is, told on the device.
+    """Return the position of each slot in its sequence, computed on the device.
 
     Args:
-        layout: Of the slots, T rows.
-        lengths: int64 (N,), real rows of each sequence.
-        rows_per_slot: How many of them a slot holds.
+        layout: Layout of the slots, T rows.
+        lengths: int64 (N,), rows of each sequence.
+        rows_per_slot: Rows of a slot.
 
     Returns:
-        Whether it is the first of its sequence: bool (T,); the tail counts as a sequence. And how
-        many real rows follow from its start to the end of its sequence: int64 (T,).
+        Whether the slot is the first of its sequence, bool (T,), where the tail is one more
+        sequence; and the number of rows from the start of the slot to the end of its sequence,
+        int64 (T,).
     """
     ids = layout.sequence_ids()
     position = torch.arange(layout.rows, device=layout.device) - layout.cu_seqlens.long()[ids]
@@ -37,36 +38,36 @@ def slot_table(layout: PackedLayout, lengths: Tensor, rows_per_slot: int) -> tup
 
 
 def unreal_rows(left: Tensor, rows_per_slot: int, step: int) -> Tensor:
-    """Which rows of a stage are not real: their numbers, in order.
+    """Return the indices of the rows of a stage that are past the length of their sequence.
 
-    They are few, and `Tensor.index_fill_` touches no others. It costs less than a mask over all.
+    They are few, so `Tensor.index_fill_` with them costs less than a mask over all rows.
 
     Args:
-        left: From `slot_table`.
-        rows_per_slot: Of this stage.
-        step: Rows of the stage that ``left`` counts, for one row of this stage.
+        left: Second result of `slot_table`, int64 (T,).
+        rows_per_slot: Rows of a slot at this stage.
+        step: Number of rows counted in ``left`` per row of this stage.
     """
     row = torch.arange(rows_per_slot, device=left.device) * step
     return (row >= left[:, None]).flatten().nonzero().squeeze(1)
 
 
 def first_rows(first: Tensor, rows_per_slot: int) -> Tensor:
-    """The first row of each sequence in a stage, but for the very first row of all.
+    """Return the indices of the first rows of all sequences in a stage except row 0.
 
     Args:
-        first: From `slot_table`.
-        rows_per_slot: Of this stage.
+        first: First result of `slot_table`, bool (T,).
+        rows_per_slot: Rows of a slot at this stage.
     """
     return (first[1:].nonzero().squeeze(1) + 1) * rows_per_slot
 
 
 def by_pieces(slots: int, size: int, compute: Callable[[slice], Tensor]) -> Tensor:
-    """Join what ``compute`` makes of at most ``size`` slots at a time, and one more in front.
+    """Compute rows in pieces of at most ``size`` slots, plus the slot before, and concatenate them.
 
     Args:
         slots: T.
         size: Slots of a piece.
-        compute: Makes the rows of a range of slots, equally many for each slot.
+        compute: Function from a range of slots to their rows, the same number for each slot.
     """
     pieces = [_dropped(compute(part), part, skipped) for part, skipped in _pieces(slots, size)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -83,11 +84,11 @@ def _dropped(rows: Tensor, part: slice, skipped: int) -> Tensor:
 
 
 class StridedTaps(torch.autograd.Function):
-    """A depthwise convolution of 3 x 3 taps with stride 2, as nine multiply-adds.
+    """Depthwise convolution of 3 x 3 taps with stride 2 as nine multiply-adds.
 
-    The input comes in quarters: even and odd rows, of each the even and odd columns. Then every
-    operand is a dense matrix of rows by columns and channels, and a step of one column is a step
-    of C numbers. On a CPU that beats `torch.conv2d` in either memory format.
+    The input is split into quarters by even and odd rows and columns. Every operand is then a dense
+    matrix (rows, columns times channels), in which the next column is C elements away. On a CPU
+    this is faster than `torch.conv2d` in either memory format.
     """
 
     @staticmethod
@@ -97,12 +98,13 @@ class StridedTaps(torch.autograd.Function):
         """Convolve each channel, with a zero before each first row and column.
 
         Args:
-            ctx: Of autograd.
+            ctx: Context of autograd.
             quarters: (2, 2, R, G, C), contiguous.
             taps: (3, 3, C).
             bias: (C,).
-            first: Rows of the result that see no row of the pair before theirs; not the first row.
-            unreal: Rows of the result that are zero.
+            first: Indices of the first rows of sequences except row 0; their taps exclude the rows
+                before.
+            unreal: Indices of rows of the result that are set to zero.
 
         Returns:
             (R, G, C).
@@ -124,7 +126,7 @@ class StridedTaps(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Spread each gradient over its nine inputs, and multiply it with them."""
+        """Accumulate the gradients of the input, the taps and the bias."""
         quarters, taps, first, unreal = ctx.saved_tensors
         x, step, w = _dense(quarters, taps)
         left, narrow = x[..., :-step], w[..., :-step]
@@ -147,6 +149,6 @@ class StridedTaps(torch.autograd.Function):
 
 
 def _dense(quarters: Tensor, taps: Tensor) -> tuple[Tensor, int, Tensor]:
-    """The quarters as matrices, (2, 2, R, G C); C; the taps of each column, (3, 3, G C)."""
+    """Return the quarters as matrices, (2, 2, R, G C), C, and repeated taps, (3, 3, G C)."""
     width, channels = quarters.shape[3:]
     return quarters.flatten(3), channels, taps.repeat(1, 1, width)

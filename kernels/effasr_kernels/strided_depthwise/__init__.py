@@ -1,4 +1,4 @@
-"""A convolution of each channel along time and frequency that halves both."""
+"""Depthwise convolution along time and frequency with stride 2 within packed sequences."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ def strided_depthwise(
     *,
     backend: Backend | str | None = None,
 ) -> Tensor:
-    r"""Convolve each channel with its own 3 x 3 taps, stride 2, within each sequence.
+    r"""Convolve each channel with its own 3 x 3 taps and stride 2 within each sequence.
 
     .. math::
         y_{rfc} = b_c + \sum_{i,j=0}^{2} w_{c,3i+j} \, x_{2r+i-1, \, 2f+j-1, \, c}
         \quad \text{for } 2r < L, \text{ else } 0
 
-    for a sequence of L rows; what lies outside it, or outside the bands, counts as zero, and so do
-    the rows of x past L, whatever they hold. It is `torch.nn.Conv2d` with ``groups=C, stride=2,
-    padding=1`` of each sequence alone, channels last. A sequence of n rows in the layout has 2 n
-    rows of x, and n rows of y. Sums are taken in float32 (in float64 for float64). Under autocast
-    the floating arguments are cast as for a matrix product.
+    for a sequence of L rows. Values outside the sequence or the bands are zero, and so are the rows
+    of x past L, even if they contain NaN. This is `torch.nn.Conv2d` with ``groups=C, stride=2,
+    padding=1``, applied to each sequence separately with channels last. A sequence of n rows in the
+    layout has 2 n rows of x and n rows of y. Sums are computed in float32 (float64 for float64).
+    Under autocast the floating arguments are cast as for a matrix product.
 
     Args:
         x: (2 T, G, C), floating point; G is even.
         weight: w, (C, 9), the dtype of ``x``.
         bias: b, (C,), the dtype of ``x``.
-        layout: The rows of y of each sequence, T in all.
-        lengths: L, (N,), int32 or int64, on the device of ``x``. One over 2 n counts as 2 n.
-        backend: Implementation to use; the fastest that can serve the call by default.
+        layout: Layout of the rows of y, T in total.
+        lengths: L, (N,), int32 or int64, on the device of ``x``; limited to 2 n.
+        backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
-        (T, G / 2, C), the dtype of ``x``. Zeros in the tail.
+        y, (T, G / 2, C), the dtype of ``x``; zero in the tail.
 
     Raises:
-        ValueError: An argument is not as above.
+        ValueError: An argument is invalid.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
     """
     x, weight, bias = checks.under_autocast(x, weight, bias)

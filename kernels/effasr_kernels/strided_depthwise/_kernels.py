@@ -1,4 +1,4 @@
-"""Strided depthwise convolution: forward, and all gradients in one pass over the data."""
+"""Kernels of `strided_depthwise`; the backward computes all gradients in one pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from effasr_kernels.runtime.tiles import find_tile
 
 @triton.jit
 def _find_places(cu_places, lengths, sequences, places, tile, SPAN: tl.constexpr):
-    """Find a span of places, each a row and a column of the result, within one sequence.
+    """Find a span of places (row and column of the result) within one sequence.
 
     Returns:
-        The sequence's first place, int64; how many it has; the span's first; real rows of the
-        input, 0 in the tail.
+        The first place of the sequence, int64; its number of places; the first place of the span,
+        relative to the sequence; the number of input rows, 0 in the tail.
     """
     sequence, first, count, start = find_tile(cu_places, sequences, places, tile, SPAN)
     length = tl.load(lengths + sequence, mask=sequence < sequences, other=0).to(tl.int32)
@@ -24,13 +24,13 @@ def _find_places(cu_places, lengths, sequences, places, tile, SPAN: tl.constexpr
 
 @triton.jit
 def _tap(weight, c, known, TAP: tl.constexpr):
-    """One tap of each channel, float32 (1, BLOCK_C)."""
+    """Load one tap of each channel, float32 (1, BLOCK_C)."""
     return tl.load(weight + c * 9 + TAP, mask=known, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
 def _wide(pointers, wanted, known):
-    """Load a tile in float32, zero where it is not wanted."""
+    """Load a tile in float32; masked elements are zero."""
     mask = wanted[:, None] & known[None, :]
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
@@ -51,15 +51,15 @@ def strided_forward(
     BLOCK_C: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """One span of places and one block of channels: program (span, block).
+    """Compute one span of places and one block of channels; program (span, block).
 
     Args:
-        x: (2 T, G, C), a pointer, as are all up to ``y``, and contiguous.
-        weight: (C, 9).
-        bias: (C,).
-        cu_places: int32 (N + 1,), where the places of each sequence begin.
-        lengths: (N,), real rows of ``x``.
-        y: (T, G / 2, C), written; zeros where a row is not real.
+        x: (2 T, G, C), contiguous.
+        weight: (C, 9), contiguous.
+        bias: (C,), contiguous.
+        cu_places: int32 (N + 1,), offsets of the places of each sequence.
+        lengths: (N,), rows of ``x`` of each sequence.
+        y: (T, G / 2, C), contiguous, written; zero in rows past the length.
         sequences: N.
         places: T G / 2.
         BINS: G.
@@ -87,7 +87,7 @@ def strided_forward(
     w8 = _tap(weight, c, known, 8)
     offset = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
     n = tl.arange(0, BLOCK_P)
-    # From 0: of a loop that begins at a number from memory, the compiler forgets all alignments.
+    # The loop starts at 0 because the compiler loses all alignments if it starts at a loaded value.
     for done in range(0, tl.minimum(SPAN, count - start), BLOCK_P):
         begin = start + done
         row = (begin + n) // WIDTH
@@ -95,7 +95,7 @@ def strided_forward(
         inside = begin + n < count
         real = inside & (2 * row < length)
         top = begin // WIDTH
-        # Place (r, f) reads from row 2 r, column 2 f on; four times as many numbers lie before it.
+        # Place (r, f) reads from row 2 r, column 2 f; the input has four elements per place.
         here = ((row - top) * (2 * BINS) + 2 * column)[:, None] * CHANNELS + c[None, :]
         at = x + (4 * first + top * (2 * BINS)) * CHANNELS + here
         above = real & (row > 0)
@@ -133,24 +133,25 @@ def strided_backward(
     BLOCK_C: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Every n-th span and one block of channels: program (n-th, block).
+    """Compute the gradients of a block of channels; program (i, block) of n takes spans i, i + n...
 
-    To each place (r, f) of the result belong the four inputs of rows 2 r and 2 r + 1, columns 2 f
-    and 2 f + 1. With them the results at (r, f), (r, f + 1), (r + 1, f) and (r + 1, f + 1) have
-    all nine taps in common, and no other does: so four loads of each suffice for all gradients,
-    and each input is read once.
+    Each place (r, f) of the result is assigned the four inputs of rows 2 r and 2 r + 1, columns 2 f
+    and 2 f + 1. These enter only the results at (r, f), (r, f + 1), (r + 1, f) and
+    (r + 1, f + 1), through all nine taps. Four inputs and four gradients thus suffice for all
+    gradients, and each input is loaded once.
 
     Args:
-        x: (2 T, G, C), a pointer, as are all up to ``partials``, and contiguous.
-        weight: (C, 9).
-        cu_places: int32 (N + 1,), where the places of each sequence begin.
-        lengths: (N,), real rows of ``x``.
-        grad_y: (T, G / 2, C).
-        grad_x: (2 T, G, C), written; zeros where a row is not real.
-        partials: float32 (programs, 10, C), written: of the nine taps and the bias.
+        x: (2 T, G, C), contiguous.
+        weight: (C, 9), contiguous.
+        cu_places: int32 (N + 1,), offsets of the places of each sequence.
+        lengths: (N,), rows of ``x`` of each sequence.
+        grad_y: (T, G / 2, C), contiguous.
+        grad_x: (2 T, G, C), contiguous, written; zero in rows past the length.
+        partials: float32 (programs, 10, C), contiguous, written: sums for the nine taps and the
+            bias.
         sequences: N.
         places: T G / 2.
-        spans: How many spans there are.
+        spans: Number of spans.
         BINS: G.
         CHANNELS: C.
         BLOCK_P: Places of a tile.
@@ -216,7 +217,7 @@ def strided_backward(
             d0 += g_aslant * f
             grad_f = g * w8 + g_right * w6 + g_below * w2 + g_aslant * w0
 
-            # The gradient of a row that is not real is zero: the results below are not, either.
+            # The gradient is zero in rows past the length; the results below them are past it too.
             dtype: tl.constexpr = grad_x.dtype.element_ty
             mask = inside[:, None] & known[None, :]
             grad_e = tl.where(odd[:, None], grad_e, 0.0)

@@ -14,14 +14,14 @@ from effasr_kernels.strided_depthwise._kernels import strided_backward, strided_
 from effasr_kernels.strided_depthwise.definition import StridedArguments
 
 _PROGRAMS = 528
-"""Rows of the backward's partial sums: four programs for each of an H200's 132 processors."""
+"""Rows of the backward's partial sums: four programs per multiprocessor of an H200 (132)."""
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How one kernel is cut: places and channels of a tile, places of a program."""
+    """Places and channels of a tile and places of a program of one kernel."""
 
     block_p: int
     block_c: int
@@ -29,7 +29,7 @@ class Config:
 
 
 def configs(channels: int) -> tuple[Config, Config]:
-    """How to cut the forward and the backward: each thread has 8 and 4 channels of one place.
+    """Return the configurations of the forward and backward (8 and 4 channels per thread).
 
     Args:
         channels: C.
@@ -39,7 +39,7 @@ def configs(channels: int) -> tuple[Config, Config]:
 
 
 def unsupported_reason(a: StridedArguments) -> str | None:
-    """The reason for which these arguments cannot be served, or None."""
+    """Return why this backend does not support these arguments, or None if it does."""
     if a.layout.rows * (a.x.shape[1] // 2) > _INT32_MAX:
         return "counts places of the result in int32"
     return refusal(a.x)
@@ -66,7 +66,7 @@ def forward(a: StridedArguments) -> tuple[tuple[Tensor], tuple[()]]:
 
 
 def saved_like(a: StridedArguments) -> tuple[()]:
-    """Nothing is saved."""
+    """Return no tensors, because the backward only uses the arguments."""
     return ()
 
 
@@ -76,7 +76,7 @@ def backward(
     results: Sequence[Tensor],
     saved: Sequence[Tensor],
 ) -> dict[str, Tensor | None]:
-    """The gradients of the input, the weight and the bias."""
+    """Return the gradients of the input, the weight and the bias."""
     x, layout, (_, bins, channels) = a.x, a.layout, a.x.shape
     sequences, width = layout.num_sequences, bins // 2
     _, cut = configs(channels)

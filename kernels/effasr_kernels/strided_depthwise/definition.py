@@ -1,4 +1,4 @@
-"""The definition of `strided_depthwise`: arguments, backends, shapes, work and examples."""
+"""Definition of `strided_depthwise`: arguments, backends, output shapes, FLOPs and examples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from effasr_kernels.runtime.torch_op import DifferentiableOp
 
 @dataclass(frozen=True, slots=True)
 class StridedArguments:
-    """The arguments of a call, checked.
+    """Validated arguments of a call.
 
     See `effasr_kernels.strided_depthwise.strided_depthwise`.
     """
@@ -51,6 +51,6 @@ OPERATION = DifferentiableOp(
     },
     outputs=lambda a: a.x.new_empty(a.layout.rows, a.x.shape[1] // 2, a.x.shape[2]),
     flops=_flops,
-    # Two of the four bands.
+    # The result has two of the four bands.
     examples=[Example("strided_depthwise", _example, 2 * 9 * CHANNELS * 40 * 2)],
 )

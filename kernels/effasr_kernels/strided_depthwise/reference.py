@@ -1,4 +1,4 @@
-"""The definition of `strided_depthwise`: what every other implementation must match."""
+"""Reference implementation of `strided_depthwise`, which all other backends must match."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from effasr_kernels.shared.strided import (
 from effasr_kernels.strided_depthwise.definition import StridedArguments
 
 _SLOTS = 4_096
-"""Slots that are widened at a time."""
+"""Maximum number of slots computed at a time."""
 
 
 def run(a: StridedArguments) -> Tensor:

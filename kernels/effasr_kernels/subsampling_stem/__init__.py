@@ -1,4 +1,4 @@
-"""The first two convolutions of the encoder, fused: what lies between them is never stored."""
+"""First two convolutions of the encoder, fused without storing the activation between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def subsampling_stem(
     rows_per_slot: int = 8,
     backend: Backend | str | None = None,
 ) -> Tensor:
-    r"""Quarter time and frequency by two 3 x 3 convolutions of stride 2, within each utterance.
+    r"""Subsample time and frequency by 4 with two 3 x 3 convolutions of stride 2 per utterance.
 
     .. math::
         z_{qgc} &= \max\Big(0, \; b_c + \sum_{i,j=0}^{2} w_{c,3i+j} \, x_{2q+i-1, \, 2g+j-1}\Big)
@@ -32,32 +32,31 @@ def subsampling_stem(
         y_{rfc} &= b'_c + \sum_{i,j=0}^{2} w'_{c,3i+j} \, z_{2r+i-1, \, 2f+j-1, \, c}
         \quad \text{for } 4r < L, \text{ else } 0
 
-    for an utterance of L mel rows; what lies outside it, or outside the bands, counts as zero, and
-    so do the rows of x past L, whatever they hold. These are the first layers of Hugging Face's
-    ``ParakeetEncoderSubsamplingConv2D`` with their masks, for each utterance alone. An utterance
-    of n encoder frames has s n rows of x, and s n / 4 rows of y.
+    for an utterance of L mel rows. Values outside the utterance or the bands are zero, and so are
+    the rows of x past L, even if they contain NaN. These are the first layers of Hugging Face's
+    ``ParakeetEncoderSubsamplingConv2D`` with their masks, applied to each utterance separately. An
+    utterance of n encoder frames has s n rows of x and s n / 4 rows of y.
 
-    Sums are taken in float32 (in float64 for float64), and z is never rounded. It is as large as
-    2^31 numbers at 420,000 rows of 80 bands with 256 channels; kernels recompute it. They give no
-    gradient to x: the reference does. Under autocast the floating arguments are cast as for a
-    matrix product.
+    Sums are computed in float32 (float64 for float64), and z is not rounded. For 420,000 rows of 80
+    bands and 256 channels z has 2^31 elements; kernels recompute it. Only the reference computes a
+    gradient of x. Under autocast the floating arguments are cast as for a matrix product.
 
     Args:
         x: (s T, F), floating point; F is a multiple of 4.
-        weight: w, (C, 9), the dtype of ``x``, as are all up to ``depthwise_bias``.
-        bias: b, (C,).
-        depthwise_weight: w', (C, 9).
-        depthwise_bias: b', (C,).
-        layout: The encoder frames of each utterance, T in all.
-        lengths: L, (N,), int32 or int64, on the device of ``x``. One over s n counts as s n.
-        rows_per_slot: s, rows of x of an encoder frame: a multiple of 4.
-        backend: Implementation to use; the fastest that can serve the call by default.
+        weight: w, (C, 9), the dtype of ``x``.
+        bias: b, (C,), the dtype of ``x``.
+        depthwise_weight: w', (C, 9), the dtype of ``x``.
+        depthwise_bias: b', (C,), the dtype of ``x``.
+        layout: Layout of the encoder frames, T in total.
+        lengths: L, (N,), int32 or int64, on the device of ``x``; limited to s n.
+        rows_per_slot: s, rows of ``x`` per encoder frame, a multiple of 4.
+        backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
-        (s T / 4, F / 4, C), the dtype of ``x``. Zeros in the tail.
+        y, (s T / 4, F / 4, C), the dtype of ``x``; zero in the tail.
 
     Raises:
-        ValueError: An argument is not as above.
+        ValueError: An argument is invalid.
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
     """
     x, weight, bias, depthwise_weight, depthwise_bias = checks.under_autocast(

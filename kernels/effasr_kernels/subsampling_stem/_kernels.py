@@ -1,14 +1,14 @@
-"""The stem on tensor cores: the first convolution is computed anew for each of nine taps.
+"""Kernels of the stem on tensor cores, which recompute the first convolution for each of nine taps.
 
-A number of the first convolution enters up to four results, 9 / 4 in the mean. A program that kept
-it would have to exchange it between threads; on tensor cores it costs less to compute it anew, with
-its nine weights and its bias padded to the 16 of one instruction. What it multiplies comes from
-memory as patches of 16 numbers, made beforehand, zeros where a row is not real: with the masks of
-two layers applied once, a tap is one load. That is a sixteenth of the activation of 256 channels.
+An output of the first convolution enters up to four results, 9 / 4 on average. Keeping it would
+require an exchange between threads; recomputing it on tensor cores costs less, with the nine
+weights and the bias padded to the 16 of one instruction. Its inputs are loaded as patches of 16
+elements that `stem_patches` has written, zero for padding rows. With the masks of both layers
+already applied, a tap is one load. The patches are a sixteenth of the activation of 256 channels.
 
-For each result this is 9 x 16 multiply-adds on tensor cores, and 9 x 2 instructions on the others
-(forward: zero if negative, multiply-add; backward: compare, select). Without tensor cores the
-forward alone would be 90, and the loads of the patches.
+Each result takes 9 x 16 multiply-adds on tensor cores and 9 x 2 other instructions (forward: ReLU,
+multiply-add; backward: compare, select). Without tensor cores the forward alone would take 90
+instructions and the loads of the patches.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from effasr_kernels.runtime.tiles import find_tile
 def _find_places(
     cu_places, lengths, sequences, places, tile, BINS: tl.constexpr, SPAN: tl.constexpr
 ):
-    """Find a span of places, each a row and a column of the result, within one utterance.
+    """Find a span of places (row and column of the result) within one utterance.
 
     Returns:
-        The utterance's first place, int64; how many it has; the span's first; real mel rows, 0 in
-        the tail; the row of ``x`` where the utterance begins, int64.
+        The first place of the utterance, int64; its number of places; the first place of the span,
+        relative to the utterance; the number of mel rows, 0 in the tail; the first row of the
+        utterance in ``x``, int64.
     """
     sequence, first, count, start = find_tile(cu_places, sequences, places, tile, SPAN)
     length = tl.load(lengths + sequence, mask=sequence < sequences, other=0).to(tl.int32)
-    # A row of BINS / 4 places stands for 4 mel rows.
+    # A row of BINS / 4 places corresponds to 4 mel rows.
     return first, count, start, length, first // (BINS // 4) * 4
 
 
@@ -48,21 +49,22 @@ def stem_patches(
     BLOCK_Q: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """What the first convolution multiplies, at each of its places: program (span of the result).
+    """Write the inputs of the first convolution at each of its places; one program per span.
 
-    Of the 16 numbers, nine are mel values, the next is a one for the bias, the others are zeros.
-    All are zeros where the row is not real, so that the convolution is, too.
+    The 16 elements of a patch are nine mel values, a one for the bias, and zeros. All are zero in
+    rows past the length, so that the convolution is zero there.
 
     Args:
-        x: (s T, F), a pointer, as are all up to ``patches``, and contiguous.
-        cu_places: int32 (N + 1,), where the places of the result of each utterance begin.
-        lengths: (N,), real mel rows.
-        patches: (s T / 2, F / 2, 16), the dtype of ``x``, written but for the tail.
+        x: (s T, F), contiguous.
+        cu_places: int32 (N + 1,), offsets of the places of the result of each utterance.
+        lengths: (N,), mel rows of each utterance.
+        patches: (s T / 2, F / 2, 16), contiguous, the dtype of ``x``, written except in the tail.
         sequences: N.
-        places: s T / 4 times F / 4, a quarter of the first convolution's.
+        places: s T / 4 times F / 4, places of the result; the first convolution has four times as
+            many.
         BINS: F.
-        BLOCK_Q: Places of a tile, of the first convolution.
-        SPAN: Places of a program, of the result.
+        BLOCK_Q: Places of the first convolution in a tile.
+        SPAN: Places of the result in a program.
     """
     first, count, start, length, mel_begin = _find_places(
         cu_places, lengths, sequences, places, tl.program_id(0), BINS, SPAN
@@ -91,14 +93,14 @@ def stem_patches(
 
 @triton.jit
 def _patch(patches, row, column, inside, TAP: tl.constexpr, BINS: tl.constexpr):
-    """The patches that one tap of the second convolution sees: (BLOCK_P, 16).
+    """Load the patches of one tap of the second convolution, (BLOCK_P, 16).
 
     Args:
-        patches: Pointers to that of row ``2 r``, column ``2 f``, for each place (r, f).
+        patches: Pointers to the patch of row ``2 r``, column ``2 f`` for each place (r, f).
         row: r, (BLOCK_P,).
         column: f, (BLOCK_P,).
-        inside: Which places are wanted, (BLOCK_P,).
-        TAP: Number of the tap, row by row.
+        inside: Mask of valid places, (BLOCK_P,).
+        TAP: Index of the tap, in row-major order.
         BINS: F.
     """
     seen = inside
@@ -113,7 +115,7 @@ def _patch(patches, row, column, inside, TAP: tl.constexpr, BINS: tl.constexpr):
 
 @triton.jit
 def _filters(weight, bias, c, CHANNELS: tl.constexpr):
-    """Weights and bias of the first convolution, as `_patch` has its factors: (BLOCK_C, 16)."""
+    """Load weights and bias of the first convolution in the order of `_patch`, (BLOCK_C, 16)."""
     k = tl.arange(0, 16)[None, :]
     known = (c < CHANNELS)[:, None]
     weights = tl.load(weight + c[:, None] * 9 + k, mask=known & (k < 9), other=0.0)
@@ -139,20 +141,20 @@ def stem_forward(
     BLOCK_C: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """One span of places and one block of channels: program (span, block).
+    """Compute one span of places and one block of channels; program (span, block).
 
-    Channels are the rows of every product, so that a thread holds few of them, and their taps stay
+    Channels are the rows of every product, so that a thread holds few of them and their taps stay
     in registers.
 
     Args:
-        patches: (s T / 2, F / 2, 16), a pointer, as are all up to ``y``, and contiguous.
-        weight: (C, 9), of the first convolution.
-        bias: (C,).
-        taps: (C, 9), of the second.
-        offset: (C,), its bias.
-        cu_places: int32 (N + 1,), where the places of each utterance begin.
-        lengths: (N,), real mel rows.
-        y: (s T / 4, F / 4, C), written; zeros where a row is not real.
+        patches: (s T / 2, F / 2, 16), contiguous.
+        weight: (C, 9), weights of the first convolution.
+        bias: (C,), bias of the first convolution.
+        taps: (C, 9), weights of the second convolution.
+        offset: (C,), bias of the second convolution.
+        cu_places: int32 (N + 1,), offsets of the places of each utterance.
+        lengths: (N,), mel rows of each utterance.
+        y: (s T / 4, F / 4, C), contiguous, written; zero in rows past the length.
         sequences: N.
         places: s T / 4 times F / 4.
         BINS: F.
@@ -172,7 +174,7 @@ def stem_forward(
     filters = _filters(weight, bias, c, CHANNELS)
     shift = tl.load(offset + c, mask=known, other=0.0).to(tl.float32)
     n = tl.arange(0, BLOCK_P)
-    # From 0: of a loop that begins at a number from memory, the compiler forgets all alignments.
+    # The loop starts at 0 because the compiler loses all alignments if it starts at a loaded value.
     for done in range(0, tl.minimum(SPAN, count - start), BLOCK_P):
         begin = start + done
         p = begin + n
@@ -197,17 +199,17 @@ def stem_forward(
 def _gathered(
     seen, patches, row, column, inside, filters, grad, TAP: tl.constexpr, BINS: tl.constexpr
 ):
-    """Sum the patches that one tap sees, where the first convolution is positive.
+    """Add the weighted patches of one tap where the first convolution is positive.
 
     Args:
-        seen: (BLOCK_C, 16), what to add to.
-        patches: As for `_patch`, and so are all up to ``inside``.
-        row: r.
-        column: f.
-        inside: Which places are wanted.
-        filters: From `_filters`.
-        grad: Of the result, by which each place is weighted: (BLOCK_C, BLOCK_P).
-        TAP: Number of the tap.
+        seen: (BLOCK_C, 16), the sum so far.
+        patches: Pointers as for `_patch`, (BLOCK_P,).
+        row: r, (BLOCK_P,).
+        column: f, (BLOCK_P,).
+        inside: Mask of valid places, (BLOCK_P,).
+        filters: Result of `_filters`, (BLOCK_C, 16).
+        grad: Gradient of the result, the weight of each place, (BLOCK_C, BLOCK_P).
+        TAP: Index of the tap, in row-major order.
         BINS: F.
     """
     patch = _patch(patches, row, column, inside, TAP, BINS)
@@ -221,7 +223,7 @@ def _finish(seen, filters, taps, c, to, TAP: tl.constexpr, CHANNELS: tl.constexp
     """Store the gradient of one tap of the second convolution.
 
     Returns:
-        What this tap adds to the gradients of the first: (BLOCK_C, 16).
+        Contribution of this tap to the gradients of the first convolution, (BLOCK_C, 16).
     """
     known = c < CHANNELS
     tl.store(to + c * 20 + 10 + TAP, tl.sum(seen * filters.to(tl.float32), 1), mask=known)
@@ -248,29 +250,30 @@ def stem_backward(
     BLOCK_C: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    r"""Every n-th span and one block of channels: program (n-th, block).
+    r"""Compute gradients of a block of channels; program (i, block) of n takes spans i, i + n...
 
-    All gradients come from one sum for each tap (i, j) of the second convolution,
+    All gradients follow from one sum for each tap (i, j) of the second convolution,
 
     .. math:: D_{ij,ck} = \sum_{rf} g_{rfc} \, [z_{2r+i-1,\,2f+j-1,\,c} > 0] \, P_{ij,rfk}
 
-    with the patches P of mel values and the first convolution z: of the first convolution's weights
-    that is :math:`\sum_{ij} w'_{c,ij} D_{ij,ck}`, of a tap :math:`\sum_k w_{ck} D_{ij,ck}`. No
-    factor of the product is rounded, since a gradient is either taken as it is or left out.
+    with the patches P of mel values and the first convolution z. The gradient of the weights of the
+    first convolution is :math:`\sum_{ij} w'_{c,ij} D_{ij,ck}`, that of a tap
+    :math:`\sum_k w_{ck} D_{ij,ck}`. No factor of the product is rounded, because each gradient is
+    either used unchanged or masked.
 
     Args:
-        patches: (s T / 2, F / 2, 16), a pointer, as are all up to ``partials``, and contiguous.
-        weight: (C, 9), of the first convolution.
-        bias: (C,).
-        taps: (C, 9), of the second.
-        cu_places: int32 (N + 1,), where the places of each utterance begin.
-        lengths: (N,), real mel rows.
-        grad_y: (s T / 4, F / 4, C).
-        partials: float32 (programs, C, 20), written: of each channel the gradients of the nine
-            weights, the bias, the nine taps and their bias.
+        patches: (s T / 2, F / 2, 16), contiguous.
+        weight: (C, 9), weights of the first convolution.
+        bias: (C,), bias of the first convolution.
+        taps: (C, 9), weights of the second convolution.
+        cu_places: int32 (N + 1,), offsets of the places of each utterance.
+        lengths: (N,), mel rows of each utterance.
+        grad_y: (s T / 4, F / 4, C), contiguous.
+        partials: float32 (programs, C, 20), contiguous, written: gradients of the nine weights, the
+            bias, the nine taps and their bias of each channel.
         sequences: N.
         places: s T / 4 times F / 4.
-        spans: How many spans there are.
+        spans: Number of spans.
         BINS: F.
         CHANNELS: C.
         BLOCK_P: Places of a tile.
@@ -282,7 +285,7 @@ def stem_backward(
     known = c < CHANNELS
     filters = _filters(weight, bias, c, CHANNELS)
     n = tl.arange(0, BLOCK_P)
-    # Sums over places are products with ones: others have threads exchange numbers at every step.
+    # Sums over places are products with ones; reductions would exchange values at every step.
     ones = tl.full((BLOCK_P, 16), 1.0, patches.dtype.element_ty)
     total = tl.zeros((BLOCK_C, 16), tl.float32)
     d0 = tl.zeros((BLOCK_C, 16), tl.float32)

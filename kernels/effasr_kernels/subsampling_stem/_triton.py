@@ -1,4 +1,4 @@
-"""`subsampling_stem` in Triton: the first convolution's activation lives in registers alone."""
+"""`subsampling_stem` in Triton, with the first convolution's activation only in registers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from effasr_kernels.subsampling_stem._kernels import stem_backward, stem_forward
 from effasr_kernels.subsampling_stem.definition import StemArguments
 
 _PROGRAMS = 198
-"""Rows of the backward's partial sums. With 256 channels, of which a program has 64, an H200 runs
-them in two rounds: three programs at a time fit into the registers of its 132 processors."""
+"""Rows of the backward's partial sums. With 256 channels and 64 per program, an H200 runs them in
+two waves: three programs at a time fit into the registers of each of its 132 multiprocessors."""
 
 _PATCH_SPAN = 128
 
@@ -24,7 +24,7 @@ _INT32_MAX = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How one kernel is cut: places and channels of a tile, places of a program, warps."""
+    """Places and channels of a tile, places of a program and number of warps of one kernel."""
 
     block_p: int
     block_c: int
@@ -33,24 +33,24 @@ class Config:
 
 
 def configs(dtype: torch.dtype, channels: int, major: int) -> tuple[Config, Config]:
-    """How to cut the forward and the backward.
+    """Return the configurations of the forward and the backward.
 
     Args:
-        dtype: Of the mel values.
+        dtype: Dtype of the mel values.
         channels: C.
-        major: Compute capability, the first number.
+        major: Major version of the compute capability.
     """
     padded = max(16, 1 << (channels - 1).bit_length())
     if dtype == torch.float32:
-        # Without tensor cores; products need both factors in registers.
+        # Products without tensor cores need both factors in registers, so tiles are small.
         return Config(32, 32, 256, 4), Config(32, 32, 256, 4)
     wide = min(padded, 128)
     return Config(32, wide, 256, 8 if wide == 128 else 4), Config(32, min(padded, 64), 256, 4)
 
 
 def unsupported_reason(a: StemArguments) -> str | None:
-    """The reason for which these arguments cannot be served, or None."""
-    # Whatever the mode: torch.library calls this without recording, and wants gradients later.
+    """Return why this backend does not support these arguments, or None if it does."""
+    # Independent of grad mode: torch.library calls this without it and needs gradients later.
     if a.x.requires_grad:
         return "gives no gradient to x, which are features"
     if a.x.shape[0] // 4 * (a.x.shape[1] // 4) > _INT32_MAX:
@@ -83,7 +83,7 @@ def forward(a: StemArguments) -> tuple[tuple[Tensor], tuple[()]]:
 
 
 def saved_like(a: StemArguments) -> tuple[()]:
-    """Nothing is saved: the backward computes the first convolution again."""
+    """Return no tensors, because the backward recomputes the first convolution."""
     return ()
 
 
@@ -93,7 +93,7 @@ def backward(
     results: Sequence[Tensor],
     saved: Sequence[Tensor],
 ) -> dict[str, Tensor | None]:
-    """The gradients of both weights and both biases."""
+    """Return the gradients of both weights and both biases."""
     x, bins = a.x, a.x.shape[1]
     channels, sequences = a.weight.shape[0], a.layout.num_sequences
     _, cut = configs(x.dtype, channels, capability(x.device)[0])
@@ -124,13 +124,13 @@ def backward(
 
 
 def _places(a: StemArguments) -> tuple[Tensor, int]:
-    """Where the places of the result of each utterance begin, int32 (N + 1,); how many are all."""
+    """Return the offsets of the places of each utterance, int32 (N + 1,), and their total."""
     per_slot = a.rows_per_slot // 4 * (a.x.shape[1] // 4)
     return a.layout.cu_seqlens * per_slot, a.layout.rows * per_slot
 
 
 def _patches(x: Tensor, cu_places: Tensor, lengths: Tensor) -> Tensor:
-    """What the first convolution multiplies: (s T / 2, F / 2, 16), a sixteenth of what it makes."""
+    """Return the input patches of the first convolution, (s T / 2, F / 2, 16)."""
     rows, bins = x.shape
     patches = x.new_empty(rows // 2, bins // 2, 16)
     sequences, places = lengths.shape[0], rows * bins // 16

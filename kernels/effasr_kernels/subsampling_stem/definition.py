@@ -1,4 +1,4 @@
-"""The definition of `subsampling_stem`: arguments, backends, shapes, work and examples."""
+"""Definition of `subsampling_stem`: arguments, backends, output shapes, FLOPs and examples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from effasr_kernels.runtime.torch_op import DifferentiableOp
 
 @dataclass(frozen=True, slots=True)
 class StemArguments:
-    """The arguments of a call, checked; see `effasr_kernels.subsampling_stem.subsampling_stem`."""
+    """Validated arguments of a call; see `effasr_kernels.subsampling_stem.subsampling_stem`."""
 
     x: Tensor
     weight: Tensor
@@ -60,7 +60,7 @@ OPERATION = DifferentiableOp(
     },
     outputs=_outputs,
     flops=_flops,
-    # Each frame is 4 rows of 8 columns after the first convolution, 2 rows of 4 after the second.
+    # A frame has 4 rows of 8 columns after the first convolution, 2 rows of 4 after the second.
     examples=[
         Example("subsampling_stem", _example, 2 * 9 * CHANNELS * 40 * (4 * 8 + 2 * 4)),
     ],

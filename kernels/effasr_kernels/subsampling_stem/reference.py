@@ -1,4 +1,4 @@
-"""The definition of `subsampling_stem`: what every other implementation must match."""
+"""Reference implementation of `subsampling_stem`, which all other backends must match."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from effasr_kernels.shared.strided import (
 from effasr_kernels.subsampling_stem.definition import StemArguments
 
 _SLOTS = 1_024
-"""Slots whose first convolution exists at a time."""
+"""Maximum number of slots computed at a time."""
 
 
 def run(a: StemArguments) -> Tensor:
     """See `effasr_kernels.subsampling_stem.subsampling_stem`."""
     x, weight, bias, layout = a.x, a.weight, a.bias, a.layout
     slots = widen(x).view(layout.rows, a.rows_per_slot, x.shape[1])
-    # Contiguous: the gradient of a transposed view would be a product in a slow order.
+    # Contiguous, because the product for the gradient of a transposed view would be slow.
     filters = widen(torch.cat([weight.T, bias[None]])).contiguous()
     taps, offset = widen(a.depthwise_weight.T).reshape(3, 3, -1), widen(a.depthwise_bias)
     first, left = slot_table(layout, a.lengths, a.rows_per_slot)
@@ -42,24 +42,24 @@ def run(a: StemArguments) -> Tensor:
 
 
 def _patches(slots: Tensor, first: Tensor, left: Tensor) -> Tensor:
-    """What the first convolution multiplies with its weights and its bias, at each place.
+    """Return the factors of the weights and the bias of the first convolution at each place.
 
-    All ten numbers are zero where the row is not real, so that the result is, too.
+    All ten factors are zero in rows past the length, so that the result is zero there.
 
     Args:
-        slots: (T, s, F), where rows that are not real may hold anything.
-        first: Whether each slot is the first of its sequence: (T,).
-        left: Real mel rows from each slot on: (T,).
+        slots: (T, s, F); rows past the length may contain any values.
+        first: bool (T,), whether each slot is the first of its sequence.
+        left: int64 (T,), mel rows from the start of each slot to the end of its sequence.
 
     Returns:
-        (10, 2, 2, s T / 4, F / 4): places in the order of `StridedTaps`.
+        (10, 2, 2, s T / 4, F / 4), with places in the order of `StridedTaps`.
     """
     rows_per_slot, bins = slots.shape[1:]
     x = slots.flatten(0, 1).index_fill(0, unreal_rows(left, rows_per_slot, 1), 0)
     even, odd = x.view(-1, 2, bins).unbind(1)
     half = rows_per_slot // 2
     unreal = unreal_rows(left, half, 2)
-    # Of the three rows only this one may be real where the row of the result is not.
+    # In result rows past the length, only this one of the three input rows can be within it.
     before = F.pad(odd, (0, 0, 1, 0))[:-1]
     before = before.index_fill_(0, first_rows(first, half), 0).index_fill_(0, unreal, 0)
     rows = F.pad(torch.stack([before, even, odd]), (1, 0)).unfold(2, 3, 2)

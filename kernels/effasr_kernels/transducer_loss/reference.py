@@ -1,4 +1,4 @@
-"""The definition of `transducer_loss`: what every other implementation must match."""
+"""Reference implementation of `transducer_loss`, which all other backends must match."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(a: TransducerArguments) -> Tensor:
     classes = a.weight.shape[0] - len(durations)
     check_labels("transducer_loss", labels, classes, exception, a.blank_id)
     packed = {"encoded": a.encoded, "predicted": a.predicted}
-    # What is written over has to be the argument itself, and is widened by sequences.
+    # Overwritten arguments must be passed themselves; they are widened for each sequence.
     rows = (x if name in a.overwritten else widen(x) for name, x in packed.items())
     inputs = (*rows, widen(a.weight), widen(a.bias))
     with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
@@ -51,14 +51,14 @@ def run(a: TransducerArguments) -> Tensor:
 
 
 class _TransducerLoss(torch.autograd.Function):
-    """The loss, whose forward also leaves the gradient of its sum.
+    """Autograd function whose forward also computes the gradient of the sum of losses.
 
-    Unless that is to be where the inputs are: then the backward computes all of it afresh.
+    If gradients overwrite the inputs, the backward computes them instead.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        """The inputs of `_losses`, then its settings."""
+        """Return the losses for the inputs of `_losses`, followed by its settings."""
         inputs, ctx.settings = args[:-1], args[-1]
         losses, gradients = _losses(inputs, None, ctx.settings)
         ctx.save_for_backward(*inputs, *gradients)
@@ -69,7 +69,7 @@ class _TransducerLoss(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Scale the gradient of the sum, or compute another weighting afresh."""
+        """Scale the gradient of the sum, or recompute it if losses have different weights."""
         (grad,) = grad_outputs
         overwritten = ctx.settings.overwritten
         inplace_grad.begin(ctx, "transducer_loss", overwritten)
@@ -77,13 +77,13 @@ class _TransducerLoss(torch.autograd.Function):
         if overwritten:
             _, gradients = _losses(inputs, grad, replace(ctx.settings, with_gradient=True))
             return *(x.detach() for x in gradients), None, None
-        # Those without frames, with which a static shape is filled up, have no gradient at all.
+        # Sequences without frames, which pad a static shape, have no gradient.
         lengths = torch.tensor(ctx.settings.frames.lengths, device=grad.device)
         counted = grad[lengths > 0]
         if counted.numel() and bool((counted == counted[0]).all()):
             gradients = tuple(gradient * counted[0] for gradient in gradients)
         else:
-            # The gradients of weight and bias are sums over sequences: too late to weight them.
+            # Gradients of weight and bias are already summed over sequences, so recompute them.
             _, gradients = _losses(inputs, grad, ctx.settings)
         return *gradients, None, None
 
@@ -91,12 +91,12 @@ class _TransducerLoss(torch.autograd.Function):
 def _losses(
     inputs: tuple[Tensor, ...], scales: Tensor | None, settings: _Settings
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The loss of every sequence, and the gradients of their sum weighted by ``scales`` (N,).
+    """Return the loss of every sequence and the gradients of their weighted sum.
 
     Args:
         inputs: encoded, predicted, weight, bias and targets.
-        scales: Of each loss in the sum; all 1 by default.
-        settings: The rest.
+        scales: Weight of each loss in the sum, (N,); all 1 by default.
+        settings: Remaining arguments of the operation.
     """
     encoded, predicted, weight, bias, targets = inputs
     losses = weight.new_zeros(settings.frames.num_sequences)
@@ -125,7 +125,7 @@ def _losses(
             if scales is not None:
                 dz *= scales[n]
             _accumulate(gradients, f, g, dz, h, weight, settings.activation)
-    # Of what is overwritten, all rows are, also those of no sequence.
+    # All rows of an overwritten tensor are overwritten, including those of the tail.
     for gradient, offsets in zip(gradients[:2], (rows_f, rows_g), strict=False):
         gradient[offsets[-1] :] = 0
     return losses, gradients
@@ -139,13 +139,13 @@ def _logit_gradient(
     labels: Tensor,
     settings: _Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of one sequence, its gradient (T, U + 1, V + D) at logits, and the joint's output.
+    """Return the loss of one sequence, the gradient of its logits, and the joint's output.
 
-    Without a gradient the second result is meaningless.
+    The gradient is (T, U + 1, V + D); it is undefined if the settings request no gradient.
     """
     h = encoded[:, None] + predicted
     h = h.relu_() if settings.activation == "relu" else h.tanh_()
-    # As a layer of that dtype would, for a product of matrices.
+    # Rounded as the input of a matrix product of that dtype.
     h = h.to(settings.dtype).to(h.dtype)
     z = torch.addmm(bias, h.flatten(0, 1), weight.T).view(*h.shape[:2], -1)
     classes = z.shape[-1] - len(settings.durations)
@@ -173,7 +173,7 @@ def _logit_gradient(
 def _sum_paths(
     log_blank: Tensor, log_label: Tensor, log_durations: Tensor, settings: _Settings
 ) -> tuple[Tensor, ...]:
-    """The log-likelihood and, if a gradient is wanted, how much of it passes each step."""
+    """Return the log-likelihood and, if a gradient is needed, the occupancy of each step."""
     if not settings.durations:
         if settings.with_gradient:
             return lattice.occupancies(log_blank, log_label)
@@ -193,7 +193,7 @@ def _accumulate(
     weight: Tensor,
     activation: str,
 ) -> None:
-    """Add one sequence's share to the gradients of encoded, predicted, weight and bias."""
+    """Add the gradients of one sequence to those of encoded, predicted, weight and bias."""
     of_encoded, of_predicted, of_weight, of_bias = gradients
     dz_rows, h_rows = dz.flatten(0, 1), h.flatten(0, 1)
     of_weight.addmm_(dz_rows.T, h_rows)
