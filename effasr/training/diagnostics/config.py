@@ -1,4 +1,4 @@
-"""Configuration of the warnings."""
+"""Configuration of the training diagnostics."""
 
 from __future__ import annotations
 
