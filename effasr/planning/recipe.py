@@ -94,7 +94,7 @@ class RecipeRequest:
 
     @property
     def _batch_seconds(self) -> float:
-        """Audio of a step, in seconds; less than usual for a tiny corpus, for some steps an epoch."""
+        """Audio of a step, in seconds; reduced for a tiny corpus, for several steps an epoch."""
         every = self.hours * 3600 * len(SPEEDS)
         return min(self.practice.batch_seconds, every / _LEAST_STEPS_OF_EPOCH)
 
