@@ -23,10 +23,11 @@ def range(name: str, number: int | None = None) -> AbstractContextManager:
     """Return a context whose duration shows under ``name`` once `enable` was called.
 
     Args:
-        name: Registered with the profiler for good, so names must be few: no step numbers.
-        number: What tells ranges of the same name apart, such as the step. It is the payload of
-            the ``nvtx`` package's ranges; the other libraries have none, and ranges of a name are
-            told apart by their order there.
+        name: Name of the range. Profilers register it permanently, so names must be few and without
+            step numbers.
+        number: Number that distinguishes ranges of the same name, such as the step. It is the
+            payload of the ``nvtx`` package's ranges; the other libraries have no payload, and
+            ranges of a name are distinguished by their order.
     """
     return _NOTHING if _make is None else _make(name, number)
 

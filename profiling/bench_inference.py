@@ -79,12 +79,12 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Utterances:
-    """What is transcribed.
+    """The transcribed utterances.
 
     Attributes:
         batch: Batch on the device.
         seconds: Seconds of all audio.
-        limits: Tokens to say of each.
+        limits: Number of tokens to generate for each.
     """
 
     batch: Batch

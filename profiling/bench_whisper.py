@@ -75,14 +75,14 @@ _PAUSE_S = 0.3
 
 @dataclass
 class Measured:
-    """What is known of a system so far.
+    """Results of a system so far.
 
     Attributes:
-        process: It.
-        about: What it said when it was loaded, and what the check found.
-        checked: Its answer to the check.
+        process: Process of the system.
+        about: Its reply after loading, and the result of the check.
+        checked: Its reply to the check.
         losses: Losses of each step.
-        runs: Its answers to those that are timed.
+        runs: Its replies to the timed runs.
     """
 
     process: SystemProcess
@@ -283,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _systems(options: argparse.Namespace) -> list[str]:
-    """Those that are asked for, in the order of the table.
+    """Return the requested systems, in the order of the table.
 
     Raises:
         ValueError: One is unknown, or a number is out of range.

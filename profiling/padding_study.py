@@ -1,4 +1,4 @@
-"""How much of a batch is padding, for each way of batching: a table, CSV and a picture.
+"""Measures the padding of batches for each batching method: a table, CSV and a picture.
 
     python profiling/padding_study.py LIST ... [--budgets 8000 24000] [--csv FILE] [--picture FILE]
 
@@ -36,8 +36,9 @@ class Row:
 
     Attributes:
         lengths: Name of the list, or of the run.
-        strategy: How it was batched.
-        figures: By the names of `effasr.data.sampling.report.PlanReport`, and of the budgets.
+        strategy: Batching method.
+        figures: Figures by the field names of `effasr.data.sampling.report.PlanReport`, and the
+            budgets.
     """
 
     lengths: str
@@ -135,7 +136,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def write_picture(path: Path, rows: Sequence[Row]) -> None:
-    """What of frames, tokens and FLOPs is padding, of all rows that have all three."""
+    """Return the padding shares of frames, tokens and FLOPs, over rows that have all three."""
     rows = [row for row in rows if "padding_flops" in row.figures]
     if not rows:
         raise ValueError("`--picture` needs a list: runs measure no FLOPs.")

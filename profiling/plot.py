@@ -31,7 +31,7 @@ KEYS = {
     "transducer_memory": ("backend", "batch", "joint", "classes", "dtype"),
     "inference": ("system", "shape", "size", "batch", "dtype"),
 }
-"""What tells the rows of a file apart, beside what they were measured on."""
+"""Columns that identify the rows of a file, besides the machine."""
 _MODES = {
     **{"eager": "", "graph": "CUDA graph", "compile": "compiled"},
     "graph_compile": "compiled, CUDA graph",
@@ -45,10 +45,10 @@ class Line:
     """A line of a picture and of its table.
 
     Attributes:
-        name: In front of the bars.
+        name: Label in front of the bars.
         values: Lengths of the bars, one for each panel; None where nothing was measured.
-        row: What it is of.
-        command: Measures it again.
+        row: Row of the table that it shows.
+        command: Command that measures it again.
     """
 
     name: str
@@ -174,7 +174,7 @@ def ops_picture(rows: Sequence[Row]) -> list[Picture]:
 
 
 def _sizes(shape: str) -> str:
-    """Those that decide; how many utterances there are, and how long, follows from the list."""
+    """Return the sizes that matter; number and lengths of utterances follow from the list."""
     return " ".join(size for size in shape.split() if size.split("=")[0] in _SIZES)
 
 

@@ -86,13 +86,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _describe(survey: Survey, framing: Framing, impossible: int, *, has_ctc: bool) -> None:
-    """Print what the corpus is like, and warn where CTC would be hard to train on it.
+    """Print statistics of the corpus, and a warning where CTC would be hard to train on it.
 
     Args:
-        survey: What was kept.
-        framing: Of the model to train.
-        impossible: How many utterances were dropped because CTC cannot align them.
-        has_ctc: Whether there are tokens, and they are for a model that can have a CTC head.
+        survey: Counts of the kept utterances.
+        framing: Encoder framing of the model to train.
+        impossible: Number of utterances dropped because CTC cannot align them.
+        has_ctc: Whether there are tokens, for a model that can have a CTC head.
     """
     from effasr.data.features.frame_geometry import Framing
     from effasr.data.statistics import guidance

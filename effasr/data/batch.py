@@ -89,8 +89,8 @@ class Batch:
     token_lengths: tuple[int, ...]
     """Tokens of each utterance; ``tokens.layout`` also counts padding put after it."""
     source: PackedSequence | None = None
-    """Of a text-only batch, int64 (T,): what the text encoder reads. Then ``audio`` has no row, and
-    ``frames`` is the layout of this."""
+    """Text encoder input of a text-only batch, int64 (T,). Such a batch has no rows in ``audio``,
+    and ``frames`` is the layout of ``source``."""
 
     @property
     def num_frames(self) -> int:

@@ -283,7 +283,7 @@ class Loader:
 
 
 def _uneven(micro_batches: int, world_size: int) -> str:
-    """What it costs that ranks cannot share the micro-batches of a step."""
+    """Return a message about the idle time if ranks cannot share the micro-batches equally."""
     rounds = -(-micro_batches // world_size)
     idle = rounds * world_size - micro_batches
     return (

@@ -21,7 +21,7 @@ from effasr.untrusted.files import read_text
 _log = logging.getLogger(__name__)
 
 _SYNTAX = re.compile(r"([\\`*\[\]]|^[#>+-])")
-"""What begins code, emphasis, a link, a heading or a list."""
+"""Characters that begin code, emphasis, a link, a heading or a list in Markdown."""
 
 MARK = "<!-- Written by `effasr export`, which replaces the file as long as this line is in it. -->"
 

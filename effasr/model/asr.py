@@ -274,7 +274,8 @@ class ASRModel(nn.Module):
         Args:
             tokens: int64 (U,), prompts and transcripts.
             encoded: The encoder output, as many sequences.
-            guided_sigma: As in `forward`.
+            guided_sigma: Width of the diagonal of guided attention, see `forward`; None for no
+                penalty.
 
         Returns:
             Hidden states (U, decoder width), and the penalty of each token, averaged over layers

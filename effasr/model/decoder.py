@@ -265,7 +265,7 @@ class Decoder(nn.Module):
         return F.dropout(x, self.config.input_dropout, self.training)
 
     def position_table(self) -> Tensor:
-        """What `embed` adds to tokens at each position: (max_positions, width)."""
+        """Return the position embeddings that `embed` adds to tokens: (max_positions, width)."""
         weight = self.embed_tokens.weight
         return self._places(torch.arange(self.config.max_positions, device=weight.device))
 

@@ -38,7 +38,7 @@ _BACKWARD = re.compile(r"^backward", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Where and when the host asked for each row of work.
+    """Host times and threads at which each row of work was launched.
 
     Attributes:
         row: Row of ``launches``, or -1.
@@ -108,7 +108,7 @@ def attribute(table: Table, launches: Launches, steps: dict[int, step_ranges.Ste
     Args:
         table: The capture.
         launches: Launches of its work.
-        steps: By process.
+        steps: Steps of each process.
     """
     work, ranges = table.work, table.ranges
     place_of_name = np.empty(len(table.names), np.int64)

@@ -28,7 +28,7 @@ class Pieces:
         row: Row of the work.
         step: Step of the lane, counted from 0.
         work: Duration, ns.
-        wall: What it adds to the union of all work of the lane, ns.
+        wall: Time that it adds to the union of all work of the lane, ns.
     """
 
     row: np.ndarray

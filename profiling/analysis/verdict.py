@@ -1,4 +1,4 @@
-"""What limits the run, in one sentence, and what to do about it, with the most it can gain.
+"""Names the bottleneck of a run in one sentence, with a remedy and its largest possible gain.
 
 The bound is Amdahl's: a part that takes the share r of a step, if it took no time at all, would
 make the run 1 / (1 - r) times as fast. No change can gain more from that part.

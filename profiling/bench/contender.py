@@ -1,4 +1,4 @@
-"""What is timed: one way to compute an operation, and how to compare it with another."""
+"""Benchmarked implementations of an operation, and their comparison with each other."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Case:
 
     Attributes:
         op: Its name in `effasr_kernels.OPERATIONS`.
-        kind: What is particular: ``causal``, ``relative``, ...
+        kind: Variant of the operation: ``causal``, ``relative``, ...
         shape: The sizes, for the row.
         ours: Makes the contender of one of our backends.
         peers: Makes those of others, by name; may fail where a package is missing.
@@ -97,12 +97,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Gold:
-    """What the reference computes, and how much work that is.
+    """Results of the reference, and the amount of work.
 
     Attributes:
         outcome: Results and gradients.
         flops: Floating-point operations of the forward, and of both passes; without padding.
-        bytes: What must move at least, likewise: each input and result once.
+        bytes: Least number of bytes to move, likewise: each input and result once.
     """
 
     outcome: dict[str, Tensor]
@@ -157,7 +157,7 @@ class Padding:
     """The same sequences as a padded batch; empty ones left out. Outside of what is timed."""
 
     def __init__(self, layout: PackedLayout):
-        """Of a layout."""
+        """Create the padding of a layout."""
         self.layout = layout
         self.kept = [n for n, length in enumerate(layout.lengths) if length]
         lengths = [layout.lengths[n] for n in self.kept]

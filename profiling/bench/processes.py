@@ -21,7 +21,7 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended.
+    """Outcome of a command.
 
     Attributes:
         code: Its exit code, negative for a signal; None where it was ended at its limit.
@@ -57,7 +57,7 @@ def run(
         command: Program and arguments.
         seconds: After which its process group is ended; None for no limit.
         environment: Its variables; by default those of this process.
-        directory: Where it runs.
+        directory: Working directory.
         echo: Called with each line of its output as it comes, on another thread.
         watch: Called with the process once it has been started, to send it a signal, say; it must
             return within the limit.

@@ -1,4 +1,4 @@
-"""What a row was measured on, and of which sources."""
+"""Describes the machine and the source versions of a measured row."""
 
 from __future__ import annotations
 

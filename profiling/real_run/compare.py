@@ -1,4 +1,4 @@
-"""What two runs left behind, compared to the last bit."""
+"""Compares the files of two runs bit by bit."""
 
 from __future__ import annotations
 

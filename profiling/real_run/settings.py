@@ -1,4 +1,4 @@
-"""How large the runs are: on a GPU, and in a dry run on a CPU."""
+"""Sizes of the runs: on a GPU, and in a dry run on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from real_run.corpus import Corpus
 
 @dataclass(frozen=True)
 class Size:
-    """Of the runs.
+    """Sizes of the runs.
 
     Attributes:
         utterances: Utterances of the corpus.

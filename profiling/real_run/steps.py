@@ -1,7 +1,7 @@
-"""What ``profiling/train_on_gpu.py`` does, a step after the other: each runs `effasr` and checks.
+"""The steps of ``profiling/train_on_gpu.py`` in order: each runs `effasr` and checks the result.
 
-A step returns what it found, for its row; it raises `Failed` where that is not as it must be, and
-`LeftOut` where it cannot be done here.
+A step returns the text for its row. It raises `Failed` if a result is wrong, and `LeftOut` if the
+step cannot run here.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class LeftOut(Exception):
 
 @dataclass
 class Context:
-    """What the steps share.
+    """State shared by the steps.
 
     Attributes:
-        output: Folder of logs and of what runs tell.
+        output: Folder of logs and of the runs' reports.
         work: Folder of corpus, runs and checkpoints; not kept.
         size: Size of the runs.
         dry: On the CPU.
@@ -239,7 +239,7 @@ def kill_and_resume(context: Context) -> str:
 
 
 def quiet(context: Context) -> str:
-    """What the following steps are compared with: no dropout, no SpecAugment, nothing special."""
+    """Train the baseline of the following steps: no dropout, no SpecAugment, default options."""
     run = context.train(QUIET, *_quiet_overrides(context), quiet=True)
     return described(run, context.size.quiet_steps)[1]
 
@@ -361,8 +361,8 @@ class RunStep:
 
     Attributes:
         name: Name of its row and log.
-        do: What it does.
-        least_s: Seconds without which it is not begun, on a GPU, where kernels are compiled.
+        do: Function that runs the step.
+        least_s: Least seconds left for starting it on a GPU, where kernels are compiled.
         dry_s: The same in a dry run.
     """
 

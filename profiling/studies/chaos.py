@@ -43,14 +43,14 @@ _GOOD = "the same weights, moments and metrics, to the last bit, from the same u
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of it.
+    """Result of a run with faults.
 
     Attributes:
         kills: Processes killed, by kind.
-        attempts: How often torchrun started the ranks.
+        attempts: Number of times that torchrun started the ranks.
         steps: Steps of the run.
-        repeated: Steps that were made once more after a restart.
-        faults: What is not as it must be; empty is good.
+        repeated: Steps that were repeated after a restart.
+        faults: Violated expectations; empty if there are none.
     """
 
     kills: dict[str, int]

@@ -65,13 +65,13 @@ RUNGS = (*LADDER[:-1], _CALIBRATED, LADDER[-1])
 
 @dataclass(slots=True)
 class Measured:
-    """What steps of a strategy took.
+    """Cost of the steps of a strategy.
 
     Attributes:
-        cpu_seconds: Cpu seconds of this process, in forward, backward and update.
+        cpu_seconds: CPU seconds of this process, in forward, backward and update.
         audio_seconds: Audio seconds of their utterances, shortened.
-        steps: How many there were.
-        of_steps: How many an epoch has.
+        steps: Number of measured steps.
+        of_steps: Number of steps of an epoch.
     """
 
     of_steps: int
@@ -125,8 +125,8 @@ class Workload:
 
     Attributes:
         selection: Lengths of the utterances.
-        planned: By one strategy.
-        order: Steps, in the order in which they are run.
+        planned: Plan of one strategy.
+        order: Steps in the order of execution.
     """
 
     selection: Selection
@@ -244,7 +244,7 @@ def measure_all(
 
 
 def _settings() -> TrainConfig:
-    """Of a small encoder and decoder, on one core."""
+    """Return the configuration of a small encoder and decoder, on one core."""
     # Noise has no alignment for CTC to find.
     without_ctc = ["model.ctc=false", "loss={ctc_weight: 0.0}"]
     settings = config.load(

@@ -40,10 +40,10 @@ class Errors:
     """Reported minus true times of one kind, in milliseconds.
 
     Attributes:
-        words: How many were compared.
-        mean: Mean of the errors' sizes.
-        bias: Their median, with its sign.
-        p95: The size that 95 % do not exceed.
+        words: Number of compared words.
+        mean: Mean absolute error.
+        bias: Median error, with its sign.
+        p95: 95th percentile of the absolute error.
         within_80_ms: Share of errors of at most one encoder frame.
     """
 

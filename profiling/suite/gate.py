@@ -36,10 +36,10 @@ class Group:
     """Outcomes of the tests of an operation, or of the model.
 
     Attributes:
-        passed: How many.
-        skipped: How many could not run here.
-        failed: Which.
-        unfinished: How many were still to be run when time was over.
+        passed: Number of passed tests.
+        skipped: Number of tests that could not run here.
+        failed: Failed tests.
+        unfinished: Number of tests that were still to be run when time was over.
     """
 
     passed: int = 0
@@ -96,7 +96,7 @@ def groups_of(test: str) -> tuple[str, ...]:
     """Return the operations that a test covers.
 
     Args:
-        test: As pytest names it, ``tests/gpu/test_ctc_loss.py::test_x[float32]``; or its file.
+        test: Test id as in pytest, ``tests/gpu/test_ctc_loss.py::test_x[float32]``; or its file.
     """
     file, _, name = test.partition("::")
     path = Path(file)
@@ -128,7 +128,7 @@ class Gate:
     """Results of the tests.
 
     Attributes:
-        groups: By name.
+        groups: Groups by name.
     """
 
     def __init__(self, groups: Mapping[str, Group] | None = None) -> None:

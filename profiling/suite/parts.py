@@ -77,9 +77,9 @@ class Part:
     Attributes:
         name: Name for ``--only`` and ``--skip``.
         about: A line of help.
-        steps: What to run, by the setting and what the tests have shown.
-        calls: In which calls it runs; for each the floor in seconds that earlier parts leave it,
-            and its weight in what is spare.
+        steps: Returns the steps to run from the setting and the test results.
+        calls: Calls in which it runs; for each the least seconds that earlier parts leave it, and
+            its weight in the spare time.
         uses: Groups of tests on which its rows rest.
     """
 

@@ -267,12 +267,12 @@ def markdown(
 
     Args:
         results: Results of the steps so far.
-        rows: That this run has measured.
+        rows: Rows measured by this run.
         where: Device, versions, sources.
-        dry: Whether nothing is a figure of a GPU.
-        gate: What tests have shown.
-        state: What is running, where the suite has not ended, and what else is to be said.
-        call: Its number.
+        dry: Whether no figure comes from a GPU.
+        gate: Test results.
+        state: Running step of an unfinished suite, and other remarks.
+        call: Number of the call.
     """
     head = ", ".join(
         f"{name} {where[name]}" for name in ("torch", "triton", "git") if name in where

@@ -21,7 +21,7 @@ class TextPair:
     Attributes:
         id: Its name.
         origin: File and line, for messages.
-        source: What is to be translated.
+        source: Text to translate.
         text: The translation.
         prompt: Languages and task.
     """

@@ -182,7 +182,7 @@ class _Bounded:
 
 
 def _is_small(name: str, size: int) -> bool:
-    """Whether a file is no model: some have a second one, to align words, which is not read."""
+    """Return whether a file is not a model: a second model, for word alignment, is not read."""
     return size <= _MOST_BYTES and not name.endswith((".ckpt", ".nemo"))
 
 

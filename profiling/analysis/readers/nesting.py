@@ -42,8 +42,8 @@ class Nest:
 
     Args:
         ranges: Rows of `RANGE`.
-        rows: Which of them count.
-        order_of_names: As `sort_key`.
+        rows: Rows to consider.
+        order_of_names: Order of the names, as in `sort_key`.
 
     Attributes:
         parent: int64, for each row of ``ranges``: the row of the range around it, or -1.

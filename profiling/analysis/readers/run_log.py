@@ -1,4 +1,4 @@
-"""What metrics.jsonl of a run says: padding, waiting, utilisation of the FLOPs."""
+"""Reads metrics.jsonl of a run: padding, waiting time, FLOPs utilisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user names on the command line: captures, run directories, or both."""
+"""Resolves the command-line inputs: captures, run directories, or both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_TRACES = {"checkpoints", "evaluation"}
 
 @dataclass(slots=True)
 class Subject:
-    """What one report is about.
+    """The input of one report.
 
     Attributes:
         name: Name of the run directory or the first file.

@@ -118,7 +118,7 @@ def _varlen(
     causal: bool,
     turn: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> Contender:
-    """As torch has it: gradients of the queries are summed in any order."""
+    """Return torch's variable-length attention; query gradients are summed in any order."""
     from torch.nn.attention.varlen import varlen_attn
 
     # torch 2.10 has a flag in the place of a window.

@@ -17,7 +17,7 @@ _TAPS = 9
 
 
 def cases(workload: Workload) -> list[Case]:
-    """Of a Conformer's block, alone and as in training; and of the subsampling."""
+    """Return cases of a Conformer's convolution, alone and as in training, and of subsampling."""
     return [depthwise(workload), gated(workload), stem(workload), strided(workload)]
 
 

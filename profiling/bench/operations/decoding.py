@@ -1,4 +1,4 @@
-"""What decoding calls for each token, beside what it replaces: padded caches, and all logits."""
+"""Operations of a decoding step, compared with what they replace: padded caches, all logits."""
 
 from __future__ import annotations
 

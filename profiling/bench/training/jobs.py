@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from bench import processes
 
 MODES = ("eager", "graph", "compile", "graph_compile")
-"""How the kernels of a step are launched and made: see ``training.cuda_graph`` and ``compile``."""
+"""Launch and compilation of a step's kernels: see ``training.cuda_graph`` and ``compile``."""
 STATIC = "packed_static"
 """The system with static shapes, which graphs and compilation need."""
 LEFT_OUT = 3
@@ -25,7 +25,7 @@ class Job:
 
     Attributes:
         model: Name of the model; None for the one of the device.
-        system: What is timed.
+        system: System that is timed.
         mode: Mode of `MODES`.
     """
 
@@ -42,12 +42,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a job ended.
+    """Outcome of a job.
 
     Attributes:
-        job: Which.
+        job: The job.
         status: ``ok``, ``left out`` or ``failed``.
-        reason: Why it is not ok.
+        reason: Reason of a status other than ok.
     """
 
     job: Job

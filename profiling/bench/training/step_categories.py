@@ -1,4 +1,4 @@
-"""Where the time of recorded training steps goes, by category of kernel: rows of a table."""
+"""Divides the time of recorded training steps by category of kernel: rows of a table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def of_trace(trace: Path) -> Iterator[dict[str, Any]]:
     those where the device waits included.
 
     Args:
-        trace: As `bench.training.systems.Effasr.record` leaves it.
+        trace: Trace written by `bench.training.systems.Effasr.record`.
 
     Raises:
         ValueError: It is damaged, or holds no work.

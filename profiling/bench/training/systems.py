@@ -30,7 +30,7 @@ from effasr.training.step import StepReport, train_step
 
 @dataclass(frozen=True)
 class Timed:
-    """What the steps of a system took.
+    """Measurements of the steps of a system.
 
     Attributes:
         seconds: Seconds of each step.
@@ -220,7 +220,7 @@ def without_chance(config: ModelConfig) -> ModelConfig:
 def loss_difference(
     config: TrainConfig, model: ASRModel, workload: Workload, device: torch.device
 ) -> float:
-    """How far the two models' losses are apart on a few utterances, as a part of the loss."""
+    """Return the relative difference of the two models' losses on a few utterances."""
     plain = ASRModel.from_state_dict(
         without_chance(model.config), model.vocab_size, model.state_dict()
     )

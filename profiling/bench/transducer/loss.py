@@ -23,12 +23,12 @@ _SUBSAMPLED = {"8x": 12.5, "4x": 25.0}
 _SECONDS, _LABELS = 40.0, 200
 _REFERENCE_FRAMES = 1_000
 DURATIONS = (0, 1, 2, 3, 4)
-"""Of Parakeet TDT."""
+"""Durations of Parakeet TDT."""
 DEFAULTS = {
     **{"activation": "relu", "fastemit": 0.0, "durations": None, "sigma": 0.0},
     "overwritten": (),
 }
-"""Of the operation, for calls that go past its public function."""
+"""Default arguments of the operation, for calls that bypass its public function."""
 
 
 def cases(workload: Workload) -> list[Case]:
@@ -139,6 +139,6 @@ PEERS: dict[str, Callable[[Batch], Contender]] = {
 TDT_PEERS: dict[str, Callable[[Batch], Contender]] = {
     "transformers dense": packages.transformers_tdt,
 }
-"""Of a transducer with durations."""
+"""Peers for a transducer with durations."""
 OWN = {"FlashRNNT's way, in torch", "NeMo's way, torch", "torch dense"}
-"""Those that need no package."""
+"""Implementations that need no package."""

@@ -1,4 +1,4 @@
-"""What it costs to send and to reduce: closed forms for the collectives of a cluster.
+"""Costs of sending and reducing: closed forms for the collectives of a cluster.
 
 A message of b bytes takes ``latency + b / bandwidth`` seconds (Hockney 1994, "The communication
 challenge for MPP", Parallel Computing 20). Adding up is taken to be free, since it is hidden behind
@@ -33,11 +33,11 @@ class Link:
             raise ValueError(f"`bytes_per_s` must be positive, but is {self.bytes_per_s}.")
 
     def seconds(self, size: float) -> float:
-        """Of a message of so many bytes."""
+        """Return the seconds that a message of ``size`` bytes takes."""
         return self.latency_s + size / self.bytes_per_s
 
     def slower(self, factor: float) -> Link:
-        """With its bandwidth divided."""
+        """Return the link with its bandwidth divided by ``factor``."""
         return Link(self.latency_s, self.bytes_per_s / factor)
 
 
@@ -46,12 +46,12 @@ class Cluster:
     """Nodes of equal GPUs, numbered node by node.
 
     Attributes:
-        gpus: All of them.
-        gpus_per_node: The last node may have fewer.
-        intra: From a GPU to another of its node.
-        inter: From a node to another: all of the node's network cards together.
+        gpus: Number of GPUs in all nodes.
+        gpus_per_node: GPUs of a node; the last node may have fewer.
+        intra: Link between two GPUs of a node.
+        inter: Link between two nodes: all network cards of a node together.
         algorithm: Algorithm of the all-reduce; ``auto`` is the fastest, as NCCL's tuner chooses.
-        slowest_inter: By what factor the slowest of the nodes' links is slower than ``inter``.
+        slowest_inter: Factor by which the slowest node's link is slower than ``inter``.
     """
 
     gpus: int
@@ -70,7 +70,7 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """How many there are."""
+        """Number of nodes."""
         return -(-self.gpus // self.gpus_per_node)
 
     def node_of(self, gpu: int) -> int:

@@ -26,8 +26,8 @@ class Steps:
     """Steps made by a rank.
 
     Attributes:
-        began: When the first of its steps began.
-        times: float64 (n,), when each of its steps ended.
+        began: Time at which the first of its steps began.
+        times: float64 (n,), time at which each of its steps ended.
         samples: int64 (n,), utterances of each.
         micro_batches: int64 (n,), of each.
     """
@@ -90,10 +90,9 @@ class Outcome:
         samples_per_s: Utterances a second, of all ranks.
         micro_batch: Mean utterances of a micro-batch.
         node_steps: Steps of each node in the window: those of its first process.
-        consensus: As of `Point`, the mean over those in the window.
-        staleness: What the run says of it: updates that the first learner made between the copy of
-            its weights that a difference was computed of, and its being added; None where no run
-            speaks of it.
+        consensus: Mean of the values of `Point` in the window.
+        staleness: Reported staleness: updates of the first learner between the copy of its weights
+            from which a difference is computed and its addition; None if no run reports it.
         points: From the beginning of the run on, in order of time.
         parameters: Parameters of the model.
     """
@@ -187,7 +186,7 @@ class Judge:
 
     @property
     def parameters(self) -> int:
-        """Of the model."""
+        """Number of parameters of the model."""
         return int(self._is_weight.sum())
 
     @torch.no_grad()
