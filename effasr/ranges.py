@@ -15,8 +15,8 @@ _make: Callable[[str, int | None], AbstractContextManager] | None = None
 
 _FIRST_WITH_PAYLOADS = (0, 2, 9)
 _FIRST_THAT_ASKS = (0, 2, 12)
-"""From here on the package asks the tool whether the domain is wanted. Nsight Systems of 2023 and
-older does not answer, and every range is lost without a word."""
+"""First version of the package that asks the tool whether the domain is enabled. Nsight Systems of
+2023 and older does not answer, and every range is silently lost."""
 
 
 def range(name: str, number: int | None = None) -> AbstractContextManager:

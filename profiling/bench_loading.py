@@ -172,7 +172,7 @@ def measure(
 
     Args:
         corpus: Corpus to load.
-        config: With the number of workers.
+        config: Loader configuration, with the number of workers.
         consume: Seconds of audio a second that the training takes; None for 80 % of the fastest.
         repeats: Number of times that the first is loaded; the fastest counts.
 

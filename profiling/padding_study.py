@@ -27,7 +27,7 @@ from effasr.planning.study import LADDER, StudyOptions, compare
 from effasr.planning.text import percent
 
 MEASURED = "measured"
-"""In place of a strategy: what a run saw."""
+"""Stands for a strategy: the measurements of a run."""
 
 
 @dataclass(frozen=True, slots=True)

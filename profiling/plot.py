@@ -62,10 +62,10 @@ class Picture:
     """A picture.
 
     Attributes:
-        file: Its name.
-        title: Above it.
-        panels: Titles with units, and how a value is written.
-        lines: From top to bottom.
+        file: File name.
+        title: Title above the picture.
+        panels: Titles with units, and the format of a value.
+        lines: Lines from top to bottom.
     """
 
     file: str

@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     if not report.kept.utterances:
         raise ValueError(f"{options.source}: no utterance is left; {listed} says why.")
     impossible = report.by_reason.get(Reason.CTC_INFEASIBLE, Share()).utterances
-    # A Whisper has no CTC head, and may have many tokens for a word.
+    # Whisper has no CTC head, and may have many tokens per word.
     has_ctc = tokenizer is not None and not isinstance(tokenizer, WhisperTokenizer)
     _describe(survey, framing, impossible, has_ctc=has_ctc)
     return 0

@@ -150,7 +150,7 @@ class MixtureSummary:
     rows: tuple[MixtureRow, ...]
 
     def mapping(self) -> list[dict[str, Any]]:
-        """For a JSON file: one object per source."""
+        """Return one JSON object per source."""
         return [asdict(row) for row in self.rows]
 
     def table(self) -> Iterator[str]:

@@ -40,8 +40,8 @@ class ModelCard:
 
     Attributes:
         name: Name of the model.
-        loader: The class of transformers that loads it.
-        parameters: Their number.
+        loader: Class of transformers that loads the model.
+        parameters: Number of parameters.
         languages: Codes of its output languages; empty if the tokenizer does not list them.
         configuration: Configuration of the model as YAML.
         own_tokenizer: Whether transformers can read its tokenizer.

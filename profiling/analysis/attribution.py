@@ -61,9 +61,9 @@ class Attribution:
 
     Attributes:
         paths: Texts of the labels.
-        path: The range that made it, a number into ``paths``.
-        phase: Its phase, a number into ``paths``.
-        rule: A number into `RULES`.
+        path: Range that made the work, an index into ``paths``.
+        phase: Phase of the work, an index into ``paths``.
+        rule: Rule of the attribution, an index into `RULES`.
         is_backward: Whether the backward launched it.
     """
 

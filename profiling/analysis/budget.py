@@ -38,10 +38,10 @@ class Lane:
     """One device of one process, which is a rank of the run, or a process without a GPU.
 
     Attributes:
-        process: Its number.
-        device: NONE without a GPU.
-        steps: Its steps.
-        rows: Its rows of work.
+        process: Number of the process.
+        device: Number of the device; NONE without a GPU.
+        steps: Steps of the process.
+        rows: Rows of work of the lane.
         parts: Time of each part by name, ns in each step, int64 (steps,).
         idle: Time of the components of `idle`, in the same form.
         hidden: ns of communication under compute, in each step.
@@ -87,7 +87,7 @@ def lanes(
         launches: Launches of its work.
         steps: Steps of each process.
         attribution: Attribution of its work.
-        part: From `classes`.
+        part: Part of each row of work, from `classes`.
     """
     work = table.work
     keys = sorted(

@@ -42,7 +42,7 @@ _NODE = re.compile(r"(?:autograd::engine::evaluate_function: )?(\w+?)Backward\d*
 """A node of autograd's graph, after the operator that it belongs to."""
 _UNNAMED = re.compile(r"(\(anonymous namespace\)|<unnamed>)::")
 _HINT = re.compile(r"\w*(?:[Ff]unctor|_kernel|_cuda|Op|Kernel)\w*")
-"""In template parameters, what tells kernels of one name apart."""
+"""Names in template parameters that distinguish kernels of the same name."""
 CATEGORIES = (*PATTERNS, OTHER)
 
 

@@ -72,8 +72,8 @@ def by_category(
     Args:
         category: Category for each row of work, a number into ``names``.
         names: Names of the categories.
-        part: For each row of work, a number into `PARTS`: ``compute_ms`` is the wall time of what
-            is compute, without the copies and the communication of the budget.
+        part: Part of each row of work, an index into `PARTS`: ``compute_ms`` is the wall time of
+            compute, without the copies and the communication of the budget.
         pieces: Pieces of every lane.
         steps: Steps of all lanes together.
     """

@@ -86,7 +86,7 @@ def actions(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Return possible remedies, the most promising first.
 
     Args:
-        summary: With ``budget``, ``categories``, ``padding`` and ``ranks``.
+        summary: Figures with ``budget``, ``categories``, ``padding`` and ``ranks``.
     """
     budget = summary.get("budget")
     found: list[dict[str, Any]] = []
@@ -142,7 +142,7 @@ def sentence(summary: dict[str, Any]) -> dict[str, Any]:
     """Return the verdict: what limits the run, and by how much.
 
     Args:
-        summary: With everything else in it.
+        summary: All other figures of the report.
     """
     budget = summary.get("budget")
     if not budget:

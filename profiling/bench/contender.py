@@ -69,13 +69,13 @@ class Case:
     """An operation in one configuration.
 
     Attributes:
-        op: Its name in `effasr_kernels.OPERATIONS`.
+        op: Name of the operation in `effasr_kernels.OPERATIONS`.
         kind: Variant of the operation: ``causal``, ``relative``, ...
-        shape: The sizes, for the row.
-        ours: Makes the contender of one of our backends.
-        peers: Makes those of others, by name; may fail where a package is missing.
-        small: The same of a batch which the reference can compute in little time: results are
-            compared on that, and those of the case itself are not. By default they are.
+        shape: Sizes, for the row.
+        ours: Creates the contender of one of our backends.
+        peers: Creates those of peers, by name; may fail if a package is missing.
+        small: Creates the case for a batch that the reference can compute in little time: results
+            are compared on that batch instead of the case itself. None to compare the case itself.
         flops: Flops of the forward, needed with ``small``; counted by default.
         heavy: Whether a call takes seconds: it is repeated less, and gets more time.
     """
@@ -154,7 +154,7 @@ def error(outcome: Mapping[str, Tensor], gold: Gold) -> float:
 
 
 class Padding:
-    """The same sequences as a padded batch; empty ones left out. Outside of what is timed."""
+    """The same sequences as a padded batch, without empty ones; padding is not timed."""
 
     def __init__(self, layout: PackedLayout):
         """Create the padding of a layout."""

@@ -24,9 +24,9 @@ class Ended:
     """Outcome of a command.
 
     Attributes:
-        code: Its exit code, negative for a signal; None where it was ended at its limit.
-        seconds: It took.
-        lines: The last ones of its output, stdout and stderr together.
+        code: Exit code, negative for a signal; None if it was ended at its time limit.
+        seconds: Duration in seconds.
+        lines: Last lines of its output, stdout and stderr together.
     """
 
     code: int | None
@@ -55,8 +55,8 @@ def run(
 
     Args:
         command: Program and arguments.
-        seconds: After which its process group is ended; None for no limit.
-        environment: Its variables; by default those of this process.
+        seconds: Time limit, after which its process group is ended; None for no limit.
+        environment: Environment variables; by default those of this process.
         directory: Working directory.
         echo: Called with each line of its output as it comes, on another thread.
         watch: Called with the process once it has been started, to send it a signal, say; it must

@@ -1,4 +1,4 @@
-"""The same operations at another revision of the kernels, with the same harness and inputs."""
+"""Benchmarks operations at another revision of the kernels, with the same harness and inputs."""
 
 from __future__ import annotations
 

@@ -60,10 +60,10 @@ class Binary:
 
     Attributes:
         program: The parsed program.
-        code: Its ``code``, flat; int32, as are all.
-        operands: Its ``operands``.
-        constants: Its ``constants``, of values the low and the high half.
-        specials: Its ``specials``.
+        code: Flattened ``code`` of the program; int32, as the following.
+        operands: Flattened ``operands`` of the program.
+        constants: Flattened ``constants`` of the program, as low and high halves.
+        specials: Flattened ``specials`` of the program.
         counts: uint64, `COUNTS` of each instruction, over all launches that were counted.
     """
 

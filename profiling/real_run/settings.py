@@ -117,7 +117,7 @@ def train_config(size: Size, corpus: Corpus, runs: Path, *, device: str) -> Trai
 
 
 def without_chance(config: TrainConfig) -> TrainConfig:
-    """The same without dropout and SpecAugment, so that losses of two ways can be compared."""
+    """Return the configuration without dropout and SpecAugment, so that losses can be compared."""
     model = config.model
     off = {"residual_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
     off["input_dropout"] = 0.0

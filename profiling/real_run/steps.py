@@ -52,13 +52,13 @@ class Context:
         output: Folder of logs and of the runs' reports.
         work: Folder of corpus, runs and checkpoints; not kept.
         size: Size of the runs.
-        dry: On the CPU.
-        prepared: A corpus that was brought along, or None.
+        dry: Whether the run is on the CPU.
+        prepared: A given corpus, or None.
         environment: Environment of the commands.
         limit_s: Limit in seconds of the step that runs.
-        step: Its name.
-        corpus: Once it is there.
-        calibration: Once it was found.
+        step: Name of the running step.
+        corpus: Corpus, once it exists.
+        calibration: Calibration, once it was computed.
     """
 
     output: Path
@@ -74,7 +74,7 @@ class Context:
 
     @property
     def runs(self) -> Path:
-        """Where the runs are."""
+        """Folder of the runs."""
         return self.work / "runs"
 
     def recipe(self, *, quiet: bool = False) -> Path:
@@ -363,7 +363,7 @@ class RunStep:
         name: Name of its row and log.
         do: Function that runs the step.
         least_s: Least seconds left for starting it on a GPU, where kernels are compiled.
-        dry_s: The same in a dry run.
+        dry_s: Least seconds left for starting it in a dry run.
     """
 
     name: str
@@ -384,4 +384,4 @@ STEPS = (
     RunStep("calibrated_run", calibrated_run, 60, 15),
     RunStep("compile", compile_model, 90, 40),
 )
-"""In this order: what most rests on first, what compiles for minutes last."""
+"""Steps in order: those that others depend on first, those that compile for minutes last."""

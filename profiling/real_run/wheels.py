@@ -12,7 +12,7 @@ class Wheel:
 
     Attributes:
         name: Name on the package index.
-        module: That it is imported as.
+        module: Name for importing it.
         purpose: ``train``: needed by `effasr train`; ``peer``: compared with.
     """
 

@@ -23,10 +23,10 @@ _NOTABLE = 0.01
 
 
 def body(report: dict[str, Any]) -> str:
-    """Everything inside of the page.
+    """Return the content of the page.
 
     Args:
-        report: With ``comparison`` and ``reports``.
+        report: Report with ``comparison`` and ``reports``.
     """
     data, reports = report["comparison"], report["reports"]
     header = (

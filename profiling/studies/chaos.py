@@ -64,11 +64,11 @@ def chaos(folder: Path, *, seconds: float, steps: int, seed: int, ranks: int = 2
     """Train twice, once while processes are killed.
 
     Args:
-        folder: Empty, for data and runs.
-        seconds: For how long processes are killed.
+        folder: Empty folder for data and runs.
+        seconds: Duration of the killing, in seconds.
         steps: Steps of a run.
-        seed: Seed of who is killed when.
-        ranks: Processes that train.
+        seed: Seed of the choice of processes and times.
+        ranks: Number of training processes.
     """
     write_corpus(folder, utterances=40, held_out=0)
     with _torchrun(folder, "straight", steps, ranks) as process:

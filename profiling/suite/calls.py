@@ -109,5 +109,5 @@ PARTS = (
         {3: (60, 60)},
     ),
 )
-"""In this order: what later ones rest on, then what decides most."""
+"""Parts in order: those that others depend on first, then the most important."""
 CALLS = (1, 2, 3)

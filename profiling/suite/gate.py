@@ -67,7 +67,7 @@ class Group:
 
     @property
     def verdict(self) -> str:
-        """For the table of tests."""
+        """Verdict for the table of tests."""
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         if not (self.passed or self.failed or self.unfinished):
             return f"none has passed{skipped}" if self.skipped else "none has run"
@@ -137,7 +137,7 @@ class Gate:
 
     @classmethod
     def read(cls, files: Iterable[Path]) -> Gate:
-        """From what the plugin `outcomes` wrote; a missing file is one without tests."""
+        """Read the files of the plugin `outcomes`; a missing file counts as one without tests."""
         gate = cls()
         for path in files:
             collected, outcomes = outcomes_in(path)

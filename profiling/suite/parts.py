@@ -40,9 +40,9 @@ class Setting:
 
     Attributes:
         output: Folder of the rows.
-        dry: On the CPU, at tiny size.
-        unproven: Whether to measure also what no test has proven, into a folder of its own.
-        wanted: Groups of tests on which the parts that run rest.
+        dry: Whether to run on the CPU at tiny size.
+        unproven: Whether to measure also what no test has verified, into a separate folder.
+        wanted: Groups of tests that the selected parts depend on.
         trains: Whether steps of the large models are measured.
     """
 

@@ -30,8 +30,8 @@ class Step:
     Attributes:
         name: Name of its log, and of its line on the screen.
         command: Command to run in the root of the checkout.
-        weight: Its share of the part's spare time.
-        floor: Seconds that earlier steps of the part leave it.
+        weight: Share of the part's spare time.
+        floor: Least seconds that earlier steps of the part leave it.
         variables: Environment variables in addition to the suite's; an empty value unsets one.
         needs: Required packages, such as ``transformers>=5.23``.
         budget: Option that passes the available time to the command: ``--budget-s``, in
@@ -79,7 +79,7 @@ class Result:
     Attributes:
         name: Name of the step.
         status: ``ok``, ``failed``, ``out of time``, ``interrupted`` or ``left out``.
-        seconds: It took.
+        seconds: Duration in seconds.
         details: The exit code, or the reason.
         tail: Last lines of the log of what is not ok.
         well: Whether the suite can be content with it.
@@ -95,7 +95,7 @@ class Result:
     code: int | None = None
 
     def line(self) -> str:
-        """For the screen."""
+        """Return the line for the screen."""
         details = f": {self.details}" if self.details else ""
         return f"{self.name:28} {self.status:11} {self.seconds:6.1f} s{details}"
 

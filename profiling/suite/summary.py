@@ -242,7 +242,7 @@ TARGETS = (
 
 
 def figures(rows: Rows, *, dry: bool = False) -> list[tuple[str, str, str, str]]:
-    """For each target: what, the bound, what was measured, the verdict."""
+    """Return for each target its name, bound, measured value and verdict."""
     lines = []
     for target in TARGETS:
         found = target.measure(rows)

@@ -87,7 +87,7 @@ class Settings:
         return 0 if system in ("effasr", "effasr_filled") else self.size.window_s
 
     def to_json(self) -> str:
-        """For the command line of a process."""
+        """Return the settings as JSON for the command line of a process."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -357,7 +357,7 @@ class LogMel(nn.Module):
         return padded.unfold(0, window, hop), first_slots
 
     def _log_mel_on_host(self, audio: PackedSequence, frames: PackedLayout) -> Tensor:
-        """The same rows where the host knows the lengths: no index per sample, no empty sequence.
+        """Return the same rows if the host knows the lengths: without index or empty sequence.
 
         Utterances are copied to a buffer in which a spare slot of zeros follows each, so that the
         rows of an utterance are a strided view of it.

@@ -19,7 +19,7 @@ class TextPair:
     """A text and its translation.
 
     Attributes:
-        id: Its name.
+        id: Name of the pair.
         origin: File and line, for messages.
         source: Text to translate.
         text: The translation.

@@ -166,7 +166,7 @@ def custom_fields(prompt: Prompt) -> dict[str, str | bool]:
 
 
 _NOT_PLAIN = re.compile(r"//|/\.?(/|$)")
-"""In what a `Path` would change."""
+"""Path parts that a `Path` would normalise."""
 
 
 def absolute(path: str, folder: Path) -> str:

@@ -162,7 +162,7 @@ def _section(
     parts: dict[str, dict[str, Any]] = {}
     for name, model in models.items():
         pieces = _pieces({name: model})
-        # NeMo does not read these two files of a SentencePiece model, but copies them.
+        # NeMo copies these two files of a SentencePiece model without reading them.
         texts = {"vocab_path": "\n".join(pieces) + "\n", "spe_tokenizer_vocab": _listed(model)}
         parts[name] = {"dir": None, "type": "bpe"}
         for key, end, content in (
@@ -170,7 +170,7 @@ def _section(
             ("vocab_path", "vocab.txt", texts["vocab_path"].encode()),
             ("spe_tokenizer_vocab", "tokenizer.vocab", texts["spe_tokenizer_vocab"].encode()),
         ):
-            # Different files have different names, and the same model gives the same file.
+            # Different files have different names, and the same model always gives the same file.
             digest = hashlib.sha256(f"{name}\n{key}\n".encode() + content).hexdigest()[:32]
             files[f"{digest}_{end}"] = content
             parts[name][key] = file_reference(f"{digest}_{end}")

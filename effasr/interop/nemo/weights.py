@@ -82,7 +82,7 @@ def renames(*, hybrid: bool) -> Renames:
     }
 
 
-# Weights of the decoder that have the channels of the residual stream as rows, or as columns.
+# Decoder weights with the channels of the residual stream as rows, or as columns.
 _IN_ROWS = re.compile(
     r"decoder\.(.*norm\.|layers\.\d+\.(.*layernorm\.|(self|encoder)_attn\.o_proj\.|mlp\.linear2\.))"
     r"(weight|bias)"

@@ -71,7 +71,7 @@ def write_graph(
                 dynamo=True,
                 verbose=False,
             )
-        # The graph last: without it the other files are unused.
+        # The graph is moved last: without it the other files are unused.
         for file in sorted(Path(folder).iterdir(), key=lambda file: file == target):
             os.replace(file, path.parent / file.name)
 

@@ -155,7 +155,7 @@ def _whisper(encoder: WhisperEncoder, x: Tensor, lengths: Tensor) -> tuple[Tenso
     """(B, T, mel_bins) to (B, T / 2, width)."""
     stem = encoder.stem
     x = x * _mask(lengths, x.shape[1])[..., None]
-    # An odd last row has a neighbour of zeros, as every last one.
+    # If the number of rows is odd, the last row is followed by zeros, as at every end.
     x = F.gelu(stem.conv1(x.mT)) * _mask(lengths, x.shape[1])[:, None]
     x, lengths = F.gelu(stem.conv2(x)).mT, (lengths + 1) // 2
     places = torch.arange(x.shape[1], device=x.device)
@@ -203,12 +203,12 @@ def _self_attention(module: SelfAttention, x: Tensor, real: Tensor) -> Tensor:
             q, k = _rotated(q, module.rotary), _rotated(k, module.rotary)
         return _joined(module, _attend(q, k, v, mask))
     frames, scale = x.shape[1], module.head_dim**-0.5
-    # From the largest distance to the smallest, so that those of a query run with its keys.
+    # Sorted from the largest distance to the smallest, so that they follow a query's keys in order.
     embeddings = relative_sinusoids(frames, module.relative_k_proj.in_features, x.device).flip(0)
     table = _split(module.relative_k_proj(embeddings)[None], module.heads)
     content = (q + module.bias_u[:, None]) @ k.mT
     position = (q + module.bias_v[:, None]) @ table.mT
-    # Row i moves i places to the left.
+    # Row i is shifted left by i columns.
     batch, heads = x.shape[0], module.heads
     shifted = F.pad(position, (1, 0)).reshape(batch, heads, 2 * frames, frames)[:, :, 1:]
     position = shifted.reshape(batch, heads, frames, 2 * frames - 1)[..., :frames]

@@ -39,7 +39,7 @@ _EXCHANGES = ("gloo:", "mpi:", "ucc:")
 _SPACE = re.compile(r"[\s,]*")
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 MARK = "written by profiling/report.py"
-"""In a trace that the report wrote itself, which is none to read."""
+"""Marks a trace written by the report itself, which is not an input."""
 
 
 def read(path: Path) -> Table:

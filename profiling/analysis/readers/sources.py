@@ -27,7 +27,7 @@ class Subject:
         name: Name of the run directory or the first file.
         captures: Files with captures, of one rank each or of several.
         metrics: Lines of metrics.jsonl, oldest first.
-        notes: On what could not be read.
+        notes: Notes on files that could not be read.
     """
 
     name: str

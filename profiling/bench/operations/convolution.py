@@ -53,7 +53,7 @@ def depthwise(workload: Workload) -> Case:
 
 
 def gated(workload: Workload) -> Case:
-    """With the gate before it, and the mean and variance that batch normalisation needs after."""
+    """Return the case with the gate before it, and mean and variance for batch norm after it."""
     layout, width = workload.frame_layout, workload.width
     x, weight = workload.rows_of(layout, 2 * width), workload.draw(width, _TAPS)
     upstream = workload.rows_of(layout, width).detach()

@@ -34,11 +34,11 @@ class Cache:
     """Keys and values of some sequences, padded and in pages."""
 
     def __init__(self, workload: Workload, lengths: list[int]):
-        """Draw them; pages are in no order.
+        """Draw keys and values; pages are in random order.
 
         Attributes:
-            padded: Keys and values, (S, H, longest, D) each, zero past the end.
-            pages: The same, (P, B, H, D) each.
+            padded: Padded keys and values, (S, H, longest, D) each, zero past the end.
+            pages: Paged keys and values, (P, B, H, D) each.
             table: (S, M).
             lengths: (S,).
             mask: (S, 1, 1, longest): where there is a key.

@@ -28,10 +28,10 @@ class Workload:
     """A corpus that exists only as lengths.
 
     Attributes:
-        seconds: Seconds of each utterance.
-        lengths: The same as frames and tokens.
-        classes: Tokens of the vocabulary.
-        framing: From samples to encoder frames.
+        seconds: Duration of each utterance, in seconds.
+        lengths: Lengths of the utterances in frames and tokens.
+        classes: Vocabulary size.
+        framing: Mapping of samples to encoder frames.
     """
 
     seconds: list[float]

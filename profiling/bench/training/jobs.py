@@ -35,7 +35,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """For the screen."""
+        """Name shown on the screen."""
         mode = "" if self.mode == "eager" else f" {self.mode}"
         return f"{self.model or ''} {self.system}{mode}".strip()
 
@@ -55,7 +55,7 @@ class Verdict:
     reason: str = ""
 
     def line(self) -> str:
-        """For the screen."""
+        """Return the line for the screen."""
         return f"{MARK}{self.job.name}: {self.status}: {self.reason}"
 
 

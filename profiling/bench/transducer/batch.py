@@ -96,7 +96,7 @@ def draw(
 
 
 class Padded:
-    """The same batch padded to its longest utterance, in a dtype of its own.
+    """The same batch padded to its longest utterance, in a separate dtype.
 
     Attributes:
         leaves: Tensors of the batch that get a gradient, padded: f (B, T, J) and g (B, U + 1, J).

@@ -135,7 +135,7 @@ PEERS: dict[str, Callable[[Batch], Contender]] = {
     "k2 pruned (approximate)": lambda batch: packages.pruned(batch, "k2"),
     "fast_rnnt pruned (approximate)": lambda batch: packages.pruned(batch, "fast_rnnt"),
 }
-"""In this order: what fits into memory before what may not."""
+"""Peers in order: those that fit into memory before those that may not."""
 TDT_PEERS: dict[str, Callable[[Batch], Contender]] = {
     "transformers dense": packages.transformers_tdt,
 }

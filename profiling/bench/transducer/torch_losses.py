@@ -48,7 +48,7 @@ class Part:
 
 
 Loss = Callable[[Tensor, Part], Tensor]
-"""From logits (b, T, U + 1, V) to losses (b,)."""
+"""Computes losses (b,) from logits (b, T, U + 1, V)."""
 
 
 def padded(

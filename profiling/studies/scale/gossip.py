@@ -30,11 +30,11 @@ class GossipCosts:
     """Costs of gossip on a cluster.
 
     Attributes:
-        link: From a node to another, by the CPU; None for that between nodes.
-        staging: Between GPU and CPU, through which weights leave and what others sent comes in.
-        host_bytes_per_s: At which a CPU averages two rows of weights.
+        link: Link between two nodes through the CPU; None for the cluster's link.
+        staging: Link between GPU and CPU, used by outgoing and incoming weights.
+        host_bytes_per_s: Rate at which a CPU averages two rows of weights.
         period: Updates from one publication of the weights to the next.
-        claim_s: The store that hands out shares of work is busy for so long with each of them.
+        claim_s: Seconds for which the store is busy with each share of work that it hands out.
     """
 
     link: Link | None = None

@@ -21,10 +21,10 @@ class Workload:
     """A step of one GPU.
 
     Attributes:
-        step_s: Forward, backward and update, without communication, on a GPU that nothing slows.
+        step_s: Seconds of forward, backward and update, without communication and slowdown.
         samples: Samples of the step of one GPU, in any unit: utterances, or seconds of audio.
-        parameters: Parameters of the model.
-        layers: That fsdp2 gathers one at a time.
+        parameters: Number of parameters of the model.
+        layers: Number of layers, which fsdp2 gathers one at a time.
         backward: Part of ``step_s`` that is backward.
         overlap: Last part of the backward, as a fraction, during which gradients can be sent.
         gradient_bytes: Bytes per parameter that ddp exchanges for gradients.

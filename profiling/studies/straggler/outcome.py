@@ -1,4 +1,4 @@
-"""From what processes noted to the figures of a run."""
+"""Computes the figures of a run from the records of its processes."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class Point:
     """The learners at some time.
 
     Attributes:
-        seconds: Since all ranks had begun their first step.
-        samples: That all ranks had trained on since the run began.
-        loss: Loss of the mean of the learners, on what is held out: cross-entropy by token, nats.
+        seconds: Time since all ranks had begun their first step, in seconds.
+        samples: Utterances that all ranks have trained on since the run began.
+        loss: Held-out loss of the learners' mean: cross-entropy per token, in nats.
         consensus: Root mean square distance of the learners from their mean, over its norm.
     """
 
@@ -93,8 +93,8 @@ class Outcome:
         consensus: Mean of the values of `Point` in the window.
         staleness: Reported staleness: updates of the first learner between the copy of its weights
             from which a difference is computed and its addition; None if no run reports it.
-        points: From the beginning of the run on, in order of time.
-        parameters: Parameters of the model.
+        points: Points in order of time, from the beginning of the run.
+        parameters: Number of parameters of the model.
     """
 
     samples_per_s: float

@@ -29,10 +29,10 @@ from straggler.settings import ENVIRONMENT, Settings
 
 
 class Slowed:
-    """In place of `effasr.training.step.train_step`.
+    """Replaces `effasr.training.step.train_step` by a slower one.
 
     Args:
-        train_step: That.
+        train_step: The original function.
         settings: Settings of the run.
         rank: Rank of this process.
     """
