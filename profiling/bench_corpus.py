@@ -97,14 +97,14 @@ def write_manifest(path: Path, count: int) -> list[str]:
 
 
 def start(folder: Path, jobs: int, keep: bool, ready: Any, results: Any) -> None:
-    """One rank: get the corpus as training does."""
+    """Run one rank: get the corpus as training does."""
     corpus, result = _measured(folder, jobs, keep, ready)
     results.put(result)
     del corpus
 
 
 def look(folder: Path, jobs: int, ready: Any, results: Any) -> None:
-    """A rank with a worker, forked as for loading."""
+    """Run a rank with a worker, forked as for loading."""
     corpus, _ = _measured(folder, jobs, True, ready)
     process = multiprocessing.get_context("fork").Process(target=_worker, args=(corpus, results))
     process.start()

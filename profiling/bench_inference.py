@@ -270,7 +270,7 @@ class Peer:
 def time_calls(
     call: Callable[[], object], clock: Clock, repeats: int
 ) -> list[tuple[float, dict[str, float]]]:
-    """Seconds of each call and of its parts, after one that is not counted; shortest first."""
+    """Return the seconds of each call and its parts, after one warm-up; shortest first."""
     call()
     clock.now()
     clock.take()

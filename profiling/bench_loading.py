@@ -195,7 +195,7 @@ def measure(
 
 
 def _epoch(loader: Loader, rate: float | None) -> tuple[int, float, float, float, float]:
-    """Utterances and seconds of audio; seconds that they took, waited, and used the processor.
+    """Return utterances, audio seconds, and the seconds taken, waited and of processor time.
 
     The first step is left out: it waits for the processes to start, which a training does once.
     """

@@ -160,7 +160,7 @@ def contenders(case: Case, options: argparse.Namespace) -> dict[str, Callable[[]
 
 
 def say(what: str) -> None:
-    """A line about what has no row."""
+    """Print a line about something that has no row."""
     sys.stderr.write(f"bench_ops: {what}\n")
     sys.stderr.flush()
 

@@ -219,7 +219,7 @@ def compare(system: str, one: Measured, reference: Measured) -> dict[str, float]
 
 
 def disagreement(system: str, found: Mapping[str, Any], least_agreement: float) -> str | None:
-    """Why a system that computes what transformers computes is not timed; None where it agrees."""
+    """Return why a system that should agree with transformers is not timed; None if it agrees."""
     if system not in SAME:
         return None
     difference, share = found.get("loss_difference", 0.0), found.get("agreement", 1.0)

@@ -125,7 +125,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """All figures; the columns are those of the row that has most."""
+    """Write all figures; the columns are those of the row that has most."""
     columns = max((row.figures for row in rows), key=len)
     rounded = [
         {"lengths": row.lengths, "strategy": row.strategy}

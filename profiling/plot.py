@@ -74,7 +74,7 @@ class Picture:
     lines: Sequence[Line]
 
     def columns(self) -> dict[str, list[tuple[float, str]]]:
-        """Lengths and texts of the bars, by panel; what was measured nowhere has none."""
+        """Return lengths and texts of the bars, by panel; unmeasured panels have none."""
         found = {}
         for n, (title, write) in enumerate(self.panels):
             values = [line.values[n] for line in self.lines]

@@ -150,7 +150,7 @@ class _Scoring:
     no_repeat_ngram: int | None
 
     def rank(self, scores: Tensor, tokens: Tensor, covered: Tensor | float) -> Tensor:
-        """Ranks of scores of hypotheses with this many tokens and this share of covered frames."""
+        """Return ranks of hypotheses from scores, token counts and shares of covered frames."""
         ranks = scores / ((5 + tokens) / 6) ** self.length_penalty
         return ranks + self.coverage_penalty * covered if self.coverage_penalty else ranks
 
@@ -245,7 +245,7 @@ class _Search:
         return _Search(**kept)
 
     def shares(self) -> Tensor | float:
-        """The share of frames that each hypothesis covers, float64 (N, K), where it matters."""
+        """Return the share of frames that each hypothesis covers, float64 (N, K), if it is used."""
         return 0.0 if self.coverage is None else self.coverage.shares()
 
 
@@ -321,7 +321,7 @@ def _advance(
 def _candidates(
     logits: Tensor, scoring: _Scoring, begins: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest tokens, int64 and float64 (N, K, C), and the end token, float64 (N, K)."""
+    """Return the best tokens, int64 and float64 (N, K, C), and the end's scores, (N, K)."""
     logits = logits[:, : scoring.classes].float()
     total = logits.logsumexp(-1).double()
     if scoring.suppression is not None:
@@ -336,7 +336,7 @@ def _candidates(
 
 
 def _pick(symbols: Tensor, parent: Tensor, which: Tensor) -> Tensor:
-    """The chosen candidates of the parents, int64 (N, K); arbitrary where the end is chosen."""
+    """Return the chosen candidates of the parents, int64 (N, K); arbitrary if the end is chosen."""
     number = torch.arange(len(symbols), device=symbols.device)[:, None]
     return symbols[number, parent, which.clamp(max=symbols.shape[-1] - 1)]
 

@@ -113,7 +113,7 @@ class _Prefixes:
         return _Prefixes(*(part[:count] for part in parts))
 
     def best(self, begin: int, fusion: _Fusion | None) -> list[list[int]]:
-        """The best prefix of each utterance from index ``begin`` on, as a complete transcript."""
+        """Return the best prefix of each utterance from index ``begin`` on, as a transcript."""
         scores = (torch.logaddexp(self.blank, self.label) + self.written)[begin:]
         if not len(scores):
             return []
@@ -203,7 +203,7 @@ class _Prefixes:
         return last.masked_fill(self.counts == 0, -1)
 
     def _follows(self) -> Tensor:
-        """Whether prefix b is prefix a with one more token: bool (N, K, K), by b and then a."""
+        """Return whether prefix b is prefix a with one more token: bool (N, b, a)."""
         alive = torch.maximum(self.blank, self.label) > _NONE
         follows = self.counts[:, :, None] == self.counts[:, None] + 1
         follows &= alive[:, :, None] & alive[:, None]

@@ -119,7 +119,7 @@ def _advance(
 
 
 def _extended(there: Hypotheses, now: Hypotheses, blank: Tensor, label: Tensor) -> Hypotheses:
-    """The best hypotheses at a later frame, of those there and those that reach it from here.
+    """Return the best hypotheses at a later frame: existing ones, and extensions of current ones.
 
     Args:
         there: Hypotheses at the later frame.

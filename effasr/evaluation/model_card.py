@@ -149,7 +149,7 @@ class ModelCard:
 
 
 def read_tested(run: Path, weights: Path) -> list[TestedSet]:
-    """The evaluations of a run that are newer than its weights; older ones give a warning."""
+    """Return a run's evaluations newer than its weights; older ones give a warning."""
     tested = []
     for path in sorted((run / "evaluation").glob("*/wer.json")):
         if path.stat().st_mtime < weights.stat().st_mtime:

@@ -288,7 +288,7 @@ class ASRModel(nn.Module):
             return self._decoder()(tokens, self.projected(encoded), guided_sigma)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of every token from the decoder's hidden states: (..., width) to (..., V)."""
+        """Return logits from the decoder's hidden states: (..., width) to (..., V)."""
         return self._decoder().logits(hidden)
 
     def ctc_logits(self, encoded: Tensor) -> Tensor:

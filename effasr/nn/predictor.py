@@ -113,7 +113,7 @@ class LSTMPredictor(nn.Module):
         return self._drop(lanes.collect(hidden))
 
     def begin(self, count: int) -> PredictorState:
-        """The state of ``count`` sequences before the start symbol: h and c, (N, layers, P)."""
+        """Return the state of ``count`` sequences before the start: h and c, (N, layers, P)."""
         weight = self.embedding.weight
         zeros = weight.new_zeros(count, self.lstm.layers, self.lstm.width)
         return zeros, zeros

@@ -236,7 +236,7 @@ def _main_thread(table: Table, process: int, steps: dict[int, step_ranges.Steps]
 def _backward(
     ranges: np.ndarray, parent: np.ndarray, operator: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whether an operator around each is of the backward, and the innermost with a forward."""
+    """Return if an operator around each is backward, and the innermost with a forward."""
     backward = np.zeros(len(operator), bool)
     linked = np.full(len(operator), -1, np.int64)
     current = operator.copy()

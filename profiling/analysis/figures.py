@@ -205,7 +205,7 @@ def kernels(
 
 
 def _calls(table: Table, rows: np.ndarray, work: np.ndarray) -> np.ndarray:
-    """The time of each call: a kernel may be cut by the end of a step, and an operator by others.
+    """Return the time of each call, also if a step's end or other operators divide it.
 
     Args:
         table: The capture.

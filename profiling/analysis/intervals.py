@@ -50,7 +50,7 @@ def clip(moments: np.ndarray, begin: int, end: int) -> np.ndarray:
 
 
 def measure(moments: np.ndarray) -> int:
-    """Length of a set, ns."""
+    """Return the length of a set, ns."""
     return int((moments[:, 1] - moments[:, 0]).sum())
 
 
@@ -113,7 +113,7 @@ def split(
 
 
 def _elapsed(moments: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Length of the set before each time."""
+    """Return the length of the set before each time."""
     if not len(moments):
         return np.zeros(times.shape, np.int64)
     lengths = moments[:, 1] - moments[:, 0]

@@ -114,7 +114,7 @@ def _windows(
 
 
 def _containers(table: Table, process: int, name: str | None) -> tuple[np.ndarray, int]:
-    """The outermost ranges that mark steps, in order, on the thread that has most of them."""
+    """Return the outermost step ranges, in order, on the thread that has most of them."""
     ranges = table.ranges
     if name is None:
         marks = np.array([STEP.match(text) is not None for text in table.names], bool)

@@ -54,7 +54,7 @@ class Contender:
         return torch.autograd.grad(self.results(), list(self.leaves.values()), self.upstream)
 
     def outcome(self) -> dict[str, Tensor]:
-        """Results and gradients, in the shape of ours."""
+        """Return results and gradients, in the shape of ours."""
         results = self.results()
         found = {f"result {i}": x for i, x in enumerate(results)}
         if self.differentiable:
@@ -168,7 +168,7 @@ class Padding:
         self.index = (starts[:, None] + column).clamp(max=layout.rows - 1)
 
     def pad(self, x: Tensor) -> Tensor:
-        """(rows, ...) to (B, longest, ...), a copy with zeros in the padding."""
+        """Pad (rows, ...) to (B, longest, ...), a copy with zeros in the padding."""
         mask = self.mask.reshape(*self.mask.shape, *[1] * (x.ndim - 1))
         return torch.where(mask, x.detach()[self.index], 0)
 

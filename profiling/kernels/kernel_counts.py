@@ -118,7 +118,7 @@ def count(case: Case, architecture: int) -> None:
 
 
 def lines_of(binary: Binary) -> dict[str, Sum]:
-    """Counts by the line of the source."""
+    """Return counts by source line."""
     found: dict[str, Sum] = defaultdict(Sum)
     width = len(COUNTS)
     for number, (*_, line) in enumerate(binary.program.code):

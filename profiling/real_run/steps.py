@@ -180,7 +180,7 @@ def make_corpus(context: Context) -> str:
 
 
 def train(context: Context) -> str:
-    """The whole loop: pinned loader, asynchronous checkpoints, validation, average of weights."""
+    """Run the whole loop: pinned loader, asynchronous checkpoints, validation, weight average."""
     size = context.size
     run = context.train(STRAIGHT)
     lines, said = described(run, size.steps)

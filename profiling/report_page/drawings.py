@@ -136,7 +136,7 @@ def histogram(data: dict[str, Any], color: str) -> str:
 
 
 def waterfall(bars: Sequence[dict[str, Any]]) -> str:
-    """Shares of the peak, each below the one that it is a part of."""
+    """Return bars of the shares of the peak, each below the one that contains it."""
     left, height, gap = 260, 26, 10
     out = [_open(len(bars) * (height + gap) + 4, "From the peak of the GPU to useful FLOPs")]
     scale = WIDTH - left - 90

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def study(options: argparse.Namespace) -> str:
-    """The name of the comparison in the table."""
+    """Return the name of the comparison in the table."""
     return f"same CPU time, {options.cpu_s:g} s"
 
 

@@ -172,7 +172,7 @@ class Workload:
 
 
 def calibrated(selection: Selection, buckets: int) -> BucketTable:
-    """Batches by bucket that take as much memory as packed does for the frame budget.
+    """Return batches by bucket that need as much memory as packed ones of the frame budget.
 
     Args:
         selection: Whose lengths the small model is tried with.
@@ -305,7 +305,7 @@ def table(found: Sequence[Rung]) -> str:
 
 
 def write_csv(path: Path, name: str, scale: float, found: Sequence[Rung]) -> None:
-    """A row for each strategy."""
+    """Write a row for each strategy."""
     rows = [
         {
             "lengths": name,

@@ -164,7 +164,7 @@ def _mixing(study: Study, predictions: Sequence[Prediction]) -> list[str]:
 
 
 def write_csv(path: Path, study: Study, found: Sequence[Sequence[Prediction]]) -> None:
-    """A row for each prediction."""
+    """Write a row for each prediction."""
     rows = [
         {"scenario": scenario.name}
         | {

@@ -14,7 +14,7 @@ from suite.steps import LeftOut, Step
 def _behind(
     name: str, uses: Sequence[str], needs: Sequence[str], make: Callable[[Setting, Gate], Steps]
 ) -> Callable[[Setting, Gate], Steps]:
-    """The steps of a part, where no test of what it uses has failed, and some have passed."""
+    """Return the steps of a part if no test of what it uses has failed, and some have passed."""
 
     def steps(setting: Setting, gate: Gate) -> Steps:
         # Of what is not installed no test can pass.

@@ -155,7 +155,7 @@ class Gate:
                     group.failed.append(test)
 
     def reasons(self, names: Collection[str]) -> dict[str, str]:
-        """Why each of these is not proven; those that are have none."""
+        """Return why each of these is not proven, without those that are."""
         return {name: self.groups[name].reason for name in names if self.groups[name].reason}
 
     def note(self, names: Collection[str]) -> str:

@@ -91,7 +91,7 @@ def set_aside(folder: Path, gate: Gate) -> int:
 def _ops(
     rows: Rows, op: str, kind: str, backend: str, mode: str = BOTH, shape: str = ""
 ) -> dict[str, Row]:
-    """Rows of a backend by shape; the last where there are several."""
+    """Return the rows of a backend by shape; the last of several."""
     return {
         row["shape"]: row
         for row in rows["ops"]
@@ -166,7 +166,7 @@ def _throughput(
 
 
 def training_ratio(peer: str) -> Callable[[Rows], float | None]:
-    """Seconds of audio a second, packed in a static shape, as a multiple of another system's.
+    """Return audio seconds per second, packed in a static shape, relative to another system's.
 
     Of the same model at the same frame budget; the worst where there are several.
     """

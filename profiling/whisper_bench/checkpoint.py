@@ -60,7 +60,7 @@ def prepare(settings: Settings, systems: Sequence[str]) -> None:
 
 
 def _random(size: Size) -> Any:
-    """A model whose tokens depend on their places and on the speech, as those of trained ones do.
+    """Return a model whose tokens depend on position and speech, like those of trained ones.
 
     With the weights that transformers draws, a decoder repeats one token whatever it reads, and all
     losses are the logarithm of the number of classes: no comparison could fail. Here products are

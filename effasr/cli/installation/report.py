@@ -210,7 +210,7 @@ def _operation(op: TorchOp, example: Example, device: torch.device) -> Row:
 def _unsupported_reason(
     op: TorchOp, example: Example, inputs: ExampleInputs, backend: Backend
 ) -> str | None:
-    """Why this backend cannot serve the call, or None if it did."""
+    """Return why this backend cannot serve the call, or None if it did."""
     try:
         getattr(effasr_kernels, op.name)(**example.arguments(inputs), backend=backend)
     except BackendUnavailable as error:

@@ -42,7 +42,7 @@ class Framing:
         return self.samples / SAMPLE_RATE
 
     def sequences(self, frames: int) -> int:
-        """Utterances for which a batch of so many frames has room, unless they are very short."""
+        """Return the utterances that fit into a batch of ``frames``, unless they are very short."""
         return max(8, -(-frames // max(_SHORT_ROWS // self.subsampling, self.minimum)))
 
     def frames(self, samples: Count) -> Count:

@@ -218,7 +218,7 @@ def _file_of_lines(path: Path) -> Path | None:
 
 
 def _reader(path: Path) -> tuple[Iterator[tuple[int, str]], _Read]:
-    """The lines, and what reads them, NeMo's or lhotse's JSON: the first line tells which."""
+    """Return the lines and their reader (NeMo's or lhotse's JSON), chosen by the first line."""
     lines = numbered_lines(path)
     first = next(lines, None)
     if first is None:

@@ -44,7 +44,7 @@ class Utterance(Protocol):
         ...
 
     def cut(self, name: str) -> Cut:
-        """The utterance as a lhotse cut of this name; raises AudioError if it has no audio."""
+        """Return the utterance as a lhotse cut; raises AudioError if it has no audio."""
         ...
 
 

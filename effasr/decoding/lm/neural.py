@@ -177,7 +177,7 @@ def _parts(cache: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def _shapes(model: Any, token: int) -> list[tuple[int, int]] | None:
-    """Heads and width of keys and values of each layer of a transformers model.
+    """Return heads and width of keys and values of each layer of a transformers model.
 
     None if its cache has another form, or does not give the same scores.
     """

@@ -36,7 +36,7 @@ class PrefixCache:
         return len(self._places)
 
     def known(self, text: Text) -> int:
-        """Length of the longest cached prefix of a text, without its last token."""
+        """Return the length of the longest cached prefix of a text, without its last token."""
         for length in range(len(text) - 1, 0, -1):
             if text[:length] in self._places:
                 return length

@@ -119,7 +119,7 @@ def _own(tokenizer: NeMoTokenizer, prompts: bool) -> NemoTokens:
 
 
 def _ours(tokenizer: SentencePieceTokenizer, prompts: bool) -> NemoTokens:
-    """Languages keep their order; only the special tokens differ."""
+    """Convert the tokens: languages keep their order, only the special tokens differ."""
     first = len(tokenizer.specials)
     ids: list[int | None] = list(range(first, tokenizer.vocab_size))
     if not prompts:
@@ -137,7 +137,7 @@ def _ours(tokenizer: SentencePieceTokenizer, prompts: bool) -> NemoTokens:
 
 
 def _special_model(tokens: Sequence[str] | Mapping[str, int]) -> bytes:
-    """A SentencePiece model of these tokens as NeMo makes them: first <unk>, last a space."""
+    """Return a SentencePiece model of these tokens as in NeMo: first <unk>, last a space."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(tokens),

@@ -134,7 +134,7 @@ class PaddedDecoderStep(nn.Module):
 def _fastconformer(
     encoder: FastConformerEncoder, x: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(B, T, mel_bins) to (B, T / subsampling, width)."""
+    """Map (B, T, mel_bins) to (B, T / subsampling, width)."""
     config = encoder.config
     x, lengths = _subsampled(encoder.subsampling, x, lengths)
     if encoder.subsampling_norm is not None:
@@ -152,7 +152,7 @@ def _fastconformer(
 
 
 def _whisper(encoder: WhisperEncoder, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T, mel_bins) to (B, T / 2, width)."""
+    """Map (B, T, mel_bins) to (B, T / 2, width)."""
     stem = encoder.stem
     x = x * _mask(lengths, x.shape[1])[..., None]
     # If the number of rows is odd, the last row is followed by zeros, as at every end.
@@ -169,7 +169,7 @@ def _whisper(encoder: WhisperEncoder, x: Tensor, lengths: Tensor) -> tuple[Tenso
 
 
 def _subsampled(module: ConvSubsampling, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T, mel_bins) to (B, T / subsampling, width).
+    """Map (B, T, mel_bins) to (B, T / subsampling, width).
 
     Behind each utterance are zeros after every layer.
     """
@@ -260,15 +260,15 @@ def _heads_kv(module: CrossAttention, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
-    """(B, T, heads * D) to (B, heads, T, D)."""
+    """Reshape (B, T, heads * D) to (B, heads, T, D)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def _joined(module: SelfAttention | CrossAttention, x: Tensor) -> Tensor:
-    """(B, heads, T, D) to (B, T, width)."""
+    """Reshape (B, heads, T, D) to (B, T, width)."""
     return module.o_proj(x.transpose(1, 2).flatten(2))
 
 
 def _mask(lengths: Tensor, rows: int) -> Tensor:
-    """Which rows are real: bool (B, rows)."""
+    """Return which rows are real: bool (B, rows)."""
     return torch.arange(rows, device=lengths.device) < lengths[:, None]

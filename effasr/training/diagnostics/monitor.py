@@ -36,7 +36,7 @@ class Change:
     finding: Finding | None
 
     def row(self) -> dict[str, Any]:
-        """Fields of the condition in warnings.jsonl."""
+        """Return the fields of the condition in warnings.jsonl."""
         found = self.finding
         return {
             "warning": self.name,

@@ -133,7 +133,7 @@ def _hop(sample_rate: int) -> int:
 
 
 def quietest(audio: np.ndarray, low: int, high: int, wanted: int, sample_rate: int) -> int:
-    """The sample in low..high with the least energy around it; of equal ones nearest to wanted."""
+    """Return the sample in low..high with the least energy around it; ties go to the nearest."""
     hop = _hop(sample_rate)
     begin = max(0, low - _WINDOW_HOPS // 2 * hop)
     hops = (min(len(audio), high + _WINDOW_HOPS // 2 * hop) - begin) // hop

@@ -149,7 +149,7 @@ def _walk(folder: str, locked: list[OSError]) -> Iterator[str]:
 
 
 def _matches(root: str, pattern: str) -> Iterator[str]:
-    """Files that match; pathlib's ``**`` enters no links, while glob's would follow cycles."""
+    """Yield matching files; pathlib's ``**`` enters no links, while glob's would follow cycles."""
     hidden = any(part.startswith(".") for part in PurePath(pattern).parts)
     plain = root in ("", ".")
     for path in Path(root).glob(pattern):

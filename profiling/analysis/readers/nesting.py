@@ -65,7 +65,7 @@ class Nest:
     def find(
         self, process: np.ndarray, thread: np.ndarray, begin: np.ndarray, end: np.ndarray
     ) -> np.ndarray:
-        """The innermost range that holds each interval, as rows of the ranges, or -1; int64 (n,).
+        """Return the innermost range around each interval, as its row or -1; int64 (n,).
 
         A range holds [begin, end] where it begins not later and ends not earlier, as in NVIDIA's
         nvtx_kern_sum.

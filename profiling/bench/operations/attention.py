@@ -176,7 +176,7 @@ def padded(
     layouts: tuple[PackedLayout, PackedLayout],
     attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
 ) -> Contender:
-    """A contender on a padded batch (B, H, T, D); ``attend`` gets q, k, v, mask of keys (B, T)."""
+    """Return a contender on a padded batch (B, H, T, D); ``attend`` gets q, k, v, mask (B, T)."""
     paddings = [Padding(layout) for layout in layouts]
     q, k, v, upstream = (
         leaf(padding.pad(x).transpose(1, 2))
@@ -199,7 +199,7 @@ def padded_sdpa(
     causal: bool,
     turn: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Contender:
-    """`scaled_dot_product_attention`; what a causal mask hides anyway needs no other."""
+    """Return `scaled_dot_product_attention`; with a causal mask it needs no padding mask."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         if turn is not None:

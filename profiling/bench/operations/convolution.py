@@ -22,7 +22,7 @@ def cases(workload: Workload) -> list[Case]:
 
 
 def depthwise(workload: Workload) -> Case:
-    """The convolution over time of a Conformer's block; padded inputs are zero in the padding."""
+    """Return a Conformer's convolution over time; padded inputs are zero in the padding."""
     layout, width = workload.frame_layout, workload.width
     x, weight = workload.rows_of(layout, width), workload.draw(width, _TAPS)
     upstream = x.detach().roll(1, 1)
@@ -188,7 +188,7 @@ def _columns(x: Tensor) -> Tensor:
 
 
 def _rows_within(places: Tensor, counts: Tensor) -> Tensor:
-    """Which rows are inside their utterance: bool (B, 1, T, 1)."""
+    """Return which rows are inside their utterance: bool (B, 1, T, 1)."""
     return (places < counts[:, None])[:, None, :, None]
 
 

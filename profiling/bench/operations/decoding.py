@@ -165,7 +165,7 @@ def append(workload: Workload, lengths: list[int]) -> Case:
 
 
 def top_k(workload: Workload, rows: int, k: int, kind: str) -> Case:
-    """The next tokens and their probabilities; these alone are compared, as classes may tie."""
+    """Return next tokens and probabilities; only the latter are compared, as classes may tie."""
     classes, width = workload.widths.vocabulary, workload.width
     hidden = workload.draw(rows, width).detach()
     weight = workload.draw(classes, width, scale=width**-0.5).detach()

@@ -60,7 +60,7 @@ class Verdict:
 
 
 def jobs(models: Sequence[str | None], systems: Sequence[str], modes: Sequence[str]) -> list[Job]:
-    """The modes of the static batches first, of each model; then the other systems, eager."""
+    """Return the modes of static batches for each model, then the other systems, eager."""
     static = [Job(model, STATIC, mode) for model in models for mode in modes if STATIC in systems]
     others = [
         Job(model, system)
@@ -72,7 +72,7 @@ def jobs(models: Sequence[str | None], systems: Sequence[str], modes: Sequence[s
 
 
 def unsupported_reason(job: Job, *, on_gpu: bool) -> str | None:
-    """Why a job cannot be done on this device; None where it can."""
+    """Return why a job cannot run on this device; None if it can."""
     if "graph" in job.mode and not on_gpu:
         return "`training.cuda_graph` needs a GPU, and there is none"
     return None

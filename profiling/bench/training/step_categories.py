@@ -18,7 +18,7 @@ _WAITING = {"data_wait": "wait for data", "host_gap": "host gap"}
 
 
 def of_trace(trace: Path) -> Iterator[dict[str, Any]]:
-    """One row a category, in ms of a step: summed work, and what it adds to the time of the step.
+    """Yield a row per category, in ms of a step: summed work and its share of the step's time.
 
     ``work_ms`` counts overlapping kernels twice; ``wall_ms`` adds up to ``step_ms`` over all rows,
     those where the device waits included.

@@ -86,7 +86,7 @@ class Effasr:
         self._device = device
 
     def steps(self, batches: Sequence[Batch]) -> Step:
-        """Steps on these batches, as `time_in_turns` calls them.
+        """Return steps on these batches, in the form for `time_in_turns`.
 
         They raise ValueError for a batch that did not fit in memory whole: its time would be that
         of its parts.
@@ -189,7 +189,7 @@ class Transformers:
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
 
     def steps(self, inputs: Sequence[dict[str, Any]]) -> Step:
-        """Steps on these batches, as `time_in_turns` calls them."""
+        """Return steps on these batches, in the form for `time_in_turns`."""
 
         def step(number: int) -> None:
             self.loss(inputs[number]).backward()

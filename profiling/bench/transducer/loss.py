@@ -32,7 +32,7 @@ DEFAULTS = {
 
 
 def cases(workload: Workload) -> list[Case]:
-    """Utterances as long as the others' are; the joint is as wide as the model."""
+    """Return cases with utterances as long as the others'; the joint has the model's width."""
     frames, labels = workload.lengths
     joint, classes = workload.width, workload.widths.pieces
     shape = f"{workload.describe()} J={joint} V={classes}"

@@ -38,7 +38,7 @@ class Part:
     blank_id: int
 
     def classes(self, shape: torch.Size) -> Tensor:
-        """The label that each node (b, t, u) may emit, int64 (b, T, U + 1, 1); 0 for none."""
+        """Return the label of each node (b, t, u), int64 (b, T, U + 1, 1); 0 for none."""
         return F.pad(self.targets, (0, 1))[:, None, :, None].expand(*shape[:3], 1)
 
     def index(self, shape: torch.Size) -> Tensor:

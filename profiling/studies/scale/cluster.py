@@ -100,7 +100,7 @@ class Cluster:
         return min(known.values()) if self.algorithm == "auto" else known[self.algorithm]
 
     def all_gather(self, size: float) -> float:
-        """Seconds until every GPU has all parts of so many bytes; a reduce-scatter takes as long.
+        """Return the seconds of an all-gather of so many bytes; a reduce-scatter takes as long.
 
         By a ring, or inside and between nodes in turn, which is half of an all-reduce.
         """
@@ -114,7 +114,7 @@ class Cluster:
         return self.inter.slower(self.slowest_inter)
 
     def _split(self, count: int) -> tuple[int, int]:
-        """GPUs of a node, and nodes, that so many neighbours take up."""
+        """Return the GPUs of a node, and the nodes, that so many neighbours occupy."""
         return min(count, self.gpus_per_node), -(-count // self.gpus_per_node)
 
 
@@ -131,7 +131,7 @@ def ring(size: float, ranks: int, link: Link) -> float:
 
 
 def tree(size: float, ranks: int, link: Link) -> float:
-    """An all-reduce over two binary trees, each of half the bytes, in chunks one after the other.
+    """Return the time of an all-reduce over two binary trees, each with half the bytes, in chunks.
 
     .. math:: 2 (ceil(log2 n) a + S / B)
 

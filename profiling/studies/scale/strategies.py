@@ -170,7 +170,7 @@ def predict(
 
 
 def _updates(ends: list[float], until: float) -> float:
-    """Updates a second."""
+    """Return the updates per second."""
     return (len(ends) - 1) / (ends[-1] - ends[0]) if len(ends) > 1 else len(ends) / until
 
 

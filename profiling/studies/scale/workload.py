@@ -179,7 +179,7 @@ def observe(path: Path) -> Observed:
 
 
 def count_parameters(name: str) -> tuple[int, int]:
-    """Parameters and layers of a published model, or of a recipe.
+    """Return parameters and layers of a published model, or of a recipe.
 
     Raises:
         ValueError: There is no such model.

@@ -33,7 +33,7 @@ def plain(nodes: int) -> Network:
 
 
 def why_not() -> str | None:
-    """Why there can be no namespaces here; None if there can."""
+    """Return why namespaces are not available; None if they are."""
     for name in ("ip", "tc"):
         if shutil.which(name) is None:
             return f"there is no command {name} (package iproute2)"

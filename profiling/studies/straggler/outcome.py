@@ -46,7 +46,7 @@ class Steps:
         return cls(lines[0]["began"], times, samples, micro_batches)
 
     def rate(self, window: Window) -> float:
-        """Samples a second, from the end of a step to the end of another in a window.
+        """Return samples per second between the ends of two steps in a window.
 
         So that no part of a step counts: of a slow node, it may have but a few.
         """
@@ -57,11 +57,11 @@ class Steps:
         return float(samples[1:].sum() / (times[-1] - times[0]))
 
     def count(self, window: Window) -> int:
-        """Steps that ended in a window."""
+        """Return the steps that ended in a window."""
         return int(((self.times >= window.begin) & (self.times <= window.end)).sum())
 
     def until(self, time: float) -> int:
-        """Samples up to a time."""
+        """Return the samples up to a time."""
         return int(self.samples[self.times <= time].sum())
 
 
@@ -137,14 +137,14 @@ def outcome(settings: Settings, config: TrainConfig, window: Window) -> Outcome:
 
 
 def _staleness(path: Path) -> float | None:
-    """The mean over the lines of a run's metrics that have one; a slow run may have no line."""
+    """Return the mean over the metrics lines that have a value; a slow run may have none."""
     lines = path.read_text().splitlines() if path.exists() else []
     found = [value for line in lines if (value := json.loads(line).get("staleness")) is not None]
     return float(np.mean(found)) if found else None
 
 
 def _weights(settings: Settings) -> list[tuple[float, list[np.ndarray]]]:
-    """When all ranks told their weights, and the newest of each by then, without gaps."""
+    """Return the times of all ranks' weight reports with each rank's newest one, without gaps."""
     ranks = range(settings.nodes * settings.per_node)
     told = [sorted(Path(settings.folder).glob(f"weights_{rank}_*.npy")) for rank in ranks]
     numbers = [[int(path.stem.rsplit("_", 1)[1]) for path in paths] for paths in told]
@@ -191,7 +191,7 @@ class Judge:
 
     @torch.no_grad()
     def __call__(self, learners: Sequence[np.ndarray]) -> tuple[float, float]:
-        """Loss of their mean, and distance from it; see `Point`."""
+        """Return the loss of the learners' mean, and their distance from it; see `Point`."""
         stacked = np.stack(learners)
         mean = stacked.mean(axis=0)
         weights, center = stacked[:, self._is_weight], mean[self._is_weight]
