@@ -242,7 +242,7 @@ def _rounded(value: Any) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code: 1 where a system that was asked for is missing."""
+    """Run the benchmark; returns the exit code: 1 if a requested system is missing."""
     options = _parser().parse_args(arguments)
     if options.dry_run:
         options.model, options.batch, options.steps, options.utterances = "dry_run", 2, 2, 12

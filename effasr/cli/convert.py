@@ -127,7 +127,7 @@ def add_export(command: AddCommand) -> None:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Write the format that is asked for."""
+    """Write the requested format."""
     from effasr.checkpoint import load_model, resolve
     from effasr.training.checkpointing.averaging import average, newest_checkpoints
 

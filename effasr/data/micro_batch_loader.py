@@ -82,7 +82,7 @@ class StepBatch:
 
 
 class MicroBatchDataset(Dataset[StepBatch | AudioError]):
-    """Loads the micro-batches that it is asked for; every worker process has a copy."""
+    """Loads requested micro-batches; every worker process has a copy."""
 
     def __init__(
         self,

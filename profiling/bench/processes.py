@@ -1,4 +1,4 @@
-"""Runs a command in a process group of its own, within a limit, and ends all that it started."""
+"""Runs a command in a separate process group with a time limit, and ends all it started."""
 
 from __future__ import annotations
 

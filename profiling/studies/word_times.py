@@ -127,7 +127,7 @@ def compare(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the errors, and write them where asked."""
+    """Print the errors, and write them to a file if requested."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

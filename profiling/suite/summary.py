@@ -1,4 +1,4 @@
-"""The figures to reach, beside those that the rows of a run give."""
+"""Compares target figures with those from the rows of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process a system, so that each has memory of its own while they take turns."""
+"""Runs each system in a separate process, so that their memory is separate in turns."""
 
 from __future__ import annotations
 

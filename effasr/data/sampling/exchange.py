@@ -1,4 +1,4 @@
-"""Exchanges utterances between groups until their sums are as wanted."""
+"""Exchanges utterances between groups until their sums reach the targets."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def _pieces(models: Mapping[str, bytes]) -> list[str]:
 
 
 def _listed(model: bytes) -> str:
-    """Return the pieces with their scores, as SentencePiece writes them beside a model."""
+    """Return the pieces with their scores, as SentencePiece writes them next to a model."""
     processor = _processor(model)
     return "".join(
         f"{processor.id_to_piece(index)}\t{processor.get_score(index):g}\n"

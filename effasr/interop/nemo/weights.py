@@ -70,7 +70,7 @@ def renames(*, hybrid: bool) -> Renames:
     """Our names and NeMo's.
 
     Args:
-        hybrid: Whether a CTC head is beside a transducer.
+        hybrid: Whether the model has a CTC head and a transducer.
     """
     ctc = "ctc_decoder" if hybrid else "decoder"
     return {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 _OPSET = 18
 _LARGEST_BYTES = 1_500_000_000
-"""Most bytes of weights inside a graph file, which is limited to 2 GB; more are kept beside."""
+"""Most bytes of weights in a graph file (limited to 2 GB); more go to a separate file."""
 _TOLERANCE = 1e-3
 """Largest difference of a checked output, relative to its largest value."""
 

@@ -92,7 +92,7 @@ def _add_folder(subject: Subject, folder: Path) -> None:
 
 
 def _is_capture(path: Path) -> bool:
-    """Return whether a file that nobody named is a capture: other JSON lies about, too."""
+    """Return whether a file found in a folder is a capture: there may be other JSON files."""
     with path.open("rb") as file:
         start = file.read(65536)
     if start.startswith(_SQLITE):

@@ -1,4 +1,4 @@
-"""Attention, plain and across, beside what others offer for it."""
+"""Benchmarks of self-attention and cross-attention against other implementations."""
 
 from __future__ import annotations
 

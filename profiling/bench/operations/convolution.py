@@ -1,4 +1,4 @@
-"""Convolutions of the encoder, beside cuDNN's on a padded batch."""
+"""Benchmarks of the encoder's convolutions against cuDNN's on a padded batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross-attention with the penalty for leaving the diagonal, beside its formula."""
+"""Benchmarks of cross-attention with the guided-attention penalty against its formula."""
 
 from __future__ import annotations
 

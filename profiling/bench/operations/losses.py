@@ -1,4 +1,4 @@
-"""Losses that need a projection to the vocabulary, beside the ways in which others compute them."""
+"""Benchmarks of losses with a projection to the vocabulary against other implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transducer's joint, projection and loss, beside the ways in which others compute them."""
+"""Benchmarks of the transducer's joint, projection and loss against other implementations."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from effasr.data.audio.waveform import AudioError, audio_path
 from effasr.data.filters.rules import Dropped
 
 _REVERBERATION, _NOISE, _TELEPHONE = range(3)
-"""Each kind draws numbers of its own, so that what one does is the same without the others."""
+"""Each kind has a separate random stream, so its effect does not depend on the others."""
 
 T = TypeVar("T")
 
