@@ -271,7 +271,7 @@ def _outdated(path: Path) -> Path:
 
 
 def point(pointer: Path, target: Path) -> None:
-    """Write a small file that names a folder beside it."""
+    """Write a small file that names a folder in the same directory."""
     partial = pointer.with_name(f".{pointer.name}.partial")
     partial.write_text(target.name + "\n")
     _flush(partial)

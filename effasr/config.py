@@ -66,7 +66,7 @@ def load(cls: type[T], recipe: str | Path, overrides: Sequence[str] = ()) -> T:
 
 
 def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping with what is given in place of what it has; of another ``kind`` nothing is left."""
+    """Return ``base`` updated with ``given``; a change of ``kind`` discards the other fields."""
     result = dict(base)
     for key, value in given.items():
         before = base.get(key)

@@ -15,18 +15,19 @@ _make: Callable[[str, int | None], AbstractContextManager] | None = None
 
 _FIRST_WITH_PAYLOADS = (0, 2, 9)
 _FIRST_THAT_ASKS = (0, 2, 12)
-"""From here on the package asks the tool whether the domain is wanted. Nsight Systems of 2023 and
-older does not answer, and every range is lost without a word."""
+"""First version of the package that asks the tool whether the domain is enabled. Nsight Systems of
+2023 and older does not answer, and every range is silently lost."""
 
 
 def range(name: str, number: int | None = None) -> AbstractContextManager:
     """Return a context whose duration shows under ``name`` once `enable` was called.
 
     Args:
-        name: Registered with the profiler for good, so names must be few: no step numbers.
-        number: What tells ranges of the same name apart, such as the step. It is the payload of
-            the ``nvtx`` package's ranges; the other libraries have none, and ranges of a name are
-            told apart by their order there.
+        name: Name of the range. Profilers register it permanently, so names must be few and without
+            step numbers.
+        number: Number that distinguishes ranges of the same name, such as the step. It is the
+            payload of the ``nvtx`` package's ranges; the other libraries have no payload, and
+            ranges of a name are distinguished by their order.
     """
     return _NOTHING if _make is None else _make(name, number)
 

@@ -53,14 +53,14 @@ LINE = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a process needed.
+    """Time and memory of a process.
 
     Attributes:
-        seconds: Seconds to its corpus.
-        cpu_seconds: Cpu seconds of processors until then, by it and by those that read for it.
-        before: Bytes of its own when it began.
-        own: Bytes of its own with the corpus.
-        peak: Most bytes that it had, those that it shares included.
+        seconds: Seconds until it had its corpus.
+        cpu_seconds: CPU seconds until then, of the process and of those that read for it.
+        before: Its private bytes at the beginning.
+        own: Its private bytes with the corpus.
+        peak: Its peak memory in bytes, including shared memory.
         mapped: Bytes of files that it maps, which processes share.
         fingerprint: Fingerprint of the corpus.
     """
@@ -97,14 +97,14 @@ def write_manifest(path: Path, count: int) -> list[str]:
 
 
 def start(folder: Path, jobs: int, keep: bool, ready: Any, results: Any) -> None:
-    """One rank: get the corpus as training does."""
+    """Run one rank: get the corpus as training does."""
     corpus, result = _measured(folder, jobs, keep, ready)
     results.put(result)
     del corpus
 
 
 def look(folder: Path, jobs: int, ready: Any, results: Any) -> None:
-    """A rank with a worker, forked as for loading."""
+    """Run a rank with a worker, forked as for loading."""
     corpus, _ = _measured(folder, jobs, True, ready)
     process = multiprocessing.get_context("fork").Process(target=_worker, args=(corpus, results))
     process.start()

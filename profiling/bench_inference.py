@@ -79,12 +79,12 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Utterances:
-    """What is transcribed.
+    """The transcribed utterances.
 
     Attributes:
         batch: Batch on the device.
         seconds: Seconds of all audio.
-        limits: Tokens to say of each.
+        limits: Number of tokens to generate for each.
     """
 
     batch: Batch
@@ -270,7 +270,7 @@ class Peer:
 def time_calls(
     call: Callable[[], object], clock: Clock, repeats: int
 ) -> list[tuple[float, dict[str, float]]]:
-    """Seconds of each call and of its parts, after one that is not counted; shortest first."""
+    """Return the seconds of each call and its parts, after one warm-up; shortest first."""
     call()
     clock.now()
     clock.take()

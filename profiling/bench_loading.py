@@ -1,4 +1,4 @@
-"""How fast audio is read: utterances, seconds of audio and megabytes a second, by kind of storage.
+"""Measures how fast audio is read: utterances, audio seconds and megabytes a second by storage.
 
     python profiling/bench_loading.py [--hours 0.5] [--storage wav flac shar] [--workers 0 1 2]
         [--augment none speeds noise reverberation telephone all] [--repeats 3]
@@ -171,10 +171,10 @@ def measure(
     """Load an epoch as fast as it goes, then another at the rate of a training.
 
     Args:
-        corpus: What to load.
-        config: With the number of workers.
+        corpus: Corpus to load.
+        config: Loader configuration, with the number of workers.
         consume: Seconds of audio a second that the training takes; None for 80 % of the fastest.
-        repeats: How often to load the first; the fastest counts.
+        repeats: Number of times that the first is loaded; the fastest counts.
 
     Returns:
         Utterances, seconds of audio, seconds that loading took, those of the processor in this
@@ -195,7 +195,7 @@ def measure(
 
 
 def _epoch(loader: Loader, rate: float | None) -> tuple[int, float, float, float, float]:
-    """Utterances and seconds of audio; seconds that they took, waited, and used the processor.
+    """Return utterances, audio seconds, and the seconds taken, waited and of processor time.
 
     The first step is left out: it waits for the processes to start, which a training does once.
     """

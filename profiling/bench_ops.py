@@ -45,23 +45,23 @@ GROUPS: tuple[Callable[[Workload], list[Case]], ...] = (
     *(transducer.cases, decoding.cases),
 )
 TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 2e-2, torch.float32: 1e-3}
-"""Of an error relative to the norm: enough to tell the same operation from another one."""
+"""Largest error relative to the norm: enough to distinguish the operation from another one."""
 _HEAVY = 3
-"""How many times the usual time a heavy case may take."""
+"""Factor on the time limit of a heavy case."""
 Row = dict[str, object]
 absent: dict[str, str] = {}
-"""Peers that were found not to be installed, and what said so."""
+"""Peers that are not installed, with the message of the import error."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long things may take, in seconds.
+    """Time limits, in seconds.
 
     Attributes:
         deadline: Deadline on the clock `time.monotonic`.
-        case: Case for one operation in one configuration, with all its peers.
-        measurement: Measurement for the repeats of one call.
-        repeats: How many of them at most.
+        case: Limit of one operation in one configuration, with all its peers.
+        measurement: Limit of the repeats of one call.
+        repeats: Largest number of repeats.
     """
 
     deadline: float
@@ -160,7 +160,7 @@ def contenders(case: Case, options: argparse.Namespace) -> dict[str, Callable[[]
 
 
 def say(what: str) -> None:
-    """A line about what has no row."""
+    """Print a line about something that has no row."""
     sys.stderr.write(f"bench_ops: {what}\n")
     sys.stderr.flush()
 
@@ -221,7 +221,7 @@ def _rows(
 
 
 def _excuse(case: Case, name: str, reason: BaseException) -> None:
-    """What is missing, or cannot do this, must not end the others; a GPU in disorder must."""
+    """Report a peer that is missing or fails without ending the others; end at a CUDA error."""
     say(f"{case.name}, {case.shape}: {name}: {_short(reason)}")
     if isinstance(reason, ImportError):
         absent[name.removeprefix("peer: ")] = _short(reason)

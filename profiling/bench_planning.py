@@ -31,7 +31,7 @@ PROMPT = 8
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a plan costs and how good it is.
+    """Cost and quality of a plan.
 
     Attributes:
         seconds: Wall time of planning.
@@ -40,7 +40,7 @@ class Result:
         steps: Steps of the epoch.
         padding_frames: Share of frame rows.
         padding_tokens: Share of token rows.
-        imbalance: By how much the slowest rank's predicted work exceeds the mean: mean, 99th
+        imbalance: Relative excess of the slowest rank's predicted work over the mean: mean, 99th
             percentile and maximum over steps.
     """
 

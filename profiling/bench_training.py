@@ -82,14 +82,14 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and on what.
+    """The benchmarked model, corpus and device.
 
     Attributes:
         config: Configuration of the run.
-        classes: Tokens of the vocabulary.
+        classes: Vocabulary size.
         workload: The corpus.
         shape: The static shape of its batches.
-        device: Where.
+        device: Device to train on.
     """
 
     config: TrainConfig
@@ -100,11 +100,11 @@ class Setup:
 
     @classmethod
     def of(cls, options: argparse.Namespace, model: str | None = None) -> Setup:
-        """By the command line; see `add_options`.
+        """Create the setup from the command line; see `add_options`.
 
         Args:
-            options: Of which ``model`` is not read where one is given.
-            model: Its name.
+            options: Parsed options; ``model`` is not read if the argument is given.
+            model: Name of the model.
         """
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         on_gpu = device.type == "cuda"
@@ -165,11 +165,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a job found.
+    """Result of a job.
 
     Attributes:
         row: Row of the table.
-        categories: Rows of the table of categories; none where it was not asked for.
+        categories: Rows of the table of categories; empty unless requested.
     """
 
     row: dict[str, Any]
@@ -186,7 +186,7 @@ class Prepared:
         batches: Batch of each step, with those before the clock starts.
         step: Makes the update of a batch.
         ours: Our trainer; None for transformers.
-        fields: What is known for its row.
+        fields: Known fields of its row.
     """
 
     system: str
@@ -424,7 +424,7 @@ def _command(job: Job, options: argparse.Namespace) -> list[str]:
 
 
 def add_options(parser: argparse.ArgumentParser, *, several_models: bool = False) -> None:
-    """What `Setup.of` reads."""
+    """Add the options that `Setup.of` reads."""
     count: dict[str, Any] = {"nargs": "+"} if several_models else {}
     parser.add_argument("--model", choices=[*CPU_MODELS, *PRESETS], **count)
     parser.add_argument("--frame-budget", type=int, help="12000 on a GPU, 400 on a CPU")

@@ -75,14 +75,14 @@ _PAUSE_S = 0.3
 
 @dataclass
 class Measured:
-    """What is known of a system so far.
+    """Results of a system so far.
 
     Attributes:
-        process: It.
-        about: What it said when it was loaded, and what the check found.
-        checked: Its answer to the check.
+        process: Process of the system.
+        about: Its reply after loading, and the result of the check.
+        checked: Its reply to the check.
         losses: Losses of each step.
-        runs: Its answers to those that are timed.
+        runs: Its replies to the timed runs.
     """
 
     process: SystemProcess
@@ -219,7 +219,7 @@ def compare(system: str, one: Measured, reference: Measured) -> dict[str, float]
 
 
 def disagreement(system: str, found: Mapping[str, Any], least_agreement: float) -> str | None:
-    """Why a system that computes what transformers computes is not timed; None where it agrees."""
+    """Return why a system that should agree with transformers is not timed; None if it agrees."""
     if system not in SAME:
         return None
     difference, share = found.get("loss_difference", 0.0), found.get("agreement", 1.0)
@@ -242,7 +242,7 @@ def _rounded(value: Any) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code: 1 where a system that was asked for is missing."""
+    """Run the benchmark; returns the exit code: 1 if a requested system is missing."""
     options = _parser().parse_args(arguments)
     if options.dry_run:
         options.model, options.batch, options.steps, options.utterances = "dry_run", 2, 2, 12
@@ -283,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _systems(options: argparse.Namespace) -> list[str]:
-    """Those that are asked for, in the order of the table.
+    """Return the requested systems, in the order of the table.
 
     Raises:
         ValueError: One is unknown, or a number is out of range.

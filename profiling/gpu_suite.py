@@ -46,9 +46,9 @@ from suite.suite import Suite
 
 RESULTS = ROOT / "profiling" / "results"
 MINUTES = 9.0
-"""Of a call."""
+"""Time limit of a call in minutes."""
 _DRY_MINUTES = 30.0
-"""Of one on a CPU, which may be as slow and as busy as it likes."""
+"""Time limit of a call on a CPU, which may be slow and busy."""
 _NAMES = [part.name for part in PARTS]
 
 

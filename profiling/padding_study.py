@@ -1,4 +1,4 @@
-"""How much of a batch is padding, for each way of batching: a table, CSV and a picture.
+"""Measures the padding of batches for each batching method: a table, CSV and a picture.
 
     python profiling/padding_study.py LIST ... [--budgets 8000 24000] [--csv FILE] [--picture FILE]
 
@@ -27,7 +27,7 @@ from effasr.planning.study import LADDER, StudyOptions, compare
 from effasr.planning.text import percent
 
 MEASURED = "measured"
-"""In place of a strategy: what a run saw."""
+"""Stands for a strategy: the measurements of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,9 @@ class Row:
 
     Attributes:
         lengths: Name of the list, or of the run.
-        strategy: How it was batched.
-        figures: By the names of `effasr.data.sampling.report.PlanReport`, and of the budgets.
+        strategy: Batching method.
+        figures: Figures by the field names of `effasr.data.sampling.report.PlanReport`, and the
+            budgets.
     """
 
     lengths: str
@@ -124,7 +125,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """All figures; the columns are those of the row that has most."""
+    """Write all figures; the columns are those of the row that has most."""
     columns = max((row.figures for row in rows), key=len)
     rounded = [
         {"lengths": row.lengths, "strategy": row.strategy}
@@ -135,7 +136,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def write_picture(path: Path, rows: Sequence[Row]) -> None:
-    """What of frames, tokens and FLOPs is padding, of all rows that have all three."""
+    """Return the padding shares of frames, tokens and FLOPs, over rows that have all three."""
     rows = [row for row in rows if "padding_flops" in row.figures]
     if not rows:
         raise ValueError("`--picture` needs a list: runs measure no FLOPs.")

@@ -31,7 +31,7 @@ KEYS = {
     "transducer_memory": ("backend", "batch", "joint", "classes", "dtype"),
     "inference": ("system", "shape", "size", "batch", "dtype"),
 }
-"""What tells the rows of a file apart, beside what they were measured on."""
+"""Columns that identify the rows of a file, besides the machine."""
 _MODES = {
     **{"eager": "", "graph": "CUDA graph", "compile": "compiled"},
     "graph_compile": "compiled, CUDA graph",
@@ -45,10 +45,10 @@ class Line:
     """A line of a picture and of its table.
 
     Attributes:
-        name: In front of the bars.
+        name: Label in front of the bars.
         values: Lengths of the bars, one for each panel; None where nothing was measured.
-        row: What it is of.
-        command: Measures it again.
+        row: Row of the table that it shows.
+        command: Command that measures it again.
     """
 
     name: str
@@ -62,10 +62,10 @@ class Picture:
     """A picture.
 
     Attributes:
-        file: Its name.
-        title: Above it.
-        panels: Titles with units, and how a value is written.
-        lines: From top to bottom.
+        file: File name.
+        title: Title above the picture.
+        panels: Titles with units, and the format of a value.
+        lines: Lines from top to bottom.
     """
 
     file: str
@@ -74,7 +74,7 @@ class Picture:
     lines: Sequence[Line]
 
     def columns(self) -> dict[str, list[tuple[float, str]]]:
-        """Lengths and texts of the bars, by panel; what was measured nowhere has none."""
+        """Return lengths and texts of the bars, by panel; unmeasured panels have none."""
         found = {}
         for n, (title, write) in enumerate(self.panels):
             values = [line.values[n] for line in self.lines]
@@ -174,7 +174,7 @@ def ops_picture(rows: Sequence[Row]) -> list[Picture]:
 
 
 def _sizes(shape: str) -> str:
-    """Those that decide; how many utterances there are, and how long, follows from the list."""
+    """Return the sizes that matter; number and lengths of utterances follow from the list."""
     return " ".join(size for size in shape.split() if size.split("=")[0] in _SIZES)
 
 

@@ -44,7 +44,7 @@ def make(
         groups: Groups for each run, its captures and its directory.
         output: Folder for the files; made where it is missing.
         step_range: Name of the ranges that mark steps; None: found by their names.
-        skip: How many of the first steps to leave out.
+        skip: Number of first steps to leave out.
 
     Returns:
         What report.json holds.

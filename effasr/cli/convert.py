@@ -127,7 +127,7 @@ def add_export(command: AddCommand) -> None:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Write the format that is asked for."""
+    """Write the requested format."""
     from effasr.checkpoint import load_model, resolve
     from effasr.training.checkpointing.averaging import average, newest_checkpoints
 
@@ -250,7 +250,7 @@ def _card(
     origin = options.model.resolve()
     is_run = (origin / "checkpoints").is_dir()
     step = re.fullmatch(r"step_(\d+)", sources[0].resolve().name)
-    # A mean is none of the models that were evaluated, unless it is that of one.
+    # An average differs from the evaluated models, unless it averages only one.
     tested = is_run and options.averaged is None
     return ModelCard(
         name=origin.name,

@@ -59,7 +59,7 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the error rates, and write the results beside the run."""
+    """Print the error rates, and write the results next to the run."""
     from effasr.checkpoint import load_model, resolve
     from effasr.distributed.process_group import choose_device
     from effasr.evaluation.evaluate import evaluate, openable_cuts

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _next(options: argparse.Namespace, initial: Initial) -> list[list[str]]:
-    """The commands to run now."""
+    """Return the commands to run next."""
     commands = []
     language = [] if options.language == "en" else ["--language", options.language]
     if initial.vocabulary is not None:

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of a pipe, such as `head`, has closed it, which is no error.
+        # The reader of a pipe, such as `head`, has closed it; this is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except BAD_INPUT as error:
@@ -88,7 +88,7 @@ def _log_to_standard_error(command: str) -> None:
 def _run(options: argparse.Namespace) -> int:
     from effasr_kernels import allow_reference_on_gpu
 
-    # Operations without a kernel for the GPU run their reference, with one warning for each.
+    # Operations without a kernel for the GPU run their reference, with one warning each.
     before = allow_reference_on_gpu()
     try:
         code = options.action(options)
@@ -106,7 +106,8 @@ def _fail(command: str, error: Exception, code: int) -> int:
     text = _explain(error)
     write_torchrun_error(text)
     if isinstance(error, PeerFailed):
-        # torchrun ends all processes when one has ended: not before the other has reported.
+        # torchrun ends all processes when one exits: wait until the others have reported their
+        # errors.
         time.sleep(_PEER_GRACE_S)
     else:
         sys.stderr.write(f"effasr {command}: {escape_controls(text)}\n")
@@ -137,7 +138,7 @@ class _Parser(argparse.ArgumentParser):
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     if options.command in ("train", "calibrate"):
-        # --path.to.field=value, as in other trainers, is accepted as well.
+        # --path.to.field=value is accepted as well, as in other trainers.
         options.overrides = [*options.overrides, *rest]
     elif rest:
         getattr(options, "parser", parser).error(f"unrecognized arguments: {' '.join(rest)}")

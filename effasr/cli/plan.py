@@ -199,7 +199,7 @@ def _study_options(options: argparse.Namespace, request: Request) -> StudyOption
 def _setting(
     listing: Listing, selection: Selection, study: StudyOptions, model: str
 ) -> dict[str, Any]:
-    """Fields of the JSON output that all strategies share."""
+    """Return the fields of the JSON output that all strategies share."""
     from effasr.planning.study import summarise_mixture
 
     blend = summarise_mixture(selection, study)

@@ -79,20 +79,20 @@ def run(options: argparse.Namespace) -> int:
     if not report.kept.utterances:
         raise ValueError(f"{options.source}: no utterance is left; {listed} says why.")
     impossible = report.by_reason.get(Reason.CTC_INFEASIBLE, Share()).utterances
-    # A Whisper has no CTC head, and may have many tokens for a word.
+    # Whisper has no CTC head, and may have many tokens per word.
     has_ctc = tokenizer is not None and not isinstance(tokenizer, WhisperTokenizer)
     _describe(survey, framing, impossible, has_ctc=has_ctc)
     return 0
 
 
 def _describe(survey: Survey, framing: Framing, impossible: int, *, has_ctc: bool) -> None:
-    """Print what the corpus is like, and warn where CTC would be hard to train on it.
+    """Print statistics of the corpus, and a warning where CTC would be hard to train on it.
 
     Args:
-        survey: What was kept.
-        framing: Of the model to train.
-        impossible: How many utterances were dropped because CTC cannot align them.
-        has_ctc: Whether there are tokens, and they are for a model that can have a CTC head.
+        survey: Counts of the kept utterances.
+        framing: Encoder framing of the model to train.
+        impossible: Number of utterances dropped because CTC cannot align them.
+        has_ctc: Whether there are tokens, for a model that can have a CTC head.
     """
     from effasr.data.features.frame_geometry import Framing
     from effasr.data.statistics import guidance

@@ -20,7 +20,7 @@ def progress_counter(unit: str) -> Iterator[Callable[..., None]]:
     """Give a function that shows how many are done, of how many, the rate and the time left.
 
     Args:
-        unit: What is counted, in the plural, such as ``utterances``.
+        unit: Counted unit in the plural, such as ``utterances``.
 
     Yields:
         A function of the number done so far and, if known, of the total.

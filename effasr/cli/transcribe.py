@@ -252,7 +252,8 @@ def _sources(options: argparse.Namespace, default: Prompt) -> list[Source]:
     ]
     sources = find(names)
     if options.manifest is not None:
-        # A line that names no language is asked for as a file is, where both are the same.
+        # Lines without a language get the default source language: the same prompt as for a file,
+        # if source and target are equal.
         listed = of_manifest(options.manifest, language=default.source)
         sources += [replace(one, prompt=_asked(one.prompt or default, options)) for one in listed]
     return sources

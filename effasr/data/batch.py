@@ -63,12 +63,12 @@ class Batch:
     Attributes:
         audio: float32 (samples,), mono, at the model's sample rate.
         frames: Layout of the encoder's output frames, T rows.
-        tokens: int64 (U,), what the decoder reads: prompt, then transcript.
-        targets: int64 (U,), what it must say next; `IGNORED` in prompts and in the tail.
+        tokens: int64 (U,), decoder input: prompt, then transcript.
+        targets: int64 (U,), next token of each input; `IGNORED` in prompts and in the tail.
         text: int64 (U',), the transcript alone, for CTC and the transducer.
         monotonic: bool (N,), whether the text follows the speech in order (a transcription,
             not a translation), so that CTC and guided attention apply; else its ``text`` is empty.
-        ids: The utterances, in order.
+        ids: Names of the utterances, in order.
         audio_seconds: Their total duration in seconds.
     """
 
@@ -89,8 +89,8 @@ class Batch:
     token_lengths: tuple[int, ...]
     """Tokens of each utterance; ``tokens.layout`` also counts padding put after it."""
     source: PackedSequence | None = None
-    """Of a text-only batch, int64 (T,): what the text encoder reads. Then ``audio`` has no row, and
-    ``frames`` is the layout of this."""
+    """Text encoder input of a text-only batch, int64 (T,). Such a batch has no rows in ``audio``,
+    and ``frames`` is the layout of ``source``."""
 
     @property
     def num_frames(self) -> int:
@@ -126,9 +126,9 @@ class Batch:
         )
 
     def rewritable(self) -> Batch:
-        """The same batch in memory of its own, which may be overwritten with another's tensors.
+        """Return a copy in separate memory, which may be overwritten with another batch's tensors.
 
-        Its counts and names stay those of this one.
+        Counts and names stay those of this batch.
         """
         audio, tokens, text = (
             PackedSequence(packed.values.clone(), packed.layout.rewritable())

@@ -148,7 +148,7 @@ class Loader:
         return self._planner.shape
 
     def fingerprint(self, epoch: int) -> str:
-        """Changes if the plan of an epoch, or what it is augmented with, does.
+        """Return a hash that changes if the plan or the augmentation of an epoch changes.
 
         A resumed run compares it.
         """
@@ -157,7 +157,7 @@ class Loader:
         return self._fingerprints[epoch]
 
     def steps(self, epoch: int = 0, step: int = 0) -> Generator[StepBatch, None, None]:
-        """This rank's part of every global step from a position on, without end.
+        """Return an endless iterator of this rank's part of each global step from a position on.
 
         Closing the iterator ends its worker processes.
 
@@ -216,7 +216,7 @@ class Loader:
         return [f"{corpus.name(i)} ({audio_path(corpus.audio(i)) or 'no file'})" for i in reading]
 
     def _own_parts(self, epoch: int, step: int) -> Iterator[MicroBatchRef]:
-        """This rank's parts of all global steps, in the order of the plans."""
+        """Yield this rank's parts of all global steps, in the order of the plans."""
         while True:
             for number in range(step, self.plan(epoch).num_steps):
                 yield MicroBatchRef(epoch, number, self._rank)
@@ -283,7 +283,7 @@ class Loader:
 
 
 def _uneven(micro_batches: int, world_size: int) -> str:
-    """What it costs that ranks cannot share the micro-batches of a step."""
+    """Return a message about the idle time if ranks cannot share the micro-batches equally."""
     rounds = -(-micro_batches // world_size)
     idle = rounds * world_size - micro_batches
     return (

@@ -82,7 +82,7 @@ class StepBatch:
 
 
 class MicroBatchDataset(Dataset[StepBatch | AudioError]):
-    """Loads the micro-batches that it is asked for; every worker process has a copy."""
+    """Loads requested micro-batches; every worker process has a copy."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError]):
         self._skip = config.on_bad_audio == "skip"
 
     def __getitem__(self, ref: MicroBatchRef) -> StepBatch | AudioError:
-        """One micro-batch; an error is returned, not raised, to arrive without a traceback."""
+        """Load one micro-batch; errors are returned, not raised, to arrive without a traceback."""
         corpus = self._corpus
         if ref.is_text:
             assert corpus.text is not None
@@ -132,7 +132,7 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError]):
         return _part(ref, batch, skipped)
 
     def _example(self, index: int, ref: MicroBatchRef, skipped: list[Dropped]) -> Example:
-        """An utterance, augmented; recordings that cannot be read for it go to ``skipped``."""
+        """Load an utterance, augmented; unreadable recordings for it are added to ``skipped``."""
         example = self._corpus.example(index)
         if not self._augmenter:
             return example

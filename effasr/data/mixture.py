@@ -109,7 +109,7 @@ def leaves(mix: MixConfig) -> tuple[Leaf, ...]:
 
 
 def shares(mix: MixConfig, amounts: Sequence[float]) -> tuple[float, ...]:
-    """What part of the data each source is to be; they add up to 1.
+    """Return the share of the data of each source; the shares add up to 1.
 
     Args:
         mix: The sources.
@@ -180,7 +180,7 @@ def _divide(
 
 
 def _amount(source: SourceConfig, name: str, amounts: Mapping[str, float]) -> float:
-    """What a source has, those below it included."""
+    """Return the amount of a source, including the sources below it."""
     if not source.sources:
         return amounts[name]
     return sum(

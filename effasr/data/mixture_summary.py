@@ -79,7 +79,7 @@ class Mixture:
     def populations(
         self, sources: np.ndarray, amounts: np.ndarray, *, seed: int
     ) -> Population | None:
-        """What gives the utterances of an epoch, int32 (p,); None where there are no quotas.
+        """Return a function from the epoch to its utterances, int32 (p,); None without quotas.
 
         Args:
             sources: int (n,), the number of each utterance's source.
@@ -92,7 +92,7 @@ class Mixture:
         return lambda epoch: population(sources, amounts, quotas, seed=seed, epoch=epoch)
 
     def count(self, sources: np.ndarray, amounts: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """What is drawn of each source: int64 (2, sources), utterances, and samples or tokens.
+        """Return the draws of each source, int64 (2, sources): utterances, and samples or tokens.
 
         Args:
             sources: int (n,), the source of each utterance.
@@ -150,7 +150,7 @@ class MixtureSummary:
     rows: tuple[MixtureRow, ...]
 
     def mapping(self) -> list[dict[str, Any]]:
-        """For a JSON file: one object per source."""
+        """Return one JSON object per source."""
         return [asdict(row) for row in self.rows]
 
     def table(self) -> Iterator[str]:

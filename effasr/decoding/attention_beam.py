@@ -105,7 +105,7 @@ def attention_beam(
         no_repeat_ngram,
     )
     room = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
-    # Where a prompt is longer than the shortest, steps read the rest of it.
+    # For prompts longer than the shortest, later steps read the rest.
     shortest = min(map(len, prompts))
     state = model.start_decoding(encoded, room, [prompt[: shortest - 1] for prompt in prompts])
     search = _Search.begin(
@@ -150,7 +150,7 @@ class _Scoring:
     no_repeat_ngram: int | None
 
     def rank(self, scores: Tensor, tokens: Tensor, covered: Tensor | float) -> Tensor:
-        """Ranks of scores of hypotheses with this many tokens and this share of covered frames."""
+        """Return ranks of hypotheses from scores, token counts and shares of covered frames."""
         ranks = scores / ((5 + tokens) / 6) ** self.length_penalty
         return ranks + self.coverage_penalty * covered if self.coverage_penalty else ranks
 
@@ -245,7 +245,7 @@ class _Search:
         return _Search(**kept)
 
     def shares(self) -> Tensor | float:
-        """The share of frames that each hypothesis covers, float64 (N, K), where it matters."""
+        """Return the share of frames that each hypothesis covers, float64 (N, K), if it is used."""
         return 0.0 if self.coverage is None else self.coverage.shares()
 
 
@@ -287,12 +287,12 @@ def _advance(
     if coverage is None:
         scores, chosen = pool.flatten(1).topk(beam)
     else:
-        # All have equally many tokens, so without coverage their scores rank them.
+        # All have the same number of tokens, so without coverage the scores determine the ranks.
         ranks = scoring.rank(pool, counts[:, None, None], coverage.shares()[..., None])
         chosen = ranks.flatten(1).topk(beam).indices
         scores = pool.flatten(1).gather(1, chosen)
     parent, which = chosen // pool.shape[-1], chosen % pool.shape[-1]
-    # A prompt is read as it is, by the one hypothesis and its empty neighbours.
+    # Prompt tokens are read by the one real hypothesis and its empty neighbours.
     reading = (search.starts > position)[:, None]
     parent = torch.where(reading, torch.arange(beam, device=parent.device), parent)
     ends = (which == scoring.candidates) & ~reading
@@ -321,22 +321,22 @@ def _advance(
 def _candidates(
     logits: Tensor, scoring: _Scoring, begins: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest tokens, int64 and float64 (N, K, C), and the end token, float64 (N, K)."""
+    """Return the best tokens, int64 and float64 (N, K, C), and the end's scores, (N, K)."""
     logits = logits[:, : scoring.classes].float()
     total = logits.logsumexp(-1).double()
     if scoring.suppression is not None:
-        # After the sum, as transformers does: what is left keeps its probability.
+        # Suppression after normalisation, as in transformers: other tokens keep their probability.
         logits = scoring.suppression.applied(logits, begins)
     end = logits[:, scoring.eos_id].double() - total
     others = logits.index_fill(1, torch.tensor([scoring.eos_id], device=logits.device), _NONE)
-    # Differences in float64 keep the order of the logits, which their float32 might not.
+    # float64 differences keep the order of the logits; float32 ones might not.
     values, symbols = others.topk(scoring.candidates)
     steps = values.double() - total[:, None]
     return symbols.unflatten(0, (count, -1)), steps.unflatten(0, (count, -1)), end.view(count, -1)
 
 
 def _pick(symbols: Tensor, parent: Tensor, which: Tensor) -> Tensor:
-    """The chosen candidates of the parents, int64 (N, K); arbitrary where the end is chosen."""
+    """Return the chosen candidates of the parents, int64 (N, K); arbitrary if the end is chosen."""
     number = torch.arange(len(symbols), device=symbols.device)[:, None]
     return symbols[number, parent, which.clamp(max=symbols.shape[-1] - 1)]
 

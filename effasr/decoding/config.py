@@ -55,9 +55,10 @@ class DecodingConfig:
         gap_seconds: Stretches without speech of this length or more are not decoded, as an
             attention decoder may hallucinate words there. Detected by loudness: see
             `effasr.transcription.inputs.vad`. None to decode everything.
-        tokens_per_frame: With ``extra_tokens``, limits the length of a transcript, as the attention
-            decoder may repeat itself forever: ``tokens_per_frame * frames + extra_tokens``. A
-            `effasr.transcription.recognizer.Recognizer` takes half of it for frames of 40 ms.
+        tokens_per_frame: With ``extra_tokens``, limits the length of a transcript to
+            ``tokens_per_frame * frames + extra_tokens``, because the attention decoder may repeat
+            itself forever. `effasr.transcription.recognizer.Recognizer` halves it for frames of 40
+            ms.
         extra_tokens: See ``tokens_per_frame``.
         precision: Autocast precision of matrix products.
         workers: Threads that load audio.

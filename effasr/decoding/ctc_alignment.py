@@ -32,7 +32,7 @@ def align_tokens(
         if not text:
             spans.append([])
             continue
-        # Of one utterance at a time, and of its own tokens alone: all classes would be large.
+        # One utterance at a time and only its own tokens: the scores of all classes would be large.
         scores = model.ctc_logits(rows).float().log_softmax(-1)
         wanted = torch.tensor([model.vocab_size, *text], device=scores.device)
         spans.append(viterbi(scores[:, wanted].cpu().numpy(), text))

@@ -43,7 +43,7 @@ def ctc_beam(
         Hannun et al., 2014, https://arxiv.org/abs/1408.2873.
     """
     lengths = encoded.layout.lengths
-    # Longest first, so that the utterances which go on are always the first ones.
+    # Sorted by length, the longest first, so that active utterances are always the first ones.
     order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
     found: list[list[int]] = [[] for _ in lengths]
     log_probs = ctc_log_probs(model, encoded)
@@ -113,7 +113,7 @@ class _Prefixes:
         return _Prefixes(*(part[:count] for part in parts))
 
     def best(self, begin: int, fusion: _Fusion | None) -> list[list[int]]:
-        """The best prefix of each utterance from index ``begin`` on, as a complete transcript."""
+        """Return the best prefix of each utterance from index ``begin`` on, as a transcript."""
         scores = (torch.logaddexp(self.blank, self.label) + self.written)[begin:]
         if not len(scores):
             return []
@@ -132,16 +132,16 @@ class _Prefixes:
         beam = self.blank.shape[1]
         every = torch.logaddexp(self.blank, self.label)
         last = self._last()
-        # What stays: by a blank, or by its last token once more.
+        # A prefix stays the same after a blank or a repetition of its last token.
         again = steps.gather(1, last.clamp(min=0)).masked_fill(last < 0, _NONE)
         blank, label = every + steps[:, -1:], self.label + again
-        # What grows. Without a language model more tokens cannot win: of 2 K, K - 1 at most give a
-        # prefix that is here already, and one is a repetition, which scores less.
+        # A prefix grows by a token. Without a language model 2 K candidates suffice: at most K - 1
+        # of them give a prefix that already exists, and one is a repetition with a lower score.
         likeliest, symbols = steps[:, :-1].topk(min(2 * beam, steps.shape[1] - 1))
         repeats = symbols[:, None] == last[..., None]
         grown = torch.where(repeats, self.blank[..., None], every[..., None]) + likeliest[:, None]
         follows = self._follows()
-        # (N, b, a): b is a with one token more, so both ways to it are added up.
+        # (N, b, a): prefix b is a with one more token, so the scores of both ways to it are added.
         before = torch.where(last[:, :, None] == last[:, None], self.blank[:, None], every[:, None])
         joined = (before + again[..., None]).masked_fill(~follows, _NONE)
         label = torch.cat([label[..., None], joined], -1).logsumexp(-1)
@@ -181,7 +181,7 @@ class _Prefixes:
         if room > 0:
             labels = torch.nn.functional.pad(labels, (0, room), value=-1)
         if labels.shape[2]:
-            # Where nothing is added, a place is overwritten with what it holds.
+            # If nothing is added, a position is overwritten with its own value.
             place = counts.clamp(max=labels.shape[2] - 1)[..., None]
             held = labels.gather(2, place)
             labels = labels.scatter(
@@ -203,7 +203,7 @@ class _Prefixes:
         return last.masked_fill(self.counts == 0, -1)
 
     def _follows(self) -> Tensor:
-        """Whether prefix b is prefix a with one more token: bool (N, K, K), by b and then a."""
+        """Return whether prefix b is prefix a with one more token: bool (N, b, a)."""
         alive = torch.maximum(self.blank, self.label) > _NONE
         follows = self.counts[:, :, None] == self.counts[:, None] + 1
         follows &= alive[:, :, None] & alive[:, None]

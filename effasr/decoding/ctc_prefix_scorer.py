@@ -47,12 +47,12 @@ class CTCPrefixScorer:
         cls, model: ASRModel, encoded: PackedSequence, count: int, beam: int
     ) -> CTCPrefixScorer:
         """Empty prefixes of the first ``count`` sequences of encoder output."""
-        # A symbol's frames are neighbours, because that is what a prefix reads.
+        # The frames of a symbol are contiguous, because a prefix reads them together.
         log_probs = ctc_log_probs(model, encoded).t().contiguous()
         lengths = encoded.layout.lengths[:count]
         bounds = encoded.layout.cu_seqlens[:count].long()
         frames = torch.arange(max(lengths, default=0), device=bounds.device)
-        # Frames past an utterance's end are read, but what comes of them is not.
+        # Frames past an utterance's end are read, but their results are not used.
         rows = (bounds[:, None] + frames).clamp(max=max(0, log_probs.shape[1] - 1))
         blank = log_probs[-1][rows].double().cumsum(1)[:, None].expand(-1, beam, -1)
         blank = torch.nn.functional.pad(blank, (1, 0))

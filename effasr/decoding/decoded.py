@@ -12,7 +12,7 @@ class Decoded:
     """Transcript of one utterance.
 
     Attributes:
-        tokens: Without prompt and end token.
+        tokens: Token ids without prompt and end token.
         truncated: Whether the decoder reached its limit before the end token.
         spans: Encoder frames of each token; None if not requested, or if there are too few frames.
     """

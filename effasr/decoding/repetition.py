@@ -22,7 +22,7 @@ def repeats_ngram(labels: Tensor, symbols: Tensor, size: int) -> Tensor:
         return torch.zeros_like(symbols, dtype=torch.bool)
     ngrams = labels.unfold(-1, size, 1)
     context = labels[..., None, labels.shape[-1] - size + 1 :]
-    # The context is read from the last steps, so where it has a -1 the n-gram has one as well.
+    # The context is the last steps, so if it contains a -1, the n-gram contains one as well.
     begins = (ngrams[..., :-1] == context).all(-1) & (ngrams >= 0).all(-1)
     ends = ngrams[..., -1][..., None] == symbols[..., None, :]
     return (begins[..., None] & ends).any(-2)

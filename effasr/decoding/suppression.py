@@ -67,7 +67,7 @@ class Suppression:
         Returns:
             int64 (N,).
         """
-        # Among one more than there are tokens to avoid, one is allowed.
+        # Among the best n + 1 tokens, with n tokens to avoid, at least one is allowed.
         count = len(self.begin) + 1
         _, best = projected_top_k(
             hidden, decoder.output_weight, bias=self.bias, k=count, classes=classes

@@ -102,13 +102,13 @@ def _advance(
             if frames_on:
                 score = lasting[..., number]
                 blanks = (blank + score).masked_fill(frames_on > left, NO_SCORE)
-                # Not to the end: a blank must come last.
+                # A label must not reach the end, because a blank must come last.
                 past = (frames_on >= left)[..., None]
                 labels = (label + score[..., None]).masked_fill(past, NO_SCORE)
                 there = later[frames_on - 1]
                 later[frames_on - 1] = _extended(there, now, blanks, labels)
         scores, chosen = (label + lasting[..., :1]).flatten(1).topk(beam)
-        # What follows cannot become likelier.
+        # Later hypotheses cannot become likelier.
         bar = torch.cat([one.scores for one in later], 1).topk(beam).values[:, -1:]
         scores = scores.masked_fill(scores <= bar, NO_SCORE)
         place, new = chosen // label.shape[-1], chosen % label.shape[-1]
@@ -119,7 +119,7 @@ def _advance(
 
 
 def _extended(there: Hypotheses, now: Hypotheses, blank: Tensor, label: Tensor) -> Hypotheses:
-    """The best hypotheses at a later frame, of those there and those that reach it from here.
+    """Return the best hypotheses at a later frame: existing ones, and extensions of current ones.
 
     Args:
         there: Hypotheses at the later frame.

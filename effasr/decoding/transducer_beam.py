@@ -107,7 +107,7 @@ def _recorded(search: _Search, found: list[list[int]]) -> _Search:
             found[name] = labels
     best = torch.maximum(search.best, scores)
     left = hypotheses.scores.masked_fill(complete, NO_SCORE)
-    # The sum of what is left bounds the score that any transcript can still reach.
+    # The sum of the remaining scores bounds the score of any transcript still reachable.
     going = (left.logsumexp(1) > best).nonzero()[:, 0]
     at = torch.minimum(search.at, (search.utterances.ends - 1)[:, None])
     return _Search(

@@ -43,11 +43,11 @@ def transducer_greedy(
     while True:
         reached, symbols, lasts = _next_labels(head, frames, predicted, at, end)
         kept = reached < end
-        # Labels of the current frame, and of the next one.
+        # Number of labels of the current frame, or of the next one.
         emitted = torch.where(reached == at, emitted, 0) + 1
         at = reached + torch.where(emitted < max_symbols, lasts, lasts.clamp(min=1))
         emitted = emitted.where(at == reached, 0)
-        # A transcript that reached the end of its frames leaves.
+        # Transcripts that have read all their frames are removed.
         index = kept.nonzero()[:, 0]
         for name, symbol in zip(names[index].tolist(), symbols[index].tolist(), strict=True):
             labels[name].append(symbol)

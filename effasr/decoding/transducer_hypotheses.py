@@ -102,7 +102,7 @@ class Hypotheses:
     def with_labels(self, scores: Tensor, is_label: Tensor, label: Tensor) -> Hypotheses:
         """These scores, and one more label where ``is_label``; (N, K) each."""
         padded = F.pad(self.labels, (0, 1), value=-1)
-        # Without a new label, the place after the last one keeps its value.
+        # Without a new label, the position after the last one keeps its value.
         new = torch.where(is_label, label, -1)[..., None]
         return replace(
             self,

@@ -17,14 +17,15 @@ _PIECE_BYTES = 1 << 28
 class FlatGradAllReduce:
     """Keeps the gradients of a model in one tensor per dtype, and averages these over the ranks.
 
-    For a backward that a CUDA graph replays: it accumulates gradients in place and runs no hook of
-    `DistributedDataParallel`. The communication therefore does not overlap with the backward: for n
-    bytes of gradients and W ranks it moves 2 n (W - 1) / W bytes once a step.
+    This is for a backward that a CUDA graph replays: it accumulates gradients in place and runs no
+    hook of `DistributedDataParallel`. The communication therefore does not overlap with the
+    backward: for n bytes of gradients and W ranks it moves 2 n (W - 1) / W bytes once a step.
 
     Args:
-        model: Its parameters and buffers become those of rank 0; ``grad`` of each trained parameter
-            becomes a view that must stay its gradient (``zero_grad(set_to_none=False)``).
-        context: All ranks, more than one.
+        model: Model whose parameters and buffers are set to those of rank 0; ``grad`` of each
+            trained parameter becomes a view that must stay its gradient
+            (``zero_grad(set_to_none=False)``).
+        context: Process group of all ranks, more than one.
     """
 
     def __init__(self, model: nn.Module, context: DistributedContext) -> None:

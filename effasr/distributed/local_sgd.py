@@ -38,10 +38,10 @@ class HierarchicalConfig:
     """Schedule and groups of averages (hierarchical SGD, Lin et al. 2020).
 
     Attributes:
-        periods: Maps the steps between two means to the number of neighbouring ranks that take
-            part; null stands for all. If several are due, the largest group averages. ``{2: 8, 16:
-            null}`` averages the 8 ranks of a node every 2 steps and all every 16.
-        warmup_steps: As in `LocalSGDConfig`.
+        periods: Maps the number of steps between two averages to the number of neighbouring ranks
+            that take part; null stands for all. If several are due, the largest group averages.
+            ``{2: 8, 16: null}`` averages the 8 ranks of a node every 2 steps and all every 16.
+        warmup_steps: Warm-up steps, see `LocalSGDConfig`.
     """
 
     periods: dict[int, int | None] = field(default_factory=lambda: {2: 8, 16: None})

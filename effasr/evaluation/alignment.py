@@ -43,7 +43,7 @@ class Alignment:
         ]
 
     def scores(self) -> str:
-        """Counts of correct, substituted, deleted and inserted words, in sclite's format."""
+        """Return counts of correct, substituted, deleted and inserted words, in sclite's format."""
         counts = [sum(kind == wanted for kind in self.kinds) for wanted in ("", "S", "D", "I")]
         return "Scores: (#C #S #D #I) " + " ".join(map(str, counts))
 

@@ -72,7 +72,7 @@ def probability_of_improvement(
 
 
 def _table(parts: Sequence[ErrorCounts]) -> np.ndarray:
-    """Errors and words, int64 (2, n)."""
+    """Return errors and words, int64 (2, n)."""
     return np.array([[one.errors for one in parts], [one.words for one in parts]], dtype=np.int64)
 
 

@@ -110,7 +110,7 @@ def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:
 def _requests(
     cuts: Iterable[Cut], sample_rate: int
 ) -> tuple[list[tuple[str, Request]], list[Failure]]:
-    """References with their requests, and the cuts that have no such pair."""
+    """Return references with their requests, and the cuts that have no such pair."""
     scorable, failures = [], []
     for cut in cuts:
         texts: Sequence[str | None] = [supervision.text for supervision in cut.supervisions]

@@ -21,7 +21,7 @@ from effasr.untrusted.files import read_text
 _log = logging.getLogger(__name__)
 
 _SYNTAX = re.compile(r"([\\`*\[\]]|^[#>+-])")
-"""What begins code, emphasis, a link, a heading or a list."""
+"""Characters that begin code, emphasis, a link, a heading or a list in Markdown."""
 
 MARK = "<!-- Written by `effasr export`, which replaces the file as long as this line is in it. -->"
 
@@ -40,8 +40,8 @@ class ModelCard:
 
     Attributes:
         name: Name of the model.
-        loader: The class of transformers that loads it.
-        parameters: Their number.
+        loader: Class of transformers that loads the model.
+        parameters: Number of parameters.
         languages: Codes of its output languages; empty if the tokenizer does not list them.
         configuration: Configuration of the model as YAML.
         own_tokenizer: Whether transformers can read its tokenizer.
@@ -149,7 +149,7 @@ class ModelCard:
 
 
 def read_tested(run: Path, weights: Path) -> list[TestedSet]:
-    """The evaluations of a run that are newer than its weights; older ones give a warning."""
+    """Return a run's evaluations newer than its weights; older ones give a warning."""
     tested = []
     for path in sorted((run / "evaluation").glob("*/wer.json")):
         if path.stat().st_mtime < weights.stat().st_mtime:

@@ -97,7 +97,7 @@ class Evaluation:
         return self.audio_seconds / self.seconds if self.seconds else 0.0
 
     def worst(self, count: int = 10) -> list[ScoredUtterance]:
-        """The utterances with the most word errors; of equal ones, the shorter reference first."""
+        """Return the utterances with most word errors; among equals, shorter references first."""
         order = sorted(self.utterances, key=lambda u: (-u.errors.errors, u.errors.words))
         return [utterance for utterance in order[:count] if utterance.errors.errors]
 

@@ -34,7 +34,7 @@ def report(evaluation: Evaluation, worst: int = 0) -> str:
 
 
 def wer_table(evaluation: Evaluation) -> str:
-    """One row per language and, if there are several, one for the whole set; then the speed."""
+    """Return a row per language, with several languages one for the whole set, and the speed."""
     table = Table(box=box.MARKDOWN)
     for column in ("set", "utterances", "words", "WER %", "CER %", "ins", "del", "sub"):
         table.add_column(column, justify="left" if column == "set" else "right")

@@ -12,16 +12,16 @@ from torch import Tensor
 from effasr.model.asr import ASRModel, ModelConfig
 
 Renames = Mapping[str, Sequence[tuple[str, str | tuple[str, ...]]]]
-"""By the first part of our names: parts of names, here and there, replaced in this order. Several
-there stand for the pieces of one matrix here, in order of its rows."""
+"""Parts of names to replace, in this order, by the first part of effasr's name: effasr's part and
+the other library's. Several of the latter are the row blocks of one matrix in effasr, in order."""
 
-# Linear layers over channels that others keep as convolutions of one tap.
+# Linear layers over channels that other libraries store as convolutions of kernel size 1.
 _POINTWISE = re.compile(r"encoder\.layers\..*\.conv\.pointwise[12]\.weight|ctc_head\.weight")
 _POINTWISE_2D = re.compile(r"encoder\.subsampling\.pointwise[12]\.weight")
 _DEPTHWISE = re.compile(r"encoder\.layers\..*\.conv\.depthwise\.weight")
 
 Reorder = Callable[[str, Tensor], Tensor]
-"""Changes the order of a weight's channels, by our name of it."""
+"""Changes the channel order of a weight, which is given with effasr's name."""
 
 
 def export_weights(

@@ -274,7 +274,8 @@ class ASRModel(nn.Module):
         Args:
             tokens: int64 (U,), prompts and transcripts.
             encoded: The encoder output, as many sequences.
-            guided_sigma: As in `forward`.
+            guided_sigma: Width of the diagonal of guided attention, see `forward`; None for no
+                penalty.
 
         Returns:
             Hidden states (U, decoder width), and the penalty of each token, averaged over layers
@@ -287,7 +288,7 @@ class ASRModel(nn.Module):
             return self._decoder()(tokens, self.projected(encoded), guided_sigma)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of every token from the decoder's hidden states: (..., width) to (..., V)."""
+        """Return logits from the decoder's hidden states: (..., width) to (..., V)."""
         return self._decoder().logits(hidden)
 
     def ctc_logits(self, encoded: Tensor) -> Tensor:

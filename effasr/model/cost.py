@@ -78,12 +78,12 @@ def recomputed_costs(
     Args:
         config: The architecture.
         vocab_size: V, the tokenizer's.
-        every: Which layers, as in `effasr.nn.stack.apply_activation_checkpointing`.
-        below: Number of first encoder layers that the backward does not reach, as nothing in or
-            before them is trained.
+        every: Interval of recomputed layers, see `effasr.nn.stack.apply_activation_checkpointing`.
+        below: Number of first encoder layers that the backward does not reach, because nothing in
+            or before them is trained.
     """
     encoder, decoder, text = config.encoder, config.decoder, config.text_encoder
-    # Costs grow by as much with each layer more.
+    # The costs are linear in the number of layers.
     layers = _more(encoder.layers, every) - -(-below // every)
     more = replace(config, encoder=replace(encoder, layers=layers))
     unneeded = unneeded_frame = unneeded_text = 0

@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         return F.linear(hidden, self.output_weight, self.output_bias)
 
     def likeliest(self, hidden: Tensor, classes: int | None = None) -> Tensor:
-        """The best of the first ``classes`` tokens (default: all): (N, width) to int64 (N,)."""
+        """Return the best of the first ``classes`` tokens (all): (N, width) to int64 (N,)."""
         _, indices = projected_top_k(
             hidden, self.output_weight, bias=self.output_bias, classes=classes
         )
@@ -214,7 +214,7 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def cast(self, dtype: torch.dtype) -> Decoder:
-        """A decoder whose matrix products have weights of this dtype, for many steps of autocast.
+        """Return a decoder with matrix product weights of this dtype, for many steps of autocast.
 
         It shares everything else. Autocast would cast the weights at every step, and in a CUDA
         graph the recording would keep casts that are freed before it is replayed.
@@ -253,7 +253,7 @@ class Decoder(nn.Module):
         yield last.encoder_attn.keys_values(encoded.values), own
 
     def decoder_layers(self) -> list[DecoderLayer]:
-        """The layers, in order."""
+        """Return the layers, in order."""
         return cast("list[DecoderLayer]", list(self.layers))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ class Decoder(nn.Module):
         return F.dropout(x, self.config.input_dropout, self.training)
 
     def position_table(self) -> Tensor:
-        """What `embed` adds to tokens at each position: (max_positions, width)."""
+        """Return the position embeddings that `embed` adds to tokens: (max_positions, width)."""
         weight = self.embed_tokens.weight
         return self._places(torch.arange(self.config.max_positions, device=weight.device))
 

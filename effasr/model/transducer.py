@@ -30,7 +30,7 @@ class TransducerConfig:
         fastemit: Lambda of FastEmit, which makes labels earlier; 0 for none.
         durations: Frames that a symbol may last, such as [0, 1, 2, 3, 4], for a token-and-duration
             transducer (TDT), which predicts how many to skip; null for a plain one (RNN-T).
-        sigma: Under-normalizes the symbols of a TDT in training, so that it skips more; usually
+        sigma: Under-normalization of a TDT's symbols in training, so that it skips more; usually
             0.02 to 0.05.
         dropout: Dropout of the embedded labels and of the output of the LSTM.
     """

@@ -164,6 +164,6 @@ class WhisperEncoder(nn.Module):
 
 
 def _product(rows: Tensor, conv: nn.Conv1d) -> Tensor:
-    """Return a convolution of rows beside their neighbours, (R, 3 C in) to (R, C out)."""
+    """Return a convolution of rows joined with their neighbours, (R, 3 C in) to (R, C out)."""
     # A linear layer for autocast; taps come before channels.
     return F.linear(rows, conv.weight.transpose(1, 2).flatten(1), conv.bias)

@@ -57,7 +57,7 @@ class PaddedView:
         return flat.scatter(0, self.slots, rows)[:-1].view(self.count, self.steps)
 
     def free(self) -> Tensor:
-        """Which slots hold no row: bool (count, steps)."""
+        """Return which slots hold no row: bool (count, steps)."""
         return self.spread(torch.zeros_like(self.slots), 1).bool()
 
     def collect(self, grid: Tensor) -> Tensor:

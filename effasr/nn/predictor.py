@@ -50,7 +50,7 @@ class StatelessPredictor(nn.Module):
 
         Args:
             labels: int64 (U,), each in [0, V).
-            layout: Their N sequences.
+            layout: Layout of the N label sequences.
 
         Returns:
             (U + N, P): for each sequence one row before any label, and one after each label. Rows
@@ -113,7 +113,7 @@ class LSTMPredictor(nn.Module):
         return self._drop(lanes.collect(hidden))
 
     def begin(self, count: int) -> PredictorState:
-        """The state of ``count`` sequences before the start symbol: h and c, (N, layers, P)."""
+        """Return the state of ``count`` sequences before the start: h and c, (N, layers, P)."""
         weight = self.embedding.weight
         zeros = weight.new_zeros(count, self.lstm.layers, self.lstm.width)
         return zeros, zeros
@@ -133,8 +133,8 @@ def after_start(labels: Tensor, layout: PackedLayout, start_id: int) -> Tensor:
 
     Args:
         labels: int64 (U,).
-        layout: Their N sequences.
-        start_id: The symbol; it also fills the tail.
+        layout: Layout of the N label sequences.
+        start_id: Id of the start symbol; it also fills the tail.
 
     Returns:
         int64 (U + N,), under ``layout.lengthened(1)``.

@@ -92,7 +92,7 @@ def is_recomputing() -> bool:
 
 
 def is_sharded(layers: Iterable[nn.Module]) -> bool:
-    """Whether layers are sharded, so that processes gather each for its forward and backward."""
+    """Return whether layers are sharded, so that processes gather each one before use."""
     return any(is_sharded_tensor(next(layer.parameters(), None)) for layer in layers)
 
 

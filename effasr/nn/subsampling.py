@@ -52,7 +52,7 @@ class ConvSubsampling(nn.Module):
         return self.project(x.flatten(1))
 
     def stages(self) -> Iterator[tuple[nn.Conv2d, Linear]]:
-        """The depthwise and pointwise convolutions after the first one, in order."""
+        """Yield the depthwise and pointwise convolutions after the first one, in order."""
         yield self.depthwise1, self.pointwise1
         if self.factor == 8:
             yield self.depthwise2, self.pointwise2
@@ -62,7 +62,7 @@ class ConvSubsampling(nn.Module):
         return linear(x, self.project_weight(), self.linear.bias)
 
     def project_weight(self) -> Tensor:
-        """The last layer's weight for channels last; the stored order is (channel, frequency)."""
+        """Return the last layer's weight for channels last, stored as (channel, frequency)."""
         weight, channels = self.linear.weight, self.conv.weight.shape[0]
         return weight.view(weight.shape[0], channels, -1).transpose(1, 2).flatten(1)
 

@@ -69,7 +69,7 @@ class TransformerLayer(Layer):
         activation: Literal["relu", "gelu"],
         key_bias: bool = True,
     ) -> TransformerLayer:
-        """A layer with the other arguments from a configuration with fields of these names."""
+        """Return a layer with the remaining arguments from configuration fields of these names."""
         names = "heads", "feed_forward", "bias", *_DROPOUTS
         options = {name: getattr(config, name) for name in names}
         return cls(width, activation=activation, key_bias=key_bias, **options)

@@ -1,4 +1,4 @@
-"""Collects what a recipe for a corpus needs: counts, vocabulary, practice and the time it takes."""
+"""Collects the inputs of a recipe for a corpus: counts, vocabulary, practice, expected time."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from effasr.planning.timing import TIMED, audio_seconds_per_second, duration_tex
 from effasr.training.config import TrainConfig
 
 _SPECIAL_TOKENS = 16
-"""Tokens of a tokenizer besides its pieces, about: they hardly change the time."""
+"""Assumed number of special tokens of a tokenizer; it hardly affects the time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Initial:
-    """A recipe to write, and what it is based on.
+    """A recipe to write, and the data that it is based on.
 
     Attributes:
-        request: What the recipe is for.
+        request: Request for the recipe.
         survey: Counts of the corpus.
         vocabulary: Sizes to train a tokenizer with; None where there is a tokenizer.
-        tokenizer: The tokenizer that is there; None otherwise.
-        framing: Encoder frames of the model.
+        tokenizer: Existing tokenizer; None otherwise.
+        framing: Encoder framing of the model.
     """
 
     request: RecipeRequest
@@ -62,14 +62,14 @@ class Initial:
 
         Args:
             train: Manifests to train on.
-            dev: Manifests to validate on; that they can be read is checked.
-            name: Of the run.
-            tokenizer: Folder of the tokenizer; where there is none, a vocabulary is chosen.
+            dev: Manifests to validate on; checked for being readable.
+            name: Name of the run.
+            tokenizer: Folder of the tokenizer; if it does not exist, a vocabulary is chosen.
             init_from: A run or a model directory to fine-tune.
-            language: Of utterances that name none.
+            language: Language of utterances that name none.
 
         Raises:
-            ValueError: A manifest or the model cannot be read, or there is no utterance.
+            ValueError: A manifest or the model cannot be read, or there are no utterances.
         """
         found = survey(train, language=language)
         if not found.utterances:
@@ -112,7 +112,7 @@ class Initial:
         return cls(request, found, vocabulary, reader, framing)
 
     def describe(self) -> Iterator[str]:
-        """Lines about the corpus, and a warning where CTC will be hard all the same."""
+        """Yield lines about the corpus, and a warning if CTC will still be hard to train."""
         yield guidance.describe_counts(self.survey)
         found, request = self.request.frames_per_token, self.request
         if found is not None:
@@ -133,7 +133,7 @@ class Initial:
             yield "fine-tuning, which needs less speech and less time than training from scratch"
 
     def summary(self) -> str:
-        """The recipe in a line."""
+        """Return a summary of the recipe in one line."""
         request, practice = self.request, self.request.practice
         steps = f"{request.steps:,} steps of {request.step_seconds:.0f} s"
         if request.init_from is not None:
@@ -144,11 +144,11 @@ class Initial:
         )
 
     def text(self, time: str | None = None) -> str:
-        """The recipe; ``time`` is the expected one, in words."""
+        """Return the recipe as text; ``time`` is the expected time in words."""
         return recipe_text(self.request, time)
 
     def expected_time(self) -> str:
-        """Train a few steps, and compute the time of the whole run, without validation.
+        """Train a few steps and estimate the time of the whole run, without validation.
 
         Raises:
             TrialFailed: The trial failed for another reason than a lack of memory.
@@ -168,7 +168,7 @@ class Initial:
         )
 
     def _workload(self) -> tuple[int, np.ndarray, np.ndarray]:
-        """Size of the vocabulary, and frames and tokens of sampled utterances."""
+        """Return the vocabulary size, and frames and tokens of sampled utterances."""
         if self.tokenizer is not None:
             size, (seconds, ids) = (
                 self.tokenizer.vocab_size,
@@ -192,16 +192,16 @@ class Initial:
 
 
 def _busy() -> str:
-    """A remark where other programs compute beside the measurement."""
+    """Return a remark if other programs use the processors during the measurement."""
     if not hasattr(os, "getloadavg"):
         return ""
     load, processors = os.getloadavg()[0], os.cpu_count() or 1
-    # The measurement itself makes one of each processor.
+    # The measurement itself contributes a load of one per processor.
     return f"; other programs ran, load {load:.0f}" if load > 2 * processors else ""
 
 
 def _framing_for(found: Survey, tokenizer: Tokenizer) -> Framing:
-    """The coarsest frames of which a tokenizer's tokens have enough, or else the finest."""
+    """Return the coarsest framing with enough frames per token, or else the finest."""
     for subsampling in SUBSAMPLINGS:
         framing = Framing(subsampling=subsampling)
         aligned: FramesPerToken | None = found.sampled(tokenizer, framing)

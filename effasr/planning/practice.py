@@ -1,7 +1,7 @@
-"""Published practice for corpora of about 1, 10, 100 and 1,000 hours, as `effasr init` uses it.
+"""Published practice for corpora of about 1, 10, 100 and 1,000 hours, as used by `effasr init`.
 
-Published recipes are for larger batches on several GPUs: batches, steps and warm-up here are those
-of effasr's own recipes for such sizes, where there is one. `Practice.sources` has what was
+Published recipes are for larger batches on several GPUs. The batches, steps and warm-up here are
+those of effasr's own recipes for such sizes, where one exists. `Practice.sources` lists what was
 published.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _MOST_STEPS = 300_000
-"""Of a run: for more hours, more ranks rather than more steps."""
+"""Largest number of steps of a run: larger corpora use more ranks instead of more steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,27 +18,27 @@ class Practice:
     """Settings for corpora of one order of magnitude.
 
     Attributes:
-        hours: The size that it is for.
-        under: Corpora with fewer hours use it; None for the last.
+        hours: Corpus size that the settings are for.
+        under: Exclusive upper limit of the corpus size, in hours; None for the last row.
         width: Channels of encoder and decoder.
         heads: Attention heads.
         encoder_layers: Conformer layers.
         decoder_layers: Decoder layers.
         mel_bins: Mel bands.
         subsampling_channels: Channels of the subsampling convolutions.
-        small: Whether the encoder has what helps small models to start: LayerNorm in place of batch
-            norm and after subsampling, and absolute positions.
-        dropout: Of outputs, activations and attention.
-        freq_masks: SpecAugment, masks of frequencies.
-        freq_width: Widest of them, in mel bands.
-        time_masks: SpecAugment, masks of time.
-        batch_seconds: Audio of a step.
-        epochs: Passes over the corpus, where a copy at another speed counts as one.
-        least_steps: Steps of a run at least.
+        small: Whether the encoder uses the settings that help small models to start: LayerNorm
+            instead of batch norm and after subsampling, and absolute positions.
+        dropout: Dropout of outputs, activations and attention.
+        freq_masks: Number of SpecAugment frequency masks.
+        freq_width: Largest width of a frequency mask, in mel bands.
+        time_masks: Number of SpecAugment time masks.
+        batch_seconds: Audio duration of a step, in seconds.
+        epochs: Passes over the corpus; a speed-perturbed copy counts as one pass.
+        least_steps: Least number of steps of a run.
         lr: Peak learning rate.
-        warmup_steps: Warm-up steps of the schedule.
-        ctc_weights: Weight of CTC, and its weight before CTC has found the alignment.
-        schedule: Its name and other fields, as YAML.
+        warmup_steps: Number of warm-up steps of the schedule.
+        ctc_weights: Weight of CTC, and its weight until CTC has found the alignment.
+        schedule: Name and other fields of the schedule, as YAML.
         guided_weight: Weight of the guided-attention penalty.
         sources: Published recipes of this size, one a line.
     """
@@ -68,17 +68,17 @@ class Practice:
 
     @property
     def feed_forward(self) -> int:
-        """Channels inside a feed-forward network."""
+        """Channels of the feed-forward layers."""
         return 4 * self.width
 
     def steps(self, hours: float) -> int:
-        """Steps for a corpus of so many hours, with two significant digits."""
+        """Return the steps for a corpus of ``hours``, rounded to two significant digits."""
         wanted = max(self.least_steps, self.epochs * hours * 3600 / self.batch_seconds)
         wanted = min(wanted, _MOST_STEPS)
         return int(float(f"{wanted:.2g}"))
 
     def ema_decay(self, steps: int) -> float:
-        """Decay of an average over about the last twentieth of a run."""
+        """Return the decay of an average over about the last twentieth of a run."""
         return round(min(max(0.9, 1 - 20 / steps), 0.9999), 4)
 
 
@@ -180,9 +180,9 @@ PRACTICE = (
         ),
     ),
 )
-"""By size, the smallest first."""
+"""Rows sorted by size, the smallest first."""
 
 
 def practice_for(hours: float) -> Practice:
-    """The row for a corpus of so many hours."""
+    """Return the row for a corpus of ``hours``."""
     return next(row for row in PRACTICE if row.under is None or hours < row.under)

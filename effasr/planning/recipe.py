@@ -15,37 +15,37 @@ from effasr.data.statistics.guidance import fold
 from effasr.planning.practice import Practice
 
 SPEEDS = (0.9, 1.0, 1.1)
-"""Of speed perturbation, as Kaldi's, icefall's and ESPnet's recipes have it."""
+"""Speed perturbation factors, as in the recipes of Kaldi, icefall and ESPnet."""
 
 LITTLE = 100.0
-"""Hours below which starting from a trained model is better by far."""
+"""Hours below which starting from a trained model is much better."""
 
 _MICRO_BATCH_SECONDS = {"cpu": 40.0, "cuda": 960.0}
-"""Audio that is computed at a time at most: more is no faster."""
+"""Largest audio duration of a micro-batch, in seconds, by device: more is no faster."""
 
 _LEAST_STEPS_OF_EPOCH = 8
 _FINE_TUNING_PASSES = 10
-"""Over the corpus: a trained model needs no more."""
+"""Passes over the corpus in fine-tuning: a trained model needs no more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeRequest:
-    """What a recipe is written for.
+    """Inputs of a recipe.
 
     Attributes:
-        name: Of the run.
+        name: Name of the run.
         train: Manifests to train on.
         dev: Manifests to validate on.
         tokenizer: Folder of the tokenizer; empty with ``init_from``.
-        language: Of lines that name none.
-        hours: Of the corpus.
-        utterances: Likewise.
-        longest: Seconds of the longest utterance.
-        practice: Published practice for so many hours.
-        subsampling: Mel rows of an encoder frame.
-        frames_per_token: With the tokenizer; None where it is not known.
-        vocabulary: The vocabulary in words.
-        device: Kind of the device: cpu or cuda.
+        language: Language of utterances that name none.
+        hours: Hours of audio in the corpus.
+        utterances: Number of utterances in the corpus.
+        longest: Duration of the longest utterance, in seconds.
+        practice: Published practice for a corpus of this size.
+        subsampling: Subsampling factor (mel rows per encoder frame).
+        frames_per_token: Frames per token with the tokenizer; None if not known.
+        vocabulary: Description of the vocabulary.
+        device: Device type: cpu or cuda.
         init_from: A model to start from; None to train from scratch.
     """
 
@@ -66,7 +66,7 @@ class RecipeRequest:
 
     @property
     def frames(self) -> tuple[int, int]:
-        """Frame budget of a micro-batch, and micro-batches of a step."""
+        """Frame budget of a micro-batch, and number of micro-batches of a step."""
         second = 1 / Framing(subsampling=self.subsampling).seconds
         longest = min(self.longest, DataConfig().max_duration) / min(SPEEDS)
         at_once = max(min(_MICRO_BATCH_SECONDS[self.device], self._batch_seconds), longest)
@@ -75,7 +75,7 @@ class RecipeRequest:
 
     @property
     def steps(self) -> int:
-        """Steps of the run."""
+        """Number of steps of the run."""
         if self.init_from is None:
             return self.practice.steps(self.hours)
         wanted = _FINE_TUNING_PASSES * self.hours * 3600 / self._batch_seconds
@@ -83,28 +83,28 @@ class RecipeRequest:
 
     @property
     def step_seconds(self) -> float:
-        """Audio of a step, in seconds."""
+        """Audio duration of a step, in seconds."""
         budget, count = self.frames
         return budget * count * Framing(subsampling=self.subsampling).seconds
 
     @property
     def audio_hours(self) -> float:
-        """Audio of all steps."""
+        """Audio duration of all steps, in hours."""
         return self.steps * self.step_seconds / 3600
 
     @property
     def _batch_seconds(self) -> float:
-        """Audio of a step as usual, or less, so that an epoch of a tiny corpus has some steps."""
+        """Audio of a step, in seconds; reduced for a tiny corpus, for several steps an epoch."""
         every = self.hours * 3600 * len(SPEEDS)
         return min(self.practice.batch_seconds, every / _LEAST_STEPS_OF_EPOCH)
 
 
 def recipe_text(request: RecipeRequest, time: str | None = None) -> str:
-    """The recipe as YAML with comments.
+    """Return the recipe as YAML with comments.
 
     Args:
-        request: What it is for.
-        time: The expected time in words; None to leave it out.
+        request: Inputs of the recipe.
+        time: Expected time in words; None to leave it out.
     """
     parts = _scratch(request) if request.init_from is None else _fine_tuning(request)
     return "\n".join([*_head(request, time), *parts, *_training(request)]) + "\n"
@@ -218,6 +218,6 @@ def _paths(paths: Sequence[str]) -> str:
 
 
 def _scalar(text: str | None) -> str:
-    """A text as YAML in one line, in quotes where it needs them."""
+    """Return a text as a one-line YAML scalar, quoted where necessary."""
     dumped = yaml.safe_dump([text], default_flow_style=True, allow_unicode=True, width=10**6)
     return dumped.strip()[1:-1]

@@ -76,7 +76,7 @@ def select(
             the frame budget.
         max_sequences: Utterances of a micro-batch; by default one per 8 frames.
         mix: Shares of the sources; None if an epoch has every utterance once.
-        sources: With ``mix``, the source number of each list.
+        sources: Source number of each list, for ``mix``.
 
     Raises:
         ValueError: No utterance is left, of all or of one source.

@@ -1,4 +1,4 @@
-"""Measures how fast this machine trains the model of a recipe."""
+"""Measures the training speed of a recipe's model on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from effasr.training.calibration.workload import Population
 from effasr.training.config import TrainConfig
 
 TIMED = 2
-"""Micro-batches that are timed, after one that is not."""
+"""Number of timed micro-batches, after one that is not timed."""
 
 
 def audio_seconds_per_second(
@@ -28,19 +28,19 @@ def audio_seconds_per_second(
     tokens: np.ndarray,
     device: torch.device,
 ) -> float | None:
-    """Train a few steps on batches of these lengths in a process of its own.
+    """Train a few steps in a separate process, on batches of these lengths.
 
-    Loading of audio is not among what is measured: it goes on beside training.
+    Audio loading is not measured, because it overlaps with training.
 
     Args:
         config: The recipe.
-        vocab_size: Tokens of its tokenizer.
+        vocab_size: Vocabulary size of its tokenizer.
         frames: int (n,), encoder frames of utterances of the corpus.
-        tokens: int (n,), tokens of their texts with prompt.
-        device: To train on.
+        tokens: int (n,), tokens of their texts including the prompt.
+        device: Device to train on.
 
     Returns:
-        Seconds of audio that a second of training takes in; None where memory does not suffice.
+        Seconds of audio processed per second of training; None if memory does not suffice.
 
     Raises:
         TrialFailed: The trial failed for another reason.
@@ -51,7 +51,7 @@ def audio_seconds_per_second(
     work = Population.of(lengths, framing=framing).workload(
         settled.data.known_frame_budget, batches=TIMED
     )
-    # Weights do not matter for the time, and the trial has no run to continue.
+    # The weights do not affect the time, and the trial has no run to continue.
     mapping = configuration.to_mapping(replace(settled, init_from=None))
     target = target_bytes(settled.calibration, device, os.environ)
     found = measure(Request(mapping, vocab_size, str(device), target, 1, work))
@@ -59,7 +59,7 @@ def audio_seconds_per_second(
 
 
 def duration_text(seconds: float) -> str:
-    """A duration for people: minutes, hours or days."""
+    """Return a duration in minutes, hours or days, as text."""
     for unit, size in (("days", 86_400), ("hours", 3600)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"

@@ -65,8 +65,8 @@ class LoopConfig:
             Otherwise a run continues from its newest checkpoint.
         device: ``auto``: a GPU where there is one.
         threads: Threads of PyTorch on the CPU; null for PyTorch's default.
-        timeout_s: How long a rank waits for another before it counts as lost.
-        data_timeout_s: How long a rank waits for the data of a step before it ends itself.
+        timeout_s: Seconds that a rank waits for another before it counts as lost.
+        data_timeout_s: Seconds that a rank waits for the data of a step before it exits.
         activation_checkpointing: Whether encoder and decoder layers keep only their inputs, and are
             computed again in the backward: less memory for up to a third more work, and the same
             gradients. ``true``: all layers. n: the first of every n.

@@ -88,7 +88,7 @@ class StepReport:
     """Results of a step for the log; reading ``values`` waits until they are computed.
 
     Attributes:
-        step: Counted from 0.
+        step: Number of the step, counted from 0.
         lr: Learning rate; with AdaScale, before its factor.
         counts: Sums over all ranks, as `StepCounts.tensor`; available from the start of the step.
         values: float32 (9,): loss, cross-entropy, CTC, transducer, penalty, norm of the gradient
@@ -96,7 +96,7 @@ class StepReport:
             and how often a rank split a micro-batch after an out-of-memory error.
         micro_batches: Micro-batches of this rank, or their pieces, each with the loss of its
             utterances, float32 (N,), on the device.
-        gain: With AdaScale, (3,): gain, progress, and factor of the learning rate.
+        gain: (3,), with AdaScale: gain, progress, and factor of the learning rate.
     """
 
     step: int

@@ -21,7 +21,7 @@ class StepCosts:
     Attributes:
         speech: Cost of an utterance.
         text: Cost of a text pair; None without a text encoder.
-        recomputed: What activation checkpointing recomputes of either; None without it.
+        recomputed: Part of the costs that activation checkpointing recomputes; None without it.
     """
 
     speech: CostModel

@@ -17,7 +17,7 @@ def plan_batches(
 
     Args:
         frames: Encoder frames of each utterance.
-        frame_budget: Frames of a batch. A longer utterance is alone in its batch.
+        frame_budget: Frames of a batch. A longer utterance gets a separate batch.
         max_sequences: Utterances of a batch.
 
     Returns:

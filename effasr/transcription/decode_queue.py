@@ -191,7 +191,7 @@ class ContinuousSearch:
         longest = model.config.decoder.max_positions
         frames = max(budget, self._max_frames)
         tokens = max(longest, config.max_tokens(frames) + slots * (config.extra_tokens + _PROMPT))
-        # A sequence leaves most of its last page empty, at worst.
+        # In the worst case, a sequence leaves most of its last page empty.
         pages = tokens // PAGE + slots + 1, frames // PAGE + slots + 1
         return Engine(
             model,
@@ -201,6 +201,6 @@ class ContinuousSearch:
             max_frames=self._max_frames,
             frame_budget=budget,
             pages=pages,
-            # A few utterances are decoded before a recording of the step pays.
+            # With few utterances, capturing the step in a graph costs more than it saves.
             graph=slots > _FEWEST_SLOTS,
         )

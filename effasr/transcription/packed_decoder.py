@@ -70,7 +70,7 @@ class PackedDecoder:
 
 
 def can_pack(decoder: Decoder) -> bool:
-    """Whether the kernels are there, and all weights plain float32 ones on a CPU."""
+    """Return whether the kernels exist and all weights are plain float32 ones on a CPU."""
     if cpu_decoder.unsupported_reason() is not None:
         return False
     is_plain = all(

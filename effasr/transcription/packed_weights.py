@@ -80,7 +80,7 @@ class PackedWeights:
             yield
         finally:
             for module, name, _ in self._methods:
-                # The method of the class shows again.
+                # Removing the attribute restores the method of the class.
                 module.__dict__.pop(name, None)
 
 
@@ -92,7 +92,7 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
 
 
 def _linear(weight: Tensor, bias: Tensor | None, x: Tensor, activation: str = "none") -> Tensor:
-    # Of GELU there are two: the exact one, and "tanh".
+    # oneDNN has two GELUs: the exact one ("none") and "tanh".
     kind = "none" if activation == "gelu" else ""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], kind)
 

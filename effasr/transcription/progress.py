@@ -25,7 +25,7 @@ class TranscriptionProgress:
 
     def __init__(self, total: int) -> None:
         console = Console(stderr=True)
-        # Standard output is for results: rich must leave it alone.
+        # Standard output is for results, so rich must not redirect it.
         self._bar = Progress(
             *([] if console.width < _LEAST_WIDTH_FOR_BAR else [BarColumn(bar_width=24)]),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),

@@ -113,7 +113,7 @@ class Recognizer:
             on_audio: Called after each batch, with the seconds of audio that it finished.
         """
         search = self._search()
-        # Streamed speech comes in many calls, each too short to pay for packing all weights.
+        # Streamed speech comes in many calls, each too short to justify packing all weights.
         if self._packed is None or not self._packed.is_current:
             self._packed = PackedWeights(self.model)
         enough = _WINDOW_BATCHES * self.config.frame_budget
@@ -142,7 +142,7 @@ class Recognizer:
         return recording
 
     def _pieces(self, recording: Recording) -> Iterator[Piece]:
-        # Whatever is wrong with one file must not end the transcription of the others.
+        # An error in one file must not end the transcription of the others.
         try:
             recording.prompt = self.prompt(recording.request.prompt)
             audio = recording.request.load()
@@ -156,7 +156,7 @@ class Recognizer:
                 samples = np.pad(samples, (0, missing)) if missing else samples
                 yield Piece(recording, chunk, samples, self._features.encoder_frames(len(samples)))
         except Exception as error:
-            # Messages of effasr are sentences; other errors are shown with their type.
+            # Error messages of effasr are sentences; other errors are shown with their type.
             ours = isinstance(error, ValueError)
             recording.failure = str(error) if ours else f"{type(error).__name__}: {error}"
 
@@ -224,7 +224,8 @@ class Recognizer:
         done, enough = self._take(search, pieces)
         if enough:
             return done
-        # Not inside `except`, where the traceback would keep the tensors of the failed batch.
+        # This is outside of `except`, where the traceback would keep the failed batch's tensors
+        # alive.
         waiting = search.abandon()
         known = {id(piece) for piece in waiting}
         waiting += [p for p in pieces if not p.decoded and id(p) not in known]
@@ -274,7 +275,7 @@ class Recognizer:
             spaces=piece.recording.request.prompt.target not in WITHOUT_SPACES,
         )
         end = piece.chunk.end / self.sample_rate
-        # Frames are rounded up, so the last may reach past the audio.
+        # The number of frames is rounded up, so the last frame may extend beyond the audio.
         return tuple(replace(word, end=min(word.end, end)) for word in found)
 
     def _collated(self, pieces: list[Piece]) -> tuple[Batch, list[list[int]]]:

@@ -86,7 +86,7 @@ class Recording:
         return self.read and (self.failure is not None or all(p.decoded for p in self.pieces))
 
     def arriving(self) -> Iterator[Piece]:
-        """Its pieces as they are read; those after the first ones on a thread of their own."""
+        """Yield its pieces as they are read; a separate thread reads all but the first ones."""
         for piece in self.first:
             self.pieces.append(piece)
             yield piece

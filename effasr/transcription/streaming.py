@@ -182,13 +182,13 @@ class _StreamCutter:
         heard = np.concatenate([self._past, levels])
         if not len(heard):
             return np.zeros(0, np.int64)
-        # Speech varies in loudness: even sound is background, however loud it is.
+        # Speech varies in loudness: a steady sound counts as background, however loud it is.
         return np.flatnonzero(is_speech(heard, np.inf)[len(self._past) :])
 
     def _end(self, speech: np.ndarray, ended: bool) -> int | None:
         """Return the number of samples of the first chunk, once its end is known."""
         hops = -(-len(self.held) // self._hop)
-        # The end of the held audio bounds a pause as speech does.
+        # The end of the held audio bounds a pause, as speech does.
         following = np.append(speech[1:], hops + self._pause if ended else hops)
         pauses = np.flatnonzero(following - speech - 1 >= self._pause)
         end = None

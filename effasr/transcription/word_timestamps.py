@@ -16,9 +16,9 @@ _PAUSE_SECONDS = 0.1
 _TAIL_SECONDS = 0.6
 """Longest time that a word continues after CTC has recognised it, in seconds."""
 _DELAY_FRAMES = 1.0
-"""From the start of a word to the centre of its first frame, if no pause shows it."""
+"""Assumed time from a word's start to the centre of its first frame, if no pause shows it."""
 _LEAST_DELAY = 0.5
-"""Frames: a frame is as much what precedes its centre as what follows."""
+"""In frames: half of a frame precedes its centre."""
 _MOST_DELAY, _MOST_DELAY_SECONDS = 4.0, 0.32
 """More than so many frames and seconds is a guess: a token is not recognised so late."""
 
@@ -66,7 +66,7 @@ def word_timestamps(
     """
     groups = _groups(tokens, spans, decode, spaces)
     centres = [group.first * frame_seconds for group in groups]
-    # To the middle between the last frame of the word before and the frame behind it.
+    # Each boundary is midway between the last frame of the previous word and the frame after it.
     bounds = [0.0, *((group.last - 0.5) * frame_seconds for group in groups)][: len(groups)]
     longest = max(_MOST_DELAY * frame_seconds, _MOST_DELAY_SECONDS)
     onsets = [_onset(speech, *ends, longest) for ends in zip(bounds, centres, strict=True)]
@@ -149,7 +149,7 @@ def _pause(speech: np.ndarray, earliest: float, latest: float) -> float:
     hops = round(_PAUSE_SECONDS / HOP_SECONDS)
     run = 0
     for hop in range(begin, min(end, len(speech)) + hops):
-        # Behind the audio there is silence.
+        # The audio is followed by silence.
         run = 0 if hop < len(speech) and speech[hop] else run + 1
         if run == hops:
             return min(latest, max(earliest, (hop + 1 - hops) * HOP_SECONDS))

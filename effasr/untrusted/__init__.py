@@ -1,1 +1,1 @@
-"""Checks of input that others made, and of output that others see."""
+"""Validates untrusted input and escapes untrusted text in output."""

@@ -1,7 +1,7 @@
-"""Text that others made, shown on a terminal: control characters as visible escapes.
+"""Escapes control characters in untrusted text before it is shown on a terminal.
 
-A file name or a text may hold an escape sequence that clears the screen, renames the window or
-types commands, or a bidirectional override that shows another text than there is.
+A file name or a text may contain an escape sequence that clears the screen, renames the window or
+types commands, or a bidirectional override that makes it display as a different text.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import re
 
-# C0 but for line feed and tab, DEL and C1; marks, embeddings, overrides and isolates of direction;
-# line and paragraph separators; halves of characters. Joiners stay: Persian and Hindi need them.
+# C0 except line feed and tab, DEL and C1; directional marks, embeddings, overrides and isolates;
+# line and paragraph separators; surrogates. Joiners are kept: Persian and Hindi need them.
 _BIDI = "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
 _CONTROLS = f"\x00-\x08\x0b-\x1f\x7f-\x9f{_BIDI}\u2028\u2029\ud800-\udfff"
 _ESCAPED = re.compile(f"[{_CONTROLS}]")
@@ -19,20 +19,20 @@ _IN_JSON = re.compile(f"[\x7f-\x9f{_BIDI}\u2028\u2029]")
 
 
 def escape_controls(text: str) -> str:
-    r"""Return a text of several lines, with control characters written as ``\x1b`` or ``\u202e``.
+    r"""Return a multi-line text with control characters written as ``\x1b`` or ``\u202e``.
 
-    Line feeds and tabs stay.
+    Line feeds and tabs are kept.
     """
     return _ESCAPED.sub(_escape, text)
 
 
 def escape_line(text: str) -> str:
-    """Return a text as one line: line feeds and tabs are escaped, too."""
+    """Return a text as one line; line feeds and tabs are escaped as well."""
     return _ESCAPED_IN_LINE.sub(_escape, text)
 
 
 def escape_json(text: str) -> str:
-    """Return a JSON document of the same value without raw control characters."""
+    """Return a JSON document with the same value and no raw control characters."""
     return _IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -41,7 +41,7 @@ def _escape(found: re.Match[str]) -> str:
 
 
 class TerminalFormatter(logging.Formatter):
-    """Formats log records without raw control characters."""
+    """Formats log records and escapes raw control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as `logging.Formatter` does, and escape its control characters."""

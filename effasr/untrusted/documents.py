@@ -1,4 +1,4 @@
-"""Parses JSON and YAML that others made; everything that can be wrong is a `ValueError`."""
+"""Parses untrusted JSON and YAML; every error in a document is a `ValueError`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import yaml
 from effasr.untrusted.files import DOCUMENT_BYTES, read_text
 
 YAML_BYTES = 4 << 20
-"""Most bytes of a YAML file: PyYAML reads about 1 MB in 5 seconds."""
+"""Largest size of a YAML file in bytes: PyYAML reads about 1 MB in 5 seconds."""
 
 MOST_DEPTH = 64
-"""Most lists and mappings inside each other."""
+"""Largest nesting depth of lists and mappings."""
 
 _MOST_NODES = 500_000
-"""Most values of a YAML document, those that aliases repeat counted each time."""
+"""Largest number of values of a YAML document; values behind an alias count at each use."""
 
 _MOST_NUMBER = 400
-"""Most characters of a number: longer ones take a time that grows with the square."""
+"""Largest number of characters of a number: parsing time grows with the square."""
 
 WRONG_VALUES = (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
-"""What code raises, beside ValueError, that meets values of other kinds than it expects."""
+"""Exceptions, in addition to ValueError, that code raises on values of unexpected types."""
 
 
 def read_json(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> Any:
@@ -32,7 +32,7 @@ def read_json(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> Any:
 
     Raises:
         OSError: The file is missing or cannot be opened.
-        ValueError: It is no regular file, too large, or not valid JSON; see `parse_json`.
+        ValueError: It is not a regular file, too large, or not valid JSON; see `parse_json`.
     """
     return parse_json(read_text(path, most_bytes), str(path))
 
@@ -50,11 +50,11 @@ def parse_json(text: str, name: str) -> Any:
 
     Args:
         text: The document.
-        name: Its name, for messages.
+        name: Name of the document for messages.
 
     Raises:
-        ValueError: It is not valid, has a key twice in an object, is nested deeper than
-            `MOST_DEPTH`, or has a number that Python does not read.
+        ValueError: The document is invalid, repeats a key in an object, is nested deeper than
+            `MOST_DEPTH`, or has a number that Python cannot read.
     """
     try:
         value = json.loads(text, object_pairs_hook=_unique)
@@ -94,7 +94,7 @@ def read_yaml(path: str | Path, loader: type[yaml.SafeLoader] = yaml.SafeLoader)
 
     Raises:
         OSError: The file is missing or cannot be opened.
-        ValueError: It is no regular file, too large, or not valid YAML; see `parse_yaml`.
+        ValueError: It is not a regular file, too large, or not valid YAML; see `parse_yaml`.
     """
     return parse_yaml(read_text(path, YAML_BYTES), str(path), loader)
 
@@ -104,12 +104,12 @@ def parse_yaml(text: str, name: str, loader: type[yaml.SafeLoader] = yaml.SafeLo
 
     Args:
         text: The document.
-        name: Its name, for messages.
+        name: Name of the document for messages.
         loader: `yaml.SafeLoader` or a subclass.
 
     Raises:
-        ValueError: It is not valid, has a key twice in a mapping, is nested deeper than
-            `MOST_DEPTH`, contains itself, or its aliases stand for too many values.
+        ValueError: The document is invalid, repeats a key in a mapping, is nested deeper than
+            `MOST_DEPTH`, contains itself, or its aliases expand to too many values.
     """
     try:
         reader = loader(text)
@@ -123,13 +123,13 @@ def parse_yaml(text: str, name: str, loader: type[yaml.SafeLoader] = yaml.SafeLo
             reader.dispose()
     except RecursionError:
         raise ValueError(f"{name} is not valid YAML: it is nested too deep.") from None
-    # PyYAML raises many kinds for values such as `!!int ""`, `!!bool x` or 2001-99-99.
+    # PyYAML raises various exceptions for values such as `!!int ""`, `!!bool x` or 2001-99-99.
     except (yaml.YAMLError, ValueError, *WRONG_VALUES) as error:
         raise ValueError(f"{name} is not valid YAML: {' '.join(str(error).split())}.") from error
 
 
 def _expanded(node: yaml.Node, sizes: dict[int, int], depth: int) -> int:
-    """Return the number of values that a node stands for when no alias is shared."""
+    """Return the number of values in a node after all aliases are expanded."""
     if depth > MOST_DEPTH:
         raise ValueError(f"it must be nested at most {MOST_DEPTH} deep, but is deeper")
     if isinstance(node, yaml.ScalarNode):

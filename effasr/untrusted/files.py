@@ -1,6 +1,6 @@
-"""Opens files that others made: regular files of a limited size alone, at a place that is known.
+"""Opens untrusted files: only regular files of limited size, in an expected folder.
 
-A link is followed to a regular file, as the cache of Hugging Face's hub is made of links; a pipe, a
+Links to regular files are followed, because the Hugging Face hub cache consists of links. A pipe, a
 device or a socket is refused without being opened. Links inside archives are never followed.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 DOCUMENT_BYTES = 64 << 20
-"""Most bytes of a JSON file, a tokenizer or another small file of a model."""
+"""Largest size in bytes of a JSON file, a tokenizer or another small file of a model."""
 
 
 def open_regular(path: str | Path, most_bytes: int | None = None) -> BinaryIO:
@@ -20,14 +20,14 @@ def open_regular(path: str | Path, most_bytes: int | None = None) -> BinaryIO:
 
     Args:
         path: The file.
-        most_bytes: Most bytes of the file; no limit by default.
+        most_bytes: Largest size in bytes; no limit by default.
 
     Raises:
-        OSError: It is missing or cannot be opened.
-        ValueError: It is no regular file, or larger.
+        OSError: The file is missing or cannot be opened.
+        ValueError: It is not a regular file, or is larger than ``most_bytes``.
     """
     _check(path, os.stat(path), most_bytes)
-    # The file may be replaced by a pipe meanwhile, whose opening would wait for a writer.
+    # The file may be replaced by a pipe in between; opening that would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check(path, os.fstat(descriptor), most_bytes)
@@ -62,8 +62,8 @@ def read_text(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> str:
     """Return the content of a UTF-8 file.
 
     Raises:
-        OSError: It is missing or cannot be opened.
-        ValueError: It is no regular file, larger, or not UTF-8.
+        OSError: The file is missing or cannot be opened.
+        ValueError: It is not a regular file, is larger than ``most_bytes``, or is not UTF-8.
     """
     try:
         return read_bytes(path, most_bytes).decode("utf-8")
@@ -72,14 +72,14 @@ def read_text(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> str:
 
 
 def plain_name(name: object, where: str) -> str:
-    """Return the name of a file in the same folder.
+    """Return a file name after checking that it has no folder part.
 
     Args:
-        name: The name, as a document has it.
-        where: The document and the field, for the message.
+        name: The name as given in a document.
+        where: The document and its field, for the message.
 
     Raises:
-        ValueError: It is no text, or leads to another folder.
+        ValueError: It is not a string, or refers to another folder.
     """
     if (
         not isinstance(name, str)

@@ -1,4 +1,4 @@
-"""Reads files of ``torch.save`` that others made."""
+"""Reads untrusted files of ``torch.save``."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 from effasr.untrusted.files import open_regular
 
 _SLACK_BYTES = 1 << 20
-"""Bytes by which the content of a file may exceed its size."""
+"""Largest number of bytes by which the content of a file may exceed the file's size."""
 
 
 def load_tensors(path: Path, *, mmap: bool = False) -> Any:
-    """Return what ``torch.save`` wrote, tensors and plain values alone, on the CPU.
+    """Load a ``torch.save`` file of tensors and plain values on the CPU.
 
-    No program in the file is run: only ``weights_only`` unpickling is used. torch writes files
-    without compression, so a file whose content is larger than the file is refused.
+    No code in the file is run: only ``weights_only`` unpickling is used. torch writes files without
+    compression, so a file whose content is larger than the file is refused.
 
     Args:
         path: The file.
-        mmap: Whether the pages of tensors are read when they are used; files of torch before 1.6
-            are no zip, and are always read at once.
+        mmap: Whether tensor pages are read on first use. Files of torch before 1.6 are not zip
+            files and are always read at once.
 
     Raises:
-        OSError: It cannot be opened.
-        pickle.UnpicklingError: It holds other things than tensors and plain values.
-        ValueError: It is no regular file, or its content is compressed.
-        Exception: It is damaged; torch and zipfile raise many kinds.
+        OSError: The file cannot be opened.
+        pickle.UnpicklingError: It contains anything except tensors and plain values.
+        ValueError: It is not a regular file, or its content is compressed.
+        Exception: The file is damaged; torch and zipfile raise various exceptions.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -44,6 +44,6 @@ def load_tensors(path: Path, *, mmap: bool = False) -> Any:
 
 
 def is_honest(tensor: Tensor) -> bool:
-    """Return whether a tensor has as many values as it holds: strides of 0 make more of one."""
+    """Return whether a tensor's storage holds all its values (strides of 0 repeat values)."""
     values = tensor.numel() * tensor.element_size()
     return tensor.layout == torch.strided and values <= tensor.untyped_storage().nbytes()

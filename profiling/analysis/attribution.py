@@ -38,7 +38,7 @@ _BACKWARD = re.compile(r"^backward", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Where and when the host asked for each row of work.
+    """Host times and threads at which each row of work was launched.
 
     Attributes:
         row: Row of ``launches``, or -1.
@@ -61,9 +61,9 @@ class Attribution:
 
     Attributes:
         paths: Texts of the labels.
-        path: The range that made it, a number into ``paths``.
-        phase: Its phase, a number into ``paths``.
-        rule: A number into `RULES`.
+        path: Range that made the work, an index into ``paths``.
+        phase: Phase of the work, an index into ``paths``.
+        rule: Rule of the attribution, an index into `RULES`.
         is_backward: Whether the backward launched it.
     """
 
@@ -108,7 +108,7 @@ def attribute(table: Table, launches: Launches, steps: dict[int, step_ranges.Ste
     Args:
         table: The capture.
         launches: Launches of its work.
-        steps: By process.
+        steps: Steps of each process.
     """
     work, ranges = table.work, table.ranges
     place_of_name = np.empty(len(table.names), np.int64)
@@ -236,7 +236,7 @@ def _main_thread(table: Table, process: int, steps: dict[int, step_ranges.Steps]
 def _backward(
     ranges: np.ndarray, parent: np.ndarray, operator: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whether an operator around each is of the backward, and the innermost with a forward."""
+    """Return if an operator around each is backward, and the innermost with a forward."""
     backward = np.zeros(len(operator), bool)
     linked = np.full(len(operator), -1, np.int64)
     current = operator.copy()

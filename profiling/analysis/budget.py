@@ -1,4 +1,4 @@
-"""Where the time of the steps goes, in parts that add up to it exactly.
+"""Splits the time of the steps into parts that add up to it exactly.
 
 Each moment of a step belongs to the first of these that holds:
 
@@ -38,14 +38,14 @@ class Lane:
     """One device of one process, which is a rank of the run, or a process without a GPU.
 
     Attributes:
-        process: Its number.
-        device: NONE without a GPU.
-        steps: Its steps.
-        rows: Its rows of work.
-        parts: By name of the part, ns in each step, int64 (steps,).
-        idle: What `idle` is made of, the same.
+        process: Number of the process.
+        device: Number of the device; NONE without a GPU.
+        steps: Steps of the process.
+        rows: Rows of work of the lane.
+        parts: Time of each part by name, ns in each step, int64 (steps,).
+        idle: Time of the components of `idle`, in the same form.
         hidden: ns of communication under compute, in each step.
-        moments: By name of the part, the set of its moments, for the picture.
+        moments: Set of the moments of each part by name, for the picture.
     """
 
     process: int
@@ -85,9 +85,9 @@ def lanes(
     Args:
         table: The capture.
         launches: Launches of its work.
-        steps: By process.
+        steps: Steps of each process.
         attribution: Attribution of its work.
-        part: From `classes`.
+        part: Part of each row of work, from `classes`.
     """
     work = table.work
     keys = sorted(
@@ -159,7 +159,7 @@ def _lane(
 
 
 class _Host:
-    """What the host does, as sets: waits for data, is blocked, is inside of any range."""
+    """Return sets of host states: waiting for data, blocked, inside of any range."""
 
     def __init__(self, table: Table, process: int, steps: Steps) -> None:
         ranges = table.ranges[(table.ranges["process"] == process) & ~table.ranges["is_op"]]

@@ -1,7 +1,7 @@
-"""What kind of work a kernel does, by its name.
+"""Assigns a category of work to a kernel by its name.
 
-The first pattern that is found in the name decides, in this order: a name that says what the
-kernel is for (``flash_fwd``, ``nll_loss``) comes before one that says how (``elementwise``). The
+The first pattern that matches the name decides, in this order: a name for the kernel's purpose
+(``flash_fwd``, ``nll_loss``) comes before one for its implementation (``elementwise``). The
 patterns are part of report.json. A softmax alone counts as attention, and a copy kernel, which
 runs on the multiprocessors, as copy.
 """
@@ -42,7 +42,7 @@ _NODE = re.compile(r"(?:autograd::engine::evaluate_function: )?(\w+?)Backward\d*
 """A node of autograd's graph, after the operator that it belongs to."""
 _UNNAMED = re.compile(r"(\(anonymous namespace\)|<unnamed>)::")
 _HINT = re.compile(r"\w*(?:[Ff]unctor|_kernel|_cuda|Op|Kernel)\w*")
-"""In template parameters, what tells kernels of one name apart."""
+"""Names in template parameters that distinguish kernels of the same name."""
 CATEGORIES = (*PATTERNS, OTHER)
 
 
@@ -69,7 +69,7 @@ def shorten(name: str, longest: int = 96) -> str:
 
 
 def _arguments_at(name: str) -> int:
-    """Where the arguments of a function begin: at a bracket right after its name."""
+    """Return where the arguments of a function begin: at a bracket right after its name."""
     depth = 0
     for place, letter in enumerate(name):
         depth += (letter == "<") - (letter == ">")

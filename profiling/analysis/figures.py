@@ -28,7 +28,7 @@ class Pieces:
         row: Row of the work.
         step: Step of the lane, counted from 0.
         work: Duration, ns.
-        wall: What it adds to the union of all work of the lane, ns.
+        wall: Time that it adds to the union of all work of the lane, ns.
     """
 
     row: np.ndarray
@@ -72,8 +72,8 @@ def by_category(
     Args:
         category: Category for each row of work, a number into ``names``.
         names: Names of the categories.
-        part: For each row of work, a number into `PARTS`: ``compute_ms`` is the wall time of what
-            is compute, without the copies and the communication of the budget.
+        part: Part of each row of work, an index into `PARTS`: ``compute_ms`` is the wall time of
+            compute, without the copies and the communication of the budget.
         pieces: Pieces of every lane.
         steps: Steps of all lanes together.
     """
@@ -205,7 +205,7 @@ def kernels(
 
 
 def _calls(table: Table, rows: np.ndarray, work: np.ndarray) -> np.ndarray:
-    """The time of each call: a kernel may be cut by the end of a step, and an operator by others.
+    """Return the time of each call, also if a step's end or other operators divide it.
 
     Args:
         table: The capture.

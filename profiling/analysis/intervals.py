@@ -50,7 +50,7 @@ def clip(moments: np.ndarray, begin: int, end: int) -> np.ndarray:
 
 
 def measure(moments: np.ndarray) -> int:
-    """Length of a set, ns."""
+    """Return the length of a set, ns."""
     return int((moments[:, 1] - moments[:, 0]).sum())
 
 
@@ -71,11 +71,11 @@ def within(moments: np.ndarray, times: np.ndarray) -> np.ndarray:
 def increments(
     begins: np.ndarray, ends: np.ndarray, turns: np.ndarray, moments: np.ndarray
 ) -> np.ndarray:
-    """What each interval adds to those that began before it, inside a set; ns, int64 (n,).
+    """Return the time that each interval adds to earlier ones inside a set; ns, int64 (n,).
 
-    They sum to how much of the set the union covers: wall time shared out among things that
-    overlap. Of two that begin together, the one that ends first counts, then the other from there;
-    of two that are the same, the one with the lower ``turns``.
+    The sum is the part of the set covered by the union: wall time divided among overlapping
+    intervals. Of two that begin together, the one that ends first counts first and the other from
+    its end on; of two equal ones, the one with the lower ``turns`` counts.
     """
     added = np.zeros(len(begins), np.int64)
     if not len(begins):
@@ -113,7 +113,7 @@ def split(
 
 
 def _elapsed(moments: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Length of the set before each time."""
+    """Return the length of the set before each time."""
     if not len(moments):
         return np.zeros(times.shape, np.int64)
     lengths = moments[:, 1] - moments[:, 0]

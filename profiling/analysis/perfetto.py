@@ -33,7 +33,7 @@ def write(path: Path, table: Table, lanes: list[Lane], attribution: Attribution)
     Args:
         path: Path of the file.
         table: The capture.
-        lanes: Its budgets.
+        lanes: Budgets of the capture.
         attribution: Attribution of its work.
     """
     partial = path.with_name(f".{path.name}.partial")
@@ -103,7 +103,7 @@ def _events(
 
 
 def _span(table: Table, lane: Lane) -> tuple[int, int]:
-    """From the first step to the last that is written, ns."""
+    """Return the time from the first written step to the last, ns."""
     windows = lane.steps.windows
     begins = np.sort(table.work["start"][lane.rows])
     before = np.searchsorted(begins, windows[:, 1]) - np.searchsorted(begins, windows[0, 0])

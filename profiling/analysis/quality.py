@@ -1,4 +1,4 @@
-"""How far the figures can be trusted: what the capture lacks, and what the profiler cost."""
+"""Rates how reliable the figures are: data that the capture lacks, and the profiler's cost."""
 
 from __future__ import annotations
 

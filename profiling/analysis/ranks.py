@@ -48,7 +48,7 @@ def summarize(table: Table, lanes: list[Lane]) -> dict[str, Any]:
 
 
 def _common(lanes: list[Lane]) -> list[np.ndarray]:
-    """For each lane, the rows of the steps that all have, by their numbers."""
+    """Return for each lane the rows of the steps that all lanes have, by step number."""
     shared = set(lanes[0].steps.numbers.tolist())
     for lane in lanes[1:]:
         shared &= set(lane.steps.numbers.tolist())

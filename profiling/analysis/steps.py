@@ -31,12 +31,12 @@ class Steps:
 
     Attributes:
         windows: A set of intervals, one a step.
-        numbers: Of the steps, int64 (n,): the payload of the range, or the number in its name, or
-            counted from 0.
-        host: The ranges of the steps as the host saw them, a set.
+        numbers: Numbers of the steps, int64 (n,): the payload of the range, else the number in its
+            name, else counted from 0.
+        host: Ranges of the steps on the host, a set.
         containers: Rows of the ranges that mark the steps.
-        thread: The one on which they are.
-        is_found: Whether there were such ranges; else the whole capture is one window.
+        thread: Thread of these rows.
+        is_found: Whether such ranges exist; otherwise the whole capture is one window.
     """
 
     windows: np.ndarray
@@ -59,10 +59,10 @@ def find(
 
     Args:
         table: The capture.
-        process: Its number.
-        launched: When the host asked for each row of work, int64; its start where not known.
-        name: Name of the ranges that mark steps; None: whatever `STEP` matches.
-        skip: How many of the first steps to leave out.
+        process: Number of the process.
+        launched: Host time at which each row of work was launched, int64; its start if unknown.
+        name: Name of the ranges that mark steps; None: any name that `STEP` matches.
+        skip: Number of first steps to leave out.
     """
     containers, thread = _containers(table, process, name)
     own = table.work["process"] == process
@@ -89,13 +89,13 @@ def find(
 def _windows(
     begins: np.ndarray, ends: np.ndarray, pauses: np.ndarray, finish: _Finish
 ) -> np.ndarray:
-    """When the steps begin and end, int64 (n, 2); those that the next one has overtaken are empty.
+    """Return begin and end of the steps, int64 (n, 2); steps that the next overtakes are empty.
 
     Args:
         begins: Begins of the ranges on the host.
-        ends: Ends of the same.
-        pauses: What is part of no step, a set.
-        finish: When work is done.
+        ends: Ends of the ranges on the host.
+        pauses: Set of the times that belong to no step.
+        finish: Finish time of the work.
     """
     windows = []
     previous = finish.of(None, int(begins[0]))
@@ -114,7 +114,7 @@ def _windows(
 
 
 def _containers(table: Table, process: int, name: str | None) -> tuple[np.ndarray, int]:
-    """The outermost ranges that mark steps, in order, on the thread that has most of them."""
+    """Return the outermost step ranges, in order, on the thread that has most of them."""
     ranges = table.ranges
     if name is None:
         marks = np.array([STEP.match(text) is not None for text in table.names], bool)
@@ -143,11 +143,11 @@ def _containers(table: Table, process: int, name: str | None) -> tuple[np.ndarra
 
 
 def _with_data(table: Table, process: int, thread: int, begin: int, length: int) -> int:
-    """Where the first step begins: at the range that fetched its batch, if that comes just before.
+    """Return the begin of the first step: that of the range which fetched its batch, if adjacent.
 
     Args:
         table: The capture.
-        process: Its number.
+        process: Number of the process.
         thread: The one with the steps.
         begin: Begin of the range of the step.
         length: Length of a step, which is as long before as is looked.
@@ -189,14 +189,14 @@ def _pauses(
 
 
 class _Finish:
-    """When the work is done that was asked for in a stretch of time."""
+    """Finish time of the work launched in an interval."""
 
     def __init__(self, asked: np.ndarray, done: np.ndarray) -> None:
         order = np.argsort(asked, kind="stable")
         self.asked, self.done = asked[order], done[order]
 
     def of(self, begin: int | None, end: int) -> int:
-        """Of the work asked for in [begin, end), ns; far in the past where there is none."""
+        """Return when work launched in [begin, end) ends, ns; the int64 minimum without any."""
         first = 0 if begin is None else int(np.searchsorted(self.asked, begin))
         last = int(np.searchsorted(self.asked, end))
         return int(self.done[first:last].max()) if last > first else np.iinfo(np.int64).min

@@ -20,10 +20,10 @@ from analysis.readers.table import Note, Table
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What was found out about a subject.
+    """Results of the analysis of a subject.
 
     Attributes:
-        report: What report.json holds.
+        report: Content of report.json.
         table: The capture.
         lanes: The budgets of its devices.
         attribution: Attribution of its work.
@@ -39,9 +39,9 @@ def analyze(subject: Subject, *, step_range: str | None = None, skip: int = 0) -
     """Analyse captures and logs of one run.
 
     Args:
-        subject: What to look at.
-        step_range: Name of the ranges that mark steps; None: found by their names.
-        skip: How many of the first steps of every rank to leave out.
+        subject: Subject of the analysis.
+        step_range: Name of the ranges that mark steps; None to find them by their names.
+        skip: Number of first steps to leave out on every rank.
 
     Raises:
         ValueError: A capture is damaged, or has no such ranges.

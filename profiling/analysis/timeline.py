@@ -26,7 +26,7 @@ def picture(
 
     Args:
         table: The capture.
-        lane: Which device.
+        lane: Device to draw.
         attribution: Attribution of the work.
         category: Category for each row of work, a number into `CATEGORIES`.
 

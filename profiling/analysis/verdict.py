@@ -1,4 +1,4 @@
-"""What limits the run, in one sentence, and what to do about it, with the most it can gain.
+"""Names the bottleneck of a run in one sentence, with a remedy and its largest possible gain.
 
 The bound is Amdahl's: a part that takes the share r of a step, if it took no time at all, would
 make the run 1 / (1 - r) times as fast. No change can gain more from that part.
@@ -86,7 +86,7 @@ def actions(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Return possible remedies, the most promising first.
 
     Args:
-        summary: With ``budget``, ``categories``, ``padding`` and ``ranks``.
+        summary: Figures with ``budget``, ``categories``, ``padding`` and ``ranks``.
     """
     budget = summary.get("budget")
     found: list[dict[str, Any]] = []
@@ -142,7 +142,7 @@ def sentence(summary: dict[str, Any]) -> dict[str, Any]:
     """Return the verdict: what limits the run, and by how much.
 
     Args:
-        summary: With everything else in it.
+        summary: All other figures of the report.
     """
     budget = summary.get("budget")
     if not budget:

@@ -1,1 +1,1 @@
-"""The pieces of bench_ops.py: workloads, clocks, and each operation beside its peers."""
+"""The pieces of bench_ops.py: workloads, clocks, and each operation with its peers."""

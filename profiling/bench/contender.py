@@ -1,4 +1,4 @@
-"""What is timed: one way to compute an operation, and how to compare it with another."""
+"""Benchmarked implementations of an operation, and their comparison with each other."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Contender:
         return torch.autograd.grad(self.results(), list(self.leaves.values()), self.upstream)
 
     def outcome(self) -> dict[str, Tensor]:
-        """Results and gradients, in the shape of ours."""
+        """Return results and gradients, in the shape of ours."""
         results = self.results()
         found = {f"result {i}": x for i, x in enumerate(results)}
         if self.differentiable:
@@ -69,13 +69,13 @@ class Case:
     """An operation in one configuration.
 
     Attributes:
-        op: Its name in `effasr_kernels.OPERATIONS`.
-        kind: What is particular: ``causal``, ``relative``, ...
-        shape: The sizes, for the row.
-        ours: Makes the contender of one of our backends.
-        peers: Makes those of others, by name; may fail where a package is missing.
-        small: The same of a batch which the reference can compute in little time: results are
-            compared on that, and those of the case itself are not. By default they are.
+        op: Name of the operation in `effasr_kernels.OPERATIONS`.
+        kind: Variant of the operation: ``causal``, ``relative``, ...
+        shape: Sizes, for the row.
+        ours: Creates the contender of one of our backends.
+        peers: Creates those of peers, by name; may fail if a package is missing.
+        small: Creates the case for a batch that the reference can compute in little time: results
+            are compared on that batch instead of the case itself. None to compare the case itself.
         flops: Flops of the forward, needed with ``small``; counted by default.
         heavy: Whether a call takes seconds: it is repeated less, and gets more time.
     """
@@ -97,12 +97,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Gold:
-    """What the reference computes, and how much work that is.
+    """Results of the reference, and the amount of work.
 
     Attributes:
         outcome: Results and gradients.
         flops: Floating-point operations of the forward, and of both passes; without padding.
-        bytes: What must move at least, likewise: each input and result once.
+        bytes: Least number of bytes to move, likewise: each input and result once.
     """
 
     outcome: dict[str, Tensor]
@@ -154,10 +154,10 @@ def error(outcome: Mapping[str, Tensor], gold: Gold) -> float:
 
 
 class Padding:
-    """The same sequences as a padded batch; empty ones left out. Outside of what is timed."""
+    """The same sequences as a padded batch, without empty ones; padding is not timed."""
 
     def __init__(self, layout: PackedLayout):
-        """Of a layout."""
+        """Create the padding of a layout."""
         self.layout = layout
         self.kept = [n for n, length in enumerate(layout.lengths) if length]
         lengths = [layout.lengths[n] for n in self.kept]
@@ -168,7 +168,7 @@ class Padding:
         self.index = (starts[:, None] + column).clamp(max=layout.rows - 1)
 
     def pad(self, x: Tensor) -> Tensor:
-        """(rows, ...) to (B, longest, ...), a copy with zeros in the padding."""
+        """Pad (rows, ...) to (B, longest, ...), a copy with zeros in the padding."""
         mask = self.mask.reshape(*self.mask.shape, *[1] * (x.ndim - 1))
         return torch.where(mask, x.detach()[self.index], 0)
 

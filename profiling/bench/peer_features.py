@@ -23,7 +23,7 @@ def parakeet_features(
     Args:
         config: Configuration of kind parakeet.
         audio: float32 samples of each utterance, at ``config.sample_rate``.
-        device: Where they are computed.
+        device: Device that computes the features.
 
     Returns:
         ``input_features``, float32 (B, 1 + longest // hop, mel_bins), zero in the padding, and

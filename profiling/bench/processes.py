@@ -1,4 +1,4 @@
-"""Runs a command in a process group of its own, within a limit, and ends all that it started."""
+"""Runs a command in a separate process group with a time limit, and ends all it started."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended.
+    """Outcome of a command.
 
     Attributes:
-        code: Its exit code, negative for a signal; None where it was ended at its limit.
-        seconds: It took.
-        lines: The last ones of its output, stdout and stderr together.
+        code: Exit code, negative for a signal; None if it was ended at its time limit.
+        seconds: Duration in seconds.
+        lines: Last lines of its output, stdout and stderr together.
     """
 
     code: int | None
@@ -55,9 +55,9 @@ def run(
 
     Args:
         command: Program and arguments.
-        seconds: After which its process group is ended; None for no limit.
-        environment: Its variables; by default those of this process.
-        directory: Where it runs.
+        seconds: Time limit, after which its process group is ended; None for no limit.
+        environment: Environment variables; by default those of this process.
+        directory: Working directory.
         echo: Called with each line of its output as it comes, on another thread.
         watch: Called with the process once it has been started, to send it a signal, say; it must
             return within the limit.

@@ -1,4 +1,4 @@
-"""What a row was measured on, and of which sources."""
+"""Describes the machine and the source versions of a measured row."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def provenance(device: torch.device) -> dict[str, object]:
 
 
 def revision(root: Path = SOURCES) -> str:
-    """The commit, with ``-dirty`` behind it where files differ; of a bare copy, its fingerprint."""
+    """Return the commit, with ``-dirty`` if files differ; without a repository, a fingerprint."""
     git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--match=none"]
     try:
         head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()

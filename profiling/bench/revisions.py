@@ -1,4 +1,4 @@
-"""The same operations at another revision of the kernels, with the same harness and inputs."""
+"""Benchmarks operations at another revision of the kernels, with the same harness and inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = Mapping[str, str]
 
 @contextmanager
 def checkout(root: Path, reference: str) -> Iterator[tuple[Path, str]]:
-    """A worktree of another revision in a temporary folder, and its commit, until the block ends.
+    """Yield a temporary worktree of another revision, and its commit.
 
     Raises:
         ValueError: There is no such revision, or no repository.
@@ -69,7 +69,7 @@ def measure(root: Path, command: Sequence[str], output: Path) -> list[Row]:
 
 
 def compare(root: Path, reference: str, command: Sequence[str]) -> tuple[list[Row], list[Row]]:
-    """Rows of the base, and of the working tree, in one run each, one after the other.
+    """Return the rows of the base and of the working tree, measured in one run each.
 
     Raises:
         ValueError: The revision is not there, or cannot be measured with this harness.
@@ -86,7 +86,7 @@ def compare(root: Path, reference: str, command: Sequence[str]) -> tuple[list[Ro
 
 
 def side_by_side(before: Sequence[Row], now: Sequence[Row]) -> str:
-    """Both medians and their ratio, a line for each row that both have."""
+    """Return both medians and their ratio, a line for each row that both have."""
     keys = ("op", "kind", "backend", "mode", "shape")
     base = {tuple(row[key] for key in keys): float(row["p50_ms"]) for row in before}
     lines = ["", f"{'':70} {'base ms':>10} {'this ms':>10} {'base / this':>12}"]

@@ -46,7 +46,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Timing:
-    """What `measure` found.
+    """Result of `measure`.
 
     Attributes:
         p20: 20th percentile, in milliseconds.
@@ -79,12 +79,12 @@ def measure(
     which has none. How long the host takes is told on its own.
 
     Args:
-        call: What to time; its result is dropped at once.
-        device: Where it computes.
-        repeats: How often at most.
-        warmup: How often before.
-        seconds: Roughly how long.
-        least: How often at least, though it take longer.
+        call: Function to time; its result is dropped at once.
+        device: Device that computes.
+        repeats: Largest number of repeats.
+        warmup: Number of calls before the measurement.
+        seconds: Approximate duration of the measurement.
+        least: Least number of repeats, even if they take longer.
     """
     for _ in range(warmup):
         call()

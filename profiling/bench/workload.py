@@ -1,4 +1,4 @@
-"""What is benchmarked: a batch of a static shape, of utterances as long as real ones."""
+"""The benchmarked batch: a static shape with utterance lengths as in real corpora."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Workload:
         rows: Frames of the static shape; a quarter as many are tokens.
         head_width: D.
         durations: Durations to draw utterances from.
-        device: Where.
+        device: Device of the tensors.
         dtype: Dtype of floating tensors.
         widths: The rest of the model.
         sequences: N of the static shape; by default one for 8 frames, as in training.
@@ -122,12 +122,12 @@ class Workload:
 
     @cached_property
     def frame_layout(self) -> PackedLayout:
-        """Where the frames of each utterance are."""
+        """Layout of the frames of the utterances."""
         return self._layout(self.lengths[0], self.rows)
 
     @cached_property
     def token_layout(self) -> PackedLayout:
-        """Where its tokens are."""
+        """Layout of their tokens."""
         return self._layout(self.lengths[1], self.tokens)
 
     def _layout(self, lengths: list[int], rows: int) -> PackedLayout:

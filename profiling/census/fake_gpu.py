@@ -1,6 +1,6 @@
-"""A made-up GPU: tensors without values, on which PyTorch and the operations behave as on CUDA.
+"""A fake GPU device: tensors without values on which PyTorch and the operations behave as on CUDA.
 
-The device is not called cuda, because autograd needs torch to be built for a device of that name.
+The device is not named cuda, because autograd needs a CUDA build of torch for that name.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _WIDE = (
     *("log1p", "expm1", "rsqrt", "reciprocal", "norm.Scalar", "logsumexp", "pow.Tensor_Scalar"),
     *("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "cumsum", "nll_loss"),
 )
-"""Operators that autocast runs in the lower precision, and in float32: of PyTorch's lists for CUDA
-in autocast_mode.h those that a speech model can call. Other devices have no list."""
+"""Operators that autocast runs in the lower precision, and in float32: those from PyTorch's CUDA
+lists in autocast_mode.h that a speech model can call. Other devices have no such list."""
 
 _KERNELS_OF_CUDA = ("silu_backward",)
-"""Operators that are one kernel on CUDA, and that torch takes apart for devices without one."""
+"""Operators that are one kernel on CUDA, and that torch decomposes for other devices."""
 
 _LIBRARIES: list[Library] = []
-"""Kept, as a library that is collected takes its registrations along."""
+"""References that keep the libraries alive: a collected library removes its registrations."""
 
 
 @cache
 def register() -> torch.device:
-    """Register the device with torch, once in a process; return it."""
+    """Register the device with torch, once per process, and return it."""
     _setup_privateuseone_for_python_backend(NAME)
     getattr(torch, NAME).get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     others, rules = Library("_", "IMPL"), Library("aten", "IMPL")
@@ -91,7 +91,7 @@ def _autocast_rule(name: str, *, is_narrow: bool) -> Callable[..., Any]:
 
 @contextmanager
 def fake_gpu() -> Iterator[torch.device]:
-    """Within it new tensors are fake, and those of the device pass for tensors of a GPU."""
+    """Create fake tensors inside the context; those of the device behave as tensors of a GPU."""
     device = register()
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -101,12 +101,12 @@ def fake_gpu() -> Iterator[torch.device]:
         enter(patch.object(FakeTensor, "is_cuda", is_cuda, create=True))
         types = [*_foreach_utils._foreach_supported_types, FakeTensor]
         enter(patch.object(_foreach_utils, "_foreach_supported_types", types))
-        # On CUDA dropout is one kernel; torch takes it apart for devices that it does not know.
+        # On CUDA dropout is one kernel; torch decomposes it for devices that it does not know.
         enter(patch.object(nn.functional, "dropout", _dropout))
         enter(patch.object(step, "HostCopy", _HostCopy))
-        # The constructor fills a tensor on the host and copies it, below any mode.
+        # The constructor fills a tensor on the host and copies it, below any dispatch mode.
         enter(patch.object(torch, "tensor", _tensor_on_host_first(torch.tensor)))
-        # Operations ask whether a pointer is aligned, and a fake tensor has the address 0.
+        # Operations check the alignment of pointers, and a fake tensor has the address 0.
         enter(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         enter(FakeTensorMode(allow_non_fake_inputs=True))
@@ -124,21 +124,21 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 def _tensor_on_host_first(construct: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
         made = construct(data, **options)
-        # Fake tensors keep the values of a constant, which no kernel of the device could copy.
+        # Fake tensors keep the values of constants, which no kernel of the device could copy.
         return torch.empty(made.shape, dtype=made.dtype).to(device or "cpu")
 
     return tensor
 
 
 class _HostCopy:
-    """In the place of `effasr.training.step_stats.HostCopy`, which needs CUDA's events."""
+    """Replaces `effasr.training.step_stats.HostCopy`, which needs CUDA events."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host = tensor.to("cpu", non_blocking=True)
 
 
 def fake_batch(batch: Batch) -> Batch:
-    """Return the batch with fake tensors on the host; called within `fake_gpu`."""
+    """Return the batch with fake tensors on the host; must be called within `fake_gpu`."""
     mode = active_fake_mode()
     assert mode is not None
 
@@ -160,7 +160,7 @@ def fake_batch(batch: Batch) -> Batch:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give a model that was built on the meta device its tensors on the device."""
+    """Allocate the tensors of a model on the meta device on the given device."""
     for module in model.modules():
         for name, x in list(module.named_parameters(recurse=False)):
             found: Any = torch.empty(x.shape, dtype=x.dtype, device=device)

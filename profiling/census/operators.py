@@ -1,7 +1,7 @@
-"""What one operator of PyTorch costs on a GPU: kernels, bytes of memory traffic, and FLOPs.
+"""Cost of one PyTorch operator on a GPU: kernels, bytes of memory traffic and FLOPs.
 
-Bytes are those that the operator has to read and to write, each element once; a cache that holds a
-tensor between two operators, or a kernel that reads one twice, is not considered.
+Bytes count each element that the operator must read or write once. Caches that hold a tensor
+between two operators, and kernels that read a tensor twice, are not considered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ALLOCATIONS = {
     "as_strided_",
     "_local_scalar_dense",
 }
-"""Operators without a kernel beside views. The last one is a copy that the host waits for."""
+"""Operators without a kernel, besides views. The last is a copy that the host waits for."""
 
 _SEVERAL = {
     "native_layer_norm_backward": 2,
@@ -51,23 +51,23 @@ _SEVERAL = {
     "sort": 4,
     "embedding_dense_backward": 8,
 }
-"""Kernels of operators that have more than one, as counted in PyTorch's CUDA sources; those that
-call a sort of CUB depend on sizes, and are typical."""
+"""Kernels of operators with more than one, as counted in PyTorch's CUDA sources. Operators that
+call a CUB sort depend on sizes; their numbers are typical values."""
 
 _READS_ROWS = {"embedding", "index", "index_select", "gather"}
-"""Read only the elements of their first tensor that they return."""
+"""Operators that read only the returned elements of their first tensor."""
 
 _OVERWRITES = {
     *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"),
     *("_foreach_copy_", "_foreach_zero_"),
 }
-"""Change their first argument without reading it."""
+"""Operators that change their first argument without reading it."""
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm"}
 _NORMS = {"native_layer_norm", "native_layer_norm_backward"}
 _DROPOUTS = {"native_dropout", "native_dropout_backward"}
 
-# Of PyTorch's MultiTensorApply.cuh: tensors of a launch by the number of lists, blocks, elements.
+# From PyTorch's MultiTensorApply.cuh: tensors of a launch by the number of lists, blocks, elements.
 _TENSORS_OF_LAUNCH = (110, 64, 48, 36, 30)
 _BLOCKS_OF_LAUNCH = 320
 _ELEMENTS_OF_BLOCK = 65_536
@@ -84,7 +84,7 @@ def tensors_of(*values: Any) -> list[Tensor]:
 
 
 def device_of(x: Tensor) -> str:
-    """Return the device type of a tensor; to ask a fake one itself is an operator, and slow."""
+    """Return the device type of a tensor; querying a fake one directly is a slow operator call."""
     return x.fake_device.type if isinstance(x, FakeTensor) else x.device.type
 
 
@@ -110,10 +110,10 @@ def launches(func: Any, args: Sequence[Any]) -> int:
 
 
 def multi_tensor_launches(elements: Iterable[int], lists: int) -> int:
-    """Return the launches of a multi-tensor kernel, as PyTorch divides tensors into them.
+    """Return the number of launches of a multi-tensor kernel, divided as PyTorch does.
 
     Args:
-        elements: Elements of each tensor.
+        elements: Number of elements of each tensor.
         lists: Number of lists of tensors that the kernel takes.
     """
     most = _TENSORS_OF_LAUNCH[min(lists, len(_TENSORS_OF_LAUNCH)) - 1]
@@ -131,7 +131,7 @@ def multi_tensor_launches(elements: Iterable[int], lists: int) -> int:
 
 
 def bytes_moved(func: Any, args: Any, kwargs: Any, out: Any, device: str) -> int:
-    """Return the bytes of a device that an operator reads and writes."""
+    """Return the bytes that an operator reads and writes on a device."""
     name = name_of(func)
     inputs = [x for x in tensors_of(args, kwargs) if is_on(x, device)]
     outputs = [x for x in tensors_of(out) if is_on(x, device)]
@@ -159,12 +159,12 @@ def _changed(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def unique(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors without repetitions of the same one."""
+    """Return the tensors without duplicates."""
     return list({id(x): x for x in tensors}.values())
 
 
 def size(x: Tensor) -> int:
-    """Return the bytes of the elements of a tensor, those of an expanded one once."""
+    """Return the size of a tensor in bytes; repeated elements of an expanded one count once."""
     pairs = zip(x.shape, x.stride(), strict=True)
     return math.prod(n for n, stride in pairs if stride or not n) * x.element_size()
 

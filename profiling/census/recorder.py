@@ -1,4 +1,4 @@
-"""Records what a step launches: operators of PyTorch, kernels of the operations, and where."""
+"""Records the launches of a training step: PyTorch operators, custom kernels and their modules."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from effasr_kernels.runtime.dispatch import Dispatcher
 from effasr_kernels.runtime.launch import Launch, diverted
 
 _LARGEST_SEQUENCE_NUMBER = 2**63
-"""Nodes that accumulate gradients have a larger one: they belong to no place in the forward."""
+"""Sequence numbers of nodes that accumulate gradients are larger; they have no forward module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One operator, or one launch of a kernel.
+    """One operator or one kernel launch.
 
     Attributes:
         name: Name of the operator or kernel.
         category: Kind of work; for an operation of effasr_kernels, its name.
         is_kernel: Whether it is a kernel of effasr_kernels.
         pass_: ``forward``, ``backward`` or ``update``.
-        place: Path of the module, or the range where there is none.
-        by_frame: Whether one of its tensors has a row for each frame.
-        launches: Kernels and copies.
-        bytes: Read and written.
-        flops: Multiplications and additions of products.
-        is_half: Whether products take 16-bit numbers.
+        place: Path of the module, or the range outside of modules.
+        by_frame: Whether one of its tensors has one row per frame.
+        launches: Number of kernels and copies.
+        bytes: Bytes read and written.
+        flops: Multiplications and additions of matrix products.
+        is_half: Whether the products have 16-bit inputs.
     """
 
     name: str
@@ -54,17 +54,17 @@ class Entry:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operators and kernels that run within it."""
+    """Records the operators and kernels that run in its context."""
 
     def __init__(self, model: nn.Module, device: str, frames: int) -> None:
-        """Record tensors of the device type; ``frames`` are the rows of the encoder's frames."""
+        """Record tensors of a device type; ``frames`` is the number of encoder frames (rows)."""
         super().__init__()
         self.entries: list[Entry] = []
         self._device, self._frames = device, frames
         self._names = {module: name for name, module in model.named_modules()}
         self._modules: list[str] = []
         self._ranges: list[str] = []
-        # Places and the number of the first node of autograd that was made there, in order.
+        # Module paths with the sequence number of the first autograd node created there, in order.
         self._numbers: list[int] = []
         self._places: list[str] = []
         self._operation: str | None = None
@@ -118,12 +118,12 @@ class Recorder(TorchDispatchMode):
         self._add(launch.kernel.fn.__name__, "", tensors, launches=1, bytes_=moved, is_kernel=True)
 
     def add_flops(self, operation: str, flops: int, tensors: list[Tensor]) -> None:
-        """Record the floating-point operations of an operation, without a launch."""
+        """Record the floating-point operations of an operation without a launch."""
         self._add(operation, operation, tensors, launches=0, bytes_=0, flops=flops)
 
     @contextmanager
     def within_operation(self, name: str) -> Iterator[None]:
-        """Assign what is recorded within the context to an operation."""
+        """Attribute everything recorded in the context to an operation."""
         before, self._operation = self._operation, name
         try:
             yield
@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def _place(self) -> str:
-        """The innermost module, or in the model itself the innermost range."""
+        """Return the innermost module, or in the model itself the innermost range."""
         if self._modules and self._modules[-1]:
             return self._modules[-1]
         inner = self._ranges[-1] if self._ranges else ""
@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):
 
 
 class _Observed:
-    """An implementation of an operation, whose work is recorded under the operation's name."""
+    """Wraps an implementation of an operation to record its work under the operation's name."""
 
     def __init__(self, recorder: Recorder, op: Any, implementation: Any) -> None:
         self._recorder, self._op, self._implementation = recorder, op, implementation

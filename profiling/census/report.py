@@ -1,4 +1,4 @@
-"""The figures of a recorded step: totals, categories, layers, and the roofline of an H200."""
+"""Summarises a recorded step: totals, categories, layers, and the roofline of an H200."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ VERSION = 1
 _DEVICE = "NVIDIA H200"
 _BYTES_PER_SECOND = 4.8e12
 _FLOPS_WITHOUT_TENSOR_CORES = 67e12
-"""Of NVIDIA's data sheet of the H200: memory bandwidth, and float32."""
+"""Memory bandwidth and float32 peak from NVIDIA's H200 data sheet."""
 
 _MIXING = {
     *("attention", "guided_attention", "depthwise_conv", "strided_depthwise", "subsampling_stem"),
     *("linear_cross_entropy", "ctc_loss", "transducer_loss"),
 }
-"""Operations that mix frames or compute a loss. What other operations do lies between them."""
+"""Operations that mix frames or compute a loss; the other operations come between them."""
 
 _GRAPH_INPUTS_AND_OUTPUTS = 3
-"""Copies around a replay beside the batch: the counts in, the loss and its parts out."""
+"""Number of copies around a replay besides the batch: counts in, loss and its parts out."""
 
 _LAYER = re.compile(r"(encoder|decoder|text_encoder)\.layers\.(\d+)")
 
 
 def summarize(recorded: Recorded, model: str) -> dict[str, Any]:
-    """Return the figures, as the JSON file has them."""
+    """Return the figures in the form of the JSON file."""
     entries, config = recorded.entries, recorded.config
     micro_batch = [x for x in entries if x.pass_ != "update"]
     update = [x for x in entries if x.pass_ == "update"]
@@ -83,12 +83,12 @@ def summarize(recorded: Recorded, model: str) -> dict[str, Any]:
 
 
 def roofline_ms(entry: Entry) -> float:
-    """Return the least time on an H200: its bytes at full bandwidth, or its FLOPs at the peak."""
+    """Return the least time on an H200 in ms: bytes at full bandwidth or FLOPs at the peak."""
     return 1e3 * max(entry.bytes / _BYTES_PER_SECOND, entry.flops / _peak(entry.is_half))
 
 
 def layer_of(place: str) -> str:
-    """Return the stack of a layer, such as ``encoder.layers``, or the first two names."""
+    """Return the layer stack, such as ``encoder.layers``, or the first two names."""
     found = _LAYER.match(place)
     return f"{found[1]}.layers" if found else ".".join(place.split(".")[:2])
 
@@ -100,21 +100,21 @@ def _peak(is_half: bool) -> float:
 
 
 def _is_between(entry: Entry) -> bool:
-    """Whether an entry is traffic of frames between the products and kernels of encoder layers."""
+    """Return whether an entry is frame traffic between products and kernels of encoder layers."""
     if not entry.by_frame or not entry.place.startswith("encoder.layers."):
         return False
     return entry.category != "gemm" and entry.category not in _MIXING
 
 
 def _kind(entry: Entry) -> str:
-    """The category, with the batch norms apart."""
+    """Return the category, with batch norms separate."""
     if entry.place.endswith(".conv.norm") and entry.category not in _MIXING:
         return "batch_norm"
     return entry.category
 
 
 def _maker(entry: Entry) -> str:
-    """The module in a layer and the operator, such as ``conv.norm: mul``."""
+    """Return the module within a layer and the operator, such as ``conv.norm: mul``."""
     inner = re.sub(r"^encoder\.layers\.\d+\.?", "", entry.place) or "layer"
     return f"{inner}: {entry.name}"
 
@@ -135,7 +135,7 @@ def _figures(entries: list[Entry]) -> dict[str, Any]:
 def _grouped(
     entries: Iterable[Entry], key: Callable[[Entry], str], figure: Callable[[list[Entry]], Any]
 ) -> dict[str, Any]:
-    """Figures of the entries of each key, the key with the most bytes first."""
+    """Return the figures of each key, the key with the most bytes first."""
     groups: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         groups[key(entry)].append(entry)
@@ -192,7 +192,7 @@ COMPARED = (
 
 
 def growth(before: dict[str, Any], now: dict[str, Any], most: float) -> list[str]:
-    """Return a line for each figure that has grown by more than the share ``most``."""
+    """Return a line for each figure that has grown by more than the fraction ``most``."""
     found = []
     for name in COMPARED:
         old, new = before[name], now[name]

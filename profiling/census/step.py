@@ -1,4 +1,4 @@
-"""One training step of a published architecture, run on the fake GPU and recorded."""
+"""Runs and records one training step of a published architecture on the fake GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Recorded:
     Attributes:
         config: Configuration of the run.
         batch: The micro-batch.
-        entries: Operators and kernels of the step in order.
+        entries: Operators and kernels of the step, in order.
         parameters: Number of weights.
     """
 
@@ -44,15 +44,14 @@ class Recorded:
 def record(model: str, frame_budget: int) -> Recorded:
     """Record a step of one micro-batch: forward, backward and update, with dropout.
 
-    It is the second step of a run, in which tables that are kept and the moments of the optimizer
-    are there.
+    The second step of a run is recorded, so that cached tables and optimizer moments exist.
 
     Args:
-        model: A recipe of this name, whose architecture is in `effasr.model.presets`.
-        frame_budget: Encoder frames of the micro-batch, the tail included.
+        model: Name of a recipe whose architecture is in `effasr.model.presets`.
+        frame_budget: Encoder frames of the micro-batch, including the tail.
 
     Raises:
-        ValueError: There is no such architecture, or a weight has ``frame_budget`` rows or columns.
+        ValueError: The architecture is unknown, or a weight has ``frame_budget`` rows or columns.
     """
     if model not in PRESETS:
         known = ", ".join(sorted(PRESETS))
@@ -84,7 +83,7 @@ def record(model: str, frame_budget: int) -> Recorded:
 
 
 def planned_batch(config: TrainConfig, frame_budget: int, vocab_size: int) -> Batch:
-    """Return a micro-batch as the planner makes it, of utterances as long as LibriSpeech's."""
+    """Return a micro-batch as made by the planner, with utterance lengths as in LibriSpeech."""
     seconds = np.array(read_durations(LISTED))
     frames = np.maximum(1, np.rint(seconds * FRAMES_PER_SECOND)).astype(np.int32)
     tokens = np.rint(seconds * _TOKENS_PER_SECOND).astype(np.int32) + _PROMPT

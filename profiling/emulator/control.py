@@ -1,16 +1,16 @@
-"""Where the lanes of a warp that a branch has parted go together again."""
+"""Finds where the lanes of a warp reconverge after a divergent branch."""
 
 from __future__ import annotations
 
 
 def meetings(after: list[list[int]]) -> list[int]:
-    """The immediate post-dominator of each instruction: the first that it comes to on every way.
+    """Return the immediate post-dominator of each instruction: the first one on every path.
 
     Args:
-        after: What may follow each instruction; ``len(after)`` is the end.
+        after: Possible successors of each instruction; ``len(after)`` is the end.
 
     Returns:
-        As many numbers; the end for an instruction from which the end is never reached.
+        One number per instruction; the end for those from which the end is never reached.
 
     References:
         Cooper, Harvey and Kennedy 2001, A Simple, Fast Dominance Algorithm, on the reversed graph.

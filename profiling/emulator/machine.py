@@ -20,11 +20,11 @@ _SOURCES = Path(__file__).parent / "native"
 _MOST_STEPS = 20_000_000
 _OPTIONS = ("-std=c++20", "-O2", "-fno-strict-aliasing", "-fPIC", "-shared")
 COUNTS = ("issued", "sectors", "needed", "turns", "fewest", "products")
-"""What is counted of an instruction; see ``native/counts.h``."""
+"""Counters of each instruction; see ``native/counts.h``."""
 
 
 class Fault(RuntimeError):
-    """What a GPU would do wrong, at times or always."""
+    """An error that a GPU would make, at times or always."""
 
 
 class _Tensor(ctypes.Structure):
@@ -59,11 +59,11 @@ class Binary:
     """A kernel in the form that the machine takes.
 
     Attributes:
-        program: What was read.
-        code: Its ``code``, flat; int32, as are all.
-        operands: Its ``operands``.
-        constants: Its ``constants``, of values the low and the high half.
-        specials: Its ``specials``.
+        program: The parsed program.
+        code: Flattened ``code`` of the program; int32, as the following.
+        operands: Flattened ``operands`` of the program.
+        constants: Flattened ``constants`` of the program, as low and high halves.
+        specials: Flattened ``specials`` of the program.
         counts: uint64, `COUNTS` of each instruction, over all launches that were counted.
     """
 
@@ -154,7 +154,7 @@ def run(
     Args:
         binary: The kernel.
         grid: Blocks along each axis.
-        parameters: As `Program.parameters` lays them out.
+        parameters: Parameters in the layout of `Program.parameters`.
         tensors: Name, address and bytes of all memory that it may touch.
         shared_bytes: Shared bytes of a block.
         seed: Seed of the order of blocks and warps.

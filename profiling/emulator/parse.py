@@ -30,7 +30,7 @@ class Unknown(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What the machine can do: by name, the number; and the operands of what lanes do."""
+    """Operations of the machine: numbers by name, and the operands of per-lane operations."""
 
     lanes: dict[str, tuple[int, str]]
     specials: dict[str, int]

@@ -52,7 +52,7 @@ _TOLERANCE = 2e-2
 
 @contextmanager
 def cut(kernel: str, config: Config | None) -> Iterator[None]:
-    """Within it one kernel of attention is cut in this way; None for the usual one."""
+    """Use ``config`` for one attention kernel inside the context; None for its usual tiles."""
     from effasr_kernels.attention.triton import backend
 
     usual = backend.configs

@@ -46,7 +46,7 @@ class _Leaves(ExampleInputs):
 
 
 def median(call: Callable[[], object], repeats: int) -> float:
-    """Microseconds of a call."""
+    """Return the microseconds of a call."""
     for _ in range(_WARM_UP):
         call()
     times = []
@@ -58,7 +58,7 @@ def median(call: Callable[[], object], repeats: int) -> float:
 
 
 def measure(op: TorchOp, example: Example, repeats: int) -> list[float]:
-    """Medians of the forward without and with autograd, and of both passes."""
+    """Return medians of the forward without and with autograd, and of both passes."""
     run: Callable[..., Any] = getattr(effasr_kernels, op.name)
     plain = example.arguments(ExampleInputs())
     with torch.no_grad():

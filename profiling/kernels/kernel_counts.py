@@ -1,4 +1,4 @@
-"""What kernels ask of a GPU that is not there: instructions, sectors of memory, turns of banks.
+"""Counts the work of kernels without a GPU: instructions, memory sectors, bank conflicts.
 
     python profiling/kernels/kernel_counts.py [--op attention ...] [--kind relative ...]
         [--worst 10]
@@ -60,7 +60,7 @@ class Sum:
         return self.sectors - self.needed + self.turns - self.fewest
 
     def cells(self) -> list[str]:
-        """As they are printed."""
+        """Return the printed cells."""
         ratio = lambda a, b: f"{a / b:.2f}" if b else ""
         products = f"{self.products / self.issued:,.0f}" if self.products else ""
         return [
@@ -118,7 +118,7 @@ def count(case: Case, architecture: int) -> None:
 
 
 def lines_of(binary: Binary) -> dict[str, Sum]:
-    """Counts by the line of the source."""
+    """Return counts by source line."""
     found: dict[str, Sum] = defaultdict(Sum)
     width = len(COUNTS)
     for number, (*_, line) in enumerate(binary.program.code):

@@ -38,13 +38,13 @@ class Compiler:
     """Compiles its share of the kernels that are launched, each once.
 
     Args:
-        share: Which of how many.
-        compile_one: Called with a launch that falls to this share.
+        share: Number of this share and number of shares.
+        compile_one: Called with each launch of this share.
 
     Attributes:
         seen: Digests of all kernels that were launched.
-        compiled: Compiled of those that fell to this share.
-        failed: What could not be compiled, and why.
+        compiled: Number of compiled kernels of this share.
+        failed: Kernels that could not be compiled, and the reasons.
     """
 
     def __init__(self, share: tuple[int, int], compile_one: Callable[[Launch], object]) -> None:

@@ -1,4 +1,4 @@
-"""What two runs left behind, compared to the last bit."""
+"""Compares the files of two runs bit by bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def differing(one: Path, other: Path, step: int) -> list[str]:
-    """The tensors of two runs' checkpoints that are not the same to the last bit, by name."""
+    """Return the names of tensors in two runs' checkpoints that differ in any bit."""
     ours, theirs = state(one, step), state(other, step)
     names = sorted(ours.keys() | theirs.keys())
     same = lambda name: name in ours and name in theirs and torch.equal(ours[name], theirs[name])

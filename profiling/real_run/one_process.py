@@ -28,7 +28,7 @@ from effasr.training.strategies.parallelism import is_bfloat16
 
 
 def wrap(config: TrainConfig, model: nn.Module, context: DistributedContext) -> nn.Module:
-    """As `effasr.training.strategies.parallelism.distribute` does it with several ranks."""
+    """Wrap a model as `effasr.training.strategies.parallelism.distribute` does on several ranks."""
     if config.training.strategy == "fsdp2":
         trained = copy.deepcopy(model)
         model.cpu()

@@ -1,4 +1,4 @@
-"""How large the runs are: on a GPU, and in a dry run on a CPU."""
+"""Sizes of the runs: on a GPU, and in a dry run on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from real_run.corpus import Corpus
 
 @dataclass(frozen=True)
 class Size:
-    """Of the runs.
+    """Sizes of the runs.
 
     Attributes:
         utterances: Utterances of the corpus.
@@ -117,7 +117,7 @@ def train_config(size: Size, corpus: Corpus, runs: Path, *, device: str) -> Trai
 
 
 def without_chance(config: TrainConfig) -> TrainConfig:
-    """The same without dropout and SpecAugment, so that losses of two ways can be compared."""
+    """Return the configuration without dropout and SpecAugment, so that losses can be compared."""
     model = config.model
     off = {"residual_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
     off["input_dropout"] = 0.0

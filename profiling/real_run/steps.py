@@ -1,7 +1,7 @@
-"""What ``profiling/train_on_gpu.py`` does, a step after the other: each runs `effasr` and checks.
+"""The steps of ``profiling/train_on_gpu.py`` in order: each runs `effasr` and checks the result.
 
-A step returns what it found, for its row; it raises `Failed` where that is not as it must be, and
-`LeftOut` where it cannot be done here.
+A step returns the text for its row. It raises `Failed` if a result is wrong, and `LeftOut` if the
+step cannot run here.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class LeftOut(Exception):
 
 @dataclass
 class Context:
-    """What the steps share.
+    """State shared by the steps.
 
     Attributes:
-        output: Folder of logs and of what runs tell.
+        output: Folder of logs and of the runs' reports.
         work: Folder of corpus, runs and checkpoints; not kept.
         size: Size of the runs.
-        dry: On the CPU.
-        prepared: A corpus that was brought along, or None.
+        dry: Whether the run is on the CPU.
+        prepared: A given corpus, or None.
         environment: Environment of the commands.
         limit_s: Limit in seconds of the step that runs.
-        step: Its name.
-        corpus: Once it is there.
-        calibration: Once it was found.
+        step: Name of the running step.
+        corpus: Corpus, once it exists.
+        calibration: Calibration, once it was computed.
     """
 
     output: Path
@@ -74,7 +74,7 @@ class Context:
 
     @property
     def runs(self) -> Path:
-        """Where the runs are."""
+        """Folder of the runs."""
         return self.work / "runs"
 
     def recipe(self, *, quiet: bool = False) -> Path:
@@ -180,7 +180,7 @@ def make_corpus(context: Context) -> str:
 
 
 def train(context: Context) -> str:
-    """The whole loop: pinned loader, asynchronous checkpoints, validation, average of weights."""
+    """Run the whole loop: pinned loader, asynchronous checkpoints, validation, weight average."""
     size = context.size
     run = context.train(STRAIGHT)
     lines, said = described(run, size.steps)
@@ -239,7 +239,7 @@ def kill_and_resume(context: Context) -> str:
 
 
 def quiet(context: Context) -> str:
-    """What the following steps are compared with: no dropout, no SpecAugment, nothing special."""
+    """Train the baseline of the following steps: no dropout, no SpecAugment, default options."""
     run = context.train(QUIET, *_quiet_overrides(context), quiet=True)
     return described(run, context.size.quiet_steps)[1]
 
@@ -361,9 +361,9 @@ class RunStep:
 
     Attributes:
         name: Name of its row and log.
-        do: What it does.
-        least_s: Seconds without which it is not begun, on a GPU, where kernels are compiled.
-        dry_s: The same in a dry run.
+        do: Function that runs the step.
+        least_s: Least seconds left for starting it on a GPU, where kernels are compiled.
+        dry_s: Least seconds left for starting it in a dry run.
     """
 
     name: str
@@ -384,4 +384,4 @@ STEPS = (
     RunStep("calibrated_run", calibrated_run, 60, 15),
     RunStep("compile", compile_model, 90, 40),
 )
-"""In this order: what most rests on first, what compiles for minutes last."""
+"""Steps in order: those that others depend on first, those that compile for minutes last."""

@@ -1,4 +1,4 @@
-"""What `effasr train` imports beyond torch, and the packages that are compared with."""
+"""Lists the packages that `effasr train` imports beyond torch, and those it is compared with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Wheel:
 
     Attributes:
         name: Name on the package index.
-        module: That it is imported as.
+        module: Name for importing it.
         purpose: ``train``: needed by `effasr train`; ``peer``: compared with.
     """
 
@@ -53,7 +53,7 @@ BARE = {
     *("typing_extensions", "filelock", "sympy", "mpmath", "networkx", "Jinja2", "MarkupSafe"),
     *("fsspec", "effasr"),
 }
-"""What torch brings, and the little else that is taken to be there."""
+"""Packages that torch brings, and a few others that are assumed to be installed."""
 
 
 def missing(purpose: str) -> list[Wheel]:

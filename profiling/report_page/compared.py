@@ -23,10 +23,10 @@ _NOTABLE = 0.01
 
 
 def body(report: dict[str, Any]) -> str:
-    """Everything inside of the page.
+    """Return the content of the page.
 
     Args:
-        report: With ``comparison`` and ``reports``.
+        report: Report with ``comparison`` and ``reports``.
     """
     data, reports = report["comparison"], report["reports"]
     header = (
@@ -44,7 +44,7 @@ def body(report: dict[str, Any]) -> str:
 
 
 def _with_own_names(html: str, name: str) -> str:
-    """Identifiers must differ on one page."""
+    """Return the HTML with section ids that are unique on the page."""
     prefix = "".join(letter if letter.isalnum() else "-" for letter in name)
     return html.replace('<section id="', f'<section id="{prefix}-')
 

@@ -36,14 +36,14 @@ def stacked(
     show: Callable[[float], str] = milliseconds,
     names: dict[str, str] | None = None,
 ) -> str:
-    """Horizontal bars of several parts each, on one scale.
+    """Return horizontal bars of several parts each, on one scale.
 
     Args:
         rows: Name of each bar, and its parts: name and amount.
-        colors: By name of the part.
-        label: Says what it shows.
-        show: Writes an amount.
-        names: What to call the parts.
+        colors: Color of each part by name.
+        label: Description of the drawing.
+        show: Formats an amount.
+        names: Displayed names of the parts.
     """
     named = any(name for name, _ in rows)
     left, right = (190 if named else 0), 90
@@ -106,7 +106,7 @@ def timeline(picture: dict[str, Any], color_of: Callable[[str, str], str]) -> st
 
 
 def histogram(data: dict[str, Any], color: str) -> str:
-    """How often which share of padding was logged."""
+    """Return a histogram of the logged shares of padding."""
     edges, counts = data["edges"], data["counts"]
     width, height, left = 520, 190, 8
     scale = (width - 2 * left) / (edges[-1] - edges[0])
@@ -136,7 +136,7 @@ def histogram(data: dict[str, Any], color: str) -> str:
 
 
 def waterfall(bars: Sequence[dict[str, Any]]) -> str:
-    """Shares of the peak, each below the one that it is a part of."""
+    """Return bars of the shares of the peak, each below the one that contains it."""
     left, height, gap = 260, 26, 10
     out = [_open(len(bars) * (height + gap) + 4, "From the peak of the GPU to useful FLOPs")]
     scale = WIDTH - left - 90

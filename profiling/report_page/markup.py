@@ -13,8 +13,8 @@ class Cell:
     """One cell of a table.
 
     Attributes:
-        html: What it shows.
-        value: A figure, by which it is sorted; figures stand to the right.
+        html: Content.
+        value: A figure to sort by; figures are aligned to the right.
     """
 
     html: str

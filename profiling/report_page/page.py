@@ -18,7 +18,7 @@ def render(report: dict[str, Any]) -> str:
     """Return the whole page.
 
     Args:
-        report: What report.json holds: of one run, or, with ``comparison``, of two.
+        report: Content of report.json: of one run, or, with ``comparison``, of two.
     """
     if "comparison" in report:
         title = f"{report['comparison']['after']} against {report['comparison']['before']}"

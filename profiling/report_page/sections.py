@@ -231,7 +231,7 @@ def _heat(value: float, low: float, high: float) -> str:
 
 
 def padding(report: dict[str, Any]) -> str:
-    """From the peak to useful FLOPs, and how the padding is distributed."""
+    """Return the section with the losses from the peak to useful FLOPs, and the padding."""
     fall = report["waterfall"]
     if "bars" in fall:
         content = drawings.waterfall(fall["bars"])

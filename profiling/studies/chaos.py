@@ -43,14 +43,14 @@ _GOOD = "the same weights, moments and metrics, to the last bit, from the same u
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of it.
+    """Result of a run with faults.
 
     Attributes:
         kills: Processes killed, by kind.
-        attempts: How often torchrun started the ranks.
+        attempts: Number of times that torchrun started the ranks.
         steps: Steps of the run.
-        repeated: Steps that were made once more after a restart.
-        faults: What is not as it must be; empty is good.
+        repeated: Steps that were repeated after a restart.
+        faults: Violated expectations; empty if there are none.
     """
 
     kills: dict[str, int]
@@ -64,11 +64,11 @@ def chaos(folder: Path, *, seconds: float, steps: int, seed: int, ranks: int = 2
     """Train twice, once while processes are killed.
 
     Args:
-        folder: Empty, for data and runs.
-        seconds: For how long processes are killed.
+        folder: Empty folder for data and runs.
+        seconds: Duration of the killing, in seconds.
         steps: Steps of a run.
-        seed: Seed of who is killed when.
-        ranks: Processes that train.
+        seed: Seed of the choice of processes and times.
+        ranks: Number of training processes.
     """
     write_corpus(folder, utterances=40, held_out=0)
     with _torchrun(folder, "straight", steps, ranks) as process:

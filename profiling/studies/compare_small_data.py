@@ -57,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def study(options: argparse.Namespace) -> str:
-    """The name of the comparison in the table."""
+    """Return the name of the comparison in the table."""
     return f"same CPU time, {options.cpu_s:g} s"
 
 
 def budget_s(corpus: Corpus, options: argparse.Namespace) -> float:
-    """What effasr took, whose number of steps is found beforehand; else what was asked for."""
+    """Return the CPU seconds of effasr's run, whose steps are fixed beforehand, or the option."""
     for row in rows.read(options.csv):
         wanted = study(options), "effasr", corpus.name, str(options.seed)
         if (row["study"], row["toolkit"], row["corpus"], row["seed"]) == wanted:

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def synthesise(commands: Commands, utterances: int) -> Corpus:
-    """The demo's English corpus, once."""
+    """Prepare the demo's English corpus, once."""
     corpus = Corpus(BASE, commands.folder / "corpora" / BASE)
     if not corpus.manifest("train").exists():
         commands.call("demo-data", str(corpus.folder), "--utterances", str(utterances))

@@ -65,13 +65,13 @@ RUNGS = (*LADDER[:-1], _CALIBRATED, LADDER[-1])
 
 @dataclass(slots=True)
 class Measured:
-    """What steps of a strategy took.
+    """Cost of the steps of a strategy.
 
     Attributes:
-        cpu_seconds: Cpu seconds of this process, in forward, backward and update.
+        cpu_seconds: CPU seconds of this process, in forward, backward and update.
         audio_seconds: Audio seconds of their utterances, shortened.
-        steps: How many there were.
-        of_steps: How many an epoch has.
+        steps: Number of measured steps.
+        of_steps: Number of steps of an epoch.
     """
 
     of_steps: int
@@ -125,8 +125,8 @@ class Workload:
 
     Attributes:
         selection: Lengths of the utterances.
-        planned: By one strategy.
-        order: Steps, in the order in which they are run.
+        planned: Plan of one strategy.
+        order: Steps in the order of execution.
     """
 
     selection: Selection
@@ -172,7 +172,7 @@ class Workload:
 
 
 def calibrated(selection: Selection, buckets: int) -> BucketTable:
-    """Batches by bucket that take as much memory as packed does for the frame budget.
+    """Return batches by bucket that need as much memory as packed ones of the frame budget.
 
     Args:
         selection: Whose lengths the small model is tried with.
@@ -244,7 +244,7 @@ def measure_all(
 
 
 def _settings() -> TrainConfig:
-    """Of a small encoder and decoder, on one core."""
+    """Return the configuration of a small encoder and decoder, on one core."""
     # Noise has no alignment for CTC to find.
     without_ctc = ["model.ctc=false", "loss={ctc_weight: 0.0}"]
     settings = config.load(
@@ -305,7 +305,7 @@ def table(found: Sequence[Rung]) -> str:
 
 
 def write_csv(path: Path, name: str, scale: float, found: Sequence[Rung]) -> None:
-    """A row for each strategy."""
+    """Write a row for each strategy."""
     rows = [
         {
             "lengths": name,

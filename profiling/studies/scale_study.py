@@ -41,11 +41,11 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Clusters that are alike but for their size.
+    """Clusters that differ only in size.
 
     Attributes:
-        name: What is slow.
-        stragglers: The same.
+        name: Name of the scenario.
+        stragglers: Sources of slowness.
     """
 
     name: str
@@ -61,10 +61,10 @@ class Study:
         cluster: Links and nodes; its size is replaced.
         workload: Workload of each GPU.
         unit: Unit of the samples.
-        scenarios: What is slow.
+        scenarios: Scenarios to predict.
         costs: Costs of gossip.
-        strategies: What is compared.
-        steps: That are simulated.
+        strategies: Strategies to compare.
+        steps: Number of simulated steps.
         seed: Seed of the jitter.
     """
 
@@ -164,7 +164,7 @@ def _mixing(study: Study, predictions: Sequence[Prediction]) -> list[str]:
 
 
 def write_csv(path: Path, study: Study, found: Sequence[Sequence[Prediction]]) -> None:
-    """A row for each prediction."""
+    """Write a row for each prediction."""
     rows = [
         {"scenario": scenario.name}
         | {
@@ -221,10 +221,10 @@ def _parse_link(text: str) -> Link:
 
 
 def _study(given: argparse.Namespace) -> Study:
-    """By the command line.
+    """Create the study from the command line.
 
     Raises:
-        ValueError: Something is missing, or makes no sense.
+        ValueError: A required option is missing, or options contradict each other.
     """
     step_s, jitter, samples, unit = given.step_s, given.jitter, given.samples, "samples"
     if given.run is not None:

@@ -1,11 +1,11 @@
-"""Configurations for an hour of speech, one after another for the same CPU time each.
+"""Trains configurations on an hour of speech, one after another, each for the same CPU time.
 
     python profiling/studies/small_data_ladder.py CORPUS --csv FILE.csv [--languages en]
         [--cpu-s 300] [--only NAME ...] [--seed 0] [--work FOLDER]
 
 CORPUS is a folder with LANGUAGE_{train,dev,test}.jsonl, NeMo manifests with paths relative to it. A
-configuration that has its row already is left out, so that the command can be repeated. Rates are
-those of the development set; `small_data/choices.py` has the configurations.
+configuration that already has a row is left out, so the command can be repeated. Rates are those of
+the development set; `small_data/choices.py` has the configurations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STUDY = "ladder"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what has no row yet."""
+    """Run the configurations that have no row yet."""
     options = _parser().parse_args(arguments)
     commands = Commands(options.work, say)
     corpus = write_corpus(
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(commands: Commands, choice: Choice, corpus: Corpus, options: argparse.Namespace) -> None:
-    """Train, evaluate and write the rows of one configuration."""
+    """Train and evaluate one configuration, and write its rows."""
     commands.prepare(corpus)
     name = f"{choice.name.replace(' ', '_').replace(',', '')}_{options.seed}"
     trained = commands.train(choice, corpus, cpu_s=options.cpu_s, seed=options.seed, name=name)

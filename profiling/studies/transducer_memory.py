@@ -41,7 +41,7 @@ COLUMNS = [
     *("device", "torch", "triton", "git", "date"),
 ]
 TOKENS_PER_SECOND = 5.4
-"""Of English, in 500 pieces: what turns 40 seconds into some 215 labels."""
+"""Rate of English in 500 pieces: 40 seconds have about 215 labels."""
 _PADDED = ("torch dense", "torchaudio float16", "torchaudio float32")
 Row = dict[str, object]
 

@@ -40,10 +40,10 @@ class Errors:
     """Reported minus true times of one kind, in milliseconds.
 
     Attributes:
-        words: How many were compared.
-        mean: Mean of the errors' sizes.
-        bias: Their median, with its sign.
-        p95: The size that 95 % do not exceed.
+        words: Number of compared words.
+        mean: Mean absolute error.
+        bias: Median error, with its sign.
+        p95: 95th percentile of the absolute error.
         within_80_ms: Share of errors of at most one encoder frame.
     """
 
@@ -127,7 +127,7 @@ def compare(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the errors, and write them where asked."""
+    """Print the errors, and write them to a file if requested."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

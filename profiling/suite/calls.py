@@ -14,7 +14,7 @@ from suite.steps import LeftOut, Step
 def _behind(
     name: str, uses: Sequence[str], needs: Sequence[str], make: Callable[[Setting, Gate], Steps]
 ) -> Callable[[Setting, Gate], Steps]:
-    """The steps of a part, where no test of what it uses has failed, and some have passed."""
+    """Return the steps of a part if no test of what it uses has failed, and some have passed."""
 
     def steps(setting: Setting, gate: Gate) -> Steps:
         # Of what is not installed no test can pass.
@@ -109,5 +109,5 @@ PARTS = (
         {3: (60, 60)},
     ),
 )
-"""In this order: what later ones rest on, then what decides most."""
+"""Parts in order: those that others depend on first, then the most important."""
 CALLS = (1, 2, 3)

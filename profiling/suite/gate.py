@@ -36,10 +36,10 @@ class Group:
     """Outcomes of the tests of an operation, or of the model.
 
     Attributes:
-        passed: How many.
-        skipped: How many could not run here.
-        failed: Which.
-        unfinished: How many were still to be run when time was over.
+        passed: Number of passed tests.
+        skipped: Number of tests that could not run here.
+        failed: Failed tests.
+        unfinished: Number of tests that were still to be run when time was over.
     """
 
     passed: int = 0
@@ -67,7 +67,7 @@ class Group:
 
     @property
     def verdict(self) -> str:
-        """For the table of tests."""
+        """Verdict for the table of tests."""
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         if not (self.passed or self.failed or self.unfinished):
             return f"none has passed{skipped}" if self.skipped else "none has run"
@@ -96,7 +96,7 @@ def groups_of(test: str) -> tuple[str, ...]:
     """Return the operations that a test covers.
 
     Args:
-        test: As pytest names it, ``tests/gpu/test_ctc_loss.py::test_x[float32]``; or its file.
+        test: Test id as in pytest, ``tests/gpu/test_ctc_loss.py::test_x[float32]``; or its file.
     """
     file, _, name = test.partition("::")
     path = Path(file)
@@ -128,7 +128,7 @@ class Gate:
     """Results of the tests.
 
     Attributes:
-        groups: By name.
+        groups: Groups by name.
     """
 
     def __init__(self, groups: Mapping[str, Group] | None = None) -> None:
@@ -137,7 +137,7 @@ class Gate:
 
     @classmethod
     def read(cls, files: Iterable[Path]) -> Gate:
-        """From what the plugin `outcomes` wrote; a missing file is one without tests."""
+        """Read the files of the plugin `outcomes`; a missing file counts as one without tests."""
         gate = cls()
         for path in files:
             collected, outcomes = outcomes_in(path)
@@ -155,7 +155,7 @@ class Gate:
                     group.failed.append(test)
 
     def reasons(self, names: Collection[str]) -> dict[str, str]:
-        """Why each of these is not proven; those that are have none."""
+        """Return why each of these is not proven, without those that are."""
         return {name: self.groups[name].reason for name in names if self.groups[name].reason}
 
     def note(self, names: Collection[str]) -> str:

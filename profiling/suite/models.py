@@ -82,7 +82,7 @@ def memory(setting: Setting, gate: Gate) -> Steps:
 
 
 def real_training(setting: Setting, gate: Gate) -> Steps:
-    """`effasr train` on a corpus that is made for it."""
+    """Return steps that run `effasr train` on a corpus made for it."""
     script = PROFILING / "train_on_gpu.py"
     if not script.exists():
         return [LeftOut("train", f"{script.name} is not in this checkout", well=False)]

@@ -34,7 +34,7 @@ _WEIGHTS = {"attention": 4.0, "linear_cross_entropy": 3.0, "transducer_loss": 2.
 
 
 def warm_up(setting: Setting, gate: Gate) -> Steps:
-    """Compiles what this call measures, on all cores: benchmarks would compile one by one."""
+    """Return steps that compile kernels on all cores; benchmarks would compile one by one."""
     wanted = setting.wanted
     ops = [x for x in OPERATIONS if x in wanted and not gate.reasons([x])]
     options: list[str] = ["--op", *ops] if ops and not setting.trains else []
@@ -174,7 +174,7 @@ def counters(setting: Setting, gate: Gate) -> Steps:
 
 
 def sanitizer(setting: Setting, gate: Gate) -> Steps:
-    """A few tests of each kernel under memcheck; a dry run only looks whether there are any."""
+    """Return steps that run a few tests per kernel under memcheck; a dry run only collects."""
     chosen = ["-k", SANITIZED, KERNELS]
     if setting.dry:
         return [Step("sanitizer", pytest("--collect-only", *chosen))]

@@ -21,7 +21,7 @@ LEFT_OUT = "left out"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options that name the files."""
+    """Add the options that name the files."""
     parser.addoption("--outcomes", type=Path, default=None, metavar="FILE")
     parser.addoption("--done", type=Path, default=None, metavar="FILE")
 

@@ -40,9 +40,9 @@ class Setting:
 
     Attributes:
         output: Folder of the rows.
-        dry: On the CPU, at tiny size.
-        unproven: Whether to measure also what no test has proven, into a folder of its own.
-        wanted: Groups of tests on which the parts that run rest.
+        dry: Whether to run on the CPU at tiny size.
+        unproven: Whether to measure also what no test has verified, into a separate folder.
+        wanted: Groups of tests that the selected parts depend on.
         trains: Whether steps of the large models are measured.
     """
 
@@ -77,9 +77,9 @@ class Part:
     Attributes:
         name: Name for ``--only`` and ``--skip``.
         about: A line of help.
-        steps: What to run, by the setting and what the tests have shown.
-        calls: In which calls it runs; for each the floor in seconds that earlier parts leave it,
-            and its weight in what is spare.
+        steps: Returns the steps to run from the setting and the test results.
+        calls: Calls in which it runs; for each the least seconds that earlier parts leave it, and
+            its weight in the spare time.
         uses: Groups of tests on which its rows rest.
     """
 
@@ -130,7 +130,7 @@ def _turn(path: Path) -> tuple[int, int, str]:
 
 
 def parallel() -> list[str]:
-    """Options for several processes: most of the time goes into compiling kernels, on the host."""
+    """Return options for several processes: most of the time is compilation on the host."""
     if importlib.util.find_spec("xdist") is None:
         return []
     count = max(1, min(_PROCESSES, (os.cpu_count() or 1) * 3 // 4))
@@ -139,7 +139,7 @@ def parallel() -> list[str]:
 
 
 def _bounded() -> list[str]:
-    """Options that end the process of a test that hangs, in CUDA say, where nothing else does."""
+    """Return options that end the process of a test that hangs, for example in CUDA."""
     if importlib.util.find_spec("pytest_timeout") is None:
         return []
     return [f"--timeout={_HANGING_S}", "--timeout-method=thread"]
@@ -209,7 +209,7 @@ def missing(needs: Sequence[str]) -> str:
 
 
 def no_interpreter() -> str:
-    """Why Triton's interpreter cannot be used with these versions; empty where it can."""
+    """Return why Triton's interpreter cannot run with these versions; empty if it can."""
     try:
         triton, numpy = version("triton"), version("numpy")
     except PackageNotFoundError as error:

@@ -27,7 +27,7 @@ MOST = 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option that names the file in which processes tell each other."""
+    """Add the option for the file through which processes communicate."""
     parser.addoption("--poisoned", type=Path, default=None, metavar="FILE")
 
 

@@ -30,17 +30,17 @@ class Step:
     Attributes:
         name: Name of its log, and of its line on the screen.
         command: Command to run in the root of the checkout.
-        weight: Its share of the part's spare time.
-        floor: Seconds that earlier steps of the part leave it.
-        variables: Variables of the environment, beside the suite's; an empty one is taken away.
-        needs: What must be installed, such as ``transformers>=5.23``.
-        budget: The option that tells the command how much time there is: ``--budget-s``, in
+        weight: Share of the part's spare time.
+        floor: Least seconds that earlier steps of the part leave it.
+        variables: Environment variables in addition to the suite's; an empty value unsets one.
+        needs: Required packages, such as ``transformers>=5.23``.
+        budget: Option that passes the available time to the command: ``--budget-s``, in
             seconds, or ``--minutes``; empty where it has none.
         beside: Whether the steps that follow in the part do not wait for it.
         before: Called before each start.
-        again: How often it is started again after it ended itself with `POISONED`.
-        note: Appended to the details of its result, such as that tests have run in part alone.
-        nothing: The exit code by which it says that nothing of it can be done here.
+        again: Number of restarts after it ended itself with `POISONED`.
+        note: Appended to the details of its result, for example that only some tests have run.
+        nothing: Exit code that means that it cannot do anything here.
     """
 
     name: str
@@ -62,9 +62,9 @@ class LeftOut:
     """A measurement that a part omits.
 
     Attributes:
-        name: Of what.
-        reason: Why.
-        well: Whether that is to be expected here, and no failure.
+        name: Name of the measurement.
+        reason: Reason of the omission.
+        well: Whether the omission is expected here, and not a failure.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Result:
     Attributes:
         name: Name of the step.
         status: ``ok``, ``failed``, ``out of time``, ``interrupted`` or ``left out``.
-        seconds: It took.
+        seconds: Duration in seconds.
         details: The exit code, or the reason.
         tail: Last lines of the log of what is not ok.
         well: Whether the suite can be content with it.
@@ -95,7 +95,7 @@ class Result:
     code: int | None = None
 
     def line(self) -> str:
-        """For the screen."""
+        """Return the line for the screen."""
         details = f": {self.details}" if self.details else ""
         return f"{self.name:28} {self.status:11} {self.seconds:6.1f} s{details}"
 
@@ -122,10 +122,10 @@ class Running:
     """A command that has been started; its output goes to ``folder/NAME.log``.
 
     Args:
-        step: What.
-        seconds: After which it is ended, with all its processes.
+        step: Step to run.
+        seconds: Time limit, after which all its processes are ended.
         folder: Folder of the logs.
-        root: Where it runs.
+        root: Working directory.
         base: Variables of the environment.
 
     Raises:

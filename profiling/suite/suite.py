@@ -46,8 +46,8 @@ class Suite:
     """A run of some parts.
 
     Args:
-        setting: How.
-        parts: Which.
+        setting: Setting of the run.
+        parts: Parts to run.
         minutes: Minutes for all of them.
         call: Number of the call; None for all.
         archive: Folder of the packed results; by default that of the rows.

@@ -1,4 +1,4 @@
-"""The figures to reach, beside those that the rows of a run give."""
+"""Compares target figures with those from the rows of a run."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def set_aside(folder: Path, gate: Gate) -> int:
 def _ops(
     rows: Rows, op: str, kind: str, backend: str, mode: str = BOTH, shape: str = ""
 ) -> dict[str, Row]:
-    """Rows of a backend by shape; the last where there are several."""
+    """Return the rows of a backend by shape; the last of several."""
     return {
         row["shape"]: row
         for row in rows["ops"]
@@ -166,7 +166,7 @@ def _throughput(
 
 
 def training_ratio(peer: str) -> Callable[[Rows], float | None]:
-    """Seconds of audio a second, packed in a static shape, as a multiple of another system's.
+    """Return audio seconds per second, packed in a static shape, relative to another system's.
 
     Of the same model at the same frame budget; the worst where there are several.
     """
@@ -242,7 +242,7 @@ TARGETS = (
 
 
 def figures(rows: Rows, *, dry: bool = False) -> list[tuple[str, str, str, str]]:
-    """For each target: what, the bound, what was measured, the verdict."""
+    """Return for each target its name, bound, measured value and verdict."""
     lines = []
     for target in TARGETS:
         found = target.measure(rows)
@@ -267,12 +267,12 @@ def markdown(
 
     Args:
         results: Results of the steps so far.
-        rows: That this run has measured.
+        rows: Rows measured by this run.
         where: Device, versions, sources.
-        dry: Whether nothing is a figure of a GPU.
-        gate: What tests have shown.
-        state: What is running, where the suite has not ended, and what else is to be said.
-        call: Its number.
+        dry: Whether no figure comes from a GPU.
+        gate: Test results.
+        state: Running step of an unfinished suite, and other remarks.
+        call: Number of the call.
     """
     head = ", ".join(
         f"{name} {where[name]}" for name in ("torch", "triton", "git") if name in where

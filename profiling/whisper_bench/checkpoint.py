@@ -29,8 +29,8 @@ def prepare(settings: Settings, systems: Sequence[str]) -> None:
     in the losses and tokens; here the exported weights must equal the first ones bit by bit.
 
     Args:
-        settings: Says where, and the model's size.
-        systems: For which of them; those of CTranslate2 need the package.
+        settings: Settings with the folder and the model's size.
+        systems: Systems that need the checkpoint; those of CTranslate2 need the package.
 
     Raises:
         ImportError: transformers is not installed, or CTranslate2 where it is needed.
@@ -60,7 +60,7 @@ def prepare(settings: Settings, systems: Sequence[str]) -> None:
 
 
 def _random(size: Size) -> Any:
-    """A model whose tokens depend on their places and on the speech, as those of trained ones do.
+    """Return a model whose tokens depend on position and speech, like those of trained ones.
 
     With the weights that transformers draws, a decoder repeats one token whatever it reads, and all
     losses are the logarithm of the number of classes: no comparison could fail. Here products are

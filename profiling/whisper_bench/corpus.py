@@ -53,7 +53,7 @@ class Corpus:
         return [replace(workload.example(index), prompt=list(PROMPT)) for index in indices]
 
     def step_means(self, plan: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Utterances and seconds of audio in a step, on average over an epoch.
+        """Return utterances and audio seconds of a step, on average over an epoch.
 
         All steps of a system compute as much, whatever part of it is speech. So the time of some
         steps is that of any, while the audio in them is a small sample.
@@ -63,18 +63,18 @@ class Corpus:
         return {"utterances": utterances, "audio_s": audio}
 
     def random_batches(self) -> list[list[int]]:
-        """An epoch in random order, in batches of as many utterances; the rest is left out."""
+        """Return an epoch in random order, in batches of equal size; the rest is left out."""
         order = shuffled(len(self.seconds), 0, 0).tolist()
         ends = range(self.batch, len(order) + 1, self.batch)
         return [order[end - self.batch : end] for end in ends]
 
     def sorted_batches(self) -> list[list[int]]:
-        """All utterances, the longest first, in batches of as many; the last may have fewer."""
+        """Return all utterances, the longest first, in batches; the last may have fewer."""
         order = sorted(range(len(self.seconds)), key=lambda index: -self.seconds[index])
         return [order[begin : begin + self.batch] for begin in range(0, len(order), self.batch)]
 
     def limit(self, batch: Sequence[int]) -> int:
-        """Tokens that each utterance of a batch is decoded to: as many as its longest one has."""
+        """Return the number of tokens to decode per utterance of a batch, that of its longest."""
         return max(1, round(TOKENS_PER_SECOND * max(self.seconds[index] for index in batch)))
 
 

@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 _CHECKED = 4
 """Utterances whose loss is compared before the first step."""
 OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.0)
-"""As in recipes/finetune_whisper.yaml, with a rate at which three updates change the loss."""
+"""Values of recipes/finetune_whisper.yaml, with a rate at which three updates change the loss."""
 
 
 class TransformersSteps:

@@ -1,4 +1,4 @@
-"""One process a system, so that each has memory of its own while they take turns."""
+"""Runs each system in a separate process, so that their memory is separate in turns."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class SystemFailed(Exception):
 
 
 class SystemProcess:
-    """A system in a process of its own, which waits whenever it is not asked.
+    """A system in a separate process, which waits between requests.
 
     Attributes:
-        system: Its name.
+        system: Name of the system.
     """
 
     def __init__(self, settings: Settings, system: str) -> None:

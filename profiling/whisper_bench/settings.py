@@ -46,11 +46,11 @@ class Settings:
     """Settings of a measurement.
 
     Attributes:
-        task: Which of the two.
+        task: One of the two tasks.
         model: A name of `SIZES`.
         folder: The checkpoints that `whisper_bench.checkpoint.prepare` wrote.
         lengths: A file of durations; see `bench.workload.read_durations`.
-        utterances: Drawn from it; ``transcribe`` decodes them all in a run.
+        utterances: Number of utterances drawn from it; ``transcribe`` decodes them all in a run.
         batch: Utterances of a batch of padded features.
         threads: Threads of each system.
     """
@@ -65,7 +65,7 @@ class Settings:
 
     @property
     def size(self) -> Size:
-        """Of the model."""
+        """Sizes of the model."""
         return SIZES[self.model]
 
     @property
@@ -87,7 +87,7 @@ class Settings:
         return 0 if system in ("effasr", "effasr_filled") else self.size.window_s
 
     def to_json(self) -> str:
-        """For the command line of a process."""
+        """Return the settings as JSON for the command line of a process."""
         return json.dumps(asdict(self))
 
     @classmethod

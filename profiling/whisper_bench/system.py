@@ -34,7 +34,7 @@ def resident_bytes() -> int:
 
 
 def high_water_mark() -> int:
-    """Most memory that this process held since it began."""
+    """Return the peak memory of this process since it began."""
     # What getrusage gives counts the process that started this one, on Linux as well.
     if found := _status("VmHWM"):
         return found

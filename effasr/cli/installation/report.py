@@ -41,7 +41,7 @@ _PACKAGES = {
 _WIDTH, _WIDEST_VALUE = 100, 30
 """Columns where there is no terminal, and of the column of versions and backends."""
 _REQUIRED = frozenset({"lhotse", "sentencepiece", "jiwer", "tensorboard", "nvtx"})
-# The other backends are for some operations alone.
+# The other backends exist for some operations only.
 _EXPECTED = (Backend.TRITON, Backend.REFERENCE)
 
 
@@ -210,13 +210,13 @@ def _operation(op: TorchOp, example: Example, device: torch.device) -> Row:
 def _unsupported_reason(
     op: TorchOp, example: Example, inputs: ExampleInputs, backend: Backend
 ) -> str | None:
-    """Why this backend cannot serve the call, or None if it did."""
+    """Return why this backend cannot serve the call, or None if it did."""
     try:
         getattr(effasr_kernels, op.name)(**example.arguments(inputs), backend=backend)
     except BackendUnavailable as error:
         before, after = f"{op.name}: no backend can run this call ({backend}: ", ")."
         return str(error).removeprefix(before).removesuffix(after)
     except Exception as error:
-        # A backend which breaks on this machine is exactly what a report is asked for.
+        # The report must show a backend that breaks on this machine instead of failing itself.
         return f"fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None

@@ -99,7 +99,7 @@ def open_audio(path: str | Path | TarMember) -> soundfile.SoundFile:
 
 
 def regular_file_size(path: str | Path) -> int:
-    """Bytes of a file that is there and can be read without waiting for somebody to write it.
+    """Return the bytes of an existing file that can be read without waiting for a writer.
 
     Raises:
         AudioError: It is missing, empty, a folder, a pipe or a device.

@@ -30,5 +30,5 @@ def load_at(source: Cut | AudioSegment, speed: float) -> np.ndarray:
 
 
 def duration_at(duration: float, speed: float) -> float:
-    """Seconds that an utterance lasts at a speed; of another speed than 1, of whole samples."""
+    """Return an utterance's seconds at a speed; for speeds other than 1, of whole samples."""
     return duration if speed == 1 else samples_in(duration, SAMPLE_RATE / speed) / SAMPLE_RATE

@@ -50,7 +50,7 @@ class AudioHeader:
 
 
 def samples_in(seconds: float, sample_rate: float = SAMPLE_RATE) -> int:
-    """The nearest number of samples to a duration; the planner and the loader both use it."""
+    """Return the number of samples nearest to a duration, for both the planner and the loader."""
     return math.floor(seconds * sample_rate + 0.5)
 
 
@@ -179,7 +179,7 @@ def load_audio(source: Cut | AudioSegment, sample_rate: float = SAMPLE_RATE) -> 
 
 
 def audio_path(source: Cut | AudioSegment) -> str | None:
-    """The plain file that a cut or a segment is a part of; None where there is no such file."""
+    """Return the plain file of a cut or a segment; None if there is no such file."""
     part = source if isinstance(source, AudioSegment) else AudioSegment.of(source)
     return part.path if part is not None and isinstance(part.path, str) else None
 

@@ -68,7 +68,7 @@ def build(
     jobs: int = 2,
     progress: Progress | None = None,
 ) -> DemoCorpus:
-    """Synthesises the corpus into ``out``, or finds it there.
+    """Synthesise the corpus into ``out`` unless it is there already.
 
     Half digit strings, half commands; other voices and other sentences in every split. The bytes
     depend on ``multilingual``, ``utterances``, ``seed`` and the installed synthesiser alone.
@@ -171,7 +171,7 @@ def _is_whole(root: Path, state: dict) -> bool:
 
 
 def _clear(root: Path) -> None:
-    """Removes what an earlier build wrote, and nothing else."""
+    """Remove the files of an earlier build, and nothing else."""
     for split in SPLITS:
         (root / f"{split}.jsonl").unlink(missing_ok=True)
         if (root / split).exists():
@@ -187,7 +187,7 @@ def _write_json(path: Path, content: dict) -> None:
 def _write_manifests(
     root: Path, recordings: Sequence[Recording], lengths: Mapping[str, int]
 ) -> dict:
-    """Writes the three manifests; returns what the state file says about them."""
+    """Write the three manifests and return their entries for the state file."""
     state: dict = {"statistics": {}}
     for split in SPLITS:
         members = [item for item in recordings if item.split == split]

@@ -115,7 +115,7 @@ class Espeak:
             )
 
     def speak(self, text: str, *, rate: int, pitch: int) -> np.ndarray:
-        """Renders a sentence with the current voice.
+        """Render a sentence with the current voice.
 
         Args:
             text: Text to speak.
@@ -142,7 +142,7 @@ class Espeak:
         return samples.astype(np.float32) / 32768
 
     def words(self, text: str) -> list[SpokenWords]:
-        """When the words were said, after `speak` has said them."""
+        """Return the times of the words, after `speak`."""
         # Positions count characters from 1. An event inside a word, after a hyphen, begins none.
         begins = {match.start() + 1 for match in re.finditer(r"\S+", text)}
         starts: list[tuple[int, int]] = []

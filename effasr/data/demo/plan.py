@@ -86,7 +86,7 @@ def _sentences(grammar: Grammar, split: str, count: int, rng: random.Random) -> 
 def _cast(
     sentences: list[Sentence], split: str, language: str, rng: random.Random, *, first: int
 ) -> list[Recording]:
-    """Gives each sentence a voice, all voices equally often, and its recording conditions."""
+    """Assign a voice to each sentence, all equally often, and its recording conditions."""
     cast = voices(split, language)
     rng.shuffle(sentences)
     rng.shuffle(cast)

@@ -19,7 +19,7 @@ from effasr.data.demo.plan import Recording
 
 
 def render(root: Path, recordings: Sequence[Recording]) -> list[int]:
-    """Synthesises recordings into 16-bit WAV files under ``root``.
+    """Synthesise recordings into 16-bit WAV files under ``root``.
 
     WAV, not FLAC: measured on this corpus it is read three to four times as fast, and with
     noise in every file FLAC saves only a quarter of the space.
@@ -50,7 +50,7 @@ def render(root: Path, recordings: Sequence[Recording]) -> list[int]:
 
 
 def main() -> None:
-    """Serves one job: ``{"root": ..., "recordings": [...]}`` in, a list of lengths out."""
+    """Process one job: read ``{"root": ..., "recordings": [...]}``, write a list of lengths."""
     job = json.load(sys.stdin)
     lengths = render(Path(job["root"]), [Recording(**item) for item in job["recordings"]])
     json.dump(lengths, sys.stdout)

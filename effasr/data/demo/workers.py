@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 def render_all(
     root: Path, recordings: Sequence[Recording], jobs: int, progress: Progress | None
 ) -> dict[str, int]:
-    """Makes the audio file of every recording.
+    """Make the audio file of every recording.
 
     Returns:
         Path of each recording -> its length in samples at 16 kHz.

@@ -18,13 +18,13 @@ Count = TypeVar("Count", int, np.ndarray)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Framing:
-    """From samples to encoder frames; the default is that of a FastConformer that subsamples by 8.
+    """Maps samples to encoder frames; the default is a FastConformer that subsamples by 8.
 
     Attributes:
         hop: Samples between two mel rows.
-        subsampling: Mel rows of an encoder frame.
-        minimum: Encoder frames that an utterance has at least: silence follows a shorter one,
-            unless it has no sample.
+        subsampling: Mel rows per encoder frame.
+        minimum: Least number of encoder frames of an utterance: a shorter one is extended with
+            silence, unless it has no samples.
     """
 
     hop: int = 160
@@ -42,7 +42,7 @@ class Framing:
         return self.samples / SAMPLE_RATE
 
     def sequences(self, frames: int) -> int:
-        """Utterances for which a batch of so many frames has room, unless they are very short."""
+        """Return the utterances that fit into a batch of ``frames``, unless they are very short."""
         return max(8, -(-frames // max(_SHORT_ROWS // self.subsampling, self.minimum)))
 
     def frames(self, samples: Count) -> Count:

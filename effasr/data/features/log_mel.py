@@ -25,20 +25,20 @@ _NORM_EPS = 1e-5
 _CHUNK_ROWS = {"cpu": 512}
 _CHUNK_ROWS_ELSEWHERE = 16_384
 _MOST_HOPS = {8: 14, 4: 6, 2: 3}
-"""That a window may span, by the mel rows of the slot which keeps utterances apart."""
+"""Largest window length in hops, by the mel rows of the slot that separates utterances."""
 
-# Filterbanks in oneDNN's order; beside the modules, because it cannot be copied or pickled.
+# Filterbanks in oneDNN's order, kept outside of the modules: they cannot be copied or pickled.
 _PACKED = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureConfig:
-    """How a waveform becomes mel rows.
+    """Parameters of the mel features.
 
     Attributes:
-        kind: As transformers' ``ParakeetFeatureExtractor``, which is NeMo's, or as its
-            ``WhisperFeatureExtractor``.
-        sample_rate: Hz.
+        kind: Feature extraction of transformers' ``ParakeetFeatureExtractor``, which equals NeMo's,
+            or of its ``WhisperFeatureExtractor``.
+        sample_rate: Sample rate in Hz.
         subsampling: Mel rows of an encoder frame: 4 or 8 for a FastConformer, 2 for a Transformer;
             null for what the encoder of the model needs, and without a model for 8.
         minimum_s: Seconds that an utterance lasts at least: silence follows a shorter one, and the
@@ -124,7 +124,7 @@ class FeatureConfig:
 
     @property
     def framing(self) -> Framing:
-        """How many encoder frames utterances have."""
+        """Framing, which gives the number of encoder frames of an utterance."""
         minimum = round(self.minimum_s * self.sample_rate)
         plain = Framing(hop=self.hop, subsampling=self.rows_per_frame)
         return replace(plain, minimum=plain.frames(minimum))
@@ -146,8 +146,8 @@ class MelFrames:
 
     Attributes:
         values: float32 (s T, mel_bins); zero in the rows that are not real.
-        layout: Of the encoder frames, T rows.
-        lengths: int64 (N,), real mel rows of each utterance.
+        layout: Layout of the encoder frames, T rows.
+        lengths: int64 (N,), number of real mel rows of each utterance.
         subsampling: s, mel rows of a slot.
         spoken: int64 (N,), those of the real rows that are no silence put behind the utterance; by
             default all.
@@ -357,7 +357,7 @@ class LogMel(nn.Module):
         return padded.unfold(0, window, hop), first_slots
 
     def _log_mel_on_host(self, audio: PackedSequence, frames: PackedLayout) -> Tensor:
-        """The same rows where the host knows the lengths: no index per sample, no empty sequence.
+        """Return the same rows if the host knows the lengths: without index or empty sequence.
 
         Utterances are copied to a buffer in which a spare slot of zeros follows each, so that the
         rows of an utterance are a strided view of it.

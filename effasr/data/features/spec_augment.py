@@ -12,7 +12,7 @@ from effasr.data.features.log_mel import MelFrames
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpecAugmentConfig:
-    """How much of the features is hidden in training; by default nothing is.
+    """Masking of the features in training; by default nothing is masked.
 
     NVIDIA's Canary recipes use 2 frequency masks of 27 bands and 10 time masks of 0.05.
 

@@ -80,7 +80,7 @@ def log_bands(power: Tensor) -> Tensor:
 
 
 def compressed(values: Tensor, frames: PackedLayout, rows: int) -> Tensor:
-    """Raise what lies far below the maximum of an utterance, and bring all to about -1 to 1.
+    """Raise values far below the maximum of an utterance, and scale all to about -1 to 1.
 
     Args:
         values: Logarithms, float32 (rows T, mel_bins).

@@ -19,8 +19,8 @@ class FilterConfig:
     """Filters of utterances, in addition to the limits of model and budgets.
 
     Attributes:
-        max_tokens_per_second: More text than that in the audio is an error of its transcript.
-        max_characters_per_second: The same limit in characters.
+        max_tokens_per_second: Limit of the tokens per second: more is an error of the transcript.
+        max_characters_per_second: Limit of the characters per second.
         rate_deviations: Utterances are left out whose tokens per second lie so many standard
             deviations over those of others as long; see `effasr.data.filters.rules.rate_outliers`.
             ``effasr prepare`` has done it with 4.

@@ -177,13 +177,13 @@ def check_copies(
 
 
 def frames_for_ctc(text: list[int]) -> int:
-    """The least frames for which CTC has a path: a label each, and a blank between equal ones."""
+    """Return the least frames of a CTC path: one per label, one per blank between equal ones."""
     repeats = sum(a == b for a, b in pairwise(text))
     return len(text) + repeats
 
 
 def rate_outliers(rates: np.ndarray, durations: np.ndarray, deviations: float = 4.0) -> np.ndarray:
-    """Utterances with far more text per second than others of their length.
+    """Return utterances with far more text per second than others of their length.
 
     Such pairs are mostly wrong, and they decide how much memory a batch needs. Utterances are
     grouped by duration, at least a hundred to a group. An outlier's rate lies more than

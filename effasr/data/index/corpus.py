@@ -180,7 +180,7 @@ class Corpus:
         return self._monotonic
 
     def token_ids(self, vocab_size: int) -> np.ndarray:
-        """The different token ids of prompts and texts, sorted."""
+        """Return the distinct token ids of prompts and texts, sorted."""
         seen = np.zeros(vocab_size, dtype=bool)
         for tokens in self._tokens.blocks(self._rows):
             seen[tokens] = True

@@ -70,7 +70,7 @@ class CorpusCache:
         note: Called every few seconds with the progress of reading.
         jobs: Processes that read; by default one for each processor.
         least_bytes: Manifests smaller than this are not cached; by default 4 MiB.
-        patience_s: How long another reading process may go without progress, in seconds.
+        patience_s: Longest time without progress of another reading process, in seconds.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from effasr.data.manifest.utterance import FileUtterance, absolute
 from effasr.data.prompt import Prompt
 
 FILES = ("wav.scp", "text", "segments", "utt2spk", "utt2lang")
-"""Files that are read, besides audio."""
+"""Files that are read in addition to audio."""
 
 
 def is_kaldi(folder: Path) -> bool:

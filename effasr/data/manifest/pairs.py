@@ -19,9 +19,9 @@ class TextPair:
     """A text and its translation.
 
     Attributes:
-        id: Its name.
+        id: Name of the pair.
         origin: File and line, for messages.
-        source: What is to be translated.
+        source: Text to translate.
         text: The translation.
         prompt: Languages and task.
     """

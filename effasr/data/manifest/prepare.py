@@ -63,12 +63,12 @@ class PrepareReport:
 
     Attributes:
         source: The manifest.
-        kept: Utterances that were kept.
-        dropped: Utterances that were left out; hours where their length is known.
-        by_language: Kept, by language, as ``en``, or ``de>en`` for a translation.
-        by_reason: Left out, by reason.
-        tokens: Tokens of the kept texts; 0 without a tokenizer.
-        unknown_tokens: Of these, those that the vocabulary cannot spell.
+        kept: Number and hours of the kept utterances.
+        dropped: Number and hours of the dropped utterances; hours where their length is known.
+        by_language: Kept utterances by language: ``en``, or ``de>en`` for a translation.
+        by_reason: Dropped utterances by reason.
+        tokens: Number of tokens of the kept texts; 0 without a tokenizer.
+        unknown_tokens: Number of these tokens that the vocabulary cannot represent.
     """
 
     source: str
@@ -107,13 +107,13 @@ def prepare(
     texts that it cannot spell at all, and texts too long for CTC.
 
     Args:
-        source: A manifest of any kind that `effasr.data.manifest.reader.read` takes.
-        out: The folder to write.
-        tokenizer: For the checks that need tokens.
+        source: A manifest of any kind that `effasr.data.manifest.reader.read` accepts.
+        out: Folder to write.
+        tokenizer: Tokenizer for the checks that need tokens.
         limits: Durations, budgets and rates; by default `Limits()`, without CTC's for the tokenizer
             of a Whisper, which has no CTC head, and may have many tokens for a word.
-        framing: How many encoder frames the model will have, where no ``limits`` say so.
-        language: The language of utterances that name none.
+        framing: Encoder framing of the model, for the default ``limits``.
+        language: Language of utterances that name none.
         decode: Decode all audio. Without, headers alone are read: faster, but damage inside a
             file goes unseen.
         jobs: Threads; the number of processors by default.

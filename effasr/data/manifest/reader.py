@@ -136,13 +136,13 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some utterances of a manifest, in a form that goes to other processes.
+    """Some utterances of a manifest, in a form that can be sent to other processes.
 
     Attributes:
-        path: The manifest.
-        lines: Their lines, with numbers.
-        read: What reads the lines.
-        others: The utterances themselves, where they are no lines.
+        path: Path of the manifest.
+        lines: Its lines with their numbers.
+        read: Function that reads the lines.
+        others: The utterances themselves, if they do not come from lines.
     """
 
     path: Path
@@ -218,7 +218,7 @@ def _file_of_lines(path: Path) -> Path | None:
 
 
 def _reader(path: Path) -> tuple[Iterator[tuple[int, str]], _Read]:
-    """The lines, and what reads them, NeMo's or lhotse's JSON: the first line tells which."""
+    """Return the lines and their reader (NeMo's or lhotse's JSON), chosen by the first line."""
     lines = numbered_lines(path)
     first = next(lines, None)
     if first is None:

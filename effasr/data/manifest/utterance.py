@@ -30,7 +30,7 @@ class Utterance(Protocol):
 
     @property
     def named(self) -> bool:
-        """Whether the source gave the name; else it was made from the file's name."""
+        """Whether the source gave the name; otherwise it was derived from the file name."""
         ...
 
     @property
@@ -44,7 +44,7 @@ class Utterance(Protocol):
         ...
 
     def cut(self, name: str) -> Cut:
-        """The utterance as a lhotse cut of this name; raises AudioError if it has no audio."""
+        """Return the utterance as a lhotse cut; raises AudioError if it has no audio."""
         ...
 
 
@@ -61,7 +61,7 @@ class FileUtterance:
         prompt: Languages and task.
         offset: Start in the file, in seconds; None if it is the whole file.
         duration: Duration in seconds; None if it ends with the file.
-        speaker: Who speaks, if known.
+        speaker: Name of the speaker, if known.
     """
 
     id: str
@@ -142,7 +142,7 @@ class CutUtterance:
     Attributes:
         origin: File and line, for messages.
         value: The cut.
-        audio: Where its audio is, for messages.
+        audio: Location of its audio, for messages.
     """
 
     origin: str
@@ -161,12 +161,12 @@ class CutUtterance:
 
 
 def custom_fields(prompt: Prompt) -> dict[str, str | bool]:
-    """What a cut's ``custom`` holds of a prompt; `effasr.data.manifest.reader.request` reads it."""
+    """Return a prompt as ``custom`` fields of a cut, for `effasr.data.manifest.reader.request`."""
     return {"target_lang": prompt.target, "task": prompt.task, "pnc": prompt.punctuation}
 
 
 _NOT_PLAIN = re.compile(r"//|/\.?(/|$)")
-"""In what a `Path` would change."""
+"""Path parts that a `Path` would normalise."""
 
 
 def absolute(path: str, folder: Path) -> str:

@@ -147,7 +147,7 @@ def matched(
     """Draw a random subset of the utterances with a given proportion of frames to tokens.
 
     Args:
-        utterances: At least one.
+        utterances: Lengths of the utterances; at least one.
         totals: Frames, tokens and utterances that define the proportion.
         scarce: Quantity in which ``amount`` is given; see `Capacity`.
         amount: Amount of the subset, met to within an utterance.

@@ -1,4 +1,4 @@
-"""Exchanges utterances between groups until their sums are as wanted."""
+"""Exchanges utterances between groups until their sums reach the targets."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Exchange:
         """Start from an initial grouping.
 
         Args:
-            quantities: At most four; those with a limit come first.
+            quantities: Quantities to balance, at most four; those with a limit come first.
             group: int (n,), ascending, the group of each utterance.
             groups: Number of groups.
             aside: The last ``aside`` groups need not be like the others and only help those that

@@ -9,25 +9,25 @@ import numpy as np
 from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 
 LEAST_MEDIAN = 2.5
-"""Median frames per token from which on CTC learns well; with fewer there is hardly a frame for the
-blank between two tokens, and small models stay at the plateau of blanks alone."""
+"""Least median of frames per token with which CTC learns well. With fewer there is hardly a frame
+for the blank between two tokens, and small models keep emitting only blanks."""
 
 MOST_UNDER_TWO = 0.2
-"""Largest share of utterances with under two frames per token."""
+"""Largest acceptable share of utterances with fewer than two frames per token."""
 
 MOST_IMPOSSIBLE = 0.02
-"""Largest share of utterances that CTC cannot align at all."""
+"""Largest acceptable share of utterances that CTC cannot align at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class FramesPerToken:
-    """The distribution over the utterances of a corpus.
+    """The distribution of frames per token over the utterances of a corpus.
 
     Attributes:
-        median: Encoder frames for each token of the text.
-        under_two: Share of utterances with under two.
+        median: Median number of encoder frames per token.
+        under_two: Share of utterances with fewer than two frames per token.
         impossible: Share of utterances with too few frames for any CTC alignment.
-        utterances: On which this is based.
+        utterances: Number of utterances in the distribution.
     """
 
     median: float
@@ -48,18 +48,18 @@ class FramesPerToken:
 
         Args:
             frames: int (n,), encoder frames of each utterance.
-            tokens: int (n,), tokens of its text, at least 1.
-            needed: int (n,), the least frames that CTC needs for it; by default ``tokens``, which
-                leaves out the blanks between equal tokens.
-            excluded: Utterances besides, which were left out because CTC cannot align them.
+            tokens: int (n,), number of tokens of each text, at least 1.
+            needed: int (n,), least number of frames that CTC needs for each; by default ``tokens``,
+                which ignores the blanks between equal tokens.
+            excluded: Number of further utterances left out because CTC cannot align them.
 
         Raises:
-            ValueError: There is no utterance.
+            ValueError: There are no utterances.
         """
         count = len(frames) + excluded
         if not count:
             raise ValueError("`frames` must have at least one utterance, but is empty.")
-        # Those left out count as under one frame per token.
+        # Excluded utterances count as having less than one frame per token.
         ratios = np.concatenate([np.zeros(excluded), frames / tokens])
         lacking = int((frames < (tokens if needed is None else needed)).sum())
         return cls(
@@ -71,7 +71,7 @@ class FramesPerToken:
 
     @property
     def is_hard(self) -> bool:
-        """Whether CTC will learn late or not at all, at least from little speech."""
+        """Whether CTC will learn late or not at all, at least from a small corpus."""
         return (
             self.median < LEAST_MEDIAN
             or self.under_two > MOST_UNDER_TWO
@@ -80,5 +80,5 @@ class FramesPerToken:
 
 
 def frames_in(seconds: np.ndarray, framing: Framing) -> np.ndarray:
-    """Encoder frames of utterances of these durations: float (n,) to int64 (n,)."""
+    """Return the encoder frames of utterances of these durations: float (n,) to int64 (n,)."""
     return framing.frames(np.floor(seconds * SAMPLE_RATE + 0.5).astype(np.int64))

@@ -1,4 +1,4 @@
-"""Lines about a corpus for people: its counts, and a warning where CTC will be hard to train."""
+"""Formats corpus counts for users, and a warning where CTC will be hard to train."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from effasr.data.statistics.survey import Survey
 from effasr.data.statistics.vocabulary import VocabularyChoice, choose_vocabulary
 
 COLUMNS = 100
-"""Of a line that people read."""
+"""Width of a printed line."""
 
 
 def describe_counts(survey: Survey) -> str:
-    """Utterances, hours, languages, characters and speakers in one line."""
+    """Return utterances, hours, languages, characters and speakers in one line."""
     hours = f"{survey.hours:,.2f} h"
     if len(survey.languages) > 1:
         shares = (f"{language} {one.hours:,.2f}" for language, one in survey.languages.items())
@@ -26,14 +26,14 @@ def describe_counts(survey: Survey) -> str:
 
 
 def describe_letters(characters: int, speakers: int) -> str:
-    """Distinct characters, and speakers if they are known."""
+    """Return the number of distinct characters, and of speakers if they are known."""
     parts = [f"{characters:,} characters"] if characters else []
     parts += [f"{speakers:,} speaker{'s' * (speakers != 1)}"] if speakers else []
     return ", ".join(parts)
 
 
 def describe_alignment(found: FramesPerToken, framing: Framing) -> str:
-    """Frames per token in one line."""
+    """Return frames per token in one line."""
     return (
         f"frames per token ({framing.subsampling}x): median {found.median:.1f}, under 2 in "
         f"{percent(found.under_two)} %, too few for CTC in {percent(found.impossible)} % of "
@@ -42,7 +42,7 @@ def describe_alignment(found: FramesPerToken, framing: Framing) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in percent; one that is not 0 is not shown as 0."""
+    """Return a share in percent; a value that is not 0 is never shown as 0."""
     value = 100 * share
     return "under 0.1" if 0 < value < 0.05 else f"{value:.1f}" if 0 < value < 10 else f"{value:.0f}"
 
@@ -54,14 +54,14 @@ def warn_about_alignment(
     with_subsampling: Callable[[int], FramesPerToken | None],
     survey: Callable[[], Survey] | None = None,
 ) -> list[str]:
-    """A warning with remedies where CTC has few frames per token, folded; else nothing.
+    """Return a folded warning with remedies if CTC has few frames per token; else no lines.
 
     Args:
-        found: Frames per token as they are.
-        framing: From which they follow.
+        found: Measured frames per token.
+        framing: Framing that gives these frames.
         with_subsampling: Frames per token of the same vocabulary at another subsampling.
-        survey: Reads texts from which a larger vocabulary can be chosen; None where the vocabulary
-            is that of a trained model. It is called only where there is something to warn about.
+        survey: Called only for a warning: reads texts for choosing a larger vocabulary. None if the
+            vocabulary is that of a trained model.
     """
     if not found.is_hard:
         return []
@@ -79,14 +79,14 @@ def warn_about_alignment(
 
 
 def fold(text: str, indent: str = "  ") -> list[str]:
-    """Lines of at most `COLUMNS`, all but the first after ``indent``."""
+    """Return lines of at most `COLUMNS` columns, with ``indent`` before all but the first."""
     return textwrap.wrap(
         text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
 def choice_options(choice: VocabularyChoice) -> str:
-    """What `effasr tokenizer` takes to train vocabularies of these sizes."""
+    """Return the options of `effasr tokenizer` that train vocabularies of these sizes."""
     sizes = set(choice.sizes.values())
     return f"--vocab-size {sizes.pop()}" if len(sizes) == 1 else "--vocab-size auto"
 
@@ -96,7 +96,7 @@ def _remedies(
     with_subsampling: Callable[[int], FramesPerToken | None],
     survey: Survey | None,
 ) -> Iterator[str]:
-    """Changes that give enough frames per token, the smallest first."""
+    """Return changes that give enough frames per token, the smallest change first."""
     finer = framing.subsampling > 4
     alone = with_subsampling(4) if finer else None
     if alone is not None and not alone.is_hard:

@@ -22,7 +22,7 @@ from effasr.data.statistics.frames_per_token import FramesPerToken, frames_in
 from effasr.data.tokenizer import Tokenizer
 
 SAMPLE = 10_000
-"""Texts of a language that are kept: as many as a choice of the vocabulary needs."""
+"""Number of texts kept per language: enough for choosing a vocabulary."""
 
 
 @dataclass(slots=True)
@@ -30,13 +30,13 @@ class LanguageSurvey:
     """The texts of one language.
 
     Attributes:
-        utterances: Number of texts, also of translations and of texts without audio.
-        hours: Of their audio.
-        length: Characters of all texts.
-        characters: The different ones, without spaces.
+        utterances: Number of texts, including translations and texts without audio.
+        hours: Hours of their audio.
+        length: Total number of characters.
+        characters: Distinct characters, without spaces.
         texts: A random sample, at most `SAMPLE`, of texts that follow the speech; of all texts
-            where there are no such.
-        seconds: Durations of the sample; NaN for texts that do not follow speech.
+            if none does.
+        seconds: Durations of the sampled texts; NaN for texts that do not follow speech.
     """
 
     utterances: int = 0
@@ -49,7 +49,7 @@ class LanguageSurvey:
     _has_speech: bool = False
 
     def offer(self, text: str, seconds: float | None, generator: random.Random) -> None:
-        """Perhaps take a text into the sample, so that each has the same chance."""
+        """Add a text to the sample with equal probability for each text (reservoir sampling)."""
         if seconds is None and self._has_speech:
             return
         if seconds is not None and not self._has_speech:
@@ -71,14 +71,14 @@ class LanguageSurvey:
 
 
 class Survey:
-    """Counts of a corpus while, and after, it is read: bounded in memory but for the lengths.
+    """Counts of a corpus during and after reading; memory is bounded except for the lengths.
 
     Attributes:
-        languages: By the language of the texts.
-        speakers: Names of the speakers; empty where the manifests name none.
-        utterances: Utterances with audio.
-        hours: Their hours.
-        longest: Seconds of the longest.
+        languages: Counts by the language of the texts.
+        speakers: Names of the speakers; empty if the manifests name none.
+        utterances: Number of utterances with audio.
+        hours: Hours of these utterances.
+        longest: Duration of the longest utterance, in seconds.
     """
 
     def __init__(self) -> None:
@@ -100,11 +100,11 @@ class Survey:
         """Count an utterance.
 
         Args:
-            asked: Languages and task.
+            asked: Languages and task of the utterance.
             text: Transcript or translation.
-            seconds: Its duration.
-            speaker: Who speaks, if known.
-            tokens: Ids of the text, where they are known.
+            seconds: Duration in seconds.
+            speaker: Name of the speaker, if known.
+            tokens: Token ids of the text, if known.
         """
         follows = seconds if asked.monotonic and text else None
         found = self.add_text(asked.target, text, follows)
@@ -135,14 +135,14 @@ class Survey:
 
     @property
     def characters(self) -> int:
-        """Different characters of all texts, without spaces."""
+        """Number of distinct characters of all texts, without spaces."""
         every = set(chain.from_iterable(one.characters for one in self.languages.values()))
         return sum(not character.isspace() for character in every)
 
     def counted(self, framing: Framing, *, excluded: int = 0) -> FramesPerToken | None:
-        """Frames per token of all utterances whose tokens were given.
+        """Return frames per token of all utterances added with tokens, or None if there are none.
 
-        None where there are none. ``excluded``: see `FramesPerToken.of`.
+        ``excluded``: see `FramesPerToken.of`.
         """
         if not self._tokens and not excluded:
             return None
@@ -151,9 +151,9 @@ class Survey:
         return FramesPerToken.of(frames, *lengths, excluded=excluded)
 
     def sampled(self, tokenizer: Tokenizer, framing: Framing) -> FramesPerToken | None:
-        """Frames per token of the sampled texts, with languages as large as in the sample.
+        """Return frames per token of the sampled texts, weighted as the languages in the sample.
 
-        None without texts that follow the speech in a language of the tokenizer.
+        None if no text follows the speech in a language of the tokenizer.
         """
         seconds, ids = self.sample_tokens(tokenizer)
         if not ids:
@@ -163,12 +163,12 @@ class Survey:
         return FramesPerToken.of(frames_in(seconds, framing), tokens, needed)
 
     def sample_seconds(self) -> np.ndarray:
-        """Durations of the sampled texts that follow the speech: float64 (n,)."""
+        """Return durations of the sampled texts that follow the speech: float64 (n,), seconds."""
         spoken = (found.seconds for found in self.languages.values() if found.has_speech)
         return np.array(list(chain.from_iterable(spoken)))
 
     def sample_tokens(self, tokenizer: Tokenizer) -> tuple[np.ndarray, list[list[int]]]:
-        """Durations, float64 (n,), and token ids of the sampled texts that follow the speech."""
+        """Return durations (float64 (n,), seconds) and token ids of texts that follow speech."""
         seconds, ids = [], []
         for language, found in self.languages.items():
             if not found.has_speech or language not in tokenizer.languages:
@@ -186,9 +186,9 @@ def survey(paths: Iterable[str | Path], *, language: str = "en", most: int | Non
     Audio files are opened only where a manifest gives no duration, and only their headers.
 
     Args:
-        paths: Manifests of any kind that `effasr.data.manifest.reader.read` takes.
-        language: The language of utterances that name none.
-        most: Utterances read of each manifest, from its beginning; None for all.
+        paths: Manifests of any kind that `effasr.data.manifest.reader.read` accepts.
+        language: Language of utterances that name none.
+        most: Number of utterances to read from the beginning of each manifest; None for all.
 
     Raises:
         ValueError: A manifest is malformed; AudioError: a file's header cannot be read.

@@ -1,6 +1,6 @@
 """Chooses the size of a vocabulary by the hours of a corpus and its frames per token.
 
-Practice: icefall trains 500 pieces on LibriSpeech, 100 and 960 hours, and on Common Voice; ESPnet
+Practice: icefall trains 500 pieces on LibriSpeech (100 and 960 hours) and Common Voice; ESPnet
 150 on the languages of Common Voice; NeMo recommends 128 or 256 at a subsampling of 4, 128 or 256
 for about 1,000 hours and 1,024 for 10,000 hours and more. Larger vocabularies have more frames per
 token, and fewer examples of each token.
@@ -21,32 +21,32 @@ from effasr.data.statistics.survey import LanguageSurvey, Survey
 from effasr.data.tokenizer.training import ModelType, VocabularyTooSmall, train_model
 
 SIZES = (128, 256, 500, 1024, 2048, 4096)
-"""Sizes to choose from."""
+"""Candidate vocabulary sizes."""
 
 SUBSAMPLINGS = (8, 4)
-"""Of a FastConformer, the cheaper first: half the frames are less than half the work."""
+"""Factors of a FastConformer, the cheaper first: halving the frames more than halves the work."""
 
 _BY_HOURS = ((5.0, 128), (300.0, 500))
-"""Usual sizes under so many hours, and `_MOST_USUAL` from there on."""
+"""Usual sizes below the given hours; `_MOST_USUAL` above."""
 _MOST_USUAL = 1024
 
 _LEAST_EXAMPLES = 40
-"""Mean occurrences of a piece at least: with fewer examples its embedding is not learned."""
+"""Least mean occurrences of a piece: with fewer examples its embedding is not learned."""
 
 _CHARACTERS_PER_HOUR = 54_000
-"""Of texts without audio: 15 a second, as in read speech."""
+"""Characters per hour, assumed for texts without audio: 15 a second, as in read speech."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyChoice:
-    """The sizes for a corpus.
+    """Vocabulary sizes for a corpus.
 
     Attributes:
-        sizes: Pieces of each language.
-        subsampling: Mel rows of an encoder frame that they are for.
-        frames_per_token: Of the sampled texts, with vocabularies of these sizes; None without
-            texts that follow speech.
-        tokens_per_second: Likewise, of all of them; 0 without such texts.
+        sizes: Number of pieces of each language.
+        subsampling: Subsampling factor (mel rows per encoder frame) that the sizes are for.
+        frames_per_token: Frames per token of the sampled texts with these vocabularies; None if no
+            text follows speech.
+        tokens_per_second: Tokens per second of these texts over all languages; 0 without any.
     """
 
     sizes: Mapping[str, int]
@@ -56,13 +56,13 @@ class VocabularyChoice:
 
     @property
     def is_hard(self) -> bool:
-        """Whether CTC has few frames per token even so."""
+        """Whether CTC has few frames per token even with this choice."""
         return self.frames_per_token is not None and self.frames_per_token.is_hard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Measured:
-    """A vocabulary of one language on its sample; arrays are of texts that follow speech."""
+    """A vocabulary of one language on its sample; arrays cover the texts that follow speech."""
 
     size: int
     seconds: np.ndarray
@@ -87,17 +87,17 @@ def choose_vocabulary(
 ) -> VocabularyChoice:
     """Choose the vocabulary size of each language.
 
-    It is the usual size for the hours, or the next larger one with enough frames per token, as far
-    as the corpus has enough examples of each piece. Where that is not enough at a subsampling of 8,
-    the choice is for one of 4. Vocabularies are trained on the sample of the survey.
+    The size is the usual one for the hours, or the next larger one with enough frames per token, as
+    long as the corpus has enough examples of each piece. If no size suffices at a subsampling of 8,
+    the choice is for a subsampling of 4. Vocabularies are trained on the sample of the survey.
 
     Args:
         survey: Counts and sampled texts.
-        subsampling: Mel rows of an encoder frame, where it is settled; None to choose 8 or 4.
-        model_type: Kind of the SentencePiece models.
+        subsampling: Subsampling factor (mel rows per frame) if fixed; None to choose 8 or 4.
+        model_type: SentencePiece model type.
 
     Raises:
-        ValueError: There is no text.
+        ValueError: There are no texts.
     """
     if not any(found.length for found in survey.languages.values()):
         raise ValueError("`survey` must have texts to choose a vocabulary for, but has none.")
@@ -116,7 +116,7 @@ def choose_vocabulary(
 
 
 class _Ladder:
-    """The vocabularies of a language from the usual size on, each trained when it is needed."""
+    """Vocabularies of a language from the usual size upwards, each trained on first use."""
 
     def __init__(self, language: str, found: LanguageSurvey, model_type: ModelType) -> None:
         self._language = language
@@ -126,7 +126,7 @@ class _Ladder:
         self._rungs: list[_Measured] = []
 
     def best(self, framing: Framing) -> _Measured:
-        """The first with enough frames per token, or else that with the most."""
+        """Return the first with enough frames per token, or else the one with the most."""
         for place in range(len(self._sizes)):
             if place == len(self._rungs) and not self._climb(place):
                 break
@@ -135,7 +135,7 @@ class _Ladder:
         return self._rungs[-1]
 
     def _climb(self, place: int) -> bool:
-        """Train the next; false where the corpus has too few examples for it."""
+        """Train the next vocabulary; return False if the corpus has too few examples for it."""
         measured = _measure(self._language, self._found, self._sizes[place], self._model_type)
         if place:
             share = self._found.utterances / max(len(self._found.texts), 1)
@@ -166,18 +166,18 @@ def _choose(ladders: Mapping[str, _Ladder], subsampling: int) -> VocabularyChoic
 
 
 def _sizes(found: LanguageSurvey) -> Sequence[int]:
-    """The usual size, and larger ones."""
+    """Return the usual size and the larger ones."""
     hours = found.hours if found.has_speech else found.length / _CHARACTERS_PER_HOUR
     usual = next((size for under, size in _BY_HOURS if hours < under), _MOST_USUAL)
     return [size for size in SIZES if size >= usual]
 
 
 def _measure(language: str, found: LanguageSurvey, size: int, model_type: ModelType) -> _Measured:
-    """Train a vocabulary on the sample, and count what it makes of it."""
+    """Train a vocabulary on the sample, and count frames and tokens with it."""
     try:
         model = train_model(language, found.texts, size, model_type)
     except VocabularyTooSmall as error:
-        # Every character is a piece, so that a writing with thousands of them decides by itself.
+        # Every character is a piece, so a script with thousands of characters determines the size.
         model = train_model(language, found.texts, error.needed, model_type)
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     ids = list(_encoded(processor, found)) if found.has_speech else []

@@ -178,7 +178,7 @@ def _tag(language: str) -> str:
 
 
 def read_tokenizer_json(path: Path) -> Any:
-    """The tokenizer of a file; where it is missing, that of ``vocab.json`` and ``merges.txt``.
+    """Load the tokenizer file, or if it is missing, ``vocab.json`` and ``merges.txt``.
 
     Raises:
         ValueError: There is neither, or a file is broken.

@@ -163,7 +163,7 @@ class NeMoTokenizer(AggregateTokenizer):
         return tokenizer
 
     def _find_specials(self) -> dict[str, int]:
-        """Ids of tokens that are no text."""
+        """Return the ids of tokens that are not text."""
         if self.prompt_format is None:
             return {}
         name = UNIFIED if self.is_unified else SPECIAL

@@ -56,7 +56,7 @@ class AggregateTokenizer(Tokenizer):
         return [self._offsets[place] + piece for piece in self._processors[place].encode(text)]
 
     def _runs(self, ids: Iterable[int]) -> Iterator[tuple[int, list[int]]]:
-        """Runs of tokens of one model: its number, and the tokens as it numbers them."""
+        """Yield runs of tokens of one model: its number, and the tokens in its numbering."""
         for place, run in groupby(ids, lambda token: bisect_right(self._offsets, token) - 1):
             yield place, [token - self._offsets[place] for token in run]
 

@@ -45,7 +45,7 @@ def _capture(step: Step) -> tuple[Callable[[], Any], Tensor]:
             step()
     here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    # Other threads meanwhile pin memory for later batches, which would invalidate a recording that
+    # Other threads pin memory for later batches meanwhile, which would invalidate a capture that
     # covers all threads.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         output = step()

@@ -160,7 +160,8 @@ class Engine:
             self._readback = Readback(capacity, ahead, self._device)
             self._run = self._step
             if graph and (capture is not None or self._device.type == "cuda"):
-                # All slots are idle: the steps before the recording change nothing that matters.
+                # All slots are idle: the steps before the capture change nothing that is used
+                # later.
                 self._run = StepGraph(self._step, capture)
 
     @property
@@ -319,7 +320,7 @@ class Engine:
     @contextmanager
     def _computing(self) -> Iterator[None]:
         kind, half = self._device.type, self._dtype is not None
-        # Weights are in the right precision already, so there is nothing to keep.
+        # The weights already have the right precision, so autocast need not cache copies.
         autocast = torch.autocast(kind, self._dtype, enabled=half, cache_enabled=False)
         with torch.no_grad(), autocast:
             yield

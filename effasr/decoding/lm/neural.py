@@ -65,7 +65,7 @@ class NeuralLM:
                 f"{vocab_size}, which begins its texts, but has {begin}."
             )
         positions = getattr(config, "max_position_embeddings", None)
-        # The beam asks for contexts of this length; texts are shorter than the most.
+        # The beam requests contexts of this length; texts are shorter than the limit.
         self.order = min(_LONGEST, _LONGEST if positions is None else int(positions))
         self._model, self._begin, self._eos_id = model, int(begin), eos_id
         self._most = _CACHE_BYTES // (4 * vocab_size)
@@ -105,7 +105,7 @@ class NeuralLM:
     @torch.no_grad()
     def _compute(self, contexts: set[Text]) -> None:
         """Score every token after each context, reading all of its tokens."""
-        # Of one length at a time: no padding, so no result depends on what else is asked for.
+        # One length at a time needs no padding, so a result does not depend on the other contexts.
         for length in sorted({len(context) for context in contexts}):
             same = sorted(context for context in contexts if len(context) == length)
             for begin in range(0, len(same), _ROWS):
@@ -152,7 +152,7 @@ class NeuralLM:
         output = self._model(input_ids=ids, past_key_values=past, use_cache=True)
         self._remember([text[1:] for text in texts], output)
         if len(texts[0]) == self.order:
-            # The next one is cut at its beginning, where every position is another.
+            # The next context loses its first token, which changes all positions.
             return
         states = [part[:, :, known:].transpose(1, 2).flatten(2) for part in _parts(past)]
         new = torch.cat(states, 2)
@@ -166,7 +166,7 @@ class NeuralLM:
     def _remember(self, contexts: Sequence[Text], output: Any) -> None:
         """Cache the scores after each context, float32 (V,)."""
         for row, scores in zip(contexts, output.logits[:, -1].float().log_softmax(-1), strict=True):
-            # A view would keep those of all the others.
+            # A view would keep the scores of all other contexts alive.
             self._known[row] = scores.clone()
 
 
@@ -177,7 +177,7 @@ def _parts(cache: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def _shapes(model: Any, token: int) -> list[tuple[int, int]] | None:
-    """Heads and width of keys and values of each layer of a transformers model.
+    """Return heads and width of keys and values of each layer of a transformers model.
 
     None if its cache has another form, or does not give the same scores.
     """

@@ -29,14 +29,14 @@ class PrefixCache:
         self._limit = limit
         self._rows = torch.empty(min(limit, _FIRST), width, dtype=dtype, device=device)
         self._free = list(range(len(self._rows)))
-        # Of each text, the rows of its tokens.
+        # Rows of the tokens of each text.
         self._places: dict[Text, tuple[int, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._places)
 
     def known(self, text: Text) -> int:
-        """Length of the longest cached prefix of a text, without its last token."""
+        """Return the length of the longest cached prefix of a text, without its last token."""
         for length in range(len(text) - 1, 0, -1):
             if text[:length] in self._places:
                 return length
@@ -58,7 +58,7 @@ class PrefixCache:
             Whether there was room.
         """
         count, ends = values.shape[1], range(len(texts[0]) - values.shape[1], len(texts[0]))
-        # Two that are new may have a beginning in common.
+        # Two new texts may share a prefix.
         new = {
             text[: end + 1]: row * count + place
             for row, text in enumerate(texts)

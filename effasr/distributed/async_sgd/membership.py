@@ -39,7 +39,7 @@ class Membership:
         store: Store that all leaders share; used by nothing else.
         learner: Number of this learner.
         learners: Number of learners at first.
-        timeout_s: How long a learner may be silent.
+        timeout_s: Longest silence of a learner, in seconds.
         on_lost: Called by the thread once for each lost learner, with its number.
     """
 

@@ -1,4 +1,4 @@
-"""Fields of transformers' configurations beside those of this project."""
+"""Maps fields of transformers' configurations to those of this project."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from effasr.model.asr import ModelConfig
 from effasr.untrusted.documents import read_json_object
 from effasr.untrusted.files import plain_name
 
-# Tables that are computed here.
+# Tables that effasr computes itself.
 _IGNORED = ("preprocessor.featurizer.", ".inv_freq", ".positional_embedding")
 
 

@@ -62,7 +62,7 @@ def import_parakeet_transducer(
             "rows of `decoder.embedding` and `joint.head` there."
         )
     most = mapping.get("max_symbols_per_step", _MAX_SYMBOLS)
-    # transformers ignores it for a TDT.
+    # transformers ignores the field for a TDT.
     if most != _MAX_SYMBOLS and mapping["model_type"] == "parakeet_rnnt":
         _log.warning(
             "`max_symbols_per_step` = %s is not part of a model here: decode with `max_symbols`.",
@@ -137,8 +137,8 @@ def export_parakeet_transducer(model: ASRModel, directory: str | Path, *, pad_id
             list(durations),
         )
     warn_about_training_options(model.config, transducer=True)
-    # The labels that transformers counts are those of an RNN-T that are not blank, of a TDT that
-    # are not padding.
+    # transformers counts as labels those that are not blank for an RNN-T, and those that are not
+    # padding for a TDT.
     pad_id = blank if durations is None else pad_id
     fields = {
         "model_type": "parakeet_rnnt" if durations is None else "parakeet_tdt",
@@ -152,7 +152,7 @@ def export_parakeet_transducer(model: ASRModel, directory: str | Path, *, pad_id
     directory = _export(model, directory, name, fields, "transducer.")
     generation: dict[str, Any] = {"pad_token_id": pad_id, "decoder_start_token_id": blank}
     if durations is not None:
-        # Generation takes the likeliest of all rows, but the rows of durations are no tokens.
+        # Generation takes the maximum over all rows, but the rows of durations are not tokens.
         generation["suppress_tokens"] = list(range(blank + 1, blank + 1 + len(durations)))
     write_json(directory / "generation_config.json", generation)
     return name

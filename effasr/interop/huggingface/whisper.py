@@ -72,7 +72,7 @@ def import_whisper(directory: str | Path) -> tuple[ModelConfig, int, dict[str, T
     config = read_whisper(
         mapping,
         read_preprocessor(directory),
-        # Older checkpoints have the settings of generation in config.json.
+        # Older checkpoints have the generation settings in config.json.
         read_generation(directory) or mapping,
         learned_positions=learned,
     )
@@ -87,7 +87,7 @@ def export_whisper(model: ASRModel, directory: str | Path, tokens: SpecialTokens
     """
     config, features = whisper_mapping(model.config), whisper_feature_mapping(model.config)
     ids = special_ids(tokens, model.vocab_size)
-    # As in published models; nothing reads it.
+    # The value is that of published models; nothing reads it.
     ids["bos_token_id"] = tokens.eos_id
     config |= {"vocab_size": model.vocab_size, **ids}
     encoder, decoder = model.config.encoder, model.config.decoder

@@ -97,7 +97,7 @@ def read_whisper(
 
 def _read_features(mapping: Mapping[str, Any], mel_bins: int, max_frames: int) -> FeatureConfig:
     seconds = max_frames / 50
-    # transformers refuses features of another length itself.
+    # transformers itself refuses features of another length.
     fixed = {"sampling_rate": 16_000, "hop_length": 160, "n_fft": 400}
     fixed |= {"feature_size": mel_bins, "chunk_length": seconds}
     Fields("preprocessor_config", {}, fixed).read(mapping)
@@ -155,7 +155,7 @@ def whisper_mapping(config: ModelConfig) -> dict[str, Any]:
         "num_hidden_layers": encoder.layers,
         "dtype": "float32",
         **_ENCODER.write(encoder),
-        # Where both have a field, the decoder's value is exported.
+        # If both have a field, the decoder's value is exported.
         **_DECODER.write(decoder),
     }
 

@@ -42,7 +42,7 @@ _UNPACKED_RATIO = 20
 """Most bytes that a byte of a gzipped file stands for, beyond `_MOST_BYTES`; weights hardly shrink,
 while gzip reaches 1,000 with zeros."""
 
-# What a damaged tar, gzip stream or checkpoint raises.
+# Exceptions for a damaged tar file, gzip stream or checkpoint.
 _DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
 
 
@@ -110,7 +110,7 @@ def read_archive(path: str | Path) -> NemoArchive:
             raise ValueError(
                 f"{path} must be a .nemo file, a tar, but cannot be read: {error}: copy it again."
             ) from error
-        # Its pages stay readable when the temporary folder is gone.
+        # The mapped pages stay readable after the temporary folder is removed.
         return _archive(path, files, weights if weights.is_file() else None)
 
 
@@ -182,7 +182,7 @@ class _Bounded:
 
 
 def _is_small(name: str, size: int) -> bool:
-    """Whether a file is no model: some have a second one, to align words, which is not read."""
+    """Return whether a file is not a model: a second model, for word alignment, is not read."""
     return size <= _MOST_BYTES and not name.endswith((".ckpt", ".nemo"))
 
 
@@ -200,7 +200,7 @@ def _archive(path: Path, files: dict[str, bytes], weights: Path | None) -> NemoA
         config = parse_yaml(text.decode("utf-8"), f"{path}: {CONFIG}")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: {CONFIG} is not valid YAML: {error}.") from error
-    # What is a recipe rather than a configuration has the model in a section of its own.
+    # A recipe, unlike a configuration, has the model in a separate section.
     if isinstance(config, dict) and "encoder" not in config:
         config = config.get("model", config)
     if not isinstance(config, dict):
@@ -244,7 +244,7 @@ def write_archive(
         tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as saved,
         atomic_file(path) as file,
     ):
-        # Beside the target: the disk that has room for one has room for the other.
+        # Written next to the target: a disk with room for one has room for the other.
         torch.save(dict(weights), saved)
         saved.flush()
         with tarfile.open(fileobj=file, mode="w:") as tar:
@@ -257,7 +257,7 @@ def write_archive(
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes | Any, size: int | None = None) -> None:
     source: IO[bytes] = io.BytesIO(content) if isinstance(content, bytes) else content
-    # NeMo looks for the names as `tar -c .` writes them.
+    # NeMo expects names in the form of `tar -c .`.
     member = tarfile.TarInfo(f"./{name}")
     member.size = len(content) if size is None else size
     member.mode = 0o644

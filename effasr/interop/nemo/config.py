@@ -78,7 +78,7 @@ def _features(mapping: Any, unused: list[str]) -> FeatureConfig:
     top = mapping.get("highfreq")
     if top not in (None, 0) and top != rate / 2:
         raise ValueError(f"`preprocessor.highfreq` must be {rate // 2} or null, but is {top}.")
-    # NeMo truncates seconds to samples like this.
+    # NeMo truncates seconds to samples in the same way.
     window, hop = (
         int(values[seconds] * rate) if values[seconds] else integer(samples, values[samples])
         for seconds, samples in (
@@ -126,7 +126,7 @@ def _encoder(mapping: Any, features: FeatureConfig, unused: list[str]) -> FastCo
             f"`encoder.conv_norm_type` must be batch_norm or layer_norm, but is {norm}."
         )
     if not switch("encoder.untie_biases", values["untie_biases"]):
-        # Each layer's weights hold a copy of them.
+        # The weights of each layer contain a copy of the biases.
         unused.append("encoder.untie_biases = False")
     if fields["subsampling_channels"] == -1:
         fields["subsampling_channels"] = width
@@ -185,7 +185,7 @@ def _loss(
         )
     if name not in sections.TDT_LOSSES:
         if name not in sections.RNNT_LOSSES:
-            # The model is the same: only what it is trained towards is not.
+            # The model is the same; only the training objective differs.
             unused.append(f"loss.loss_name = {name}")
         resolved = "warprnnt_numba" if name == "default" else name
         return None, loss.get(f"{resolved}_kwargs") or {}
@@ -239,7 +239,7 @@ def _augment(mapping: Any, unused: list[str]) -> SpecAugmentConfig:
     }
     share = values["time_width"]
     if counts["time_masks"] and not isinstance(share, float):
-        # A number of frames, whatever the utterance.
+        # The width is a number of frames, independent of the utterance.
         unused.append(f"spec_augment.time_masks = {counts['time_masks']} of {share} frames")
         counts["time_masks"] = 0
     if not counts["freq_masks"]:

@@ -141,7 +141,7 @@ def _put_labels(state: dict[str, Tensor], tokens: NemoTokens, blank: int) -> Non
     embedding = state["transducer.predictor.embedding.weight"]
     start = embedding[blank]
     if start.any():
-        # The first layer reads W e + b = W (e - s) + (b + W s).
+        # The first layer computes W e + b = W (e - s) + (b + W s).
         embedding = embedding - start
         bias, weight = (f"transducer.predictor.lstm.{kind}_ih_l0" for kind in ("bias", "weight"))
         state[bias] = state[bias] + state[weight] @ start
@@ -170,7 +170,7 @@ def _tables(config: ModelConfig) -> dict[str, Tensor]:
 
 def _defaults(prompt: Prompt, prompt_format: str) -> list[dict[str, object]]:
     """Default slots of NeMo's prompt."""
-    # Languages are no tokens here, because NeMo chooses the tokenizer by them.
+    # Languages are not tokens in this model, because NeMo chooses the tokenizer by them.
     slots = {
         "source_lang": prompt.source,
         "target_lang": prompt.target,

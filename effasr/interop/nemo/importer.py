@@ -37,7 +37,7 @@ _POSITIONS = "transf_decoder._embedding.position_embedding.pos_enc"
 _TIED = "transf_decoder._embedding.token_embedding.weight"
 _OUTPUT = "log_softmax.mlp.layer0.weight"
 _START = "transducer.predictor.embedding.weight"
-# Never used, and a table that older versions kept.
+# A weight that is never used, and a table that older versions stored.
 _IGNORED = ("transf_decoder._embedding.token_type_embedding.weight", "encoder.pos_enc.pe")
 
 

@@ -126,7 +126,7 @@ def model_yaml(config: ModelConfig, tokens: NemoTokens, classes: int) -> dict[st
 
 
 def _data(rate: int, *, lhotse: bool) -> dict[str, Any]:
-    """Sections in which NeMo's users name recordings."""
+    """Return the sections in which NeMo's users name recordings."""
     common: dict[str, Any] = {"manifest_filepath": None, "sample_rate": rate, "batch_size": 8}
     common |= {"use_lhotse": True} if lhotse else {}
     common |= {"num_workers": 4, "pin_memory": True}
@@ -188,7 +188,7 @@ def _encoder(encoder: FastConformerConfig, bands: int) -> dict[str, Any]:
 
 
 def _labels(config: ModelConfig, name: str, width: int, pieces: Sequence[str]) -> dict[str, Any]:
-    """Sections after the encoder of a CTC model or a transducer."""
+    """Return the sections after the encoder of a CTC model or a transducer."""
     head = {
         "_target_": f"{_ASR}modules.ConvASRDecoder",
         "feat_in": width,

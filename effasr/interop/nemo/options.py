@@ -97,7 +97,7 @@ def integer(where: str, value: Any) -> int:
 
 
 def one_of(*choices: int) -> Callable[[str, Any], int]:
-    """A check that an option is one of these integers."""
+    """Return a check that an option is one of these integers."""
 
     def check(where: str, value: Any) -> int:
         if isinstance(value, bool) or value not in choices:

@@ -37,7 +37,7 @@ PREPROCESSOR = Section(
         "mel_norm": only("slaney"),
     },
     training={"nb_augmentation_prob": 0},
-    # Features have no rows beyond the utterance here, so what would fill them does not matter.
+    # Features have no rows beyond the utterance in effasr, so the padding value does not matter.
     ignored=(
         "dither pad_to pad_value rng nb_max_freq highfreq use_torchaudio stft_exact_pad stft_conv"
     ),
@@ -172,7 +172,7 @@ DECODER_LAYERS = Section(
         "hidden_act": only("relu"),
         "pre_ln": only(True, default=False),
     },
-    # The decoder is never given the types of tokens.
+    # The decoder never receives token types.
     ignored="num_token_types vocab_size pre_ln_final_layer_norm",
 )
 HEAD = Section(

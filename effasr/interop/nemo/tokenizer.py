@@ -119,7 +119,7 @@ def _own(tokenizer: NeMoTokenizer, prompts: bool) -> NemoTokens:
 
 
 def _ours(tokenizer: SentencePieceTokenizer, prompts: bool) -> NemoTokens:
-    """Languages keep their order; only the special tokens differ."""
+    """Convert the tokens: languages keep their order, only the special tokens differ."""
     first = len(tokenizer.specials)
     ids: list[int | None] = list(range(first, tokenizer.vocab_size))
     if not prompts:
@@ -137,7 +137,7 @@ def _ours(tokenizer: SentencePieceTokenizer, prompts: bool) -> NemoTokens:
 
 
 def _special_model(tokens: Sequence[str] | Mapping[str, int]) -> bytes:
-    """A SentencePiece model of these tokens as NeMo makes them: first <unk>, last a space."""
+    """Return a SentencePiece model of these tokens as in NeMo: first <unk>, last a space."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(tokens),
@@ -162,7 +162,7 @@ def _section(
     parts: dict[str, dict[str, Any]] = {}
     for name, model in models.items():
         pieces = _pieces({name: model})
-        # NeMo does not read these two files of a SentencePiece model, but copies them.
+        # NeMo copies these two files of a SentencePiece model without reading them.
         texts = {"vocab_path": "\n".join(pieces) + "\n", "spe_tokenizer_vocab": _listed(model)}
         parts[name] = {"dir": None, "type": "bpe"}
         for key, end, content in (
@@ -170,7 +170,7 @@ def _section(
             ("vocab_path", "vocab.txt", texts["vocab_path"].encode()),
             ("spe_tokenizer_vocab", "tokenizer.vocab", texts["spe_tokenizer_vocab"].encode()),
         ):
-            # Different files have different names, and the same model gives the same file.
+            # Different files have different names, and the same model always gives the same file.
             digest = hashlib.sha256(f"{name}\n{key}\n".encode() + content).hexdigest()[:32]
             files[f"{digest}_{end}"] = content
             parts[name][key] = file_reference(f"{digest}_{end}")
@@ -192,7 +192,7 @@ def _pieces(models: Mapping[str, bytes]) -> list[str]:
 
 
 def _listed(model: bytes) -> str:
-    """Return the pieces with their scores, as SentencePiece writes them beside a model."""
+    """Return the pieces with their scores, as SentencePiece writes them next to a model."""
     processor = _processor(model)
     return "".join(
         f"{processor.id_to_piece(index)}\t{processor.get_score(index):g}\n"

@@ -70,7 +70,7 @@ def renames(*, hybrid: bool) -> Renames:
     """Our names and NeMo's.
 
     Args:
-        hybrid: Whether a CTC head is beside a transducer.
+        hybrid: Whether the model has a CTC head and a transducer.
     """
     ctc = "ctc_decoder" if hybrid else "decoder"
     return {
@@ -82,7 +82,7 @@ def renames(*, hybrid: bool) -> Renames:
     }
 
 
-# Weights of the decoder that have the channels of the residual stream as rows, or as columns.
+# Decoder weights with the channels of the residual stream as rows, or as columns.
 _IN_ROWS = re.compile(
     r"decoder\.(.*norm\.|layers\.\d+\.(.*layernorm\.|(self|encoder)_attn\.o_proj\.|mlp\.linear2\.))"
     r"(weight|bias)"

@@ -48,7 +48,7 @@ def describe(
     if model.config.decoder is not None:
         rows["max_positions"] = model.config.decoder.max_positions
         rows["decoder_step"] = _decoder_step(model.config.decoder)
-        # What may not be chosen, or not first: see DecoderConfig.
+        # Tokens that must not be chosen, or not first: see DecoderConfig.
         for name in ("suppress", "begin_suppress"):
             if tokens := getattr(model.config.decoder, name):
                 rows[name] = list(tokens)

@@ -180,7 +180,7 @@ def check_transducer(head: Transducer, directory: Path, frames: Tensor) -> None:
     tokens = torch.full((count,), head.blank_id)
     states = tuple(state.begin(count) for state in predictor_step(head).states)
     for frame in frames.unbind(1)[:_CHECKED_STEPS]:
-        # The model's own step keeps an empty state where the graph has none.
+        # The model's own step has an empty state if the graph has none.
         before = in_model_layout(states) or head.predictor.begin(count)
         predicted, after = head.step(tokens, before)
         named = {f"input_states_{n}": state for n, state in enumerate(states, 1)}

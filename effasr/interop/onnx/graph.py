@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 _OPSET = 18
 _LARGEST_BYTES = 1_500_000_000
-"""Most bytes of weights inside a graph file, which is limited to 2 GB; more are kept beside."""
+"""Most bytes of weights in a graph file (limited to 2 GB); more go to a separate file."""
 _TOLERANCE = 1e-3
 """Largest difference of a checked output, relative to its largest value."""
 
@@ -71,7 +71,7 @@ def write_graph(
                 dynamo=True,
                 verbose=False,
             )
-        # The graph last: without it the other files are unused.
+        # The graph is moved last: without it the other files are unused.
         for file in sorted(Path(folder).iterdir(), key=lambda file: file == target):
             os.replace(file, path.parent / file.name)
 

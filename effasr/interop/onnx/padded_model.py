@@ -134,7 +134,7 @@ class PaddedDecoderStep(nn.Module):
 def _fastconformer(
     encoder: FastConformerEncoder, x: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(B, T, mel_bins) to (B, T / subsampling, width)."""
+    """Map (B, T, mel_bins) to (B, T / subsampling, width)."""
     config = encoder.config
     x, lengths = _subsampled(encoder.subsampling, x, lengths)
     if encoder.subsampling_norm is not None:
@@ -152,10 +152,10 @@ def _fastconformer(
 
 
 def _whisper(encoder: WhisperEncoder, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T, mel_bins) to (B, T / 2, width)."""
+    """Map (B, T, mel_bins) to (B, T / 2, width)."""
     stem = encoder.stem
     x = x * _mask(lengths, x.shape[1])[..., None]
-    # An odd last row has a neighbour of zeros, as every last one.
+    # If the number of rows is odd, the last row is followed by zeros, as at every end.
     x = F.gelu(stem.conv1(x.mT)) * _mask(lengths, x.shape[1])[:, None]
     x, lengths = F.gelu(stem.conv2(x)).mT, (lengths + 1) // 2
     places = torch.arange(x.shape[1], device=x.device)
@@ -169,7 +169,7 @@ def _whisper(encoder: WhisperEncoder, x: Tensor, lengths: Tensor) -> tuple[Tenso
 
 
 def _subsampled(module: ConvSubsampling, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T, mel_bins) to (B, T / subsampling, width).
+    """Map (B, T, mel_bins) to (B, T / subsampling, width).
 
     Behind each utterance are zeros after every layer.
     """
@@ -203,12 +203,12 @@ def _self_attention(module: SelfAttention, x: Tensor, real: Tensor) -> Tensor:
             q, k = _rotated(q, module.rotary), _rotated(k, module.rotary)
         return _joined(module, _attend(q, k, v, mask))
     frames, scale = x.shape[1], module.head_dim**-0.5
-    # From the largest distance to the smallest, so that those of a query run with its keys.
+    # Sorted from the largest distance to the smallest, so that they follow a query's keys in order.
     embeddings = relative_sinusoids(frames, module.relative_k_proj.in_features, x.device).flip(0)
     table = _split(module.relative_k_proj(embeddings)[None], module.heads)
     content = (q + module.bias_u[:, None]) @ k.mT
     position = (q + module.bias_v[:, None]) @ table.mT
-    # Row i moves i places to the left.
+    # Row i is shifted left by i columns.
     batch, heads = x.shape[0], module.heads
     shifted = F.pad(position, (1, 0)).reshape(batch, heads, 2 * frames, frames)[:, :, 1:]
     position = shifted.reshape(batch, heads, frames, 2 * frames - 1)[..., :frames]
@@ -260,15 +260,15 @@ def _heads_kv(module: CrossAttention, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
-    """(B, T, heads * D) to (B, heads, T, D)."""
+    """Reshape (B, T, heads * D) to (B, heads, T, D)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def _joined(module: SelfAttention | CrossAttention, x: Tensor) -> Tensor:
-    """(B, heads, T, D) to (B, T, width)."""
+    """Reshape (B, heads, T, D) to (B, T, width)."""
     return module.o_proj(x.transpose(1, 2).flatten(2))
 
 
 def _mask(lengths: Tensor, rows: int) -> Tensor:
-    """Which rows are real: bool (B, rows)."""
+    """Return which rows are real: bool (B, rows)."""
     return torch.arange(rows, device=lengths.device) < lengths[:, None]

@@ -152,5 +152,5 @@ def predictor_step(head: Transducer) -> LSTMStep | StatelessStep:
 
 
 def in_model_layout(state: tuple[Tensor, ...]) -> PredictorState:
-    """States of a step as `Transducer.step` takes them, the batch first."""
+    """Return states of a step in the layout of `Transducer.step`, the batch first."""
     return tuple(part.transpose(0, 1) if part.ndim == 3 else part for part in state)

@@ -52,7 +52,7 @@ class CacheSizes:
         return host.to(self.device, non_blocking=pinned)
 
     def layout(self, lengths: Sequence[int]) -> PackedLayout:
-        """The layout of packed sequences on the device; a tail completes the last group of rows."""
+        """Return a layout of packed sequences on the device; a tail completes the last group."""
         host = tuple(accumulate(lengths, initial=0))
         rows = -(-host[-1] // GROUP) * GROUP
         return PackedLayout(self.integers(host, torch.int32), host, rows)
@@ -92,7 +92,7 @@ class ContiguousCache:
     def loader(
         self, rows: Sequence[int], lengths: Sequence[int]
     ) -> Callable[[int, Tensor, Tensor], None]:
-        """A function that writes keys and values of whole sequences from their first place on.
+        """Return a function that writes keys and values of whole sequences from position 0 on.
 
         Args:
             rows: The row of each sequence.

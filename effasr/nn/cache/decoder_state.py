@@ -97,18 +97,18 @@ class DecoderState:
 
     @property
     def last_position(self) -> int:
-        """Where rows stop to advance."""
-        # A token that is read before the host sees the end of the sequence takes the last place.
+        """Position at which rows stop advancing."""
+        # A token that is read before the host sees the end of the sequence takes the last position.
         return self.max_tokens - 1 + self._together
 
     @property
     def paged(self) -> bool:
-        """Whether the caches have pages."""
+        """Whether the caches are paged."""
         return isinstance(self.self_cache, PagedCache)
 
     @property
     def positions(self) -> Tensor:
-        """Tokens that each row has read: int64 (N K,), on the device."""
+        """Number of tokens that each row has read: int64 (N K,), on the device."""
         return self._positions[: self.num_rows]
 
     @property
@@ -117,7 +117,7 @@ class DecoderState:
         return self._going[: self.num_rows]
 
     def fits(self, tokens: Sequence[int], frames: Sequence[int], *, empty: bool = False) -> bool:
-        """Whether there are pages for these sequences, or would be if there were no others."""
+        """Return whether these sequences get pages: now, or with ``empty`` in empty caches."""
         return all(
             sum(map(pages_of, lengths)) <= (cache.most if empty else cache.free)
             for cache, lengths in ((self.self_cache, tokens), (self.cross_cache, frames))

@@ -139,7 +139,7 @@ class PagedCache:
         self.rows = len(rows)
 
     def widened(self, times: int, length: int) -> PagedCache:
-        """A cache with each row repeated ``times`` times, with its first ``length`` places."""
+        """Return a cache with each row's first ``length`` positions ``times`` times."""
         longest = self.table.shape[1] * PAGE
         count = self.rows * times
         wide = PagedCache(self.sizes, count, longest, count * self.table.shape[1])

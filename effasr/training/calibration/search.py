@@ -103,7 +103,7 @@ class Search:
         micro_batches: Micro-batches of a global step, which limits the budget on small corpora.
         measure: Runs a trial.
         note: Called with a description of each trial.
-        multiprocessors: Of the GPU, whose whole waves of tiles are preferred; None for a CPU.
+        multiprocessors: Multiprocessors of the GPU, for whole waves of tiles; None for a CPU.
     """
 
     population: Population

@@ -11,9 +11,9 @@ class CalibrationConfig:
     """Settings of ``data.frame_budget: auto``.
 
     Attributes:
-        target_share: Share of the memory that training may take: of the GPU, or without one of this
-            process's part of the host's.
-        target_bytes: The same in bytes, in place of a share.
+        target_share: Share of the memory that training may use: of the GPU's memory, or without a
+            GPU of this process's part of the host's.
+        target_bytes: Memory that training may use, in bytes, instead of a share.
         objective: ``throughput``: the smallest budget that trains nearly as much audio per second
             as the best, on a GPU the smallest such budget that fills all multiprocessors evenly, if
             there is one; ``memory``: the largest that fits.

@@ -34,7 +34,7 @@ class Calibration:
 
     Attributes:
         fingerprint: Fingerprint of ``made_for``.
-        made_for: What the calibration depends on.
+        made_for: Configuration and device that the calibration depends on.
         frame_budget: Encoder frames of a micro-batch.
         token_budget: Decoder tokens of a micro-batch.
         max_sequences: Utterances of a micro-batch.

@@ -1,4 +1,4 @@
-"""One trial: a few steps of training in a process of its own, which may run out of memory.
+"""One trial: a few training steps in a separate process, which may run out of memory.
 
 ``python -m effasr.training.calibration.trial PARENT`` reads a request from standard input, as JSON,
 and writes the measurement to standard output. It ends with the process of id PARENT.

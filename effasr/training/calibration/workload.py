@@ -51,8 +51,8 @@ class Population:
     Attributes:
         lengths: Lengths of all utterances that can be planned, or of a sample.
         total_frames: Frames of all of them.
-        token_budget: As configured; None to derive it from the frame budget.
-        max_sequences: As configured; None likewise.
+        token_budget: Configured token budget; None to derive it from the frame budget.
+        max_sequences: Configured number of utterances; None to derive it likewise.
         framing: Framing of the model's features.
     """
 

@@ -125,7 +125,7 @@ class RunCheckpoints:
         Args:
             step: Updates made so far.
             model: Model with the weights to evaluate.
-            tokenizer: Its tokenizer.
+            tokenizer: Tokenizer of the model.
             state: Training state: small tensors and plain values, nested.
             tensors: Large tensors by name, from `stage`.
             prompt: See `effasr.checkpoint.save_model`.

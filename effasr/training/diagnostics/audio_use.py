@@ -6,13 +6,13 @@ from effasr.training.diagnostics.config import DiagnosticsConfig
 from effasr.training.diagnostics.finding import Finding, Validation
 
 _LEAST_GAIN = 0.05
-"""By which share the cross-entropy must rise with the encoder output of another utterance."""
+"""Least relative rise of the cross-entropy with the encoder output of another utterance."""
 
 
 class AudioUse:
     """Compares the decoder's cross-entropy with that for other utterances' encoder output.
 
-    A decoder that listens becomes much worse where it is given other speech. A language model over
+    A decoder that uses the audio becomes much worse with other speech. A language model over
     the transcripts does not.
     """
 
@@ -21,7 +21,7 @@ class AudioUse:
         self._has_ctc = has_ctc
 
     def check(self, validation: Validation) -> Finding | None:
-        """Look at a validation."""
+        """Return a finding if the decoder ignores the audio in a validation."""
         own, other = validation.probe.own_audio, validation.probe.other_audio
         if own is None or other is None or validation.epoch < self._epochs:
             return None

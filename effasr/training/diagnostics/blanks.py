@@ -6,7 +6,7 @@ from effasr.training.diagnostics.config import DiagnosticsConfig
 from effasr.training.diagnostics.finding import Finding, Validation
 
 _EMITTED = 0.1
-"""Share of the reference's tokens that must be emitted."""
+"""Least share of the reference's tokens that must be emitted."""
 
 _REMEDIES = {
     "CTC head": "lower optimizer.lr, lengthen schedule.warmup_steps and raise loss.ctc_weight.",
@@ -16,13 +16,13 @@ _REMEDIES = {
 
 
 class Blanks:
-    """Compares the share of blanks with the tokens that the references have."""
+    """Compares the share of blanks with the number of tokens in the references."""
 
     def __init__(self, config: DiagnosticsConfig) -> None:
         self._epochs = config.ctc_epochs
 
     def check(self, validation: Validation) -> Finding | None:
-        """Look at a validation."""
+        """Return a finding if a head emits almost only blanks in a validation."""
         probe = validation.probe
         if validation.epoch < self._epochs or not probe.frames:
             return None

@@ -10,7 +10,7 @@ from effasr.training.diagnostics.ctc_plateau import CTCBaseline
 from effasr.training.diagnostics.monitor import Diagnostics
 
 _TRANSCRIPTS = 20_000
-"""Most utterances that the CTC loss without audio is computed from."""
+"""Largest number of utterances for computing the CTC loss without audio."""
 
 _FASTCONFORMER_SUBSAMPLING = 8
 
@@ -19,9 +19,9 @@ def build_diagnostics(config: TrainConfig, model: ASRModel, corpus: Corpus) -> D
     """Return the diagnostics of a run, or None where ``training.diagnostics`` is null.
 
     Args:
-        config: Resolved.
+        config: Resolved training configuration.
         model: The model; only its configuration is read.
-        corpus: What is trained on.
+        corpus: Training corpus.
     """
     settings = config.training.diagnostics
     if settings is None:

@@ -1,4 +1,4 @@
-"""Configuration of the warnings."""
+"""Configuration of the training diagnostics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DiagnosticsConfig:
         probe_utterances: Utterances of each validation set, and of each rank, whose losses are
             computed, among them that of the decoder with the encoder output of another utterance;
             0 for none.
-        examples: Hypotheses shown at each validation, each beside its reference.
+        examples: Number of hypotheses shown at each validation, each with its reference.
     """
 
     ctc_epochs: int = 2

@@ -13,10 +13,10 @@ from effasr.training.diagnostics.config import DiagnosticsConfig
 from effasr.training.diagnostics.finding import Finding
 
 SHARE = 0.9
-"""Of the loss without audio: above, nothing was learnt from the audio yet."""
+"""Share of the loss without audio below which the model counts as using the audio."""
 
 ENOUGH_FRAMES = 2.5
-"""Median of encoder frames per token, below which CTC learns late or never."""
+"""Median number of encoder frames per token below which CTC learns late or never."""
 
 _MEMORY_STEPS = 25.0
 """Steps after which a loss has a weight of 1 / e in the running average."""
@@ -43,10 +43,10 @@ class CTCBaseline:
 
     @classmethod
     def of(cls, transcripts: Iterable[tuple[int, np.ndarray]]) -> CTCBaseline | None:
-        """Compute it from encoder frames and token ids, int (U,), of transcriptions.
+        """Compute the baseline from encoder frames and token ids, int (U,), of transcriptions.
 
         Returns:
-            None where there is no token.
+            The baseline, or None if there are no tokens.
         """
         lengths, every = [], []
         for count, tokens in transcripts:
@@ -67,7 +67,7 @@ class CTCBaseline:
 
 
 def _log_placements(frames: int, tokens: int, emitted: float) -> float:
-    """Log-probability that so many of the frames emit a token, where each does by chance."""
+    """Return the log-probability that ``tokens`` of the frames emit, each with a fixed chance."""
     ways = math.lgamma(frames + 1) - math.lgamma(tokens + 1) - math.lgamma(frames - tokens + 1)
     blanks = 0.0 if frames == tokens else (frames - tokens) * math.log1p(-emitted)
     return ways + tokens * math.log(emitted) + blanks
@@ -77,8 +77,8 @@ class CTCPlateau:
     """Compares the running average of the CTC loss with the loss without audio.
 
     Args:
-        config: When.
-        baseline: Of the training corpus.
+        config: Epochs and steps before which there is no warning.
+        baseline: CTC loss without audio on the training corpus.
         can_subsample_less: Whether the encoder can subsample by 4 instead of by 8.
     """
 
@@ -96,13 +96,13 @@ class CTCPlateau:
         return None if self._average is None else self._average / self._baseline.loss
 
     def observe(self, ctc: float, steps: int, step: int, epoch: int) -> Finding | None:
-        """Look at the mean loss of the latest ``steps``, up to a step.
+        """Update the running average; return a finding if CTC has not begun to align.
 
         Args:
-            ctc: Per target, in nats.
-            steps: How many.
-            step: Updates made.
-            epoch: Complete epochs.
+            ctc: Mean CTC loss per target over the latest ``steps``, in nats.
+            steps: Number of steps in that mean.
+            step: Number of updates made.
+            epoch: Number of complete epochs.
         """
         kept = math.exp(-steps / _MEMORY_STEPS)
         before = ctc if self._average is None else self._average
@@ -138,5 +138,5 @@ class CTCPlateau:
         return {"average": self._average}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore the running average from a `state_dict`."""
         self._average = state["average"]

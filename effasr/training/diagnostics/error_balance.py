@@ -7,16 +7,16 @@ from typing import Any
 from effasr.training.diagnostics.finding import Finding, Validation
 
 _LEAST = 0.15
-"""Share of the words."""
+"""Least share of the words that are errors of the more frequent kind."""
 
 _TIMES = 3.0
-"""How many times as frequent as the other kind."""
+"""Least ratio of the more frequent kind of error to the other."""
 
 _STREAK = 2
-"""Validations in a row."""
+"""Successive validations after which the condition holds."""
 
 _RECOGNISED = 0.8
-"""Word error rate above which deletions say nothing: every model begins with few words."""
+"""Largest word error rate for a warning about deletions: every model begins with few words."""
 
 
 class ErrorBalance:
@@ -33,7 +33,7 @@ class ErrorBalance:
         self._streaks = {"insertions": 0, "deletions": 0}
 
     def check(self, validation: Validation) -> Finding | None:
-        """Look at a validation."""
+        """Return a finding if insertions or deletions dominate in successive validations."""
         errors = validation.errors
         least = _LEAST * errors.words
         for more, less in (("insertions", "deletions"), ("deletions", "insertions")):
@@ -73,9 +73,9 @@ class ErrorBalance:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the streaks."""
+        """Return the number of successive validations with each imbalance."""
         return {"streaks": dict(self._streaks)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore the counts from a `state_dict`."""
         self._streaks = dict(state["streaks"])

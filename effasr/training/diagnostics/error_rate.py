@@ -10,18 +10,18 @@ from effasr.training.diagnostics.finding import Finding, Validation
 
 _STUCK = 0.9
 _PROGRESS = 0.05
-"""By how much the newest rate must lie under the oldest to count as progress."""
+"""Least decrease from the oldest to the newest rate that counts as progress."""
 
 
 class StuckErrorRate:
-    """Remembers the word error rates of the newest validations."""
+    """Keeps the word error rates of the latest validations."""
 
     def __init__(self, config: DiagnosticsConfig) -> None:
         self._count = config.validations
         self._rates: list[float] = []
 
     def check(self, validation: Validation) -> Finding | None:
-        """Look at a validation."""
+        """Return a finding if the error rate does not decrease."""
         rate = validation.errors.wer
         if math.isnan(rate):
             return None
@@ -43,5 +43,5 @@ class StuckErrorRate:
         return {"rates": list(self._rates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore the rates from a `state_dict`."""
         self._rates = list(state["rates"])

@@ -1,4 +1,4 @@
-"""Chooses hypotheses to show at a validation, and folds text for a console."""
+"""Chooses hypotheses to show at a validation, and wraps text for a console."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rich.text import Text
 from effasr.evaluation.result import Evaluation, ScoredUtterance
 
 WIDTH = 100
-"""Columns of a line."""
+"""Width of a line, in columns."""
 
 _LINES = 4
-"""Most lines of a text; a looping hypothesis has no end."""
+"""Largest number of lines of a text; a looping hypothesis can be arbitrarily long."""
 
 _MARGIN = 19
-"""Columns of the label before a text, and of the dots after one that goes on."""
+"""Columns of the label before a text and of the ellipsis after a truncated one."""
 
 _CONSOLE = Console(width=WIDTH, quiet=True)
 
@@ -24,8 +24,8 @@ _CONSOLE = Console(width=WIDTH, quiet=True)
 def choose(evaluations: Mapping[str, Evaluation], count: int) -> dict[str, list[ScoredUtterance]]:
     """Return utterances of each set, ``count`` in all, the same ones at each validation.
 
-    They are spread over the sets, and within a set over the durations; the shortest and the longest
-    utterances, which say little about the others, come last.
+    They are spread over the sets, and within a set over the durations. The shortest and the longest
+    utterances are less representative and come last.
     """
     sets = [name for name, evaluation in evaluations.items() if evaluation.utterances]
     chosen: dict[str, list[ScoredUtterance]] = {}
@@ -40,7 +40,7 @@ def choose(evaluations: Mapping[str, Evaluation], count: int) -> dict[str, list[
 
 
 def lines(utterance: ScoredUtterance) -> Iterator[str]:
-    """Yield the id, and reference and hypothesis one under the other."""
+    """Yield the id, the reference and the hypothesis, aligned below each other."""
     yield f"  {utterance.id}"
     for label, text in (("reference ", utterance.reference), ("hypothesis", utterance.hypothesis)):
         folded = fold(text or "(empty)", WIDTH - _MARGIN)
@@ -51,6 +51,6 @@ def lines(utterance: ScoredUtterance) -> Iterator[str]:
 
 
 def fold(text: str, width: int = WIDTH) -> Sequence[str]:
-    """Return the lines of a text, by columns: a Chinese character takes two."""
+    """Return the lines of a text, wrapped by columns: a Chinese character takes two."""
     flat = " ".join(text.split())
     return [line.plain.rstrip() for line in Text(flat).wrap(_CONSOLE, width)] or [""]

@@ -1,4 +1,4 @@
-"""What the detectors see, and what they find."""
+"""Input and output types of the detectors: validation results and findings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from effasr.training.diagnostics.probe_sums import ProbeSums
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A condition that holds now.
+    """A condition that a detector has observed.
 
     Attributes:
         title: The condition, as a clause.
-        cause: The figures that show it, and what they mean, as sentences.
-        remedy: What to change, as sentences.
+        cause: The figures that show the condition and their interpretation, as sentences.
+        remedy: Suggested changes, as sentences.
     """
 
     title: str
@@ -30,15 +30,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """A validation, over all sets and ranks.
+    """Results of a validation over all sets and ranks.
 
     Attributes:
-        epoch: Complete epochs.
-        errors: Of all utterances.
-        loops: Number of utterances whose hypothesis repeats itself, and whose reference does not.
-        probe: Losses of some utterances; empty sums without any.
-        train: Mean training losses since the validation before, by their names in metrics.jsonl;
-            empty where no line was written since.
+        epoch: Number of complete epochs.
+        errors: Error counts over all utterances.
+        loops: Number of utterances whose hypothesis repeats itself although the reference does not.
+        probe: Losses of some utterances; zero sums if there are none.
+        train: Mean training losses since the previous validation, by their names in metrics.jsonl;
+            empty if no line was written since.
     """
 
     epoch: int
@@ -49,5 +49,5 @@ class Validation:
 
 
 def errors_of(evaluations: Mapping[str, Evaluation]) -> ErrorCounts:
-    """Return the errors of several sets together."""
+    """Return the error counts of several sets together."""
     return total(evaluation.errors for evaluation in evaluations.values())

@@ -1,4 +1,4 @@
-"""Runs the detectors on the metrics of a run, and reports what begins and what ends."""
+"""Runs the detectors on the metrics of a run, and reports conditions that begin or end."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _LOSSES = ("cross_entropy", "transducer", "ctc")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A condition that begins, with what was found, or that ends.
+    """A condition that begins or ends.
 
     Attributes:
-        name: Of the condition, in metrics.jsonl after ``warning_``.
-        title: As a clause.
-        finding: None if it ends.
+        name: Name of the condition, in metrics.jsonl after ``warning_``.
+        title: Condition as a clause.
+        finding: Finding of the detector; None if the condition ends.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Change:
     finding: Finding | None
 
     def row(self) -> dict[str, Any]:
-        """Fields of warnings.jsonl."""
+        """Return the fields of the condition in warnings.jsonl."""
         found = self.finding
         return {
             "warning": self.name,
@@ -51,16 +51,16 @@ class Change:
 
 
 class Diagnostics:
-    """Detectors, and which of their conditions hold.
+    """Detectors and the conditions that currently hold.
 
-    Everything it sees is the same on every rank, and so are its decisions.
+    All inputs are the same on every rank, and so are the decisions.
 
     Args:
         config: Settings.
         method: The decoding method in validation: attention, transducer or ctc.
         baseline: The CTC loss without audio; None where CTC is not trained.
         has_ctc: Whether the model has a CTC head.
-        can_subsample_less: Whether the encoder is one that can subsample by 4 instead of by 8.
+        can_subsample_less: Whether the encoder can subsample by 4 instead of by 8.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Diagnostics:
         self._line = 0
 
     def flags(self) -> dict[str, Any]:
-        """Return fields of metrics.jsonl: which conditions hold, and the state of CTC."""
+        """Return fields of metrics.jsonl: the conditions that hold, and the state of CTC."""
         fields: dict[str, Any] = {}
         if self._plateau is not None:
             fields["ctc_of_no_audio"] = self._plateau.ratio
@@ -99,7 +99,7 @@ class Diagnostics:
         return fields | {f"warning_{name}": name in self._titles for name in self._detectors}
 
     def observe(self, line: Mapping[str, Any]) -> list[Change]:
-        """Look at a line of metrics.jsonl; return what has changed."""
+        """Process a line of metrics.jsonl and return the changes."""
         steps, self._line = line["step"] - self._line, line["step"]
         if line["loss"] is None or steps < 1:
             return []
@@ -114,12 +114,12 @@ class Diagnostics:
     def validated(
         self, evaluations: Mapping[str, Evaluation], probe: ProbeSums, epoch: int
     ) -> list[Change]:
-        """Look at a validation; return what has changed.
+        """Process a validation and return the changes.
 
         Args:
-            evaluations: Of each set, by all ranks.
-            probe: Of all sets, by all ranks.
-            epoch: Complete epochs.
+            evaluations: Evaluation of each set, over all ranks.
+            probe: Sums of losses over all sets and ranks.
+            epoch: Number of complete epochs.
         """
         utterances = [one for each in evaluations.values() for one in each.utterances]
         steps = self._steps
@@ -135,7 +135,7 @@ class Diagnostics:
         for name, detector in self._detectors.items():
             found = detector.check(validation)
             if name == "blanks_only" and "ctc_plateau" in self._titles:
-                # That is what a plateau looks like, and its warning names the remedy.
+                # A CTC plateau has these symptoms, and its warning names the remedy.
                 found = None
             changes += self._changes(name, found)
         return changes
@@ -150,7 +150,7 @@ class Diagnostics:
             yield Change(name, before, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which conditions hold, and what detectors remember."""
+        """Return the conditions that hold and the state of the detectors."""
         return {
             "titles": dict(self._titles),
             "sums": dict(self._sums),
@@ -160,7 +160,7 @@ class Diagnostics:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore conditions and detectors from a `state_dict`."""
         self._titles, self._sums = dict(state["titles"]), dict(state["sums"])
         self._steps, self._line = state["steps"], state["line"]
         for name, part in self._parts().items():

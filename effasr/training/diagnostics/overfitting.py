@@ -1,4 +1,4 @@
-"""Detects overfitting: training loss falls, validation loss and error rate do not."""
+"""Detects overfitting: the training loss falls, validation loss and error rate do not."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from effasr.training.diagnostics.config import DiagnosticsConfig
 from effasr.training.diagnostics.finding import Finding, Validation
 
 _RISE = 0.01
-"""Share by which the validation loss must have risen over its minimum."""
+"""Least relative rise of the validation loss above its minimum."""
 
 
 class Overfitting:
-    """Remembers the losses and the error rate since the lowest validation loss.
+    """Keeps the losses and the error rate at the lowest validation loss.
 
-    It holds once ``validations`` of them have come since, the loss has risen over the lowest, no
-    error rate since was better than the one there, and the training loss has fallen.
+    The condition holds if ``validations`` validations have followed the lowest loss, the loss is
+    above it, no error rate since was better, and the training loss has fallen.
     """
 
     def __init__(self, config: DiagnosticsConfig) -> None:
@@ -26,7 +26,7 @@ class Overfitting:
         self._is_better = False
 
     def check(self, validation: Validation) -> Finding | None:
-        """Look at a validation, by the loss that is there: decoder, transducer or CTC."""
+        """Return a finding for the first loss that the model has: decoder, transducer or CTC."""
         for name in ("cross_entropy", "transducer", "ctc"):
             dev, train = getattr(validation.probe, name), validation.train.get(name)
             if dev is not None and train is not None:
@@ -56,12 +56,12 @@ class Overfitting:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is remembered."""
+        """Return the lowest loss and the progress since then."""
         lowest = None if self._lowest is None else list(self._lowest)
         return {"lowest": lowest, "since": self._since, "is_better": self._is_better}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore the state from a `state_dict`."""
         lowest = state["lowest"]
         self._lowest = None if lowest is None else (lowest[0], lowest[1], lowest[2])
         self._since, self._is_better = state["since"], state["is_better"]

@@ -1,4 +1,4 @@
-"""Measures the losses of some validation utterances, also with other utterances' audio."""
+"""Computes losses of some validation utterances, also with other utterances' encoder output."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from effasr.transcription.recognizer import evaluating
 from effasr_kernels import PackedSequence, linear_cross_entropy, pack
 
 _MAX_SYMBOLS = 10
-"""Most labels of a frame in the transducer's greedy search."""
+"""Largest number of labels per frame in the transducer's greedy search."""
 
 
 class Probe:
-    """Computes `ProbeSums` of the same utterances again and again.
+    """Computes `ProbeSums` of a fixed set of utterances.
 
-    They are evenly spaced over the cuts, and packed into batches. Those that cannot be read or are
-    too long for the model are left out.
+    The utterances are evenly spaced over the cuts and packed into batches. Those that cannot be
+    read or are too long for the model are left out.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class Probe:
         frame_budget: int,
         precision: str = "float32",
     ) -> None:
-        """Choose the utterances; audio is read at the first call, and kept.
+        """Choose the utterances; the first call reads their audio and keeps it.
 
         Args:
-            cuts: With one supervision each; those of like duration next to each other, so that
-                other audio differs in what is said, and not in its length.
-            model: The model, with its current weights; its training mode is restored.
-            tokenizer: Of the model.
-            count: Most utterances.
-            frame_budget: Encoder frames of a batch.
-            precision: ``float32`` or ``bfloat16``, of matrix products.
+            cuts: Cuts with one supervision each, sorted by duration, so that the other audio
+                differs in content and hardly in length.
+            model: The model; a call uses its current weights and restores its training mode.
+            tokenizer: Tokenizer of the model.
+            count: Largest number of utterances.
+            frame_budget: Largest number of encoder frames in a batch.
+            precision: Dtype of matrix products: ``float32`` or ``bfloat16``.
         """
         chosen = min(count, len(cuts))
         self._cuts = [cuts[index * len(cuts) // chosen] for index in range(chosen)]
@@ -70,7 +70,7 @@ class Probe:
         return sums
 
     def _collated(self) -> Iterator[Batch]:
-        """The batches, each of at most the budget, or of one utterance."""
+        """Yield batches of at most the frame budget, or of one utterance."""
         framing = self._model.config.features.framing
         group: list[Example] = []
         frames = 0
@@ -95,7 +95,7 @@ class Probe:
         )
 
     def _example(self, cut: Cut) -> Example | None:
-        """The utterance; None if it cannot be read, or is too long for the model."""
+        """Return the utterance, or None if it cannot be read or is too long for the model."""
         config = self._model.config
         texts = [supervision.text for supervision in cut.supervisions]
         if len(texts) != 1 or not texts[0]:
@@ -106,7 +106,7 @@ class Probe:
             text = self._tokenizer.encode(texts[0], wanted.target)
             audio = load_audio(cut, config.features.sample_rate)
         except (AudioError, ValueError):
-            # The evaluation of the same set names it.
+            # The evaluation of the same set reports the error.
             return None
         frames = config.features.framing.frames(len(audio))
         most = config.encoder.max_frames
@@ -119,7 +119,7 @@ class Probe:
 
     def _measure(self, batch: Batch) -> ProbeSums:
         model = self._model
-        # Not through hooks or a compiled forward: these batches have shapes of their own.
+        # This bypasses hooks and a compiled forward, because these batches have other shapes.
         losses = model.forward(batch)
         encoded = model.encode(batch)
         aligned = [index for index, yes in enumerate(batch.monotonic.tolist()) if yes]
@@ -154,7 +154,7 @@ class Probe:
         return sums
 
     def _cross_entropy(self, batch: Batch, encoded: PackedSequence) -> Tensor:
-        """Cross-entropy of the batch with this encoder output, summed: float32 ()."""
+        """Return the summed cross-entropy of the batch with ``encoded``: float32 ()."""
         decoder = self._model.decoder
         assert decoder is not None
         hidden, _ = self._model.decode(batch.tokens, encoded)

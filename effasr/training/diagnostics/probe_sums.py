@@ -1,4 +1,4 @@
-"""Sums of the losses that a probe of a validation set measures."""
+"""Sums of the losses that a probe computes on a validation set."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class ProbeSums:
-    """Sums over utterances; those of parts of a set are added with ``+``.
+    """Sums over utterances; ``+`` adds the sums of parts of a set.
 
     Attributes:
-        targets: Targets of the decoder; 0 without one.
-        own: Their cross-entropy.
-        paired_targets: Targets of utterances that were also given other encoder output.
-        paired_own: Their cross-entropy with their own.
-        paired_other: Their cross-entropy with that of another utterance.
+        targets: Number of targets of the decoder; 0 without one.
+        own: Cross-entropy of these targets.
+        paired_targets: Targets of utterances that were also decoded with other encoder output.
+        paired_own: Cross-entropy of the paired targets with their own encoder output.
+        paired_other: Cross-entropy of the paired targets with that of another utterance.
         ctc_targets: Targets of transcriptions; 0 without a CTC head.
-        ctc_loss: Their CTC loss.
+        ctc_loss: CTC loss of these targets.
         ctc_frames: Encoder frames of transcriptions; 0 without a CTC head.
-        ctc_blanks: Those of them in which the blank is the likeliest class.
+        ctc_blanks: Number of these frames in which the blank is the likeliest class.
         transducer_targets: Targets of transcriptions; 0 without a transducer.
-        transducer_loss: Their transducer loss.
+        transducer_loss: Transducer loss of these targets.
         transducer_frames: Encoder frames of transcriptions; 0 without a transducer, or with
-            durations, where a label may also move on.
-        labels: What a greedy search of the transducer emits in them.
-        tokens: Tokens of transcriptions.
-        frames: Their encoder frames.
+            durations, where a label may also advance the frame.
+        labels: Labels that a greedy search of the transducer emits in these frames.
+        tokens: Number of tokens of transcriptions.
+        frames: Number of encoder frames of transcriptions.
     """
 
     targets: float = 0.0
@@ -50,7 +50,7 @@ class ProbeSums:
 
     @property
     def cross_entropy(self) -> float | None:
-        """Per target, in nats; None without a decoder."""
+        """Cross-entropy per target, in nats; None without a decoder."""
         return _mean(self.own, self.targets)
 
     @property
@@ -60,7 +60,7 @@ class ProbeSums:
 
     @property
     def other_audio(self) -> float | None:
-        """The same with the encoder output of other utterances."""
+        """Cross-entropy as in `own_audio`, but with the encoder output of other utterances."""
         return _mean(self.paired_other, self.paired_targets)
 
     @property
@@ -80,11 +80,11 @@ class ProbeSums:
 
     @property
     def transducer_blank_share(self) -> float | None:
-        """Share of blanks among the transducer's decisions, of which one leaves each frame."""
+        """Share of blanks among the transducer's decisions; each frame ends with one blank."""
         return _mean(self.transducer_frames, self.transducer_frames + self.labels)
 
     def summary(self) -> dict[str, float]:
-        """Fields of validation.jsonl, those that there are."""
+        """Return the fields of validation.jsonl that are not None."""
         own, other = self.own_audio, self.other_audio
         found = {
             "cross_entropy": self.cross_entropy,

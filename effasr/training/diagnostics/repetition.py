@@ -8,17 +8,17 @@ from effasr.evaluation.result import ScoredUtterance
 from effasr.training.diagnostics.finding import Finding, Validation
 
 _COPIES = 4
-"""Copies of an n-gram, one after the other, that are a loop."""
+"""Number of successive copies of an n-gram that count as a loop."""
 
 _WORDS = 8
 _CHARACTERS = 16
-"""Longest n-grams, of words and of characters, that are searched for."""
+"""Length of the longest n-grams, in words and in characters, that are searched for."""
 
 _LEAST_CHARACTERS = 16
-"""A loop of characters is at least this long: "hahaha" is a word."""
+"""Least length of a loop of characters: "hahaha" is a word."""
 
 _SHARE = 0.05
-"""Share of the hypotheses that may loop."""
+"""Share of looping hypotheses from which on there is a warning."""
 
 _FEWEST = 2
 
@@ -37,7 +37,7 @@ def count_loops(utterances: Iterable[ScoredUtterance]) -> int:
 
 
 def _longest_run(units: Sequence[str], longest: int, least: int = 0) -> int:
-    """Length of the longest n-gram, up to ``longest``, with enough copies; 0 without any."""
+    """Return the length of the longest n-gram, up to ``longest``, with enough copies, or 0."""
     found = 0
     for period in range(1, min(longest, len(units) // _COPIES) + 1):
         needed = max(period * _COPIES, least) - period
@@ -51,7 +51,7 @@ def _longest_run(units: Sequence[str], longest: int, least: int = 0) -> int:
 
 
 class Repetition:
-    """Looks at the share of hypotheses that loop.
+    """Checks the share of hypotheses that loop.
 
     Args:
         method: The decoding method in validation.
@@ -63,7 +63,7 @@ class Repetition:
         self._has_ctc = has_ctc
 
     def check(self, validation: Validation) -> Finding | None:
-        """Look at a validation."""
+        """Return a finding if too many hypotheses of a validation loop."""
         count, every = validation.loops, validation.errors.utterances
         if count < _FEWEST or count < _SHARE * every:
             return None

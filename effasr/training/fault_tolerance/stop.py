@@ -13,7 +13,7 @@ from types import FrameType
 
 @dataclass(slots=True)
 class StopRequest:
-    """Whether this process was asked to stop, and by which signal."""
+    """Records the signal by which this process was asked to stop, if any."""
 
     received: signal.Signals | None = None
 

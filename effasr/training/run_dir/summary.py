@@ -85,21 +85,21 @@ def describe_data(
 def describe_alignment(
     corpus: Corpus, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, *, fixed: bool
 ) -> Iterator[str]:
-    """Yield lines about characters, speakers and frames per token, and a warning where CTC is hard.
+    """Yield lines about characters, speakers and frames per token, and warn where CTC is hard.
 
-    Lengths are those that training has counted; texts are read, a few thousand of each manifest,
-    only where a larger vocabulary must be found.
+    Lengths are those of the training corpus. Texts (a few thousand of each manifest) are read only
+    if a larger vocabulary must be found.
 
     Args:
-        corpus: Utterances to train on.
-        data: Where they come from.
-        model: The architecture.
-        tokenizer: Of the texts.
-        fixed: Whether the vocabulary is that of a trained model, and stays.
+        corpus: Training corpus.
+        data: Configuration of the data.
+        model: Model configuration.
+        tokenizer: Tokenizer of the texts.
+        fixed: Whether the vocabulary is that of a trained model and cannot change.
     """
     characters = 0
     if isinstance(tokenizer, SentencePieceTokenizer):
-        # A piece that occurs has the characters that occur.
+        # The characters that occur are those of the pieces that occur.
         ids = corpus.token_ids(tokenizer.vocab_size).tolist()
         pieces = (tokenizer.decode([token]) for token in ids)
         characters = len({one for piece in pieces for one in piece if not one.isspace()})
@@ -125,7 +125,7 @@ def describe_alignment(
 
 
 def _frames_per_token(corpus: Corpus, framing: Framing, excluded: int = 0) -> FramesPerToken | None:
-    """Of the texts that follow the speech; None where there are none."""
+    """Return frames per token of the texts that follow the speech; None without such texts."""
     follows = corpus.monotonic
     if not follows.any():
         return None

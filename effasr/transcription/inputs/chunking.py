@@ -75,7 +75,7 @@ def cut_at_pauses(
     longest, search = int(chunk_seconds * sample_rate), int(search_seconds * sample_rate)
     ahead = _Ahead(blocks)
     start, sight = 0, longest if total is not None else 2 * longest
-    # The energy window reaches half its length beyond the latest place of a cut.
+    # The energy window extends by half its length beyond the latest position of a cut.
     margin = (_WINDOW_HOPS // 2 + 1) * _hop(sample_rate)
     while True:
         ended = ahead.fill(sight + margin)
@@ -88,7 +88,7 @@ def cut_at_pauses(
             break
         wanted = round(remaining / math.ceil(remaining / longest))
         latest = min(wanted + search, longest)
-        # Never at the cut before: where two cuts may move to one pause, both would.
+        # The previous cut is excluded: if two cuts may move to the same pause, both would.
         earliest = max(wanted - search, 1)
         length = quietest(ahead.samples, earliest, latest, wanted, sample_rate)
         yield Chunk(start, start + length), ahead.take(length)
@@ -133,7 +133,7 @@ def _hop(sample_rate: int) -> int:
 
 
 def quietest(audio: np.ndarray, low: int, high: int, wanted: int, sample_rate: int) -> int:
-    """The sample in low..high with the least energy around it; of equal ones nearest to wanted."""
+    """Return the sample in low..high with the least energy around it; ties go to the nearest."""
     hop = _hop(sample_rate)
     begin = max(0, low - _WINDOW_HOPS // 2 * hop)
     hops = (min(len(audio), high + _WINDOW_HOPS // 2 * hop) - begin) // hop

@@ -58,7 +58,7 @@ def ffmpeg_blocks(
             AudioProblem.UNREADABLE,
             f"{reason} ffmpeg might read it, but is not on the PATH: install it.",
         )
-    # To seek to 0 is not nothing: it moves some formats by the delay of their codec.
+    # Seeking to 0 has an effect: it shifts some formats by the delay of their codec.
     begin = ["-ss", repr(offset)] if offset else []
     length = [] if duration is None else ["-t", repr(duration)]
     command = [
@@ -121,5 +121,5 @@ def _last_words(log: IO[bytes], code: int) -> str:
     log.seek(max(0, size - 4096))
     lines = log.read().decode("utf-8", "replace").split("\n")
     said = [line.strip() for line in lines if line.strip()]
-    # The first line names the cause, the last what became of it.
+    # The first line names the cause, the last only its consequence.
     return _WHO.sub("", said[0])[:200] if said else f"no audio (exit code {code})."

@@ -13,7 +13,7 @@ from effasr.data.audio.waveform import AudioError, audio_path
 from effasr.data.prompt import Prompt
 
 if TYPE_CHECKING:
-    # Manifests need lhotse, whose import takes a third of a second: files do not wait for it.
+    # Manifests need lhotse, whose import takes a third of a second; files do not need it.
     from lhotse.cut import Cut
 
 AUDIO_SUFFIXES = frozenset(
@@ -68,7 +68,7 @@ def find(arguments: Iterable[str]) -> list[Source]:
     found: dict[str, Source] = {}
     for argument in arguments:
         for source in _expand(argument):
-            # Without links being followed: two names of a file are two recordings.
+            # Links are not followed: two names of a file are two recordings.
             found.setdefault(os.path.abspath(source.id), source)
     return list(found.values())
 
@@ -126,7 +126,7 @@ def _expand(argument: str) -> Iterator[Source]:
         if not files:
             yield Source(argument, path.name, problem=f"{argument}: no file matches.")
         for file in files:
-            # What stands before the first wildcard is the same for all, and no part of a name.
+            # The path before the first wildcard is the same for all, and not part of a name.
             yield Source(file, _below(file, root), file)
     else:
         yield Source(argument, _stem(path), argument)
@@ -149,7 +149,7 @@ def _walk(folder: str, locked: list[OSError]) -> Iterator[str]:
 
 
 def _matches(root: str, pattern: str) -> Iterator[str]:
-    """Files that match; pathlib's ``**`` enters no links, while glob's would follow cycles."""
+    """Yield matching files; pathlib's ``**`` enters no links, while glob's would follow cycles."""
     hidden = any(part.startswith(".") for part in PurePath(pattern).parts)
     plain = root in ("", ".")
     for path in Path(root).glob(pattern):
@@ -178,7 +178,7 @@ def _of_utterance(name: str, utterance: object) -> Source:
             file,
             utterance.audio,
             offset=utterance.offset or 0.0,
-            # Without `offset`, `duration` is the rounded length of the file.
+            # If there is no `offset`, `duration` is the rounded length of the file.
             duration=None if utterance.offset is None else utterance.duration,
             prompt=utterance.prompt,
         )

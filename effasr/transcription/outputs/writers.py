@@ -111,7 +111,7 @@ class StreamWriter:
 
 
 def _write(text: str) -> None:
-    # The encoding of a terminal may lack letters of the transcript.
+    # The encoding of a terminal may lack characters of the transcript.
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()

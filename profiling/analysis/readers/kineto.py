@@ -39,7 +39,7 @@ _EXCHANGES = ("gloo:", "mpi:", "ucc:")
 _SPACE = re.compile(r"[\s,]*")
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 MARK = "written by profiling/report.py"
-"""In a trace that the report wrote itself, which is none to read."""
+"""Marks a trace written by the report itself, which is not an input."""
 
 
 def read(path: Path) -> Table:
@@ -249,7 +249,7 @@ class _Reader:
             self.pids[pid] = self.pids.get(pid, 0) + 1
 
     def _place_external(self, work: np.ndarray, launches: np.ndarray) -> None:
-        """Where a kernel's launch is missing, the operator that its external id names made it."""
+        """Attribute kernels without a launch record to the operator of their external id."""
         lost = np.flatnonzero(~np.isin(work["correlation"], launches["correlation"]))
         for index in lost.tolist():
             place = self.called.get(self.external[index])

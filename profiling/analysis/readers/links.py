@@ -68,8 +68,8 @@ def by_flow(
 
     Args:
         ranges: Rows of `RANGE` of one process; changed in place.
-        begins: By number of the flow, thread and time of the forward operator.
-        ends: The same of the backward operator.
+        begins: Thread and time of the forward operator, by flow number.
+        ends: Thread and time of the backward operator, likewise.
     """
     found = {
         (thread, time): begins[flow] for flow, (thread, time) in ends.items() if flow in begins

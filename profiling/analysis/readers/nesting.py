@@ -42,8 +42,8 @@ class Nest:
 
     Args:
         ranges: Rows of `RANGE`.
-        rows: Which of them count.
-        order_of_names: As `sort_key`.
+        rows: Rows to consider.
+        order_of_names: Order of the names, as in `sort_key`.
 
     Attributes:
         parent: int64, for each row of ``ranges``: the row of the range around it, or -1.
@@ -65,7 +65,7 @@ class Nest:
     def find(
         self, process: np.ndarray, thread: np.ndarray, begin: np.ndarray, end: np.ndarray
     ) -> np.ndarray:
-        """The innermost range that holds each interval, as rows of the ranges, or -1; int64 (n,).
+        """Return the innermost range around each interval, as its row or -1; int64 (n,).
 
         A range holds [begin, end] where it begins not later and ends not earlier, as in NVIDIA's
         nvtx_kern_sum.

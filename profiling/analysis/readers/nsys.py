@@ -119,7 +119,7 @@ class _Reader:
         )
 
     def rows(self, table: str, columns: dict[str, str], where: str = "") -> list[tuple]:
-        """Rows of a table; ``columns``: name and what stands for it where absent or NULL."""
+        """Return a table's rows; ``columns``: names, and the values for absent or NULL ones."""
         there = self.columns.get(table)
         if there is None:
             return []

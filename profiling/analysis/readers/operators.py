@@ -40,7 +40,7 @@ def work(ranges: np.ndarray) -> np.ndarray:
 
 
 def _pieces(ranges: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which operator of a thread runs when: (row, begin, end), each int64 (n,).
+    """Return which operator of a thread runs when: (row, begin, end), each int64 (n,).
 
     At every edge the innermost operator is the last that began and has not ended.
     """

@@ -1,4 +1,4 @@
-"""What metrics.jsonl of a run says: padding, waiting, utilisation of the FLOPs."""
+"""Reads metrics.jsonl of a run: padding, waiting time, FLOPs utilisation."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ def _round_up(width: float) -> float:
 
 
 def waterfall(metrics: list[dict[str, Any]], padding: dict[str, Any]) -> dict[str, Any]:
-    """From the peak of the GPU to the FLOPs that were useful, as shares of the peak.
+    """Return the losses from the GPU's peak down to useful FLOPs, as shares of the peak.
 
     Args:
         metrics: Lines of metrics.jsonl.
-        padding: From `padding`.
+        padding: Padding of the steps, from `padding`.
 
     Returns:
         ``bars``: name and share, largest first; or ``reason``: why there are none. ``is_estimate``

@@ -1,4 +1,4 @@
-"""What a user names on the command line: captures, run directories, or both."""
+"""Resolves the command-line inputs: captures, run directories, or both."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NOT_TRACES = {"checkpoints", "evaluation"}
 
 @dataclass(slots=True)
 class Subject:
-    """What one report is about.
+    """The input of one report.
 
     Attributes:
         name: Name of the run directory or the first file.
         captures: Files with captures, of one rank each or of several.
         metrics: Lines of metrics.jsonl, oldest first.
-        notes: On what could not be read.
+        notes: Notes on files that could not be read.
     """
 
     name: str
@@ -92,7 +92,7 @@ def _add_folder(subject: Subject, folder: Path) -> None:
 
 
 def _is_capture(path: Path) -> bool:
-    """Return whether a file that nobody named is a capture: other JSON lies about, too."""
+    """Return whether a file found in a folder is a capture: there may be other JSON files."""
     with path.open("rb") as file:
         start = file.read(65536)
     if start.startswith(_SQLITE):

@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Kind(IntEnum):
-    """What a row of work is."""
+    """Kind of a row of work."""
 
     KERNEL = 0
     COPY = 1
@@ -75,8 +75,8 @@ class Process:
     Attributes:
         source: Name of the file.
         pid: Pid of the process.
-        rank: Among the ranks of a run, where it is known.
-        epoch: What to add to its times to get ns since 1970; 0 where unknown.
+        rank: Rank in the run, if known.
+        epoch: Offset from its times to ns since 1970; 0 if unknown.
     """
 
     source: str
@@ -86,13 +86,13 @@ class Process:
 
     @property
     def label(self) -> str:
-        """How the report calls it."""
+        """Name of the process in the report."""
         return f"process {self.pid}" if self.rank is None else f"rank {self.rank}"
 
 
 @dataclass(slots=True)
 class Note:
-    """Something to know before trusting the figures: ``level`` is ok, note or warning."""
+    """A remark about the reliability of the figures: ``level`` is ok, note or warning."""
 
     level: str
     text: str
@@ -100,17 +100,17 @@ class Note:
 
 @dataclass(slots=True)
 class Table:
-    """What the profilers saw.
+    """Records of the profilers.
 
     Attributes:
         names: Names of kernels, calls and ranges: columns ``name`` point here.
         processes: Columns ``process`` point here.
         work: Rows of `WORK`.
         launches: Rows of `LAUNCH`: calls of the CUDA runtime and driver.
-        ranges: Rows of `RANGE`: what was annotated, and operators.
-        overhead: int64 (n, 3): process, begin and end of what the profiler did itself.
+        ranges: Rows of `RANGE`: annotations and operators.
+        overhead: int64 (n, 3): process, begin and end of the profiler's own activity.
         notes: Notes on the quality of the capture.
-        facts: What there is to know about the capture, by name.
+        facts: Facts about the capture by name.
     """
 
     names: list[str] = field(default_factory=list)

@@ -1,1 +1,1 @@
-"""Each operation beside the ways in which others compute it."""
+"""Benchmarks of each operation against other implementations."""

@@ -1,4 +1,4 @@
-"""Attention, plain and across, beside what others offer for it."""
+"""Benchmarks of self-attention and cross-attention against other implementations."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _varlen(
     causal: bool,
     turn: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> Contender:
-    """As torch has it: gradients of the queries are summed in any order."""
+    """Return torch's variable-length attention; query gradients are summed in any order."""
     from torch.nn.attention.varlen import varlen_attn
 
     # torch 2.10 has a flag in the place of a window.
@@ -176,7 +176,7 @@ def padded(
     layouts: tuple[PackedLayout, PackedLayout],
     attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
 ) -> Contender:
-    """A contender on a padded batch (B, H, T, D); ``attend`` gets q, k, v, mask of keys (B, T)."""
+    """Return a contender on a padded batch (B, H, T, D); ``attend`` gets q, k, v, mask (B, T)."""
     paddings = [Padding(layout) for layout in layouts]
     q, k, v, upstream = (
         leaf(padding.pad(x).transpose(1, 2))
@@ -199,7 +199,7 @@ def padded_sdpa(
     causal: bool,
     turn: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Contender:
-    """`scaled_dot_product_attention`; what a causal mask hides anyway needs no other."""
+    """Return `scaled_dot_product_attention`; with a causal mask it needs no padding mask."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         if turn is not None:

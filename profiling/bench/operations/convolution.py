@@ -1,4 +1,4 @@
-"""Convolutions of the encoder, beside cuDNN's on a padded batch."""
+"""Benchmarks of the encoder's convolutions against cuDNN's on a padded batch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _TAPS = 9
 
 
 def cases(workload: Workload) -> list[Case]:
-    """Of a Conformer's block, alone and as in training; and of the subsampling."""
+    """Return cases of a Conformer's convolution, alone and as in training, and of subsampling."""
     return [depthwise(workload), gated(workload), stem(workload), strided(workload)]
 
 
 def depthwise(workload: Workload) -> Case:
-    """The convolution over time of a Conformer's block; padded inputs are zero in the padding."""
+    """Return a Conformer's convolution over time; padded inputs are zero in the padding."""
     layout, width = workload.frame_layout, workload.width
     x, weight = workload.rows_of(layout, width), workload.draw(width, _TAPS)
     upstream = x.detach().roll(1, 1)
@@ -53,7 +53,7 @@ def depthwise(workload: Workload) -> Case:
 
 
 def gated(workload: Workload) -> Case:
-    """With the gate before it, and the mean and variance that batch normalisation needs after."""
+    """Return the case with the gate before it, and mean and variance for batch norm after it."""
     layout, width = workload.frame_layout, workload.width
     x, weight = workload.rows_of(layout, 2 * width), workload.draw(width, _TAPS)
     upstream = workload.rows_of(layout, width).detach()
@@ -188,7 +188,7 @@ def _columns(x: Tensor) -> Tensor:
 
 
 def _rows_within(places: Tensor, counts: Tensor) -> Tensor:
-    """Which rows are inside their utterance: bool (B, 1, T, 1)."""
+    """Return which rows are inside their utterance: bool (B, 1, T, 1)."""
     return (places < counts[:, None])[:, None, :, None]
 
 

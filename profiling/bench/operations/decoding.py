@@ -1,4 +1,4 @@
-"""What decoding calls for each token, beside what it replaces: padded caches, and all logits."""
+"""Operations of a decoding step, compared with what they replace: padded caches, all logits."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Cache:
     """Keys and values of some sequences, padded and in pages."""
 
     def __init__(self, workload: Workload, lengths: list[int]):
-        """Draw them; pages are in no order.
+        """Draw keys and values; pages are in random order.
 
         Attributes:
-            padded: Keys and values, (S, H, longest, D) each, zero past the end.
-            pages: The same, (P, B, H, D) each.
+            padded: Padded keys and values, (S, H, longest, D) each, zero past the end.
+            pages: Paged keys and values, (P, B, H, D) each.
             table: (S, M).
             lengths: (S,).
             mask: (S, 1, 1, longest): where there is a key.
@@ -165,7 +165,7 @@ def append(workload: Workload, lengths: list[int]) -> Case:
 
 
 def top_k(workload: Workload, rows: int, k: int, kind: str) -> Case:
-    """The next tokens and their probabilities; these alone are compared, as classes may tie."""
+    """Return next tokens and probabilities; only the latter are compared, as classes may tie."""
     classes, width = workload.widths.vocabulary, workload.width
     hidden = workload.draw(rows, width).detach()
     weight = workload.draw(classes, width, scale=width**-0.5).detach()

@@ -1,4 +1,4 @@
-"""Cross-attention with the penalty for leaving the diagonal, beside its formula."""
+"""Benchmarks of cross-attention with the guided-attention penalty against its formula."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIGMA = 0.2
 
 
 def cases(workload: Workload) -> list[Case]:
-    """From tokens to frames."""
+    """Return the case of guided attention from tokens to frames."""
     tokens, frames = workload.token_layout, workload.frame_layout
     q, upstream = heads(workload, tokens), heads(workload, tokens).detach().roll(1, 0)
     k, v = heads(workload, frames), heads(workload, frames).detach().flip(-2).requires_grad_()

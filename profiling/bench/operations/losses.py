@@ -1,4 +1,4 @@
-"""Losses that need a projection to the vocabulary, beside the ways in which others compute them."""
+"""Benchmarks of losses with a projection to the vocabulary against other implementations."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def cross_entropy(workload: Workload, smoothing: float, *, of_speech: bool = Fal
     Args:
         workload: The batch.
         smoothing: Smoothing of the labels.
-        of_speech: At the size of a micro-batch of Canary flash, few tokens and few classes, where
-            all logits fit in memory and eager computes them once.
+        of_speech: Whether to use the size of a micro-batch of Canary flash: few tokens and few
+            classes, so that all logits fit in memory and eager computes them once.
     """
     classes, tokens = workload.widths.vocabulary, workload.tokens
     if of_speech:

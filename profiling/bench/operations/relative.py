@@ -1,4 +1,4 @@
-"""Attention with relative positions, beside the ways in which others compute it."""
+"""Benchmarks of attention with relative positions against other implementations."""
 
 from __future__ import annotations
 

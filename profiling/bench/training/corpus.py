@@ -28,10 +28,10 @@ class Workload:
     """A corpus that exists only as lengths.
 
     Attributes:
-        seconds: Seconds of each utterance.
-        lengths: The same as frames and tokens.
-        classes: Tokens of the vocabulary.
-        framing: From samples to encoder frames.
+        seconds: Duration of each utterance, in seconds.
+        lengths: Lengths of the utterances in frames and tokens.
+        classes: Vocabulary size.
+        framing: Mapping of samples to encoder frames.
     """
 
     seconds: list[float]
@@ -43,7 +43,7 @@ class Workload:
     def of(
         cls, count: int, classes: int, longest: float, framing: Framing = FASTCONFORMER
     ) -> Workload:
-        """Utterances of the list's durations, in a random order that is always the same."""
+        """Return utterances with the list's durations, in a fixed random order."""
         rng = np.random.default_rng(0)
         listed = np.minimum(np.array(read_durations(LISTED)), longest)
         seconds = rng.choice(listed, count)
@@ -97,7 +97,7 @@ def plan_of(system: str, workload: Workload, shape: StaticShape) -> list[list[in
 
 
 def random_batches(frames: np.ndarray, budget: int) -> list[list[int]]:
-    """Batches of any utterances, each as many as fit padded: the plan of strategy ``random``.
+    """Return batches of random utterances, as many as fit padded: the plan of ``random``.
 
     That one asks lhotse; this one is for where it is not installed. A test compares them.
 

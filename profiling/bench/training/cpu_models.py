@@ -12,7 +12,7 @@ WHISPER_CLASSES = 51_865
 
 
 def small(classes: int = 1024) -> tuple[ModelConfig, int]:
-    """A FastConformer of four layers with a Transformer decoder."""
+    """Return a FastConformer of four layers with a Transformer decoder."""
     encoder = FastConformerConfig(
         width=96, layers=4, heads=4, feed_forward=384, subsampling_channels=16
     )
@@ -21,7 +21,7 @@ def small(classes: int = 1024) -> tuple[ModelConfig, int]:
 
 
 def demo(classes: int = 256) -> tuple[ModelConfig, int]:
-    """The widths and layers of ``recipes/demo.yaml``; its norms and losses are our own."""
+    """Return the widths and layers of ``recipes/demo.yaml``, with our own norms and losses."""
     encoder = FastConformerConfig(
         width=128, layers=3, heads=4, feed_forward=256, subsampling_channels=16
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from bench import processes
 
 MODES = ("eager", "graph", "compile", "graph_compile")
-"""How the kernels of a step are launched and made: see ``training.cuda_graph`` and ``compile``."""
+"""Launch and compilation of a step's kernels: see ``training.cuda_graph`` and ``compile``."""
 STATIC = "packed_static"
 """The system with static shapes, which graphs and compilation need."""
 LEFT_OUT = 3
@@ -25,7 +25,7 @@ class Job:
 
     Attributes:
         model: Name of the model; None for the one of the device.
-        system: What is timed.
+        system: System that is timed.
         mode: Mode of `MODES`.
     """
 
@@ -35,19 +35,19 @@ class Job:
 
     @property
     def name(self) -> str:
-        """For the screen."""
+        """Name shown on the screen."""
         mode = "" if self.mode == "eager" else f" {self.mode}"
         return f"{self.model or ''} {self.system}{mode}".strip()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a job ended.
+    """Outcome of a job.
 
     Attributes:
-        job: Which.
+        job: The job.
         status: ``ok``, ``left out`` or ``failed``.
-        reason: Why it is not ok.
+        reason: Reason of a status other than ok.
     """
 
     job: Job
@@ -55,12 +55,12 @@ class Verdict:
     reason: str = ""
 
     def line(self) -> str:
-        """For the screen."""
+        """Return the line for the screen."""
         return f"{MARK}{self.job.name}: {self.status}: {self.reason}"
 
 
 def jobs(models: Sequence[str | None], systems: Sequence[str], modes: Sequence[str]) -> list[Job]:
-    """The modes of the static batches first, of each model; then the other systems, eager."""
+    """Return the modes of static batches for each model, then the other systems, eager."""
     static = [Job(model, STATIC, mode) for model in models for mode in modes if STATIC in systems]
     others = [
         Job(model, system)
@@ -72,7 +72,7 @@ def jobs(models: Sequence[str | None], systems: Sequence[str], modes: Sequence[s
 
 
 def unsupported_reason(job: Job, *, on_gpu: bool) -> str | None:
-    """Why a job cannot be done on this device; None where it can."""
+    """Return why a job cannot run on this device; None if it can."""
     if "graph" in job.mode and not on_gpu:
         return "`training.cuda_graph` needs a GPU, and there is none"
     return None

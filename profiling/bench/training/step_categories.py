@@ -1,4 +1,4 @@
-"""Where the time of recorded training steps goes, by category of kernel: rows of a table."""
+"""Divides the time of recorded training steps by category of kernel: rows of a table."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _WAITING = {"data_wait": "wait for data", "host_gap": "host gap"}
 
 
 def of_trace(trace: Path) -> Iterator[dict[str, Any]]:
-    """One row a category, in ms of a step: summed work, and what it adds to the time of the step.
+    """Yield a row per category, in ms of a step: summed work and its share of the step's time.
 
     ``work_ms`` counts overlapping kernels twice; ``wall_ms`` adds up to ``step_ms`` over all rows,
     those where the device waits included.
 
     Args:
-        trace: As `bench.training.systems.Effasr.record` leaves it.
+        trace: Trace written by `bench.training.systems.Effasr.record`.
 
     Raises:
         ValueError: It is damaged, or holds no work.

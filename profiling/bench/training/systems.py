@@ -30,7 +30,7 @@ from effasr.training.step import StepReport, train_step
 
 @dataclass(frozen=True)
 class Timed:
-    """What the steps of a system took.
+    """Measurements of the steps of a system.
 
     Attributes:
         seconds: Seconds of each step.
@@ -86,7 +86,7 @@ class Effasr:
         self._device = device
 
     def steps(self, batches: Sequence[Batch]) -> Step:
-        """Steps on these batches, as `time_in_turns` calls them.
+        """Return steps on these batches, in the form for `time_in_turns`.
 
         They raise ValueError for a batch that did not fit in memory whole: its time would be that
         of its parts.
@@ -189,7 +189,7 @@ class Transformers:
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
 
     def steps(self, inputs: Sequence[dict[str, Any]]) -> Step:
-        """Steps on these batches, as `time_in_turns` calls them."""
+        """Return steps on these batches, in the form for `time_in_turns`."""
 
         def step(number: int) -> None:
             self.loss(inputs[number]).backward()
@@ -220,7 +220,7 @@ def without_chance(config: ModelConfig) -> ModelConfig:
 def loss_difference(
     config: TrainConfig, model: ASRModel, workload: Workload, device: torch.device
 ) -> float:
-    """How far the two models' losses are apart on a few utterances, as a part of the loss."""
+    """Return the relative difference of the two models' losses on a few utterances."""
     plain = ASRModel.from_state_dict(
         without_chance(model.config), model.vocab_size, model.state_dict()
     )

@@ -1,1 +1,1 @@
-"""The transducer's loss beside other ways to compute it, and what those ways share."""
+"""Benchmarks of the transducer's loss against other implementations, and shared parts."""

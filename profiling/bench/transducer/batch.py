@@ -17,7 +17,7 @@ from effasr_kernels import PackedLayout
 
 @dataclass(frozen=True)
 class Batch:
-    """What every contender computes from; no utterance is empty.
+    """Inputs of every contender; no utterance is empty.
 
     Attributes:
         frames: T_n, and where they are in ``encoded``.
@@ -41,7 +41,7 @@ class Batch:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """What gets a gradient, by name."""
+        """Tensors that get a gradient, by name."""
         return {
             "encoded": self.encoded,
             "predicted": self.predicted,
@@ -51,7 +51,7 @@ class Batch:
 
     @property
     def blank_id(self) -> int:
-        """The last class, as most peers want it."""
+        """The last class, as most peers require."""
         return self.weight.shape[0] - len(self.durations) - 1
 
     @property
@@ -61,13 +61,13 @@ class Batch:
 
     @property
     def padded_logits(self) -> int:
-        """How many logits there are with padding."""
+        """Number of logits with padding."""
         sequences, classes = self.frames.num_sequences, self.weight.shape[0]
         return sequences * self.frames.max_seqlen * (self.labels.max_seqlen + 1) * classes
 
     @cached_property
     def nodes(self) -> Nodes:
-        """Of the lattices."""
+        """Nodes of the lattices."""
         return Nodes(self.frames, self.labels)
 
 
@@ -96,10 +96,10 @@ def draw(
 
 
 class Padded:
-    """The same batch padded to its longest utterance, in a dtype of its own.
+    """The same batch padded to its longest utterance, in a separate dtype.
 
     Attributes:
-        leaves: As those of the batch, f (B, T, J) and g (B, U + 1, J).
+        leaves: Tensors of the batch that get a gradient, padded: f (B, T, J) and g (B, U + 1, J).
         targets: (B, U), int64.
         frame_counts: (B,), int32.
         label_counts: (B,), int32.

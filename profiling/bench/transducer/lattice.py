@@ -20,12 +20,12 @@ Planes = tuple[Tensor, Tensor, Tensor]
 class Nodes:
     """The lattices of a batch, packed: node (t, u) of sequence n is ``first[n] + t (U_n + 1) + u``.
 
-    Sums over paths are ours, the fastest that there is on this machine, so that times differ by how
-    log-probabilities are made.
+    Sums over paths use our implementation, the fastest on this machine, so that times differ only
+    by how log-probabilities are computed.
     """
 
     def __init__(self, frames: PackedLayout, labels: PackedLayout):
-        """Of sequences that are not empty."""
+        """Create the lattices of sequences, none of which is empty."""
         self.frames, self.labels = frames, labels
         self.states = labels.cu_seqlens.diff().long() + 1
         self.first = lattice.node_offsets(frames.cu_seqlens, labels.cu_seqlens)

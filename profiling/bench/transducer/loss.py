@@ -1,4 +1,4 @@
-"""The transducer's joint, projection and loss, beside the ways in which others compute them."""
+"""Benchmarks of the transducer's joint, projection and loss against other implementations."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _SUBSAMPLED = {"8x": 12.5, "4x": 25.0}
 _SECONDS, _LABELS = 40.0, 200
 _REFERENCE_FRAMES = 1_000
 DURATIONS = (0, 1, 2, 3, 4)
-"""Of Parakeet TDT."""
+"""Durations of Parakeet TDT."""
 DEFAULTS = {
     **{"activation": "relu", "fastemit": 0.0, "durations": None, "sigma": 0.0},
     "overwritten": (),
 }
-"""Of the operation, for calls that go past its public function."""
+"""Default arguments of the operation, for calls that bypass its public function."""
 
 
 def cases(workload: Workload) -> list[Case]:
-    """Utterances as long as the others' are; the joint is as wide as the model."""
+    """Return cases with utterances as long as the others'; the joint has the model's width."""
     frames, labels = workload.lengths
     joint, classes = workload.width, workload.widths.pieces
     shape = f"{workload.describe()} J={joint} V={classes}"
@@ -135,10 +135,10 @@ PEERS: dict[str, Callable[[Batch], Contender]] = {
     "k2 pruned (approximate)": lambda batch: packages.pruned(batch, "k2"),
     "fast_rnnt pruned (approximate)": lambda batch: packages.pruned(batch, "fast_rnnt"),
 }
-"""In this order: what fits into memory before what may not."""
+"""Peers in order: those that fit into memory before those that may not."""
 TDT_PEERS: dict[str, Callable[[Batch], Contender]] = {
     "transformers dense": packages.transformers_tdt,
 }
-"""Of a transducer with durations."""
+"""Peers for a transducer with durations."""
 OWN = {"FlashRNNT's way, in torch", "NeMo's way, torch", "torch dense"}
-"""Those that need no package."""
+"""Implementations that need no package."""

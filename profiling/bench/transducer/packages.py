@@ -69,7 +69,7 @@ def apex(batch: Batch, dtype: torch.dtype) -> Contender:
 
 
 def torchaudio(batch: Batch, dtype: torch.dtype) -> Contender:
-    """Of all logits padded; float16 or float32.
+    """Return torchaudio's loss of all logits, padded; float16 or float32.
 
     Raises:
         ValueError: There are more logits than its 32-bit offsets reach.

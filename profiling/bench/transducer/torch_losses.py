@@ -38,17 +38,17 @@ class Part:
     blank_id: int
 
     def classes(self, shape: torch.Size) -> Tensor:
-        """The label that each node (b, t, u) may emit, int64 (b, T, U + 1, 1); 0 for none."""
+        """Return the label of each node (b, t, u), int64 (b, T, U + 1, 1); 0 for none."""
         return F.pad(self.targets, (0, 1))[:, None, :, None].expand(*shape[:3], 1)
 
     def index(self, shape: torch.Size) -> Tensor:
-        """Where each packed node is among those of the padded shape (b, T, U + 1, ...)."""
+        """Index of each packed node in the padded shape (b, T, U + 1, ...)."""
         sequence, frame, state = self.nodes.places(0, self.nodes.count)
         return (sequence * shape[1] + frame) * shape[2] + state
 
 
 Loss = Callable[[Tensor, Part], Tensor]
-"""From logits (b, T, U + 1, V) to losses (b,)."""
+"""Computes losses (b,) from logits (b, T, U + 1, V)."""
 
 
 def padded(
@@ -92,7 +92,7 @@ def padded(
 
 
 def plain(logits: Tensor, part: Part) -> Tensor:
-    """By autograd: log-probabilities of all classes, of which blank and label are taken."""
+    """Compute losses with autograd: log-probabilities of all classes, then blank and label."""
     log_probs = logits.log_softmax(-1, dtype=torch.float32)
     labels = log_probs.gather(3, part.classes(logits.shape))
     index = part.index(logits.shape)
@@ -101,7 +101,7 @@ def plain(logits: Tensor, part: Part) -> Tensor:
 
 
 def merged(logits: Tensor, part: Part) -> Tensor:
-    """As numba's loss in NeMo: float32, with the gradient of the logits made in the forward."""
+    """Compute losses as NeMo's numba loss: float32, with the logits' gradient in the forward."""
     return _Merged.apply(logits.float(), part)
 
 
@@ -132,11 +132,11 @@ class _Merged(torch.autograd.Function):
 
 
 def chunked(batch: Batch, rows: int) -> Contender:
-    """As NVIDIA's FlashRNNT is described: packed rows in tiles, each computed again afterwards.
+    """Return NVIDIA's FlashRNNT as described: packed rows in tiles, recomputed in the backward.
 
-    A tile's joint output and logits exist; of them log-probabilities of blank and label are kept,
-    and the gradient is written over the logits. Each tile adds float32 gradients of the whole
-    batch's inputs, as there. What are Triton kernels there is compiled here.
+    Only one tile's joint output and logits exist at a time. Log-probabilities of blank and label
+    are kept, and the gradient overwrites the logits. As in FlashRNNT, each tile adds float32
+    gradients of the whole batch's inputs. Its Triton kernels are compiled torch code here.
     """
     leaves = {name: leaf(x) for name, x in batch.leaves.items()}
     nodes = batch.nodes

@@ -1,1 +1,1 @@
-"""What a cluster makes of a training strategy, predicted with a clock that only counts."""
+"""Predicts the throughput of training strategies on a cluster with a simulated clock."""

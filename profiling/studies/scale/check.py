@@ -1,4 +1,4 @@
-"""What was measured on several processes, beside what is predicted of them."""
+"""Compares measurements on several processes with the predictions for them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ COLUMNS: tuple[str, ...] = (
     "per_node",
     "base_s",
 )
-"""What tells the runs of a file apart but for their seed."""
+"""Fields that identify the runs of a file except for their seed."""
 _FIGURES = ("samples_per_s", "parameters", "micro_batch")
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A way to run, measured and predicted.
+    """A configuration, measured and predicted.
 
     Attributes:
-        strategy: As `Strategy.parse` reads it.
+        strategy: Strategy in the form that `Strategy.parse` reads.
         slowdown: Slowdown of one node.
         rate_mbit: Rate in Mbit/s of a node's network, or None where it is not limited.
         measured: Samples a second, the mean over seeds.
-        spread: The largest of them less the smallest, over the mean.
+        spread: Range of these rates over the seeds, divided by the mean.
         predicted: Samples a second.
         fitted: Whether the overhead of a step was fitted to it.
     """
@@ -52,7 +52,7 @@ class Checked:
 
     @property
     def error(self) -> float:
-        """By how much the prediction is too high, as a part of what was measured."""
+        """Relative error of the prediction; positive if it is too high."""
         return self.predicted / self.measured - 1
 
 

@@ -1,4 +1,4 @@
-"""What it costs to send and to reduce: closed forms for the collectives of a cluster.
+"""Costs of sending and reducing: closed forms for the collectives of a cluster.
 
 A message of b bytes takes ``latency + b / bandwidth`` seconds (Hockney 1994, "The communication
 challenge for MPP", Parallel Computing 20). Adding up is taken to be free, since it is hidden behind
@@ -33,11 +33,11 @@ class Link:
             raise ValueError(f"`bytes_per_s` must be positive, but is {self.bytes_per_s}.")
 
     def seconds(self, size: float) -> float:
-        """Of a message of so many bytes."""
+        """Return the seconds that a message of ``size`` bytes takes."""
         return self.latency_s + size / self.bytes_per_s
 
     def slower(self, factor: float) -> Link:
-        """With its bandwidth divided."""
+        """Return the link with its bandwidth divided by ``factor``."""
         return Link(self.latency_s, self.bytes_per_s / factor)
 
 
@@ -46,12 +46,12 @@ class Cluster:
     """Nodes of equal GPUs, numbered node by node.
 
     Attributes:
-        gpus: All of them.
-        gpus_per_node: The last node may have fewer.
-        intra: From a GPU to another of its node.
-        inter: From a node to another: all of the node's network cards together.
+        gpus: Number of GPUs in all nodes.
+        gpus_per_node: GPUs of a node; the last node may have fewer.
+        intra: Link between two GPUs of a node.
+        inter: Link between two nodes: all network cards of a node together.
         algorithm: Algorithm of the all-reduce; ``auto`` is the fastest, as NCCL's tuner chooses.
-        slowest_inter: By what factor the slowest of the nodes' links is slower than ``inter``.
+        slowest_inter: Factor by which the slowest node's link is slower than ``inter``.
     """
 
     gpus: int
@@ -70,7 +70,7 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """How many there are."""
+        """Number of nodes."""
         return -(-self.gpus // self.gpus_per_node)
 
     def node_of(self, gpu: int) -> int:
@@ -100,7 +100,7 @@ class Cluster:
         return min(known.values()) if self.algorithm == "auto" else known[self.algorithm]
 
     def all_gather(self, size: float) -> float:
-        """Seconds until every GPU has all parts of so many bytes; a reduce-scatter takes as long.
+        """Return the seconds of an all-gather of so many bytes; a reduce-scatter takes as long.
 
         By a ring, or inside and between nodes in turn, which is half of an all-reduce.
         """
@@ -114,7 +114,7 @@ class Cluster:
         return self.inter.slower(self.slowest_inter)
 
     def _split(self, count: int) -> tuple[int, int]:
-        """GPUs of a node, and nodes, that so many neighbours take up."""
+        """Return the GPUs of a node, and the nodes, that so many neighbours occupy."""
         return min(count, self.gpus_per_node), -(-count // self.gpus_per_node)
 
 
@@ -131,7 +131,7 @@ def ring(size: float, ranks: int, link: Link) -> float:
 
 
 def tree(size: float, ranks: int, link: Link) -> float:
-    """An all-reduce over two binary trees, each of half the bytes, in chunks one after the other.
+    """Return the time of an all-reduce over two binary trees, each with half the bytes, in chunks.
 
     .. math:: 2 (ceil(log2 n) a + S / B)
 

@@ -27,14 +27,14 @@ _BLOCK = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GossipCosts:
-    """What gossip adds to a cluster.
+    """Costs of gossip on a cluster.
 
     Attributes:
-        link: From a node to another, by the CPU; None for that between nodes.
-        staging: Between GPU and CPU, through which weights leave and what others sent comes in.
-        host_bytes_per_s: At which a CPU averages two rows of weights.
+        link: Link between two nodes through the CPU; None for the cluster's link.
+        staging: Link between GPU and CPU, used by outgoing and incoming weights.
+        host_bytes_per_s: Rate at which a CPU averages two rows of weights.
         period: Updates from one publication of the weights to the next.
-        claim_s: The store that hands out shares of work is busy for so long with each of them.
+        claim_s: Seconds for which the store is busy with each share of work that it hands out.
     """
 
     link: Link | None = None
@@ -55,18 +55,18 @@ class Learner:
     """A group of GPUs with weights of its own.
 
     Attributes:
-        gpus: How many.
+        gpus: Number of GPUs.
         node: Node of the first of them.
-        neighbours: Places on the ring that it exchanges weights with.
-        steps: Seconds of its steps, one after the other.
-        ends: When each of its steps ended.
+        neighbours: Positions in the ring of the learners that it exchanges weights with.
+        steps: Durations of its steps in seconds, in order.
+        ends: Times at which its steps ended.
         since: Updates since its last exchange began.
-        lags: Lags of each exchange, that number when it began.
-        stale: Stale of each exchange, updates made while it was under way.
+        lags: Value of ``since`` at the beginning of each exchange.
+        stale: Number of updates made during each exchange.
         arrived: Whether there is something to add to the weights.
         published: Whether weights were published since its last exchange began.
-        exchanging: Whether one that it began is under way.
-        turns: How many it began.
+        exchanging: Whether an exchange that it began is in progress.
+        turns: Number of exchanges that it began.
     """
 
     gpus: int
@@ -88,8 +88,8 @@ class Gossip:
 
     Args:
         cluster: The GPUs.
-        workload: Workload of each.
-        stragglers: What slows them.
+        workload: Workload of each GPU.
+        stragglers: Sources of slowness.
         costs: Costs of gossip.
         learner_size: GPUs of a learner; the last one may have fewer.
         seed: Seed of jitter and pauses.
@@ -192,9 +192,10 @@ class Gossip:
                 self._crossing[node] += change
 
     def _seconds(self, place: int, other: int) -> float:
-        """Of an exchange: weights leave the GPU, go to the other learner, and its own come back.
+        """Return the time of an exchange: GPU to host, to the other learner, and its weights back.
 
-        Of the networks that it passes through when it begins, it has an equal share to its end.
+        It has an equal share, to its end, of the networks that it uses, as divided at its
+        beginning.
         """
         ends = [self.learners[place].node, self.learners[other].node]
         at_ends = self._costs.staging.seconds(self._size)

@@ -19,14 +19,14 @@ _MOST_STEPS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A value of ``training.strategy`` with what belongs to it.
+    """A value of ``training.strategy`` with its settings.
 
     Attributes:
-        text: As it was given.
-        name: Without its settings.
-        periods: Of local_sgd and hierarchical: GPUs of a group, None for all, by the steps between
-            two means of their weights.
-        learner_size: Learner size of h_adpsgd, GPUs of a learner; None for those of a node.
+        text: Text of the argument.
+        name: Name without settings.
+        periods: GPUs of a group (None for all) by the steps between two averages of their weights,
+            for local_sgd and hierarchical.
+        learner_size: GPUs of a learner of h_adpsgd; None for those of a node.
     """
 
     text: str
@@ -84,19 +84,19 @@ def _count(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a strategy makes of a cluster.
+    """Predicted performance of a strategy on a cluster.
 
     Attributes:
-        strategy: As it was given.
-        gpus: Gpus of the cluster.
+        strategy: Text of the strategy.
+        gpus: Number of GPUs of the cluster.
         samples_per_s: Samples per second of all learners together.
-        efficiency: Over that of as many GPUs which neither wait nor communicate, and of which none
-            is slow.
+        efficiency: This rate divided by that of as many GPUs that neither wait nor communicate, and
+            of which none is slow.
         step_s: Mean time from one update of a learner to the next.
-        slowest_share: Samples of the learner that has fewest, over the mean of the learners.
-        updates_per_exchange: Of gossip, updates of a learner from one exchange to the next; None
-            where there is none.
-        staleness: Staleness of gossip, updates of a learner while an exchange is under way.
+        slowest_share: Samples of the learner that has fewest, divided by the mean of the learners.
+        updates_per_exchange: Updates of a learner from one gossip exchange to the next; None
+            without gossip.
+        staleness: Updates of a learner during a gossip exchange.
     """
 
     strategy: str
@@ -122,13 +122,13 @@ def predict(
     """Let a strategy train for some steps.
 
     Args:
-        strategy: What is predicted.
-        cluster: Its GPUs.
-        workload: Workload of each.
-        stragglers: What slows them.
+        strategy: Strategy to predict.
+        cluster: GPUs and links.
+        workload: Workload of each GPU.
+        stragglers: Sources of slowness.
         costs: Costs of gossip.
         steps: Steps of a GPU that nothing slows; the slowest makes at least 20.
-        seed: The same for the same numbers.
+        seed: Random seed; equal seeds give equal results.
 
     Raises:
         ValueError: Groups do not divide the GPUs, or a node is slower than can be counted.
@@ -170,7 +170,7 @@ def predict(
 
 
 def _updates(ends: list[float], until: float) -> float:
-    """Updates a second."""
+    """Return the updates per second."""
     return (len(ends) - 1) / (ends[-1] - ends[0]) if len(ends) > 1 else len(ends) / until
 
 

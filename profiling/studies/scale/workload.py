@@ -1,4 +1,4 @@
-"""What a step is on one GPU, and what slows it down."""
+"""The cost of a step on one GPU, and sources of slowness."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Workload:
     """A step of one GPU.
 
     Attributes:
-        step_s: Forward, backward and update, without communication, on a GPU that nothing slows.
+        step_s: Seconds of forward, backward and update, without communication and slowdown.
         samples: Samples of the step of one GPU, in any unit: utterances, or seconds of audio.
-        parameters: Parameters of the model.
-        layers: That fsdp2 gathers one at a time.
+        parameters: Number of parameters of the model.
+        layers: Number of layers, which fsdp2 gathers one at a time.
         backward: Part of ``step_s`` that is backward.
-        overlap: Part of the backward in which gradients can travel: the last so much of it.
-        gradient_bytes: Gradient bytes of a parameter, as ddp exchanges it.
-        gathered_bytes: Gathered bytes of a parameter, as fsdp2 gathers it.
-        weight_bytes: Weight bytes of a parameter, as averaging and gossip exchange it.
-        overhead_s: Of a step beside ``step_s``; a slow node does not stretch it.
+        overlap: Last part of the backward, as a fraction, during which gradients can be sent.
+        gradient_bytes: Bytes per parameter that ddp exchanges for gradients.
+        gathered_bytes: Bytes per parameter that fsdp2 gathers.
+        weight_bytes: Bytes per parameter that averaging and gossip exchange.
+        overhead_s: Seconds of a step in addition to ``step_s``, the same on a slow node.
     """
 
     step_s: float
@@ -59,15 +59,16 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stragglers:
-    """What makes one GPU later than another.
+    """Causes of differences in speed between GPUs.
 
     Attributes:
-        slow_nodes: By what factor the first nodes compute more slowly, one for each; the others
-            are as fast as `Workload` says.
-        slow_link: By what factor the first of them has a slower network, if there are several.
+        slow_nodes: Factors by which the first nodes compute more slowly, one for each; the others
+            have the speed of `Workload`.
+        slow_link: Factor by which the network of the first slow node is slower, if there are
+            several.
         jitter: Standard deviation of the time of a step over its mean, drawn anew for each GPU and
             step from a lognormal distribution.
-        pauses_per_hour: Of each node: how often it stands still, in all of its GPUs.
+        pauses_per_hour: Number of pauses of each node per hour, each with all of its GPUs.
         pause_s: Mean length of a pause, exponentially distributed.
     """
 
@@ -89,7 +90,7 @@ class Stragglers:
                 raise ValueError(f"`{name}` must be at least 0, but is {getattr(self, name)}.")
 
     def factor(self, node: int) -> float:
-        """By which a node computes more slowly."""
+        """Return the factor by which a node computes more slowly."""
         return self.slow_nodes[node] if node < len(self.slow_nodes) else 1.0
 
     @property
@@ -105,14 +106,14 @@ def draw(
     steps: int,
     random: np.random.Generator,
 ) -> np.ndarray:
-    """Return how long steps take to compute.
+    """Return the computing time of steps.
 
     Args:
         workload: Workload of each GPU.
-        stragglers: What slows it.
-        nodes: Nodes of each of the GPUs, in ascending order.
-        steps: How many.
-        random: Where the jitter comes from.
+        stragglers: Sources of slowness.
+        nodes: Node of each of the GPUs, in ascending order.
+        steps: Number of steps.
+        random: Random generator of the jitter.
 
     Returns:
         float64 (steps, GPUs), seconds.
@@ -135,7 +136,7 @@ def draw(
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What a run measured.
+    """Measurements of a run.
 
     Attributes:
         step_s: Mean step without waiting for data.
@@ -178,7 +179,7 @@ def observe(path: Path) -> Observed:
 
 
 def count_parameters(name: str) -> tuple[int, int]:
-    """Parameters and layers of a published model, or of a recipe.
+    """Return parameters and layers of a published model, or of a recipe.
 
     Raises:
         ValueError: There is no such model.

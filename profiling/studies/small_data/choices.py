@@ -1,4 +1,4 @@
-"""The configurations that were tried for the recipe ``small``, each one change from another."""
+"""Configurations tried for the recipe ``small``, each with one change from another."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _choice(name: str, vocabulary: int, *parts: Sequence[str], hybrid: bool = Tr
 
 
 _LEARNING = (*_QUARTER, *_AUGMENTED, *_CTC_FIRST, _20_S)
-"""What learnt best; below, each differs from it in what its name says."""
+"""The configuration that learnt best; those below differ from it as their names indicate."""
 
 LADDER = (
     _choice("8x", 256, ()),
@@ -67,4 +67,4 @@ LADDER = (
     _choice("learning rate 8e-4", 128, _LEARNING, ["optimizer.lr=8e-4"]),
     Choice("recipe small", "small", 128, (), _BOTH),
 )
-"""Overrides of ``base.yaml``: 8x, no augmentation, 80 s a step."""
+"""Overrides of ``base.yaml``: 8x subsampling, no augmentation, 80 s a step."""

@@ -1,4 +1,4 @@
-"""Sets of a corpus of read speech: one language or several, all of it or some minutes."""
+"""Subsets of a corpus of read speech: one language or several, complete or some minutes."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ SPLITS = ("train", "dev", "test")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Manifests of NeMo's format on disk.
+    """NeMo manifests on disk.
 
     Attributes:
         name: ``en``, ``nl`` or, with several languages, ``en+nl``.
-        folder: Of ``train.jsonl``, ``dev.jsonl`` and ``test.jsonl``, with absolute paths of audio.
+        folder: Folder of ``train.jsonl``, ``dev.jsonl`` and ``test.jsonl``, with absolute audio
+            paths.
     """
 
     name: str
     folder: Path
 
     def manifest(self, split: str) -> Path:
-        """The manifest of a split."""
+        """Return the manifest path of a split."""
         return self.folder / f"{split}.jsonl"
 
     def rows(self, split: str) -> list[dict]:
-        """The lines of the manifest of a split."""
+        """Return the rows of the manifest of a split."""
         lines = self.manifest(split).read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
 
     def hours(self, split: str) -> float:
-        """Duration of a split."""
+        """Return the duration of a split, in hours."""
         return sum(row["duration"] for row in self.rows(split)) / 3600
 
 
@@ -48,12 +49,12 @@ def write_corpus(
     """Join the manifests ``LANGUAGE_SPLIT.jsonl`` of a folder.
 
     Args:
-        source: The folder, with NeMo manifests whose paths are relative to it.
-        languages: Of the corpus.
-        out: The folder to write.
-        minutes: Of training data of each language, drawn at random; None for all. A draw of fewer
-            minutes is a part of a draw of more.
-        seed: Of the draw.
+        source: Folder with NeMo manifests whose paths are relative to it.
+        languages: Languages of the corpus.
+        out: Folder to write.
+        minutes: Minutes of training data per language, drawn at random; None for all. A draw of
+            fewer minutes is a subset of a draw of more.
+        seed: Seed of the draw.
 
     Raises:
         ValueError: The source lacks a manifest, or a language has fewer minutes.

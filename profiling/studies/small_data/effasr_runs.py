@@ -1,4 +1,4 @@
-"""effasr's own commands, as a user would call them, and the CPU time that they take."""
+"""Runs effasr's commands as a user would, and measures their CPU time."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from small_data import table
 from small_data.corpora import SPLITS, Corpus
 
 _SHORT, _LONG = 8, 32
-"""Steps of the two runs whose difference gives the time of a step."""
+"""Steps of two runs, whose difference gives the time of a step."""
 QUIET = (
     *("training.tensorboard=false", "data.workers=0", "training.threads=1"),
     *("training.restart=true", "data.cache=null"),
 )
-"""One thread and no other process, so that CPU time is the time of one core."""
+"""Settings for one thread and no other process, so that CPU time is the time of one core."""
 
 Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is trained and how it is decoded.
+    """A training configuration and its decoding options.
 
     Attributes:
-        name: In the table.
-        recipe: Of `effasr train`.
-        vocab_size: Pieces of each language.
-        overrides: Fields of the recipe, ``model.encoder.layers=6``.
+        name: Name in the table.
+        recipe: Recipe of `effasr train`.
+        vocab_size: Number of pieces per language.
+        overrides: Overrides of the recipe, such as ``model.encoder.layers=6``.
         decoding: Options of `effasr evaluate`, by name.
     """
 
@@ -50,15 +50,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Trained:
-    """A run.
+    """A training run.
 
     Attributes:
-        run: Its folder.
-        parameters: Of the model.
-        steps: Updates.
-        audio_s: Seconds of audio in them.
-        cpu_s: CPU seconds of the training, without the start of the program.
-        ctc: CTC loss per token of the last line of the metrics; None for a model without CTC.
+        run: Folder of the run.
+        parameters: Number of parameters of the model.
+        steps: Number of updates.
+        audio_s: Seconds of audio in these updates.
+        cpu_s: CPU seconds of the training, without program start.
+        ctc: CTC loss per token in the last line of the metrics; None for a model without CTC.
     """
 
     run: Path
@@ -70,11 +70,11 @@ class Trained:
 
 
 class Commands:
-    """Calls of ``effasr`` in a folder.
+    """Runs ``effasr`` commands in a folder.
 
     Args:
-        folder: For data and runs.
-        say: Shows a line.
+        folder: Folder for data and runs.
+        say: Function that prints a line.
     """
 
     def __init__(self, folder: Path, say: Say) -> None:
@@ -82,14 +82,14 @@ class Commands:
         folder.mkdir(parents=True, exist_ok=True)
 
     def prepare(self, corpus: Corpus) -> None:
-        """`effasr prepare` of each split, once."""
+        """Run `effasr prepare` for each split, once."""
         for split in SPLITS:
             out = self.folder / "data" / corpus.name / split
             if not (out / "report.json").exists():
                 self.call("prepare", str(corpus.manifest(split)), str(out))
 
     def tokenizer(self, manifests: Sequence[Path], name: str, vocab_size: int) -> Path:
-        """`effasr tokenizer` of manifests, once; return its folder."""
+        """Run `effasr tokenizer` on manifests, once, and return the tokenizer's folder."""
         out = self.folder / "data" / f"tokenizer_{name}_{vocab_size}"
         if not out.exists():
             self.call("tokenizer", *map(str, manifests), str(out), "--vocab-size", str(vocab_size))
@@ -106,16 +106,16 @@ class Commands:
         tokenizer: Path | None = None,
         init_from: Path | None = None,
     ) -> Trained:
-        """Train for about ``cpu_s`` seconds of one core, by a number of steps found before.
+        """Train for about ``cpu_s`` seconds of one core, with a step count measured beforehand.
 
         Args:
-            choice: What is trained.
-            corpus: Prepared by `prepare`.
-            cpu_s: Of the training without the start of the program.
-            seed: Of the run.
-            name: Of the run.
-            tokenizer: By default that of the corpus' own training set.
-            init_from: The run to start from, whose tokenizer stays; None for none.
+            choice: Training configuration.
+            corpus: Corpus prepared by `prepare`.
+            cpu_s: CPU seconds of the training, without program start.
+            seed: Seed of the run.
+            name: Name of the run.
+            tokenizer: Folder of the tokenizer; by default that of the corpus' own training set.
+            init_from: Run to start from, whose tokenizer is kept; None to train from scratch.
         """
         output = self.folder / "runs"
         train = self.folder / "data" / corpus.name / "train"
@@ -149,17 +149,17 @@ class Commands:
         )
 
     def evaluate(self, run: Path, corpus: Corpus, split: str, decoding: Sequence[str]) -> dict:
-        """`effasr evaluate`: the content of ``wer.json``."""
+        """Run `effasr evaluate` and return the content of ``wer.json``."""
         data, out = self.folder / "data" / corpus.name / split, run / f"evaluation_{split}"
         options = ["--run", str(run), "--manifest", str(data), "--output", str(out)]
         self.call("evaluate", *options, "--worst", "0", *decoding)
         return json.loads((out / "wer.json").read_text(encoding="utf-8"))
 
     def call(self, *arguments: str) -> float:
-        """Run a command; return its CPU seconds.
+        """Run a command and return its CPU seconds.
 
         Raises:
-            RuntimeError: It failed.
+            RuntimeError: The command failed.
         """
         before = _children_s()
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -171,7 +171,7 @@ class Commands:
 
 
 def count_parameters(run: Path) -> int:
-    """Trained numbers of the model of a run."""
+    """Return the number of trained parameters of a run's model."""
     import torch
 
     model = load_model(resolve(run), torch.device("cpu")).model
@@ -179,7 +179,7 @@ def count_parameters(run: Path) -> int:
 
 
 def _audio_seconds(lines: Sequence[dict[str, Any]]) -> float:
-    """Of all steps: a line has the mean of the steps since the line before."""
+    """Return the audio of all steps: a line has the mean of the steps since the previous line."""
     total, last = 0.0, 0
     for line in lines:
         total += line["audio_seconds"] * (line["step"] - last)
@@ -188,7 +188,7 @@ def _audio_seconds(lines: Sequence[dict[str, Any]]) -> float:
 
 
 def _children_s() -> float:
-    """CPU seconds of the processes that this one has started and that have ended."""
+    """Return the CPU seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -202,7 +202,7 @@ def summary_row(
     split: str,
     result: dict[str, Any],
 ) -> dict[str, Any]:
-    """A row of the table, from ``wer.json``; without the seed."""
+    """Return a row of the table from ``wer.json``, without the seed."""
     low, high = result["wer_interval"]
     return {
         "study": study,

@@ -1,4 +1,4 @@
-"""SpeechBrain's own modules, put together as its recipes do; imports SpeechBrain."""
+"""A SpeechBrain model assembled from its own modules as in its recipes; imports SpeechBrain."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _MELS = 80
 
 
 class Peer(nn.Module):
-    """Features to losses, and features to tokens.
+    """Computes losses and tokens from features.
 
     Args:
-        settings: Sizes and weights.
-        vocabulary: Tokens, blank, begin and end among them.
+        settings: Model sizes and loss weights.
+        vocabulary: Number of tokens, including blank, begin and end.
     """
 
     def __init__(self, settings: PeerSettings, vocabulary: int) -> None:
@@ -87,13 +87,13 @@ class Peer(nn.Module):
     def loss(
         self, audio: Tensor, lengths: Tensor, texts: list[list[int]], *, epoch: int, augment: bool
     ) -> tuple[Tensor, float]:
-        """The loss of a batch, and its CTC loss per token.
+        """Return the loss of a batch, and its CTC loss per token.
 
         Args:
             audio: float32 (B, samples), padded with zeros.
-            lengths: float32 (B,), shares of the longest.
-            texts: Tokens of each utterance.
-            epoch: Counted from 1.
+            lengths: float32 (B,), lengths relative to the longest.
+            texts: Token ids of each utterance.
+            epoch: Number of the epoch, counted from 1.
             augment: Whether to apply SpecAugment.
         """
         features = self.normalize(self.features(audio), lengths, epoch=epoch)
@@ -119,12 +119,12 @@ class Peer(nn.Module):
 
     @torch.no_grad()
     def encode(self, audio: Tensor, lengths: Tensor) -> Tensor:
-        """Encoder frames, (B, T, width)."""
+        """Return encoder frames, (B, T, width)."""
         features = self.normalize(self.features(audio), lengths)
         return self.transformer.encode(self.cnn(features), lengths)
 
     def searcher(self) -> S2STransformerBeamSearcher:
-        """Joint search with attention and CTC."""
+        """Return a joint attention and CTC beam search."""
         settings = self.settings
         scorer = ScorerBuilder(
             full_scorers=[CTCScorer(ctc_fc=self.ctc, blank_index=BLANK, eos_index=EOS)],
@@ -143,13 +143,13 @@ class Peer(nn.Module):
         )
 
     def greedy_ctc(self, encoded: Tensor) -> list[int]:
-        """Tokens of one utterance, of frames (1, T, width)."""
+        """Return the token ids of one utterance from frames (1, T, width)."""
         best = self.ctc(encoded)[0].argmax(-1).unique_consecutive()
         return [token for token in best.tolist() if token != BLANK]
 
 
 def _padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Tokens (B, longest), and the lengths as shares of the longest, (B,)."""
+    """Return tokens (B, longest), and lengths relative to the longest, (B,)."""
     longest = max(map(len, rows))
     tokens = torch.zeros(len(rows), longest, dtype=torch.long)
     for index, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""What the peer is trained with; read by a process that has SpeechBrain."""
+"""Settings of the peer's training; read by a process that has SpeechBrain."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSettings:
-    """A CTC + attention Conformer of SpeechBrain; the defaults are its recipes' for small models.
+    """A CTC + attention Conformer of SpeechBrain; defaults follow its recipes for small models.
 
-    Those are LibriSpeech's ``conformer_small`` and CommonVoice's ``conformer_large``, whose steps
-    and sizes are scaled to the corpus: there, 300 s of audio in a batch and 25,000 of 250,000 steps
-    of warm-up, 8,000 of them before SpecAugment.
+    The recipes are LibriSpeech's ``conformer_small`` and CommonVoice's ``conformer_large``, with
+    steps and sizes scaled to the corpus: there, a batch has 300 s of audio, and 25,000 of 250,000
+    steps are warm-up, 8,000 of them before SpecAugment.
 
     Attributes:
         train: Manifest to train on.
         test: Manifest to transcribe.
         out: Folder for results.
         cpu_s: CPU seconds of training.
-        seed: Of weights, order and augmentation.
-        raw_text: Whether texts are trained on as they are. Otherwise in lower case and without
-            punctuation, as its recipes prepare them.
-        vocab_size: Pieces of the unigram model of SentencePiece.
-        batch_s: Most seconds of audio of a batch.
-        encoder_layers: Of the Conformer.
-        decoder_layers: Of the Transformer.
-        width: Channels.
-        heads: Of attention.
-        feed_forward: Channels inside of feed-forward networks.
-        lr: Highest learning rate.
-        warmup_share: Of the expected steps.
-        spec_augment_after: Share of the expected steps without SpecAugment.
-        ctc_weight: Of the loss.
-        label_smoothing: Of the decoder's loss.
-        averaged: Weights of the ends of epochs that are averaged.
-        beam: Hypotheses of the joint search.
-        ctc_weight_decode: Share of CTC in its scores.
+        seed: Seed of weights, order and augmentation.
+        raw_text: Whether texts are used unchanged for training. Otherwise they are lowercased and
+            stripped of punctuation, as in SpeechBrain's recipes.
+        vocab_size: Number of pieces of the SentencePiece unigram model.
+        batch_s: Largest audio duration of a batch, in seconds.
+        encoder_layers: Number of Conformer layers.
+        decoder_layers: Number of Transformer decoder layers.
+        width: Model dimension.
+        heads: Number of attention heads.
+        feed_forward: Channels inside the feed-forward layers.
+        lr: Peak learning rate.
+        warmup_share: Fraction of the expected steps for warm-up.
+        spec_augment_after: Fraction of the expected steps without SpecAugment.
+        ctc_weight: Weight of CTC in the loss.
+        label_smoothing: Label smoothing of the decoder's loss.
+        averaged: Number of last epochs whose final weights are averaged.
+        beam: Beam size of the joint search.
+        ctc_weight_decode: Weight of CTC in the search scores.
     """
 
     train: str
@@ -63,10 +63,10 @@ class PeerSettings:
     ctc_weight_decode: float = 0.4
 
     def save(self, path: Path) -> None:
-        """Write JSON."""
+        """Write the settings as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> PeerSettings:
-        """Read what `save` wrote."""
+        """Read settings written by `save`."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))

@@ -1,8 +1,8 @@
-"""Trains the peer for some seconds of CPU time, and transcribes a set with it.
+"""Trains the peer for a given CPU time, and transcribes a set with it.
 
     PYTHONPATH=PEER:profiling:profiling/studies python -m small_data.peer_worker SETTINGS.json
 
-Writes ``result.json``, and for each way of decoding ``hypotheses_NAME.jsonl`` with id and text.
+Writes ``result.json``, and per decoding method ``hypotheses_NAME.jsonl`` with id and text.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from small_data.peer_model import BOS, EOS, Peer
 from small_data.peer_settings import PeerSettings
 
 _TRIAL_BATCHES = 8
-"""That are trained on before the run, by a copy of the model, to learn how long a step takes."""
+"""Batches that a copy of the model trains on before the run, to measure the time of a step."""
 _BUCKETS = 20
 _CLIP = 5.0
 
 
 class Utterances:
-    """A manifest with tokens."""
+    """A manifest with tokenized texts."""
 
     def __init__(self, manifest: str, tokenizer: sentencepiece.SentencePieceProcessor) -> None:
         self.rows = [json.loads(line) for line in Path(manifest).read_text("utf-8").splitlines()]
@@ -52,7 +52,7 @@ class Utterances:
         return len(self.rows)
 
     def batch(self, indices: list[int]) -> tuple[Tensor, Tensor, list[list[int]]]:
-        """Audio (B, samples), lengths as shares of the longest (B,), tokens."""
+        """Return audio (B, samples), lengths relative to the longest (B,), and tokens."""
         waves = [read_audio(self.rows[index]["audio_filepath"]) for index in indices]
         longest = max(map(len, waves))
         lengths = torch.tensor([len(wave) / longest for wave in waves])
@@ -61,14 +61,14 @@ class Utterances:
 
 
 def read_audio(path: str) -> Tensor:
-    """Float32 (samples,), at 16 kHz."""
+    """Return audio as float32 (samples,), at 16 kHz."""
     samples, rate = soundfile.read(path, dtype="float32")
     assert rate == 16_000, f"{path} must be at 16 kHz, but is at {rate} Hz"
     return torch.from_numpy(samples)
 
 
 def train_tokenizer(texts: list[str], size: int) -> sentencepiece.SentencePieceProcessor:
-    """A unigram model with blank (as unknown) 0, begin 1 and end 2."""
+    """Train a unigram model with blank (as unknown) 0, begin 1 and end 2."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
@@ -87,7 +87,7 @@ def train_tokenizer(texts: list[str], size: int) -> sentencepiece.SentencePieceP
 
 
 class Trainer:
-    """Its recipes' training: Adam with the Noam schedule, speed perturbation, SpecAugment."""
+    """Trains as the recipes do: Adam with the Noam schedule, speed perturbation, SpecAugment."""
 
     def __init__(self, settings: PeerSettings, model: Peer, data: Utterances, steps: int) -> None:
         self.settings, self.model, self.data, self.steps = settings, model, data, steps
@@ -99,7 +99,7 @@ class Trainer:
         self.ends: deque[dict[str, Tensor]] = deque(maxlen=settings.averaged)
 
     def batches(self) -> Iterator[list[int]]:
-        """Of all epochs; the weights at the end of each are kept."""
+        """Yield batches of all epochs; the weights at the end of each epoch are kept."""
         sampler = DynamicBatchSampler(
             self.data,
             self.settings.batch_s,
@@ -116,7 +116,7 @@ class Trainer:
             self.ends.append(copy.deepcopy(self.model.state_dict()))
 
     def update(self, indices: list[int]) -> None:
-        """One step."""
+        """Do one training step."""
         audio, lengths, tokens = self.data.batch(indices)
         augment = self.step >= self.settings.spec_augment_after * self.steps
         loss, ctc = self.model.loss(
@@ -132,7 +132,7 @@ class Trainer:
         self.ctc = ctc if self.step == 1 else 0.98 * self.ctc + 0.02 * ctc
 
     def average(self) -> None:
-        """Give the model the mean of the weights at the ends of the last epochs."""
+        """Set the model to the mean of the weights at the ends of the last epochs."""
         if self.ends:
             trained = {name for name, _ in self.model.named_parameters()}
             parts = [{name: end[name].clone() for name in trained} for end in self.ends]
@@ -182,7 +182,7 @@ def main() -> None:
 
 
 def write_texts(settings: PeerSettings, out: Path) -> Path:
-    """A copy of the manifest with the text to train on."""
+    """Write a copy of the manifest with the training texts and return its path."""
     normalize = get_normalizer("none" if settings.raw_text else "basic")
     lines = []
     for line in Path(settings.train).read_text("utf-8").splitlines():
@@ -200,7 +200,7 @@ def transcribe(
     tokenizer: sentencepiece.SentencePieceProcessor,
     out: Path,
 ) -> None:
-    """Write what greedy CTC and the joint search make of each utterance, one at a time."""
+    """Write the results of greedy CTC and of the joint search, one utterance at a time."""
     model.eval()
     search, found = model.searcher(), {"ctc": [], "joint": []}
     for line in Path(settings.test).read_text("utf-8").splitlines():

@@ -22,11 +22,11 @@ COLUMNS = (
     *("insertions", "deletions", "substitutions", "seed"),
     *("device", "torch", "triton", "git", "date"),
 )
-"""``cpu_s`` is of training alone, in seconds of one thread; ``audio_s`` is what was trained on."""
+"""Columns. ``cpu_s`` covers training alone, in seconds of one thread; ``audio_s`` trained audio."""
 
 
 def score(references: Sequence[str], hypotheses: Sequence[str]) -> list[ErrorCounts]:
-    """Errors of each utterance after the normalisation that `effasr evaluate` has by default."""
+    """Return the errors of each utterance after the default normalisation of `effasr evaluate`."""
     normalize = get_normalizer("basic")
     pairs = zip(references, hypotheses, strict=True)
     return [
@@ -35,7 +35,7 @@ def score(references: Sequence[str], hypotheses: Sequence[str]) -> list[ErrorCou
 
 
 def rates(errors: Sequence[ErrorCounts]) -> dict[str, Any]:
-    """Columns of the rates, of errors of each utterance."""
+    """Return the rate columns from the errors of each utterance."""
     counted, (low, high) = total(errors), interval(errors)
     return {
         "words": counted.words,
@@ -52,7 +52,7 @@ def rates(errors: Sequence[ErrorCounts]) -> dict[str, Any]:
 def training(
     *, parameters: int, cpu_s: float, steps: int, audio_s: float, ctc: float | None
 ) -> dict[str, Any]:
-    """Columns of a training."""
+    """Return the columns of a training run."""
     return {
         "parameters": parameters,
         "cpu_s": round(cpu_s, 1),
@@ -64,7 +64,7 @@ def training(
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a row, with the versions and the date."""
+    """Add a row, with versions and date."""
     import torch
 
     found = provenance(torch.device("cpu"))
@@ -72,7 +72,7 @@ def append(path: Path, row: dict[str, Any]) -> None:
 
 
 def version(package: str, folder: Path | None = None) -> str:
-    """Of an installed package, or of one in a folder."""
+    """Return the version of an installed package, or of one in a folder."""
     if folder is None:
         return importlib.metadata.version(package)
     for found in importlib.metadata.distributions(path=[str(folder)]):
@@ -82,7 +82,7 @@ def version(package: str, folder: Path | None = None) -> str:
 
 
 def is_done(path: Path, **wanted: object) -> bool:
-    """Whether the table has a row with these values."""
+    """Return whether the table has a row with these values."""
     return any(
         all(row[key] == str(value) for key, value in wanted.items()) for row in rows.read(path)
     )

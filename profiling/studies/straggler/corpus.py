@@ -25,7 +25,7 @@ _WORDS = {
 }
 _RATE = 16_000
 FRAME_BUDGET = 48
-"""Of a micro-batch: about 4 s of audio."""
+"""Frame budget of a micro-batch: about 4 s of audio."""
 
 
 def write_corpus(folder: Path, utterances: int = 480, held_out: int = 48) -> None:

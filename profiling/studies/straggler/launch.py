@@ -38,7 +38,7 @@ def train(settings: Settings, network: Network, seconds: float, limit_s: float =
 
     Args:
         settings: Settings of the run.
-        network: Where its nodes are.
+        network: Network of its nodes.
         seconds: Seconds to measure.
         limit_s: Limit in seconds for the start, and for the end.
 

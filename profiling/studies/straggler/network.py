@@ -18,7 +18,7 @@ class Network:
 
     Attributes:
         address: Address of the parent, as processes reach it.
-        prefixes: What to write in front of the command of each node's processes.
+        prefixes: Words to prepend to the command of each node's processes.
         environment: Environment for all of them.
     """
 
@@ -33,7 +33,7 @@ def plain(nodes: int) -> Network:
 
 
 def why_not() -> str | None:
-    """Why there can be no namespaces here; None if there can."""
+    """Return why namespaces are not available; None if they are."""
     for name in ("ip", "tc"):
         if shutil.which(name) is None:
             return f"there is no command {name} (package iproute2)"
@@ -54,15 +54,15 @@ def why_not() -> str | None:
 
 @contextmanager
 def limited(nodes: int, mbit: float) -> Iterator[Network]:
-    """Every node in a namespace of its own, whose link sends and receives at a limited rate.
+    """Put every node into a separate network namespace, whose link has a limited rate.
 
     Args:
-        nodes: How many.
-        mbit: Megabits a second of each, in each direction.
+        nodes: Number of nodes.
+        mbit: Rate of each link in each direction, in Mbit/s.
 
     Raises:
         ValueError: ``mbit`` is not positive.
-        RuntimeError: It cannot be set up; `why_not` says why.
+        RuntimeError: It cannot be set up; `why_not` returns the reason.
     """
     if not mbit > 0:
         raise ValueError(f"`mbit` must be positive, but is {mbit}.")

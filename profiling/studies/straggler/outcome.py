@@ -1,4 +1,4 @@
-"""From what processes noted to the figures of a run."""
+"""Computes the figures of a run from the records of its processes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Steps:
     """Steps made by a rank.
 
     Attributes:
-        began: When the first of its steps began.
-        times: float64 (n,), when each of its steps ended.
+        began: Time at which the first of its steps began.
+        times: float64 (n,), time at which each of its steps ended.
         samples: int64 (n,), utterances of each.
         micro_batches: int64 (n,), of each.
     """
@@ -46,7 +46,7 @@ class Steps:
         return cls(lines[0]["began"], times, samples, micro_batches)
 
     def rate(self, window: Window) -> float:
-        """Samples a second, from the end of a step to the end of another in a window.
+        """Return samples per second between the ends of two steps in a window.
 
         So that no part of a step counts: of a slow node, it may have but a few.
         """
@@ -57,11 +57,11 @@ class Steps:
         return float(samples[1:].sum() / (times[-1] - times[0]))
 
     def count(self, window: Window) -> int:
-        """Steps that ended in a window."""
+        """Return the steps that ended in a window."""
         return int(((self.times >= window.begin) & (self.times <= window.end)).sum())
 
     def until(self, time: float) -> int:
-        """Samples up to a time."""
+        """Return the samples up to a time."""
         return int(self.samples[self.times <= time].sum())
 
 
@@ -70,9 +70,9 @@ class Point:
     """The learners at some time.
 
     Attributes:
-        seconds: Since all ranks had begun their first step.
-        samples: That all ranks had trained on since the run began.
-        loss: Loss of the mean of the learners, on what is held out: cross-entropy by token, nats.
+        seconds: Time since all ranks had begun their first step, in seconds.
+        samples: Utterances that all ranks have trained on since the run began.
+        loss: Held-out loss of the learners' mean: cross-entropy per token, in nats.
         consensus: Root mean square distance of the learners from their mean, over its norm.
     """
 
@@ -90,12 +90,11 @@ class Outcome:
         samples_per_s: Utterances a second, of all ranks.
         micro_batch: Mean utterances of a micro-batch.
         node_steps: Steps of each node in the window: those of its first process.
-        consensus: As of `Point`, the mean over those in the window.
-        staleness: What the run says of it: updates that the first learner made between the copy of
-            its weights that a difference was computed of, and its being added; None where no run
-            speaks of it.
-        points: From the beginning of the run on, in order of time.
-        parameters: Parameters of the model.
+        consensus: Mean of the values of `Point` in the window.
+        staleness: Reported staleness: updates of the first learner between the copy of its weights
+            from which a difference is computed and its addition; None if no run reports it.
+        points: Points in order of time, from the beginning of the run.
+        parameters: Number of parameters of the model.
     """
 
     samples_per_s: float
@@ -138,14 +137,14 @@ def outcome(settings: Settings, config: TrainConfig, window: Window) -> Outcome:
 
 
 def _staleness(path: Path) -> float | None:
-    """The mean over the lines of a run's metrics that have one; a slow run may have no line."""
+    """Return the mean over the metrics lines that have a value; a slow run may have none."""
     lines = path.read_text().splitlines() if path.exists() else []
     found = [value for line in lines if (value := json.loads(line).get("staleness")) is not None]
     return float(np.mean(found)) if found else None
 
 
 def _weights(settings: Settings) -> list[tuple[float, list[np.ndarray]]]:
-    """When all ranks told their weights, and the newest of each by then, without gaps."""
+    """Return the times of all ranks' weight reports with each rank's newest one, without gaps."""
     ranks = range(settings.nodes * settings.per_node)
     told = [sorted(Path(settings.folder).glob(f"weights_{rank}_*.npy")) for rank in ranks]
     numbers = [[int(path.stem.rsplit("_", 1)[1]) for path in paths] for paths in told]
@@ -187,12 +186,12 @@ class Judge:
 
     @property
     def parameters(self) -> int:
-        """Of the model."""
+        """Number of parameters of the model."""
         return int(self._is_weight.sum())
 
     @torch.no_grad()
     def __call__(self, learners: Sequence[np.ndarray]) -> tuple[float, float]:
-        """Loss of their mean, and distance from it; see `Point`."""
+        """Return the loss of the learners' mean, and their distance from it; see `Point`."""
         stacked = np.stack(learners)
         mean = stacked.mean(axis=0)
         weights, center = stacked[:, self._is_weight], mean[self._is_weight]

@@ -17,13 +17,13 @@ class Settings:
 
     Attributes:
         recipe: YAML file of the run.
-        folder: Where processes say what they did.
-        nodes: How many there are.
-        per_node: Processes of each.
-        base_s: How long the forward of a micro-batch lasts on a node that is not slow.
-        factors: By what a node is slower, one for each.
-        in_step: Whether ranks go in step: they then tell their weights at the same steps.
-        every_s: Seconds from one such telling to the next, about.
+        folder: Folder for the records of the processes.
+        nodes: Number of nodes.
+        per_node: Processes of each node.
+        base_s: Seconds of the forward of a micro-batch on a node that is not slow.
+        factors: Slowdown of each node.
+        in_step: Whether ranks are synchronous; then they report their weights at the same steps.
+        every_s: Approximate seconds between two such reports.
     """
 
     recipe: str
@@ -36,7 +36,7 @@ class Settings:
     every_s: float
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write the settings as JSON."""
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
@@ -56,5 +56,5 @@ class Settings:
         return Path(self.folder) / f"steps_{rank}.jsonl"
 
     def weights(self, rank: int, number: int) -> Path:
-        """Those of a rank, at some time."""
+        """Return the path of a rank's weights at some time."""
         return Path(self.folder) / f"weights_{rank}_{number:06d}.npy"

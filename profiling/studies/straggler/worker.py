@@ -1,4 +1,4 @@
-"""One process of a run: effasr's trainer, on a machine that is as slow as it is told.
+"""One process of a run: effasr's trainer, on a machine with a configured slowdown.
 
 The forward of each micro-batch lasts a given time, most of which it sleeps; the rest of the step is
 as it is. After a step the process notes the time and its utterances, and now and then its weights.
@@ -29,10 +29,10 @@ from straggler.settings import ENVIRONMENT, Settings
 
 
 class Slowed:
-    """In place of `effasr.training.step.train_step`.
+    """Replaces `effasr.training.step.train_step` by a slower one.
 
     Args:
-        train_step: That.
+        train_step: The original function.
         settings: Settings of the run.
         rank: Rank of this process.
     """

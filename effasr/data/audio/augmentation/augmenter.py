@@ -19,7 +19,7 @@ from effasr.data.audio.waveform import AudioError, audio_path
 from effasr.data.filters.rules import Dropped
 
 _REVERBERATION, _NOISE, _TELEPHONE = range(3)
-"""Each kind draws numbers of its own, so that what one does is the same without the others."""
+"""Each kind has a separate random stream, so its effect does not depend on the others."""
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class Augmenter:
 
         Args:
             audio: float32 (samples,), mono, at `SAMPLE_RATE`; left as it is.
-            moment: When it is trained on.
+            moment: Position of the utterance in the run.
 
         Returns:
             float32 (samples,), as many; and the recordings that could not be read.
@@ -162,7 +162,7 @@ class Augmenter:
     def _tried(
         self, clips: Clips, index: int, read: Callable[[], T], unreadable: list[Dropped]
     ) -> T | None:
-        """What is read; None where it cannot be and that is listed."""
+        """Return the result of ``read``, or list the clip as unreadable and return None."""
         try:
             return read()
         except AudioError as error:

@@ -19,7 +19,7 @@ _VOLUMES = (30.0, 1000.0)
 _DISTANCES = (0.3, 6.0)
 """Metres from the mouth to the microphone."""
 _DECAY = 6 * math.log(10)
-"""Over one T60, energy falls by e to this power: 60 dB."""
+"""Decay exponent of the energy over one T60: a factor of exp(-6 ln 10), 60 dB."""
 
 
 def simulated_room(

@@ -33,7 +33,7 @@ def telephone(audio: np.ndarray) -> np.ndarray:
 
 
 def _compressed(values: np.ndarray) -> np.ndarray:
-    """Codes from -127 to 127."""
+    """Return codes from -127 to 127."""
     scale = np.float32(127 / math.log1p(_MU))
     codes = np.rint(np.log1p(np.float32(_MU) * np.minimum(np.abs(values), 1)) * scale)
     return np.copysign(codes, values)

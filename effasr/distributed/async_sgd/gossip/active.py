@@ -1,4 +1,4 @@
-"""The active side, which begins exchanges."""
+"""The active side of gossip averaging, which begins exchanges."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from effasr.distributed.async_sgd.gossip.mixer import Mixer
 from effasr.distributed.async_sgd.gossip.peers import Peers
 from effasr.distributed.async_sgd.gossip.transport import PeerLost, Transport
 
-# Fraction of the time for which a neighbour may be silent.
+# Largest silence towards a neighbour, as a fraction of its timeout.
 _SIGN_OF_LIFE = 1 / 4
 
 
 class Active:
-    """Does one exchange for each publication, or as many as the network allows, in one thread.
+    """Performs one exchange per publication, or as many as the network allows, in one thread.
 
     Attributes:
         exchanges: Number of completed exchanges.
@@ -47,13 +47,13 @@ class Active:
         self.bytes = 0
 
     def start(self) -> None:
-        """Begin to wait for publications."""
+        """Start the thread that waits for publications."""
         self._published = self._stopping = False
         self._thread = threading.Thread(target=self._run, name="gossip", daemon=True)
         self._thread.start()
 
     def publish(self) -> None:
-        """Begin an exchange, or another one after that in progress."""
+        """Request an exchange, which follows the one in progress, if any."""
         with self._changed:
             self._published = True
             self._changed.notify_all()
@@ -85,7 +85,7 @@ class Active:
             self._peers.fail(peer, error)
 
     def _next(self) -> int:
-        """Wait for the next action and return its kind."""
+        """Wait for the next action and return its message kind."""
         with self._changed:
             # A passive learner cannot distinguish a long computation from a lost learner.
             self._changed.wait_for(

@@ -1,4 +1,4 @@
-"""Addresses under which other nodes may reach this one."""
+"""Finds the addresses at which other nodes can reach this one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""Names the interfaces to use, separated by commas; gloo reads the same."""
+"""Variable with the names of the interfaces to use, separated by commas; gloo reads it too."""
 
 _LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
@@ -21,9 +21,10 @@ _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 def own_addresses() -> list[str]:
     """Return the IPv4 and IPv6 addresses of this node, the most likely to be reachable first.
 
-    These are those of the interfaces that GLOO_SOCKET_IFNAME names, and no others; otherwise, if
-    torchrun started all processes on this node, that of loopback; otherwise the one from which
-    MASTER_ADDR is reached, then those of all interfaces, loopback last. Linux only.
+    If GLOO_SOCKET_IFNAME is set, only the addresses of those interfaces are returned. Otherwise, if
+    torchrun started all processes on this node, only the loopback address is returned. Otherwise
+    the address from which MASTER_ADDR is reached comes first, then those of all interfaces, with
+    loopback last. Linux only.
 
     Raises:
         ValueError: An interface has no address.
@@ -53,7 +54,7 @@ def _named(name: str) -> list[str]:
 
 
 def _of(interface: str) -> list[str]:
-    """Return IPv4 first; link-local IPv6 addresses are useless without the name of an interface."""
+    """Return its addresses, IPv4 first; link-local IPv6 is omitted: it needs an interface name."""
     found = []
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
@@ -69,7 +70,7 @@ def _of(interface: str) -> list[str]:
 
 
 def _towards(host: str | None) -> list[str]:
-    """Return the address from which packets to a host would leave; nothing is sent."""
+    """Return the source address of packets to a host; nothing is sent."""
     if not host:
         return []
     with suppress(OSError):

@@ -10,21 +10,22 @@ from effasr.distributed.async_sgd.gossip.tls import TLSConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GossipConfig:
-    """Averaging of weights in pairs of learners, in the background.
+    """Background averaging of weights between pairs of learners.
 
     Attributes:
-        topology: Who averages with whom. ``ring``: each with the two beside it, in turn; an even
-            number of learners is better. ``random``: one of even number with one of odd number,
-            drawn anew each time; mixes many learners faster than a ring, and stays connected when
-            several are lost.
-        learner_size: Processes of a learner, which exchange gradients in every step; null: those of
+        topology: Pairs of learners that average. ``ring``: each learner alternates between its two
+            neighbours; an even number of learners is better. ``random``: an even-numbered learner
+            averages with an odd-numbered one, drawn anew each time; this mixes many learners faster
+            than a ring and stays connected when several are lost.
+        learner_size: Processes per learner, which exchange gradients in every step; null: those of
             a node. With ``adpsgd``, always 1.
-        period: Updates from one copy of its weights that a learner hands out to the next. More save
-            traffic to and from the GPU and between nodes.
-        timeout_s: How long a learner may stay silent in an exchange before it is left out of the
-            run. One whose process ends is noticed at once; one that computes slowly is not silent.
-        tls: Certificates with which connections between learners are encrypted; null: learners
-            prove to each other that they are of this run, but data are not encrypted.
+        period: Updates between two copies of its weights that a learner publishes. A larger period
+            reduces traffic between GPU and host and between nodes.
+        timeout_s: Longest silence of a learner in an exchange, in seconds, before it is left out of
+            the run. A process that ends is detected at once; slow computation does not count as
+            silence.
+        tls: Certificates for encrypting connections between learners; null: learners authenticate
+            each other as members of this run, but data are not encrypted.
     """
 
     topology: Literal["ring", "random"] = "ring"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Landing(Protocol):
-    """Reports the completion of a copy, as a `torch.cuda.Event` does."""
+    """Completion of a copy, with the interface of a `torch.cuda.Event`."""
 
     def query(self) -> bool:
         """Return whether the copy is complete."""
@@ -33,13 +33,13 @@ class Landed:
 
 
 class FlatWeights:
-    """Copies tensors, one after the other, to the host.
+    """Copies the concatenation of tensors to the host.
 
     From a GPU the copy overlaps with later computation: the weights are concatenated on the device
-    and leave it on a stream of their own. That takes their memory on the device once more.
+    and copied on a separate stream. This needs device memory for one more copy of them.
 
     Args:
-        tensors: float32, on one device; read whenever `copy_to` is called.
+        tensors: float32, on one device; read at each call of `copy_to`.
 
     Raises:
         ValueError: The list is empty, or a tensor has another dtype or device.
@@ -70,14 +70,14 @@ class FlatWeights:
 
     @torch.no_grad()
     def copy_to(self, host: Tensor) -> Landing:
-        """Copy the weights to ``host``: float32 (count,), pinned where tensors are on a GPU."""
+        """Copy the weights to ``host``: float32 (count,), pinned if the tensors are on a GPU."""
         rows = [tensor.detach().reshape(-1) for tensor in self._tensors]
         if self.device.type != "cuda":
             torch.cat(rows, out=host)
             return Landed()
         current = torch.cuda.current_stream(self.device)
-        # The previous copy may still read what is overwritten here; an unrecorded event counts as
-        # done.
+        # The previous copy may still read the buffer that is overwritten here; an unrecorded event
+        # counts as done.
         current.wait_event(self._copied)
         torch.cat(rows, out=self._gathered)
         self._stream.wait_stream(current)

@@ -1,4 +1,4 @@
-"""One learner among those that average their weights in the background."""
+"""One learner of a group that averages weights in the background."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from effasr.distributed.async_sgd.gossip.peers import Peers
 from effasr.distributed.async_sgd.gossip.topology import choose, is_active, neighbours
 from effasr.distributed.async_sgd.gossip.transport import Transport
 
-# Interval of polling threads that are about to end.
+# Polling interval for threads that are about to end.
 _LOOK_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class GossipCounters:
-    """Counters since a learner was made.
+    """Counters since the creation of a learner.
 
     Attributes:
-        updates: Calls of `Gossip.publish`.
-        exchanges: Exchanges with others, begun by either side.
-        applied: Exchanges whose difference was added to the weights.
+        updates: Number of calls of `Gossip.publish`.
+        exchanges: Number of exchanges, begun by either side.
+        applied: Number of exchanges whose difference was added to the weights.
         bytes: Bytes of weights, sent and received.
-        staleness_mean: Mean number of own updates between the copy of the weights that a difference
-            is computed from and its addition; nan before the first.
-        staleness_max: Largest of these numbers.
-        non_finite: Pieces of 2 ** 20 elements that were left out of an exchange because of an
+        staleness_mean: Mean number of own updates between the copy of the weights from which a
+            difference is computed and the addition of the difference; nan before the first.
+        staleness_max: Largest such number.
+        non_finite: Number of pieces of 2 ** 20 elements left out of an exchange because of an
             infinity or NaN in one learner.
         lost: Lost neighbours, in the order of their loss.
     """
@@ -51,9 +51,9 @@ class GossipCounters:
 
 
 class Gossip:
-    """Averages the weights of this learner with its neighbours', in threads of its own.
+    """Averages the weights of this learner with its neighbours' in background threads.
 
-    For each update the thread that trains calls, in this order::
+    For each update the training thread calls, in this order::
 
         delta = gossip.take()           # before the optimizer's update, or after the last publish
         if delta is not None:
@@ -61,21 +61,21 @@ class Gossip:
         ...                             # the optimizer's update
         gossip.publish()
 
-    It never waits for another learner, except in `drain`. All learners call `start` and `drain`
-    equally often; what they do in between may differ in number.
+    It never waits for another learner, except in `drain`. All learners must call `start` and
+    `drain` equally often; the number of calls in between may differ.
 
-    For n elements it takes host memory for 6n of them, or 7n if passive with several neighbours;
-    for a model on a GPU, 5n are pinned, and n more are on the GPU. A publication copies 4n bytes
-    from the GPU to the host while the GPU computes, and `add_flat` 4n back.
+    For n elements it needs host memory for 6n, or 7n if passive with several neighbours. For a
+    model on a GPU, 5n of them are pinned, and n more are on the GPU. A publication copies 4n bytes
+    from the GPU to the host while the GPU computes, and `add_flat` copies 4n bytes back.
 
     Args:
         tensors: float32 weights on one device; equal on all learners at the first `start`.
         learner: Number of this learner, from 0.
         learners: Number of learners.
-        transport: Connections to the neighbours; used by nothing else.
+        transport: Connections to the neighbours, for the exclusive use of this object.
         config: Topology and period.
         seed: Seed of the choice of neighbours with topology ``random``.
-        on_lost: Called by any thread with the number of a lost neighbour.
+        on_lost: Called from any thread with the number of a lost neighbour.
 
     Raises:
         ValueError: An argument is invalid.
@@ -110,13 +110,13 @@ class Gossip:
         """Publish the weights and begin exchanges.
 
         Raises:
-            RuntimeError: They have begun already, or failed.
+            RuntimeError: Exchanges are running already, or one failed.
         """
         if self._running:
             raise RuntimeError("`start` must not be called between `start` and `drain`.")
         self._peers.check()
         self._mixer.publish(self._weights.copy_to, self._updates)
-        # The first answer must not be given before the first publication.
+        # The first answer requires a published copy.
         self._mixer.snapshot()
         self._side.start()
         self._running = True
@@ -138,13 +138,13 @@ class Gossip:
             self._side.publish()
 
     def take(self) -> Tensor | None:
-        """Return the contribution of others, which the caller adds to the weights before `publish`.
+        """Return the contribution of others, to be added to the weights before `publish`.
 
         Returns:
             float32 (count,) on the host, pinned if the weights are on a GPU, to be read before the
-            next `publish`; None if nothing arrived that could be had without waiting, or if
-            something was taken since the weights were last copied. The rest is part of what later
-            calls return, the one after `drain` at the latest.
+            next `publish`. None if nothing is available without waiting, or if `take` returned a
+            contribution since the weights were last copied. Later calls return the rest, at the
+            latest the call after `drain`.
 
         Raises:
             RuntimeError: An exchange failed.
@@ -153,9 +153,9 @@ class Gossip:
         return self._mixer.take(self._updates)
 
     def drain(self) -> None:
-        """End all exchanges; the `take` after it returns the rest.
+        """End all exchanges; the next `take` returns the rest.
 
-        The neighbours must call it as well: an active learner is waited for until it drains.
+        The neighbours must call it as well: the call waits until active learners drain.
 
         Raises:
             RuntimeError: An exchange failed, or `start` was not called.
@@ -171,9 +171,9 @@ class Gossip:
         self._running = False
 
     def abandon(self) -> None:
-        """End all exchanges at once, without the neighbours; they cannot be started again.
+        """End all exchanges at once without the neighbours; they cannot be restarted.
 
-        Contributions that arrived completely are part of what `take` returns.
+        `take` still returns contributions that arrived completely.
         """
         self._peers.end()
         self._transport.close()
@@ -200,7 +200,7 @@ class Gossip:
         )
 
     def _check(self, running: bool = True) -> None:
-        """Raise the error of a thread."""
+        """Raise the error of a background thread, if any."""
         self._peers.check()
         if running and not self._running:
             raise RuntimeError("`start` must be called before `publish` and `drain`.")

@@ -1,14 +1,14 @@
 """Mutual authentication of two learners on a new connection.
 
 The learner that listens draws a key and writes it into the store of the run. The key is never
-sent: each side proves that it has it by an HMAC-SHA256 over random numbers (nonces) of both::
+sent: each side proves that it has the key by an HMAC-SHA256 over the nonces of both sides::
 
     listens  -> connects   nonce
     connects -> listens    version, numbers of both learners, nonce, HMAC in the role "connects"
     listens  -> connects   HMAC in the role "listens"
 
-A recorded message does not fit the nonces of another connection, and what one side sends is not
-valid as a message of the other, because the role is part of the HMAC. All messages have fixed
+A recorded message does not fit the nonces of another connection. A message of one side is not
+valid for the other side, because the role is part of the HMAC. All messages have fixed
 sizes. A program on the path between two learners can still read and change what follows; TLS
 (`effasr.distributed.async_sgd.gossip.tls`) prevents that.
 """
@@ -33,11 +33,11 @@ HELLO_BYTES = _HELLO.size
 
 
 class Stranger(Exception):
-    """The other side did not prove that it belongs to this run; the message says why."""
+    """The other side did not authenticate as a member of this run; the message has the reason."""
 
 
 class Challenge:
-    """The side of the learner that listens, for one connection.
+    """The listening side of one handshake.
 
     Attributes:
         nonce: The first message.
@@ -48,7 +48,7 @@ class Challenge:
         self.nonce = secrets.token_bytes(_NONCE_BYTES)
 
     def verify(self, hello: bytes) -> tuple[int, bytes]:
-        """Return the number of the learner that connected, and the answer to it.
+        """Return the number of the learner that connected, and the reply to it.
 
         Args:
             hello: `HELLO_BYTES` bytes.
@@ -70,18 +70,18 @@ class Challenge:
 def introduce(
     connection: socket.socket, key: bytes, *, connecting: int, listening: int, until: float
 ) -> None:
-    """Do the handshake of the side that connects.
+    """Perform the handshake of the connecting side.
 
     Args:
-        connection: Connection to the learner that listens.
-        key: Its key.
+        connection: Connection to the listening learner.
+        key: Key of the listening learner.
         connecting: Number of this learner.
-        listening: Number of the other.
-        until: Time of `time.monotonic` at which to give up.
+        listening: Number of the listening learner.
+        until: Deadline, as a time of `time.monotonic`.
 
     Raises:
-        Stranger: Something else answers.
-        OSError: The connection broke, or the time is up.
+        Stranger: The other side is not the expected learner.
+        OSError: The connection broke, or the deadline passed.
     """
     theirs, own = _receive(connection, _NONCE_BYTES, until), secrets.token_bytes(_NONCE_BYTES)
     about = key, connecting, listening, theirs, own
@@ -96,7 +96,7 @@ def introduce(
 def _proof(
     role: bytes, key: bytes, connecting: int, listening: int, first: bytes, second: bytes
 ) -> bytes:
-    """Return the HMAC; ``first`` is the nonce of the side that listens."""
+    """Return the HMAC; ``first`` is the nonce of the listening side."""
     message = struct.pack("!8s8sqq", _VERSION, role, connecting, listening) + first + second
     return hmac.digest(key, message, "sha256")
 

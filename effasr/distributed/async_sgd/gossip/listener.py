@@ -1,4 +1,4 @@
-"""The side of a learner that listens: accepts its neighbours and drops everybody else."""
+"""Listening side of a learner: accepts its neighbours and drops all other connections."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from effasr.distributed.async_sgd.gossip.handshake import (
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
-"""Seconds from the arrival of a connection to the end of its handshake."""
+"""Seconds from the acceptance of a connection to the end of its handshake."""
 
 _PENDING = 128
-"""Connections in their handshake at a time; a further one replaces the oldest."""
+"""Largest number of concurrent handshakes; a further connection replaces the oldest."""
 
 _WAIT = (BlockingIOError, ssl.SSLWantReadError)
 _NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -34,20 +34,20 @@ _PAUSE_S = 0.05
 
 
 class Listener:
-    """Listens at a free port of each address, and at no other address.
+    """Listens on a free port of each given address.
 
     Attributes:
-        endpoints: Addresses with their ports.
-        key: The key that neighbours prove to have.
-        strangers: Number of connections that were dropped.
+        endpoints: Addresses and ports.
+        key: Key that neighbours must prove to have.
+        strangers: Number of dropped connections.
 
     Args:
-        addresses: Those of this node; one that cannot be listened at is left out.
+        addresses: Addresses of this node; those that cannot be bound are left out.
         learner: Number of this learner.
-        context: Settings of TLS; None without it.
+        context: TLS context; None without TLS.
 
     Raises:
-        OSError: None of the addresses can be listened at.
+        OSError: None of the addresses can be bound.
     """
 
     def __init__(
@@ -81,18 +81,17 @@ class Listener:
     def accept(self, peers: Collection[int], until: float) -> dict[int, socket.socket]:
         """Wait until all neighbours have connected.
 
-        Handshakes of several connections take place at the same time, so that one which says
-        nothing delays nobody.
+        Handshakes run concurrently, so that a silent connection does not delay others.
 
         Args:
             peers: Numbers of the neighbours.
-            until: Time of `time.monotonic` at which to stop waiting.
+            until: Deadline, as a time of `time.monotonic`.
 
         Returns:
-            Connections of the neighbours that came, blocking.
+            Blocking connections of the neighbours that connected, by number.
         """
         found: dict[int, socket.socket] = {}
-        # The oldest first; as the limit is the same for all, it is the first to expire.
+        # Sorted by age; as the time limit is the same for all, the first expires first.
         pending: dict[socket.socket, _Arrival] = {}
         with selectors.DefaultSelector() as selector:
             for own in self._sockets:
@@ -129,7 +128,7 @@ class Listener:
         selector: selectors.BaseSelector,
         pending: dict[socket.socket, _Arrival],
     ) -> None:
-        """Accept a connection, and begin its handshake."""
+        """Accept a connection and begin its handshake."""
         try:
             connection, address = own.accept()
         except OSError as error:
@@ -166,7 +165,7 @@ class Listener:
         peers: Collection[int],
         found: dict[int, socket.socket],
     ) -> None:
-        """Continue a handshake with what has arrived."""
+        """Continue a handshake with the data that have arrived."""
         try:
             peer = arrival.advance()
             if peer is None:
@@ -179,7 +178,7 @@ class Listener:
         selector.unregister(arrival.connection)
         del pending[arrival.connection]
         if peer in found:
-            # It did not get the answer to its first handshake, and has come again.
+            # The peer missed the reply to its first handshake and connected again.
             found[peer].close()
         arrival.connection.setblocking(True)
         found[peer] = arrival.connection
@@ -214,23 +213,27 @@ class _Arrival:
         self._received = bytearray()
 
     def challenge_other(self) -> None:
-        """Send the first message; raises OSError."""
+        """Send the first message.
+
+        Raises:
+            OSError: The connection broke.
+        """
         self._send(self._challenge.nonce)
         self._challenged = True
 
     def advance(self) -> int | None:
-        """Read what has arrived; return the number of the learner once it is proven.
+        """Read available data; return the number of the learner once it is authenticated.
 
         Raises:
             OSError: The connection broke.
-            Stranger: It is not of this run.
+            Stranger: The other side is not a member of this run.
         """
         try:
             if not self._challenged:
                 if isinstance(self.connection, ssl.SSLSocket):
                     self.connection.do_handshake()
                 self.challenge_other()
-            # Until nothing is left: TLS may hold what the selector does not see.
+            # Read until nothing is left: TLS may hold data that the selector does not see.
             while missing := HELLO_BYTES - len(self._received):
                 more = self.connection.recv(missing)
                 if not more:
@@ -243,7 +246,7 @@ class _Arrival:
         return peer
 
     def _send(self, message: bytes) -> None:
-        # The buffer of a new connection has room for it.
+        # This cannot block: the send buffer of a new connection has room for the message.
         if self.connection.send(message) < len(message):
             raise Stranger("it does not read what it is sent")
 

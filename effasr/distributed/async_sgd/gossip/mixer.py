@@ -1,20 +1,20 @@
-"""Buffers of one learner, and the arithmetic of asynchronous averaging.
+"""Buffers of one learner and the arithmetic of asynchronous averaging.
 
 Two learners average by exchanging their weights and adding half the difference:
 
     delta = (got - sent) / 2        on one side exactly the negative of the other's
 
-An update made since ``sent`` was copied stays, because a delta is added and nothing is replaced. So
-no update is lost, and the mean of all learners changes by their own updates alone, however late
-deltas are applied. (Lian et al. 2018 replace the weights under a lock; without it, or with a lock
-that is held too briefly, updates are lost.)
+A delta is added and nothing is replaced, so an update made after ``sent`` was copied is kept. No
+update is lost, and the mean of all learners changes only by their own updates, however late deltas
+are applied. (Lian et al. 2018 replace the weights under a lock; without the lock, or if it is held
+too briefly, updates are lost.)
 
-The thread that computes owns the weights. The other threads see the learner as
+The computing thread owns the weights. The other threads see the learner as
 
-    view = the weights as last published + every delta received that is not in them
+    view = the weights as last published + every received delta that they do not contain
 
-so they average with what the learner will have. The thread that computes never waits for them: it
-publishes into a buffer of its own, and takes deltas only if no other thread is adding to them.
+so they average with the weights that the learner will have. The computing thread never waits for
+them: it publishes into its own buffer, and takes deltas only if no other thread is adding to them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torch import Tensor
 
 from effasr.distributed.async_sgd.gossip.flat import Landed, Landing
 
-# Elements processed at a time, so that they stay in the processor's cache.
+# Number of elements processed at a time, so that they stay in the processor's cache.
 _PIECE = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
 class _Published:
-    """A copy of the weights. ``passed``: a delta was taken since, which it does not contain."""
+    """A copy of the weights. ``passed``: it lacks a delta that was taken since."""
 
     buffer: Tensor
     landing: Landing
@@ -45,7 +45,7 @@ class _Published:
 
 @dataclass(slots=True)
 class _Arrivals:
-    """Deltas received and not yet taken, and the versions of the weights they are based on."""
+    """Received deltas not taken yet, and the versions of the weights they are based on."""
 
     count: int = 0
     versions: int = 0
@@ -53,18 +53,18 @@ class _Arrivals:
 
 
 class Mixer:
-    """The buffers of one learner. The thread that computes calls `publish` and `take` only.
+    """The buffers of one learner. The computing thread calls only `publish` and `take`.
 
-    Of the other threads, either one calls `snapshot` and `average` in turn (the active side), or
-    any number call `answer` (the passive side).
+    On the active side, one other thread calls `snapshot` and `average` in turn. On the passive
+    side, any number of threads call `answer`.
 
     Attributes:
         applied: Number of deltas taken.
-        staleness_sum: Sum over them of the own updates between the copy of the weights that a delta
-            is computed from and the delta's being taken.
-        staleness_max: Largest of these numbers.
-        non_finite: Number of pieces that were left out of an exchange, on both sides, because of an
-            infinity or NaN in one learner.
+        staleness_sum: Sum over the taken deltas of the number of own updates between the copy of
+            the weights from which a delta is computed and the call that took it.
+        staleness_max: Largest such number.
+        non_finite: Number of pieces left out of an exchange, on both sides, because of an infinity
+            or NaN in one learner.
     """
 
     def __init__(self, count: int, *, pinned: bool = False) -> None:
@@ -72,17 +72,17 @@ class Mixer:
         self._view = empty()
         self._pending = empty()
         self._taken = empty()
-        # Besides the view there are a complete copy and one that is being filled.
+        # Besides the view, there is one complete copy and one that is being filled.
         self._free = [empty(), empty()]
         self._copies: list[_Published] = []
-        # Held for a pass over view and pending; the computing thread never waits for it.
+        # Held during a pass over view and pending; the computing thread never waits for it.
         self._mixing = threading.Lock()
-        # Held briefly, to hand a buffer over.
+        # Held briefly while a buffer is handed over.
         self._handing = threading.Lock()
         self._view_version = 0
         self._arrivals = _Arrivals()
-        # Signals that the device has read the delta taken last, and that a copy contains it: the
-        # copy that followed. None until there is one.
+        # Signals that the device has read the last taken delta and that a copy contains it, namely
+        # the copy after it. None until that copy exists.
         self._read: Landing | None = Landed()
         self.count = count
         self.applied = 0
@@ -91,9 +91,9 @@ class Mixer:
         self.non_finite = 0
 
     def publish(self, copy_to: Callable[[Tensor], Landing], version: int) -> bool:
-        """Copy the weights for others; return False if the copy before is still in progress."""
+        """Copy the weights for others; return False if the previous copy is still in progress."""
         with self._handing:
-            # A copy that is always replaced before it completes would never be seen.
+            # A copy that is replaced each time before it completes would never be used.
             if self._copies and not self._copies[-1].landing.query():
                 return False
             self._forget(self._copies[:-1])
@@ -104,7 +104,7 @@ class Mixer:
         with self._handing:
             self._copies.append(_Published(buffer, landing, version))
             if self._read is None:
-                # The device makes the copy after all work queued before.
+                # The device makes the copy after all previously queued work.
                 self._read = landing
         return True
 
@@ -112,8 +112,8 @@ class Mixer:
         """Return the sum of the deltas that arrived, to be added to the weights before `publish`.
 
         Returns:
-            float32 (count,), valid until the next call; None if nothing arrived, if it cannot be
-            had without waiting, or if a delta was taken since the last `publish`.
+            float32 (count,), valid until the next call. None if no delta is available without
+            waiting, or if one was taken since the last `publish`.
         """
         if not self._mixing.acquire(blocking=False):
             return None
@@ -125,7 +125,8 @@ class Mixer:
                 self._taken, self._pending = self._pending, self._taken
                 self._arrivals = _Arrivals()
                 self._read = None
-                # A copy marked as passed earlier is no longer used: a later one is complete.
+                # A copy marked as passed earlier is no longer used, because a later one is
+                # complete.
                 for copy in self._copies:
                     copy.passed = True
         finally:
@@ -136,7 +137,7 @@ class Mixer:
         return self._taken
 
     def settle(self) -> None:
-        """Let the next `take` return all deltas; no other thread runs, and the device is idle."""
+        """Let the next `take` return all deltas; needs idle threads and an idle device."""
         self._forget(self._copies)
         self._read = Landed()
 
@@ -151,12 +152,12 @@ class Mixer:
         return self._view
 
     def average(self, got: Tensor) -> None:
-        """Move halfway to what another learner sent; ``got`` is overwritten by the view before."""
+        """Move halfway to another learner's weights; ``got`` is overwritten by the earlier view."""
         with self._mixing:
             self._average(got)
 
     def answer(self, got: Tensor) -> None:
-        """Call `snapshot` and `average` at once: ``got`` becomes the reply to the other learner."""
+        """Do `snapshot` and `average` at once: ``got`` becomes the reply to the other learner."""
         with self._mixing:
             self._renew()
             self._average(got)
@@ -170,7 +171,7 @@ class Mixer:
             latest = complete.pop()
             self._copies.remove(latest)
             self._forget(complete)
-        # Nothing can be taken meanwhile, so both stay unchanged.
+        # No delta can be taken meanwhile, so both stay unchanged.
         if self._arrivals.count:
             latest.buffer.add_(self._pending)
         if latest.passed:
@@ -192,12 +193,12 @@ class Mixer:
         for theirs, view, pending in zip(*rows, strict=True):
             delta = torch.sub(theirs, view).mul_(0.5)
             theirs.copy_(view)
-            # Both sides see the same difference up to the sign, and so decide alike.
+            # Both sides see the same difference up to the sign, and so decide equally.
             if not all(math.isfinite(end.item()) for end in torch.aminmax(delta)):
                 self.non_finite += 1
                 delta.zero_()
             view.add_(delta)
-            # The earlier content of the buffer was taken.
+            # The earlier content of the buffer was already taken.
             pending.copy_(delta) if first else pending.add_(delta)
         version = self._view_version
         self._arrivals.oldest = version if first else min(self._arrivals.oldest, version)

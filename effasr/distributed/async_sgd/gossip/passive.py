@@ -1,4 +1,4 @@
-"""The passive side, which answers exchanges."""
+"""The passive side of gossip averaging, which answers exchanges."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from effasr.distributed.async_sgd.gossip.mixer import Mixer
 from effasr.distributed.async_sgd.gossip.peers import Peers
 from effasr.distributed.async_sgd.gossip.transport import PeerLost, Transport
 
-# Concurrent exchanges: one is received while another is answered.
+# Number of concurrent exchanges: one is received while another is answered.
 _BUFFERS = 2
 
-# An active neighbour is silent while it waits for other learners until their timeout.
+# An active neighbour is silent while it waits for other learners, up to their timeout.
 _PATIENCE = 3
 
 
 class Passive:
-    """Answers each neighbour in a thread of its own, so that none waits for another's updates.
+    """Answers each neighbour in a separate thread, so that none waits for another's updates.
 
-    A neighbour may be silent for three times ``timeout_s``.
+    A neighbour may be silent for up to three times ``timeout_s``.
 
     Attributes:
         exchanges: Number of completed exchanges.
@@ -44,7 +44,7 @@ class Passive:
         self.bytes = 0
 
     def start(self) -> None:
-        """Begin to answer the neighbours that are left."""
+        """Start the threads of the remaining neighbours."""
         self._threads = {
             peer: threading.Thread(
                 target=self._run, args=(peer,), name=f"gossip with {peer}", daemon=True

@@ -1,4 +1,4 @@
-"""The remaining neighbours, and errors of the threads that exchange with them."""
+"""Tracks the remaining neighbours and the errors of the threads that exchange with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class Peers:
-    """The neighbours of one learner; any thread calls ``on_lost`` once for each lost one."""
+    """The neighbours of one learner; ``on_lost`` is called once per lost one, from any thread."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class Peers:
             self._on_lost(peer)
 
     def end(self) -> None:
-        """Ignore later losses of neighbours, because this learner leaves."""
+        """Ignore later losses of neighbours, because this learner ends its exchanges."""
         with self._lock:
             self._ended = True
 
     def fail(self, peer: int | None, error: Exception) -> None:
-        """Keep the first error of a thread for `check`."""
+        """Store the first error of a thread for `check`."""
         with self._lock:
             if self._error is None:
                 partner = "" if peer is None else f" with learner {peer}"
@@ -73,6 +73,6 @@ class Peers:
                 self._error = failure
 
     def check(self) -> None:
-        """Raise the error of a thread."""
+        """Raise the stored error, if any."""
         if self._error is not None:
             raise self._error

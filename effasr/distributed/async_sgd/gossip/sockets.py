@@ -1,8 +1,8 @@
-"""Connections between learners: TCP, one for each pair of neighbours.
+"""TCP connections between learners, one for each pair of neighbours.
 
 gloo is not used: when a connection breaks within a message, it often does not wake the receiver,
-and the timeout of one call closes the connections to all. Here the loss of a neighbour is
-immediately an error in the calls that concern it, and `SocketTransport.close` ends every call.
+and the timeout of one call closes the connections to all. Here the loss of a neighbour immediately
+raises an error in the calls that concern it, and `SocketTransport.close` ends every call.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from effasr.distributed.async_sgd.gossip.tls import TLSConfig, client_context, s
 from effasr.distributed.async_sgd.gossip.topology import is_active
 from effasr.distributed.async_sgd.gossip.transport import PeerLost
 
-# Timeout of one address of a neighbour, which may belong to another network; the next address is
-# tried afterwards. A neighbour that was reached may be slow to answer.
+# Timeout for one address of a neighbour, which may belong to another network; then the next address
+# is tried. A neighbour that was reached may be slow to answer.
 _CONNECT_S, _WELCOME_S = 5.0, 30.0
-# A neighbour that is flooded with connections may drop that of this learner.
+# A neighbour that receives too many connections may drop that of this learner.
 _ROUNDS, _PAUSE_S = 3, 0.2
-# Bytes of one system call: large enough to amortise it, and bounds what a timeout covers.
+# Number of bytes per system call: large enough to amortise it, small enough for a useful timeout.
 _CHUNK = 1 << 22
 
 _transports: weakref.WeakSet[SocketTransport] = weakref.WeakSet()
 
 
 class SocketTransport:
-    """The connections of one learner to its neighbours; a `Transport`.
+    """The connections of one learner to its neighbours; implements `Transport`.
 
-    Learners of odd number listen, and write their addresses and a key into the store; those of even
-    number connect. Both prove that they have the key (`effasr.distributed.async_sgd.gossip.
-    handshake`), so that neither a foreign program nor the same address on another node is taken for
-    the neighbour. Who can read the store of the run can read the key. Data are encrypted with TLS
-    alone.
+    Odd-numbered learners listen, and write their addresses and a key into the store; even-numbered
+    ones connect. Both prove that they have the key
+    (`effasr.distributed.async_sgd.gossip.handshake`), so neither a foreign program nor the same
+    address on another node is mistaken for the neighbour. Anyone who can read the store of the run
+    can read the key. Data are encrypted only with TLS.
 
     Args:
-        store: Store that all learners share; used by nothing else.
+        store: Store shared by all learners, for the exclusive use of this object.
         learner: Number of this learner.
-        peers: Its neighbours, odd where it is even.
-        timeout_s: Seconds to wait for them. A neighbour missing afterwards is lost: the first
-            message to or from it raises the error.
-        tls: Files of TLS, on all learners or on none.
+        peers: Its neighbours: odd-numbered for an even-numbered learner, and vice versa.
+        timeout_s: Seconds to wait for them. A neighbour that has not connected by then is lost: the
+            first message to or from it raises the error.
+        tls: TLS files, on all learners or on none.
 
     Attributes:
-        strangers: Number of connections to this learner that were dropped, because they were not of
-            a neighbour.
+        strangers: Number of dropped connections to this learner that did not come from a
+            neighbour.
 
     Raises:
-        ValueError: A file of TLS is not what it should be.
-        OSError: This learner can open no port.
+        ValueError: A TLS file is invalid.
+        OSError: This learner cannot open a port.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SocketTransport:
             self._listen(store, learner, set(peers), until, context)
 
     def send(self, tensor: Tensor, peer: int, timeout_s: float) -> None:
-        """See `Transport`; ``tensor`` is contiguous and on the host."""
+        """Send as in `Transport`; ``tensor`` is contiguous and on the host."""
         connection, data, begin = self._to(peer), _bytes(tensor), 0
         connection.settimeout(timeout_s)
         try:
@@ -97,7 +97,7 @@ class SocketTransport:
             raise self._lost(error, timeout_s) from error
 
     def receive(self, tensor: Tensor, peer: int, timeout_s: float) -> None:
-        """See `Transport`; ``tensor`` is contiguous and on the host."""
+        """Receive as in `Transport`; ``tensor`` is contiguous and on the host."""
         connection, data, begin = self._to(peer), _bytes(tensor), 0
         connection.settimeout(timeout_s)
         try:
@@ -110,13 +110,13 @@ class SocketTransport:
             raise self._lost(error, timeout_s) from error
 
     def close(self) -> None:
-        """See `Transport`."""
+        """Close as in `Transport`."""
         self._closed = True
         for connection in self._connections.values():
-            # Not `close`: another thread may be about to use the descriptor, whose number could
-            # then belong to another file.
+            # `close` is not called here: another thread may be about to use the descriptor, whose
+            # number could by then belong to another file.
             with suppress(OSError):
-                # Not the method of an SSLSocket, which switches to plain text before it shuts down.
+                # The method of an SSLSocket would switch to plain text before it shuts down.
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def __del__(self) -> None:
@@ -144,7 +144,7 @@ class SocketTransport:
     def _connect(
         self, store: Store, learner: int, peer: int, until: float, context: ssl.SSLContext | None
     ) -> None:
-        """Find the address of a neighbour under which it answers."""
+        """Find an address at which a neighbour answers."""
         key = f"listening/{peer}"
         while not store.check([key]):
             if time.monotonic() > until:
@@ -186,7 +186,7 @@ class SocketTransport:
         until: float,
         context: ssl.SSLContext | None,
     ) -> None:
-        """Wait until all neighbours have connected."""
+        """Wait until all neighbours have connected, or the time is up."""
         with Listener(own_addresses(), learner, context) as listener:
             where = {"endpoints": listener.endpoints, "key": listener.key.hex()}
             store.set(f"listening/{learner}", json.dumps(where))
@@ -197,7 +197,7 @@ class SocketTransport:
 
 
 def _opened(address: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
-    """Connect to an address, with TLS if there is a context."""
+    """Connect to an address, with TLS if a context is given."""
     connection = socket.create_connection((address, port), _CONNECT_S)
     if context is None:
         return connection
@@ -209,7 +209,7 @@ def _opened(address: str, port: int, context: ssl.SSLContext | None) -> socket.s
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor."""
+    """Return the memory of a tensor as bytes."""
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     return tensor.detach().flatten().view(torch.uint8).numpy().data
@@ -218,7 +218,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 def _let_go() -> None:
     """Close the connections in a forked process, such as a data worker.
 
-    Otherwise the neighbours of a killed learner would wait as long as its workers live.
+    Otherwise the neighbours of a killed learner would wait until its workers end.
     """
     for transport in _transports:
         for connection in transport._connections.values():

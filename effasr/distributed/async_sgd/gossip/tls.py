@@ -1,4 +1,4 @@
-"""TLS between learners, with certificates of the user's own authority."""
+"""TLS between learners, with certificates of a private certificate authority."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TLSConfig:
-    """Encrypts the connections between learners; both sides show a certificate.
+    """Encryption of connections between learners; both sides present a certificate.
 
-    Any certificate that the authority signed is accepted, whatever the name in it: learners are
-    reached by address. The authority should therefore sign for the nodes of this cluster alone.
+    Any certificate signed by the authority is accepted, whatever its host name, because learners
+    are reached by address. The authority should therefore sign only for the nodes of this cluster.
 
     Attributes:
         ca: PEM file of the authority that signed the certificates of all nodes.
-        certificate: PEM file of this node's certificate, and of those between it and the authority.
-        key: PEM file of its private key, not encrypted.
+        certificate: PEM file of this node's certificate and of the intermediate certificates.
+        key: PEM file of the certificate's private key, not encrypted.
     """
 
     ca: str
@@ -31,15 +31,15 @@ class TLSConfig:
 
 
 def server_context(config: TLSConfig) -> ssl.SSLContext:
-    """Return the settings of the side that listens; raises as `client_context`."""
+    """Return the TLS context of the listening side; raises as `client_context`."""
     return _context(config, ssl.PROTOCOL_TLS_SERVER)
 
 
 def client_context(config: TLSConfig) -> ssl.SSLContext:
-    """Return the settings of the side that connects.
+    """Return the TLS context of the connecting side.
 
     Raises:
-        ValueError: A file is missing or is not what it should be; names the file.
+        ValueError: A file is missing or invalid; the message names the file.
     """
     return _context(config, ssl.PROTOCOL_TLS_CLIENT)
 
@@ -79,9 +79,9 @@ def _context(config: TLSConfig, protocol: int) -> ssl.SSLContext:
 
 
 class _Encrypted(Exception):
-    """The private key asks for a password."""
+    """The private key requires a password."""
 
 
 def _no_password() -> str:
-    # Without this, OpenSSL would ask at the terminal.
+    # Without this, OpenSSL would ask for the password at the terminal.
     raise _Encrypted

@@ -1,9 +1,9 @@
 """Pairs of learners that average with each other.
 
-Learners of even number are active: they begin exchanges. Those of odd number are passive: they
-answer. Every edge joins an active and a passive one, so learners cannot deadlock. A ring of odd
-size leaves out the edge between its last and its first learner, which are both active: it is a
-path, which mixes about four times as slowly where it is long.
+Even-numbered learners are active: they begin exchanges. Odd-numbered ones are passive: they answer.
+Every edge joins an active and a passive learner, so learners cannot deadlock. A ring of odd size
+lacks the edge between its last and its first learner, which are both active: it is a path, and a
+long path mixes about four times as slowly.
 
 An exchange multiplies the expected squared distance of n learners from their mean by at most 1 - (1
 - cos(2 pi / n)) / n in a ring of even size, 1 - (1 - cos(pi / n)) / (n - 1) in one of odd size, and
@@ -26,10 +26,10 @@ def is_active(learner: int) -> bool:
 
 
 def neighbours(topology: Topology, learner: int, learners: int) -> tuple[int, ...]:
-    """Return the learners that one may average with, in ascending order.
+    """Return the learners that ``learner`` may average with, in ascending order.
 
     Raises:
-        ValueError: There are fewer than two learners, or the number is out of range.
+        ValueError: There are fewer than two learners, or ``learner`` is out of range.
     """
     if learners < 2:
         raise ValueError(

@@ -8,21 +8,20 @@ from torch import Tensor
 
 
 class PeerLost(Exception):
-    """The other learner cannot be reached, and never will be again."""
+    """The other learner cannot be reached any more."""
 
 
 class Transport(Protocol):
-    """Ordered messages between two learners; a message may wait for its receiver.
+    """Ordered messages between two learners; sending may wait for the receiver.
 
-    Any thread may call its methods, several at once for different peers.
+    Methods may be called from any thread, also concurrently for different peers.
     """
 
     def send(self, tensor: Tensor, peer: int, timeout_s: float) -> None:
-        """Return when ``tensor`` may be overwritten.
+        """Send ``tensor``; return when it may be overwritten.
 
         Raises:
-            PeerLost: The peer is gone, or accepted nothing for ``timeout_s``, or `close` was
-                called.
+            PeerLost: The peer is gone, accepted nothing for ``timeout_s``, or `close` was called.
         """
         ...
 
@@ -31,5 +30,5 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """End all connections and every call that waits."""
+        """End all connections and all waiting calls."""
         ...

@@ -1,8 +1,8 @@
 """Messages between two learners.
 
-The active learner sends a header, int64 (2,): a kind, and the number of elements. After EXCHANGE it
-sends its weights and receives those of the passive one, as they were before these were averaged.
-After STOP it sends nothing until both have started again. ALIVE has no further content.
+The active learner sends a header, int64 (2,): a kind and the number of elements. After EXCHANGE it
+sends its weights and receives the weights of the passive learner from before the averaging. After
+STOP it sends nothing until both have started again. ALIVE has no further content.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def blank() -> Tensor:
 
 
 def read(message: Tensor, count: int, *, learner: int, peer: int) -> int:
-    """Return the kind of a header that ``learner`` received from ``peer``.
+    """Return the kind of a header received by ``learner`` from ``peer``.
 
     Raises:
-        ValueError: The two learners cannot be averaged.
+        ValueError: The weights of the two learners cannot be averaged.
     """
     kind, theirs = message.tolist()
     if kind not in (EXCHANGE, ALIVE, STOP):
