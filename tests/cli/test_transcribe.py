@@ -154,7 +154,7 @@ def test_a_terminal_shows_how_far_it_is(workplace, tmp_path, out_too) -> None:
         ["transcribe", "--run", str(workplace.run), *files], out_too=out_too
     )
     plain = re.sub(rb"\x1b\[[0-9;]*m", b"", shown)
-    assert b" 2/2 recordings, 0:00:01 of audio, RTFx " in plain
+    assert b"2/2 recordings, 0:00:01 of audio, RTFx " in plain
     line = str(workplace.wav).encode() + b"\t"
     results = shown if out_too else out
     assert results.count(line) == 1
