@@ -184,7 +184,8 @@ def test_memory_is_that_of_the_workspace(device: torch.device) -> None:
 
 def test_durations_beyond_its_registers_are_for_the_reference(device: torch.device) -> None:
     arguments = arguments_for((3,), ([1],), device, (0, 1, 9))
-    assert "durations of up to 8 frames" in str(backend.unsupported_reason(TransducerArguments(**arguments)))
+    reason = backend.unsupported_reason(TransducerArguments(**arguments))
+    assert "durations of up to 8 frames" in str(reason)
     assert (
         backend.unsupported_reason(TransducerArguments(**(arguments | {"durations": (0, 1, 8)})))
         is None
