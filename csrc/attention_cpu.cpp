@@ -15,31 +15,8 @@
 #include "attention/work.h"
 #include "machine.h"
 
-#define EFFASR_INSTRUCTIONS base
-#define EFFASR_LANES EFFASR_BASE_LANES
-#include "attention/instructions.h"
-#undef EFFASR_INSTRUCTIONS
-#undef EFFASR_LANES
-
-#ifdef EFFASR_HAS_WIDER
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#define EFFASR_INSTRUCTIONS avx2
-#define EFFASR_LANES 8
-#include "attention/instructions.h"
-#undef EFFASR_INSTRUCTIONS
-#undef EFFASR_LANES
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")
-#define EFFASR_INSTRUCTIONS avx512
-#define EFFASR_LANES 16
-#include "attention/instructions.h"
-#undef EFFASR_INSTRUCTIONS
-#undef EFFASR_LANES
-#pragma GCC pop_options
-#endif
+#define EFFASR_FUNCTIONS "attention/instructions.h"
+#include "each_instruction_set.h"
 
 extern "C" int attention_forward_cpu(const PackedAttention* attention, int threads) try {
   using namespace effasr;

@@ -18,31 +18,8 @@
 #include "decoder_step.h"
 #include "machine.h"
 
-#define EFFASR_INSTRUCTIONS base
-#define EFFASR_LANES EFFASR_BASE_LANES
-#include "decoder/instructions.h"
-#undef EFFASR_INSTRUCTIONS
-#undef EFFASR_LANES
-
-#ifdef EFFASR_HAS_WIDER
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#define EFFASR_INSTRUCTIONS avx2
-#define EFFASR_LANES 8
-#include "decoder/instructions.h"
-#undef EFFASR_INSTRUCTIONS
-#undef EFFASR_LANES
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")
-#define EFFASR_INSTRUCTIONS avx512
-#define EFFASR_LANES 16
-#include "decoder/instructions.h"
-#undef EFFASR_INSTRUCTIONS
-#undef EFFASR_LANES
-#pragma GCC pop_options
-#endif
+#define EFFASR_FUNCTIONS "decoder/instructions.h"
+#include "each_instruction_set.h"
 
 namespace effasr {
 namespace {

@@ -72,7 +72,7 @@ def budget_s(corpus: Corpus, options: argparse.Namespace) -> float:
 
 def run_effasr(corpus: Corpus, options: argparse.Namespace) -> None:
     """Train, evaluate and write the rows of effasr."""
-    commands = Commands(options.work, say)
+    commands = Commands(options.work, table.show)
     decoding = {"ctc": CTC} if options.ctc_only else {"ctc": CTC, "joint": JOINT}
     overrides = tuple(options.override)
     choice = Choice(options.recipe, options.recipe, options.vocab_size, overrides, decoding)
@@ -83,7 +83,7 @@ def run_effasr(corpus: Corpus, options: argparse.Namespace) -> None:
         result = commands.evaluate(trained.run, corpus, SPLIT, arguments)
         row = summary_row(study(options), choice, corpus, trained, way, SPLIT, result)
         table.append(options.csv, row | {"seed": options.seed})
-        say(f"effasr, {corpus.name}, {way}: WER {result['wer']:.3f}")
+        table.show(f"effasr, {corpus.name}, {way}: WER {result['wer']:.3f}")
 
 
 def run_peer(corpus: Corpus, options: argparse.Namespace) -> None:
@@ -126,7 +126,7 @@ def run_peer(corpus: Corpus, options: argparse.Namespace) -> None:
             "seed": options.seed,
         }
         table.append(options.csv, row)
-        say(f"speechbrain, {corpus.name}, {way}: WER {rates['wer']}")
+        table.show(f"speechbrain, {corpus.name}, {way}: WER {rates['wer']}")
 
 
 def call_worker(peer: Path, settings: Path) -> dict:
@@ -142,15 +142,12 @@ def call_worker(peer: Path, settings: Path) -> dict:
     path = os.pathsep.join([*folders, *filter(None, [before]), str(peer)])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "small_data.peer_worker", str(settings)]
-    ended = run_process(command, environment=environment, echo=lambda line: say(line.rstrip()))
+    ended = run_process(
+        command, environment=environment, echo=lambda line: table.show(line.rstrip())
+    )
     if ended.code != 0:
         raise RuntimeError(f"speechbrain: {ended.reason}")
     return json.loads((settings.parent / "result.json").read_text(encoding="utf-8"))
-
-
-def say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)  # noqa: T201
 
 
 def _parser() -> argparse.ArgumentParser:

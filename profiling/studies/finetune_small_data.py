@@ -35,7 +35,7 @@ SPLIT = "test"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train the model to start from, then both ways on each set that has no row yet."""
     options = _parser().parse_args(arguments)
-    commands = Commands(options.work, say)
+    commands = Commands(options.work, table.show)
     languages = sorted({part for name in options.sets for part in name.split("+")})
     whole = write_corpus(options.corpus, languages, options.work / "corpora" / "texts")
     demo = synthesise(commands, options.utterances)
@@ -113,12 +113,7 @@ def run(
         result = commands.evaluate(trained.run, corpus, SPLIT, arguments)
         row = summary_row(STUDY, choice, corpus, trained, way, SPLIT, result)
         table.append(options.csv, row | {"seed": options.seed})
-        say(f"{choice.name}, {corpus.name}, {way}: WER {result['wer']:.3f}")
-
-
-def say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)  # noqa: T201
+        table.show(f"{choice.name}, {corpus.name}, {way}: WER {result['wer']:.3f}")
 
 
 def _parser() -> argparse.ArgumentParser:

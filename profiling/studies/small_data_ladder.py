@@ -27,7 +27,7 @@ STUDY = "ladder"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the configurations that have no row yet."""
     options = _parser().parse_args(arguments)
-    commands = Commands(options.work, say)
+    commands = Commands(options.work, table.show)
     corpus = write_corpus(
         options.corpus, options.languages, options.work / "corpora" / "+".join(options.languages)
     )
@@ -54,12 +54,7 @@ def run(commands: Commands, choice: Choice, corpus: Corpus, options: argparse.Na
         result = commands.evaluate(trained.run, corpus, "dev", arguments)
         row = summary_row(STUDY, choice, corpus, trained, decoding, "dev", result)
         table.append(options.csv, row | {"seed": options.seed})
-        say(f"{choice.name}, {decoding}: WER {result['wer']:.3f}, CER {result['cer']:.3f}")
-
-
-def say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)  # noqa: T201
+        table.show(f"{choice.name}, {decoding}: WER {result['wer']:.3f}, CER {result['cer']:.3f}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -90,3 +90,8 @@ def is_done(path: Path, **wanted: object) -> bool:
 
 def _rounded(rate: float) -> float | str:
     return "" if math.isnan(rate) else round(rate, 4)
+
+
+def show(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)  # noqa: T201
