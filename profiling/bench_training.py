@@ -15,7 +15,9 @@ turns, a step each. ``--modes`` is for ``packed_static``: a CUDA graph replays i
 torch.compile makes the model's kernels, or both. On a GPU, and with several models or modes, each
 is timed in a process of its own, so that an error, or running out of memory, ends no other. What
 cannot be measured here is left out with its reason. Exit code 1: something failed; 3: nothing could
-be measured here. A row is the median of the steps. With --categories some more steps are recorded
+be measured here. The steps of a row are spread over an epoch by the length of their utterances, so
+that all systems train on the same ones: its throughput is that of all of them together, its time
+the median of a step. With --categories some more steps are recorded
 after those that are timed, and their time by category of kernel goes to NAME_categories.csv beside
 the table. With --profile DIR the steps are not timed but recorded, in DIR/SYSTEM/rank0.json.gz, for
 ``profiling/report.py``. Needs torch and triton alone, but for the bucketed systems, which are
@@ -25,6 +27,7 @@ lhotse's, and transformers.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
@@ -152,7 +155,7 @@ class Setup:
         return replace(self, config=replace(self.config, training=training))
 
     def batches(self, system: str, count: int) -> list[Batch]:
-        """Return the first micro-batches of a system, where the trainer's loader leaves them."""
+        """Return micro-batches that stand for an epoch, where the trainer's loader leaves them."""
         made = batches_of(system, self.workload, self.shape, count)
         return [batch.pin_memory() if self.device.type == "cuda" else batch for batch in made]
 
@@ -197,15 +200,22 @@ class Prepared:
     fields: dict[str, Any]
 
     @classmethod
-    def of(cls, system: str, setup: Setup, steps: int) -> Prepared:
-        """Build the model, and the batches of so many steps.
+    def of(cls, system: str, setup: Setup, steps: int, warm: int) -> Prepared:
+        """Build the model and the batches.
+
+        Args:
+            system: Name of the system.
+            setup: Model, corpus and device.
+            steps: Steps to be timed.
+            warm: Steps before them, on the last of their batches; at most as many.
 
         Raises:
             ValueError: The losses of the two models differ.
             ImportError: What the system needs is not installed.
         """
         config, device, workload = setup.config, setup.device, setup.workload
-        batches = setup.batches(system, steps)
+        timed = setup.batches(system, steps)
+        batches = timed[steps - warm :] + timed
         model = setup.copy()
         fields: dict[str, Any] = {"frame_budget": setup.shape.frame_budget}
         if system != "transformers":
@@ -257,7 +267,8 @@ def record(system: str, setup: Setup, steps: int, folder: Path) -> Path:
     if system == "transformers":
         raise ValueError("only our own steps have ranges to be recorded with: leave it out")
     warm = 3
-    batches = setup.batches(system, steps + warm)
+    timed = setup.batches(system, steps)
+    batches = [timed[number % steps] for number in range(warm)] + timed
     return Effasr(setup.config, setup.copy(), setup.device).record(batches, warm, folder)
 
 
@@ -266,10 +277,10 @@ def row(system: str, setup: Setup, batches: Sequence[Batch], timed: Timed) -> di
     config, device = setup.config, setup.device
     cost = cost_model(config.model, setup.classes)
     audio = statistics.mean(batch.audio_seconds for batch in batches)
-    # Of each step, since steps differ in size; a median, since a hiccup of the host is no figure.
-    pairs = list(zip(batches, timed.seconds, strict=True))
-    speed = statistics.median(batch.audio_seconds / seconds for batch, seconds in pairs)
-    useful = statistics.median(work_of([batch], cost)[0] / seconds for batch, seconds in pairs)
+    # Of all steps together, as an epoch takes them: long utterances are not as fast as short ones.
+    seconds = math.fsum(timed.seconds)
+    speed = sum(batch.audio_seconds for batch in batches) / seconds
+    useful = work_of(batches, cost)[0] / seconds
     low, high = timed.seconds[0], timed.seconds[-1]
     if len(timed.seconds) > 1:
         low, *_, high = statistics.quantiles(timed.seconds, n=5, method="inclusive")
@@ -345,7 +356,7 @@ def _run_here(chosen: Sequence[Job], options: argparse.Namespace, *, on_gpu: boo
             continue
 
         def prepare(job: Job = job, mine: Setup = mine) -> None:
-            ready[job] = Prepared.of(job.system, mine, warm + options.steps)
+            ready[job] = Prepared.of(job.system, mine, options.steps, warm)
 
         verdicts[job] = _attempt(job, prepare)
 
@@ -431,7 +442,7 @@ def add_options(parser: argparse.ArgumentParser, *, several_models: bool = False
     parser.add_argument(
         "--precision", choices=["float32", "bfloat16"], help="bfloat16 on a GPU, float32 on a CPU"
     )
-    parser.add_argument("--utterances", type=int, default=4000, help="of the corpus")
+    parser.add_argument("--utterances", type=int, default=40_000, help="of the corpus")
     parser.add_argument("--longest", type=float, default=30.0, help="seconds of an utterance")
 
 

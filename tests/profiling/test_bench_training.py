@@ -19,7 +19,7 @@ import torch
 from bench import rows
 from bench.peer_features import parakeet_features
 from bench.training import jobs as training_jobs
-from bench.training.corpus import Workload, plan_of, random_batches
+from bench.training.corpus import Workload, plan_of, random_batches, representative
 from bench.training.systems import time_in_turns
 from torch._dynamo.utils import counters
 
@@ -58,6 +58,24 @@ def test_no_batch_is_larger_than_the_budget(system: str, setup: bench_training.S
         assert batch.frames.rows <= 100
         if system == "packed_static":
             assert batch.frames.rows == 100
+
+
+@pytest.mark.parametrize("system", ["packed", "random", "sync_bucketed_2d"])
+def test_the_timed_batches_stand_for_the_epoch(system: str) -> None:
+    workload = Workload.of(4_000, 100, 30.0)
+    plan = plan_of(system, workload, workload.shape(400))
+    frames = workload.lengths.frames
+    chosen = representative(plan, frames, 40)
+    assert len(chosen) == len({tuple(batch) for batch in chosen}) == 40
+
+    def mean_frames(batches: list[list[int]]) -> float:
+        return float(frames[[index for batch in batches for index in batch]].mean())
+
+    assert mean_frames(chosen) == pytest.approx(mean_frames(plan), rel=0.04)
+    if system == "sync_bucketed_2d":
+        # The first ones are those of short utterances.
+        assert mean_frames(plan[:40]) < 0.85 * mean_frames(plan)
+    assert representative(plan[:3], frames, 5) == [*plan[:3], *plan[:2]]
 
 
 def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +209,7 @@ def test_features_are_those_of_transformers() -> None:
 
 def test_the_same_steps_whatever_was_measured_before(setup: bench_training.Setup) -> None:
     before = [value.clone() for value in setup.model.state_dict().values()]
-    bench_training.run_systems([bench_training.Prepared.of("packed", setup, 2)], 1)
+    bench_training.run_systems([bench_training.Prepared.of("packed", setup, 1, 1)], 1)
     after = setup.model.state_dict().values()
     assert all(map(torch.equal, before, after))
 

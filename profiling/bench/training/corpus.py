@@ -117,11 +117,29 @@ def random_batches(frames: np.ndarray, budget: int) -> list[list[int]]:
     return batches
 
 
+def representative(plan: list[list[int]], frames: np.ndarray, count: int) -> list[list[int]]:
+    """Return micro-batches that stand for an epoch: spread over its micro-batches by their length.
+
+    The first ones need not be typical. A sampler with buckets keeps long utterances back at first,
+    and the throughput of a system depends on the length of the utterances.
+
+    Args:
+        plan: The utterances of each micro-batch of the epoch; empty ones are left out.
+        frames: Frames of each utterance.
+        count: How many to return; more than the epoch has begin again.
+    """
+    plan = [chosen for chosen in plan if chosen]
+    if count >= len(plan):
+        return [plan[number % len(plan)] for number in range(count)]
+    ordered = sorted(plan, key=lambda chosen: float(frames[chosen].mean()))
+    return [ordered[(2 * number + 1) * len(plan) // (2 * count)] for number in range(count)]
+
+
 def batches_of(system: str, workload: Workload, shape: StaticShape, steps: int) -> Iterator[Batch]:
-    """Yield the micro-batches of the first steps, on the host."""
+    """Yield as many micro-batches of an epoch, on the host; see `representative`."""
     plan = plan_of(system, workload, shape)
-    for step in range(steps):
-        examples = [workload.example(index) for index in plan[step % len(plan)]]
+    for chosen in representative(plan, workload.lengths.frames, steps):
+        examples = [workload.example(index) for index in chosen]
         static = shape if system == "packed_static" else None
         padded = not system.startswith("packed")
         yield collate(
