@@ -1,5 +1,8 @@
 """What a rank says of the others, by what they told the store."""
 
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -101,3 +104,37 @@ def test_the_slowest_rank_since_the_last_line(make, caplog) -> None:
         assert first.slowest() == {"slowest_rank": 2, "rank_wait_s": pytest.approx(0.6)}
     (said,) = caplog.messages
     assert said.startswith("rank 2 is slow: it needs 0.55 s of its own for a step, the median rank")
+
+
+_LOADS_FOR_LONG = """
+import sys, time, torch
+from effasr.distributed.process_group import DistributedContext
+from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
+from effasr.training.fault_tolerance.watchdog import Watchdog
+
+phases = PhaseTracker()
+context = DistributedContext(0, 1, torch.device("cpu"))
+with Watchdog(context, phases, 60.0, 4.0, lambda: ()):
+    phases.begin("loading", 3)
+    print("loading", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_process_that_was_suspended_is_not_stuck() -> None:
+    command = [sys.executable, "-c", _LOADS_FOR_LONG]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **streams) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGSTOP)
+        # Longer than the limit.
+        time.sleep(7)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(1.5)
+        assert process.poll() is None
+        # A read that does not return is still noticed.
+        assert process.wait(60) == 75
+        errors = process.stderr.read() if process.stderr else ""
+    assert "this process did not run for " in errors
+    assert "no progress for 4 s (training.data_timeout_s)" in errors

@@ -41,6 +41,8 @@ _RANKS_PER_BEAT = 256
 _SHOWN = 6
 _SLOW, _SLOW_S = 1.5, 0.05
 _JUDGED_STEPS, _JUDGED_S = 20, 5.0
+_SUSPENDED_S = 5.0
+"""A check that is so late tells that the whole process did not run."""
 
 
 class RankLost(RuntimeError):
@@ -88,6 +90,7 @@ class Watchdog:
         self._judged = self._known
         self._judged_at = time.monotonic()
         self._warned: int | None = None
+        self._running_since = 0.0
 
     def __enter__(self) -> Self:
         """Start the thread; all ranks enter."""
@@ -156,8 +159,12 @@ class Watchdog:
 
     def _run(self) -> None:
         count, answers = 0, self._store is not None
-        while not self._ended.wait(min(self._beat_s, *(s / 4 for _, s in self._limits.values()))):
+        interval_s = min(self._beat_s, *(s / 4 for _, s in self._limits.values()))
+        last = time.monotonic()
+        while not self._ended.wait(interval_s):
             count += 1
+            self._excuse(time.monotonic() - last - interval_s)
+            last = time.monotonic()
             self._check()
             if not answers:
                 continue
@@ -218,10 +225,21 @@ class Watchdog:
             return _listed(late, after, "answers, but is behind")
         return "All ranks answer, so the network between them may be at fault."
 
+    def _excuse(self, late_s: float) -> None:
+        """Restart the clocks if the process was suspended: by SIGSTOP, a scheduler, or a laptop."""
+        if late_s > _SUSPENDED_S:
+            self._running_since = time.monotonic()
+            log.warning(
+                "this process did not run for %.1f s (it was suspended, or the machine is "
+                "overloaded): time limits count from now",
+                late_s,
+            )
+
     def _check(self) -> None:
         """End the process if this rank is stuck."""
         name, limit = self._limits.get(self._phases.phase, ("", None))
-        if limit is None or time.monotonic() - self._phases.since < limit:
+        since = max(self._phases.since, self._running_since)
+        if limit is None or time.monotonic() - since < limit:
             return
         text = (
             f"rank {self._context.rank}: {_describe(self._own())}: no progress for "
