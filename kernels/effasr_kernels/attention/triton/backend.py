@@ -28,7 +28,7 @@ from effasr_kernels.attention.triton.relative import (
 from effasr_kernels.attention.triton.rotary import angle_table, rotated
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import capability, launch, refusal
-from effasr_kernels.runtime.tiles import count_tiles
+from effasr_kernels.runtime.tiles import count_tiles, tile_table
 from effasr_kernels.shared.dropout import seed_tensor
 
 _WIDEST = 256
@@ -102,7 +102,8 @@ def forward(a: AttentionArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
         attention_forward,
         (count_tiles(rows, sequences, config.block_m), heads),
         None if a.content_bias is None else a.content_bias.contiguous(),
-        *(this.q, this.k, this.v, this.bias, *this.pointers, out, lse),
+        *(this.q, this.k, this.v, this.bias, *this.pointers),
+        *(tile_table(a.layout_q, config.block_m), out, lse),
         *(sequences, rows, this.bias_eighths, *this.sizes, a.scale * _LOG2_E, a.dropout),
         **this.options(config),
         BIAS=a.content_bias is not None,
@@ -198,7 +199,7 @@ def _backward_kv(
         attention_backward_kv,
         (count_tiles(rows, sequences, config.block_n), this.q.shape[1]),
         *(this.q, this.k, this.v, this.bias, *this.pointers),
-        *(lse, delta, grad_out, grad_k, grad_v),
+        *(tile_table(a.layout_k, config.block_n), lse, delta, grad_out, grad_k, grad_v),
         *(sequences, a.layout_q.rows, rows, this.bias_eighths, *this.sizes, a.scale, a.dropout),
         **this.options(config),
         BIAS=this.bias is not None,
@@ -213,7 +214,8 @@ def _backward_q(this: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor) -> Te
     launch(
         attention_backward_q,
         (count_tiles(rows, sequences, config.block_m), this.q.shape[1]),
-        *(this.q, this.k, this.v, *this.pointers, lse, delta, grad_out, grad_q),
+        *(this.q, this.k, this.v, *this.pointers),
+        *(tile_table(a.layout_q, config.block_m), lse, delta, grad_out, grad_q),
         *(sequences, rows, *this.sizes, a.scale, a.dropout),
         **this.options(config),
     )

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from effasr_kernels.attention.triton.forward import as_scores
 from effasr_kernels.attention.triton.rotary import store_rotated_back
-from effasr_kernels.runtime.tiles import find_sequence, find_tile
+from effasr_kernels.runtime.tiles import find_sequence, locate_tile
 from effasr_kernels.shared.philox import keep_mask
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -24,6 +24,7 @@ def attention_backward_kv(
     cu_seqlens_q,
     cu_seqlens_k,
     seed,
+    tiles,
     lse,
     delta,
     grad_out,
@@ -71,6 +72,7 @@ def attention_backward_kv(
         cu_seqlens_q: int32 (N + 1,).
         cu_seqlens_k: int32 (N + 1,).
         seed: int64 (1,); None without ``DROPOUT``.
+        tiles: int32 (tiles, 4), of keys; see `effasr_kernels.runtime.tiles.locate_tile`.
         lse: float32 (H, T_q), contiguous, from the forward.
         delta: float32 (H, T_q), contiguous, from `effasr_kernels.attention.triton.delta.row_delta`.
         grad_out: (T_q, H, D), contiguous.
@@ -98,8 +100,8 @@ def attention_backward_kv(
         ROTARY: Whether to rotate the gradient of keys back, all of its D = BLOCK_D channels.
         DROPOUT: Whether weights are dropped.
     """
-    sequence, first_k, length_k, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_seqlens_k, sequences, rows_k, tl.program_id(0), BLOCK_N
+    sequence, first_k, length_k, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        tiles, cu_seqlens_k, sequences, rows_k, tl.program_id(0), BLOCK_N
     )
     if start >= length_k:
         return
@@ -217,6 +219,7 @@ def attention_backward_q(
     cu_seqlens_q,
     cu_seqlens_k,
     seed,
+    tiles,
     lse,
     delta,
     grad_out,
@@ -253,6 +256,7 @@ def attention_backward_q(
         cu_seqlens_q: int32 (N + 1,).
         cu_seqlens_k: int32 (N + 1,).
         seed: int64 (1,); None without ``DROPOUT``.
+        tiles: int32 (tiles, 4), of queries; see `effasr_kernels.runtime.tiles.locate_tile`.
         lse: float32 (H, T_q), contiguous, from the forward.
         delta: float32 (H, T_q), contiguous, from `effasr_kernels.attention.triton.delta.row_delta`.
         grad_out: (T_q, H, D), contiguous.
@@ -276,8 +280,8 @@ def attention_backward_q(
         ROTARY: Whether to rotate the gradient back, all of its D = BLOCK_D channels.
         DROPOUT: Whether weights are dropped.
     """
-    sequence, first_q, length_q, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
+    sequence, first_q, length_q, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        tiles, cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
     )
     if start >= length_q:
         return

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from effasr_kernels.attention.triton.rotary import load_rotated
-from effasr_kernels.runtime.tiles import find_sequence, find_tile
+from effasr_kernels.runtime.tiles import find_sequence, locate_tile
 from effasr_kernels.shared.philox import keep_mask
 
 
@@ -46,6 +46,7 @@ def attention_forward(
     cu_seqlens_q,
     cu_seqlens_k,
     seed,
+    tiles,
     out,
     lse,
     sequences,
@@ -88,6 +89,7 @@ def attention_forward(
         cu_seqlens_q: int32 (N + 1,).
         cu_seqlens_k: int32 (N + 1,).
         seed: int64 (1,); None without ``DROPOUT``.
+        tiles: int32 (tiles, 4), of ``layout_q``; see `effasr_kernels.runtime.tiles.locate_tile`.
         out: (T_q, H, D), contiguous, written; zeros for rows without keys.
         lse: float32 (H, T_q), contiguous, written: the logarithm to base 2 of each row's sum of
             powers of two; -inf for rows without keys.
@@ -112,8 +114,8 @@ def attention_forward(
         ROTARY: Whether to rotate all D = BLOCK_D channels of ``q`` by its position in the sequence.
         DROPOUT: Whether weights are dropped.
     """
-    sequence, first_q, length_q, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
+    sequence, first_q, length_q, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        tiles, cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
     )
     if start >= length_q:
         return
