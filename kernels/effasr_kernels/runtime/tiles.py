@@ -105,7 +105,9 @@ def locate_tile(tiles, cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr):
         BLOCK: See `find_tile`.
     """
     if tiles is None:
-        sequence, begin, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
+        sequence, begin, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            cu_seqlens, sequences, rows, tile, BLOCK
+        )
     else:
         sequence = tl.load(tiles + tile * 4)
         begin = tl.load(tiles + tile * 4 + 1).to(tl.int64)
