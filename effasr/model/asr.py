@@ -253,7 +253,7 @@ class ASRModel(nn.Module):
                 )
             return self.text_encoder(batch.source, self.encoder.layers)
         with ranges.range("features"):
-            mel = self.features(batch.audio, batch.frames)
+            mel = self.features(batch.audio, batch.frames.with_tile_tables())
             if self.training:
                 mel = mel.with_values(spec_augment(mel, self.config.spec_augment))
         with ranges.range("encoder"):
@@ -285,6 +285,7 @@ class ASRModel(nn.Module):
             ValueError: The model has no decoder, or a transcript is too long for it.
         """
         with ranges.range("decoder"):
+            tokens = PackedSequence(tokens.values, tokens.layout.with_tile_tables())
             return self._decoder()(tokens, self.projected(encoded), guided_sigma)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -45,6 +45,9 @@ class PackedLayout:
     rows: int
     static_max_seqlen: int | None = None
     _max_seqlen: int | None = field(default=None, init=False, repr=False, compare=False)
+    _tile_tables: dict[int, Tensor] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def from_lengths(
@@ -191,6 +194,27 @@ class PackedLayout:
         """The same layout with ``cu_seqlens`` on another device."""
         moved = self.cu_seqlens.to(device, non_blocking=non_blocking)
         return PackedLayout(moved, self.cu_seqlens_host, self.rows, self.static_max_seqlen)
+
+    def with_tile_tables(self) -> PackedLayout:
+        """A copy that keeps the tables of tiles that kernels make of it, so that they share them.
+
+        Without tables each program of a kernel searches the offsets for its rows. The copy is for
+        the forward and backward of one batch: tables are not made again if the offsets are
+        overwritten, and a CUDA graph contains the making of those that it uses only if the copy
+        is made while it is captured. Compiled code keeps no tables.
+        """
+        if torch.compiler.is_compiling():
+            return self
+        copy = PackedLayout(
+            self.cu_seqlens, self.cu_seqlens_host, self.rows, self.static_max_seqlen
+        )
+        object.__setattr__(copy, "_tile_tables", {})
+        return copy
+
+    @property
+    def tile_tables(self) -> dict[int, Tensor] | None:
+        """Tables by rows of a tile, see `runtime.tiles.tile_table`; None if none are kept."""
+        return self._tile_tables
 
     def rewritable(self) -> PackedLayout:
         """A copy of the layout whose ``cu_seqlens`` may be overwritten with other offsets."""

@@ -22,8 +22,8 @@ PATTERNS: dict[str, str] = {
     r"|clip_grad|Optimizer\.",
     "loss": r"log_?softmax|nll_loss|cross_?entropy|(?<![a-z])ctc|kl_div|(^|_)loss"
     r"|^_?(label_gradient|softmax_gradient|score_labels|merge_repeats)",
-    "attention": r"flash|fmha|attention|attn|softmax|^_?(guided_|grad_queries|grad_table|turn\b"
-    r"|add_content_bias|scores$)",
+    "attention": r"flash|fmha|attention|attn|softmax|^_?(grad_queries|grad_table|turn\b"
+    r"|add_content_bias|scores$|fill_tile_table$)",
     "convolution": r"conv(?!ert)|fprop|dgrad|wgrad|winograd|im2col|col2im|implicit_?gemm"
     r"|^_?(stem|strided)_|^_?merge$",
     "matmul": r"gemm|gemv|cutlass|cublas|nvjet|splitk|xmma|matmul|_mm\b|::mm\b|::bmm|addmm|baddbmm"

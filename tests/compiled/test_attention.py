@@ -43,10 +43,13 @@ def _launches(
     capability: tuple[int, int] = (9, 0),
     spare: int = 3,
     longest: int | None = REACH,
+    tables: bool = False,
 ) -> list[Launch]:
     """The launches of forward and backward, but for those that only relative positions need."""
     rows = sum(lengths) + spare
     layout = PackedLayout.from_lengths(lengths, rows=rows, static_max_seqlen=longest)
+    if tables:
+        layout = layout.with_tile_tables()
     q, k, v = torch.zeros(rows, 3, HEADS, width, dtype=dtype).unbind(1)
     positions = {"none": None, "rotary": Rotary()}
     if kind == "relative":
@@ -75,6 +78,22 @@ def test_compiles_for_every_architecture(
 ) -> None:
     launches = _launches(capability=(architecture // 10, 0), **FEATURES[features])
     compiled_ok(launches, architecture, products=_kernels(**FEATURES[features]))
+
+
+@pytest.mark.parametrize("features", ["all_with_rotary", "all_with_relative"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_compiles_with_tile_tables(compiled_ok: CompiledOk, width: int, features: str) -> None:
+    """With the table a program needs neither the search's registers nor its shared memory."""
+    given = {"width": width, **FEATURES[features]}
+    names = _kernels(**given)
+    searching = compiled_ok(_launches(**given), 90, products=names)
+    reading = compiled_ok(_launches(**given, tables=True), 90, products=names)
+    assert searching.keys() == reading.keys()
+    for name, needs in reading.items():
+        assert needs.shared <= searching[name].shared, name
+        if name in names:
+            assert needs.registers <= searching[name].registers + 8, name
+            assert "tt.reduce" not in needs.ttir.split("scf.for")[0], name
 
 
 @pytest.mark.parametrize("features", ["plain", "all_with_rotary", "all_with_relative"])

@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from effasr_kernels.guided_attention import _triton
+from effasr_kernels.attention.triton import guided
 from effasr_kernels.guided_attention.definition import GuidedArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot
 
 HEADS = 8
-KERNELS = {"guided_forward", "guided_backward_q", "guided_backward_kv"}
+KERNELS = {"attention_forward", "attention_backward_q", "attention_backward_kv"}
+"""Those with tensor cores, compiled with their constant ``GUIDED``."""
+ALL = KERNELS | {"attention_delta"}
 
 CompiledOk = Callable[..., dict[str, aot.Resources]]
 
@@ -47,10 +49,11 @@ def _launches(
         "seed": torch.tensor(1) if dropout else None,
     }
     with recording(capability) as launches:
-        results, saved = _triton.forward(GuidedArguments(**arguments))
-        _triton.backward(
+        results, saved = guided.forward(GuidedArguments(**arguments))
+        guided.backward(
             GuidedArguments(**arguments), tuple(map(torch.ones_like, results)), results, saved
         )
+    assert all(x.constants["GUIDED"] for x in launches)
     return launches
 
 
@@ -66,7 +69,7 @@ def test_compiles_for_every_architecture(
 ) -> None:
     capability = architecture // 10, 0
     launches = _launches(width=width, dropout=dropout, capability=capability)
-    assert set(compiled_ok(launches, architecture, products=KERNELS)) == KERNELS
+    assert set(compiled_ok(launches, architecture, products=KERNELS)) == ALL
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
@@ -92,7 +95,7 @@ def test_a_new_batch_compiles_nothing() -> None:
         interleaved = generator.random() < 0.5
         launches = _launches(tokens, frames, spare=spare, interleaved=interleaved)
         keys |= {aot.key(x) for x in launches}
-    assert len(keys) == len(KERNELS)
+    assert len(keys) == len(ALL)
 
 
 def test_addresses_are_of_64_bit(compiled_ok: CompiledOk) -> None:
@@ -105,6 +108,8 @@ def test_addresses_are_of_64_bit(compiled_ok: CompiledOk) -> None:
 def test_loads_whole_vectors(compiled_ok: CompiledOk) -> None:
     """Tiles arrive in copies of 16 bytes, also where a head has 80 channels."""
     for width in (64, 80):
-        for name, needs in compiled_ok(_launches(width=width), 90).items():
+        found = compiled_ok(_launches(width=width), 90)
+        for name in KERNELS:
+            needs = found[name]
             assert "cp.async.cg.shared.global" in needs.ptx, f"{name} at width {width}"
             assert "ld.global.b16" not in needs.ptx, f"{name} at width {width}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from effasr_kernels import PackedLayout, RelativeBias, Rotary, attention
 from effasr_kernels.attention import reference
-from effasr_kernels.runtime.launch import launch
+from effasr_kernels.runtime.launch import launch, recording
 from effasr_kernels.shared.philox import keep_mask
 from effasr_kernels.testing.conformance import (
     Case,
@@ -274,3 +274,39 @@ def test_refuses_what_does_not_fit_a_tile(device: torch.device) -> None:
     x = torch.zeros(2, 1, 257, device=device)
     with pytest.raises(RuntimeError, match="256 channels"):
         attention(x, x, x, layout, backend="triton")
+
+
+@pytest.mark.parametrize("kind", ["none", "rotary", "part", "relative"])
+def test_tile_tables_change_no_bit(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    lengths = (70, 0, 5)
+    layout = PackedLayout.from_lengths(lengths, device, rows=90, num_sequences=5)
+    narrow = {"dtype": dtype, "device": device}
+    q, k, v, upstream = (torch.randn(90, HEADS, 16, **narrow) for _ in range(4))
+    positions = {"none": None, "rotary": Rotary(100.0), "part": Rotary(100.0, 0.5)}
+    if kind == "relative":
+        biases = (torch.randn(HEADS, 16, **narrow) for _ in range(2))
+        positions[kind] = RelativeBias(*biases, torch.randn(139, HEADS, 16, **narrow))
+    found = []
+    for of in (layout, layout.with_tile_tables()):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        options = {"position": positions[kind], "dropout": 0.25, "seed": 3, "backend": "triton"}
+        y = attention(*leaves, of, **options)
+        found.append([y, *torch.autograd.grad(y, leaves, upstream)])
+    for plain, tabled in zip(*found, strict=True):
+        assert torch.equal(plain, tabled)
+
+
+def test_layers_share_tile_tables(device: torch.device) -> None:
+    layout = PackedLayout.from_lengths((70, 5), device).with_tile_tables()
+    x = torch.zeros(75, HEADS, 64, device=device, requires_grad=True)
+    with recording() as launches:
+        y = x
+        for _ in range(3):
+            y = attention(y, y, y, layout, position=Rotary(), backend="triton")
+        y.sum().backward()
+    made = [x.constants["BLOCK"] for x in launches if x.kernel.fn.__name__ == "fill_tile_table"]
+    searching = [x for x in launches if x.args.get("tiles", 0) is None]
+    assert len(made) == len(set(made))
+    assert made
+    assert not searching
+    assert sum("attention" in x.kernel.fn.__name__ for x in launches) >= 9

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from effasr_kernels import BackendUnavailable, PackedLayout, depthwise_conv
 from effasr_kernels.runtime.launch import INTERPRETED, launch, recording
-from effasr_kernels.runtime.tiles import count_tiles, find_tile
+from effasr_kernels.runtime.tiles import count_tiles, find_tile, locate_tile, tile_table
 
 
 @triton.jit(do_not_specialize=["sequences", "rows"])
@@ -19,6 +19,18 @@ def claim_rows(cu_seqlens, owner, visits, sequences, rows, BLOCK: tl.constexpr):
     before = tl.load(visits + here, mask=row < length, other=0)
     tl.store(visits + here, before + 1, mask=row < length)
     tl.store(owner + here, sequence, mask=row < length)
+
+
+@triton.jit(do_not_specialize=["sequences", "rows"])
+def write_tile(tiles, cu_seqlens, out, sequences, rows, BLOCK: tl.constexpr):
+    """Write down where a tile is."""
+    tile = tl.program_id(0)
+    found = locate_tile(tiles, cu_seqlens, sequences, rows, tile, BLOCK)
+    sequence, begin, length, start = found
+    tl.store(out + tile * 4, sequence.to(tl.int64))
+    tl.store(out + tile * 4 + 1, begin)
+    tl.store(out + tile * 4 + 2, length.to(tl.int64))
+    tl.store(out + tile * 4 + 3, start.to(tl.int64))
 
 
 @pytest.mark.parametrize("tail", [0, 37])
@@ -38,6 +50,39 @@ def test_tiles_cover_each_row_once(
     launch(claim_rows, grid, *arguments, num_warps=1, BLOCK=16)
     assert bool((visits == 1).all())
     assert torch.equal(owner.long(), layout.sequence_ids())
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_a_table_holds_what_a_search_finds(
+    lengths: tuple[int, ...], block: int, device: torch.device
+) -> None:
+    layout = PackedLayout.from_lengths(
+        lengths, device, rows=sum(lengths) + 37, num_sequences=len(lengths) + 3
+    ).with_tile_tables()
+    grid = (count_tiles(layout.rows, layout.num_sequences, block),)
+    results = []
+    for tiles in (None, tile_table(layout, block)):
+        out = torch.full((*grid, 4), -1, dtype=torch.int64, device=device)
+        arguments = layout.cu_seqlens, out, layout.num_sequences, layout.rows
+        launch(write_tile, grid, tiles, *arguments, num_warps=1, BLOCK=block)
+        results.append(out)
+    assert torch.equal(*results)
+    assert bool((results[0] >= 0).all())
+
+
+def test_a_layout_makes_each_table_once(device: torch.device) -> None:
+    layout = PackedLayout.from_lengths([20, 3], device)
+    assert tile_table(layout, 16) is None
+    shared = layout.with_tile_tables()
+    with recording() as launches:
+        tables = [tile_table(shared, block) for block in (16, 32, 16)]
+    assert [x.constants for x in launches] == [{"BLOCK": 16}, {"BLOCK": 32}]
+    assert tables[0] is tables[2]
+    assert tables[0] is not tables[1]
+    # Layouts of other offsets, and of offsets that will be overwritten, begin without tables.
+    for other in (shared.scaled(2), shared.lengthened(1), shared.rewritable(), shared.to(device)):
+        assert other.tile_tables is None
+    assert shared.with_tile_tables().tile_tables == {}
 
 
 def test_a_batch_without_sequences_is_all_tail(device: torch.device) -> None:

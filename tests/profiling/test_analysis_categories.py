@@ -27,7 +27,7 @@ LAMBDA = (
             "attention",
         ),
         ("attention_backward_kv", "attention"),
-        ("guided_forward", "attention"),
+        ("fill_tile_table", "attention"),
         (
             "void at::native::(anonymous namespace)::softmax_warp_forward<float>(float*)",
             "attention",

@@ -44,7 +44,7 @@ OPERATION = DifferentiableOp(
     "guided_attention",
     GuidedArguments,
     {
-        Backend.TRITON: "effasr_kernels.guided_attention._triton",
+        Backend.TRITON: "effasr_kernels.attention.triton.guided",
         Backend.CPP: "effasr_kernels.guided_attention._cpp",
         Backend.REFERENCE: "effasr_kernels.guided_attention.reference",
     },

@@ -3,14 +3,21 @@
 A tile lies within one sequence; the tail of a static shape counts as sequence number N, so that its
 rows can be set to zero. The tiles of sequence n are numbered from ``cu_seqlens[n] // BLOCK + n``,
 which leaves enough numbers for all of them whatever the other lengths are. So the grid depends only
-on static sizes, and the host neither builds a table nor waits for the device. At most one number
-per sequence has no rows; its program returns at once.
+on static sizes, and the host does not wait for the device. At most one number per sequence has no
+rows; its program returns at once.
+
+A program finds its tile by a search of the offsets, or by one read of a table that a kernel has
+made of them, once for all launches of a batch; see `PackedLayout.with_tile_tables`.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime.launch import launch
 
 
 def count_tiles(rows: int, sequences: int, block: int) -> int:
@@ -48,6 +55,65 @@ def find_tile(cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr):
     end = tl.load(cu_seqlens + sequence + 1, mask=sequence < sequences, other=rows)
     start = (tile - (begin // BLOCK + sequence)) * BLOCK
     return sequence, begin.to(tl.int64), end - begin, start
+
+
+@triton.jit(do_not_specialize=["sequences", "rows"])
+def fill_tile_table(cu_seqlens, tiles, sequences, rows, BLOCK: tl.constexpr):
+    """Write the results of `find_tile` for one tile, int32 (4,): program (tile)."""
+    sequence, begin, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        cu_seqlens, sequences, rows, tl.program_id(0), BLOCK
+    )
+    tiles += tl.program_id(0) * 4
+    tl.store(tiles, sequence)
+    tl.store(tiles + 1, begin.to(tl.int32))
+    tl.store(tiles + 2, length)
+    tl.store(tiles + 3, start)
+
+
+def tile_table(layout: PackedLayout, block: int) -> Tensor | None:
+    """The table of a layout's tiles, int32 (tiles, 4), made at the first request.
+
+    Args:
+        layout: The layout; it keeps the table.
+        block: Rows of a tile.
+
+    Returns:
+        For each tile the results of `find_tile`; None if the layout keeps no tables.
+    """
+    tables, sequences = layout.tile_tables, layout.num_sequences
+    if tables is None:
+        return None
+    if block not in tables:
+        count = count_tiles(layout.rows, sequences, block)
+        table = layout.cu_seqlens.new_empty(count, 4)
+        arguments = layout.cu_seqlens, table, sequences, layout.rows
+        launch(fill_tile_table, (count,), *arguments, num_warps=1, BLOCK=block)
+        tables[block] = table
+    return tables[block]
+
+
+@triton.jit
+def locate_tile(tiles, cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr):
+    """The results of `find_tile`, from a table if there is one.
+
+    Args:
+        tiles: int32 (tiles, 4), a pointer, from `tile_table`; None to search the offsets.
+        cu_seqlens: See `find_tile`.
+        sequences: See `find_tile`.
+        rows: See `find_tile`.
+        tile: See `find_tile`.
+        BLOCK: See `find_tile`.
+    """
+    if tiles is None:
+        sequence, begin, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            cu_seqlens, sequences, rows, tile, BLOCK
+        )
+    else:
+        sequence = tl.load(tiles + tile * 4)
+        begin = tl.load(tiles + tile * 4 + 1).to(tl.int64)
+        length = tl.load(tiles + tile * 4 + 2)
+        start = tl.load(tiles + tile * 4 + 3)
+    return sequence, begin, length, start
 
 
 @triton.jit

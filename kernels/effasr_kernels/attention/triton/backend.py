@@ -4,6 +4,8 @@ The forward is one kernel. The backward has one kernel for keys and values and o
 recompute the scores, so no tensor of size T_q x T_k is stored. With `RelativeBias` the relative
 part of the scores is a new buffer in each pass: the kernel of keys and values overwrites it with
 the gradient of the scores, from which the other gradients are computed.
+
+`effasr_kernels.attention.triton.guided` is `guided_attention`, by the same kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from torch import Tensor
 
 from effasr_kernels.attention.definition import AttentionArguments
 from effasr_kernels.attention.triton.backward import attention_backward_kv, attention_backward_q
-from effasr_kernels.attention.triton.config import Config, Configs, configs, padded_width
+from effasr_kernels.attention.triton.config import (
+    WIDEST,
+    Config,
+    Configs,
+    configs,
+    padded_width,
+)
 from effasr_kernels.attention.triton.delta import row_delta
 from effasr_kernels.attention.triton.forward import attention_forward
 from effasr_kernels.attention.triton.relative import (
@@ -28,10 +36,9 @@ from effasr_kernels.attention.triton.relative import (
 from effasr_kernels.attention.triton.rotary import angle_table, rotated
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import capability, launch, refusal
-from effasr_kernels.runtime.tiles import count_tiles
+from effasr_kernels.runtime.tiles import count_tiles, tile_table
 from effasr_kernels.shared.dropout import seed_tensor
 
-_WIDEST = 256
 _LOG2_E = math.log2(math.e)
 
 
@@ -52,6 +59,7 @@ class _Call:
         sizes: Heads and strides, the last integers of all kernels.
         bias: The relative part of the scores, (T_q, H, W), a new buffer; or None.
         bias_eighths: W / 8.
+        narrowness: ``1 / (2 sigma^2)`` of `guided_attention`; None for `attention`.
         configs: Tile sizes of the kernels.
     """
 
@@ -65,6 +73,7 @@ class _Call:
     sizes: tuple[int, ...]
     bias: Tensor | None
     bias_eighths: int
+    narrowness: float | None
     configs: Configs
 
     def options(self, config: Config) -> dict[str, Any]:
@@ -80,34 +89,47 @@ class _Call:
             "CAUSAL": self.arguments.causal,
             "ROTARY": self.rotates_in_kernel,
             "DROPOUT": self.arguments.dropout > 0,
+            "GUIDED": self.narrowness is not None,
         }
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """Probability to drop a weight, and narrowness: the last numbers of all kernels."""
+        return self.arguments.dropout, self.narrowness or 0.0
 
 
 def unsupported_reason(a: AttentionArguments) -> str | None:
     """The reason why this backend does not support a call, or None."""
-    if a.q.shape[2] > _WIDEST:
-        return f"heads of more than {_WIDEST} channels do not fit a tile"
+    if a.q.shape[2] > WIDEST:
+        return f"heads of more than {WIDEST} channels do not fit a tile"
     return refusal(a.q)
 
 
-def forward(a: AttentionArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Compute the output; save each row's log-sum-exp to base 2, float32 (H, T_q)."""
-    this = _prepare(a, backward=False)
+def forward(
+    a: AttentionArguments, narrowness: float | None = None
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Compute the output; save each row's log-sum-exp to base 2, float32 (H, T_q).
+
+    With ``narrowness``, 1 / (2 sigma^2), a second result is the penalty of `guided_attention`.
+    """
+    this = _prepare(a, narrowness, backward=False)
     rows, heads = a.layout_q.rows, a.q.shape[1]
     out = a.q.new_empty(a.q.shape)
     (lse,) = saved_like(a)
+    penalty = None if narrowness is None else lse.new_empty(rows, heads)
     config = this.configs.forward
     sequences = a.layout_q.num_sequences
     launch(
         attention_forward,
         (count_tiles(rows, sequences, config.block_m), heads),
         None if a.content_bias is None else a.content_bias.contiguous(),
-        *(this.q, this.k, this.v, this.bias, *this.pointers, out, lse),
-        *(sequences, rows, this.bias_eighths, *this.sizes, a.scale * _LOG2_E, a.dropout),
+        *(this.q, this.k, this.v, this.bias, *this.pointers),
+        *(tile_table(a.layout_q, config.block_m), out, lse, penalty),
+        *(sequences, rows, this.bias_eighths, *this.sizes, a.scale * _LOG2_E, *this.numbers),
         **this.options(config),
         BIAS=a.content_bias is not None,
     )
-    return (out,), (lse,)
+    return (out,) if penalty is None else (out, penalty), (lse,)
 
 
 def saved_like(a: AttentionArguments) -> tuple[Tensor, ...]:
@@ -120,11 +142,13 @@ def backward(
     grads: Sequence[Tensor],
     results: Sequence[Tensor],
     saved: Sequence[Tensor],
+    narrowness: float | None = None,
 ) -> dict[str, Tensor | None]:
     """Compute the gradients of queries, keys, values and the tensors of a relative position."""
-    this = _prepare(a, backward=True)
-    (grad_out,), (lse,) = grads, saved
-    delta = row_delta(grad_out, results[0])
+    this = _prepare(a, narrowness, backward=True)
+    grad_out, (lse,) = grads[0], saved
+    guided = None if narrowness is None else (grads[1], results[1])
+    delta = row_delta(grad_out, results[0], guided)
     # Overwrites the bias with the gradient of the scores.
     grad_k, grad_v = _backward_kv(this, lse, delta, grad_out)
     grad_k = _rotated_back(this, grad_k, a.layout_k)
@@ -137,7 +161,7 @@ def backward(
     return gradients | dict(zip(names, shared, strict=True))
 
 
-def _prepare(a: AttentionArguments, *, backward: bool) -> _Call:
+def _prepare(a: AttentionArguments, narrowness: float | None, *, backward: bool) -> _Call:
     q, k, v = a.q, a.k, a.v
     q = q if q.stride(-1) == 1 else q.contiguous()
     k = k if k.stride(-1) == 1 else k.contiguous()
@@ -168,9 +192,11 @@ def _prepare(a: AttentionArguments, *, backward: bool) -> _Call:
         (heads, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         bias,
         0 if bias is None else bias.shape[2] // 8,
+        narrowness,
         configs(
             *(q.dtype, width, capability(q.device)[0]),
             plain=a.rotary is None and a.content_bias is None and not a.dropout,
+            guided=narrowness is not None,
         ),
     )
 
@@ -198,8 +224,8 @@ def _backward_kv(
         attention_backward_kv,
         (count_tiles(rows, sequences, config.block_n), this.q.shape[1]),
         *(this.q, this.k, this.v, this.bias, *this.pointers),
-        *(lse, delta, grad_out, grad_k, grad_v),
-        *(sequences, a.layout_q.rows, rows, this.bias_eighths, *this.sizes, a.scale, a.dropout),
+        *(tile_table(a.layout_k, config.block_n), lse, delta, grad_out, grad_k, grad_v),
+        *(sequences, a.layout_q.rows, rows, this.bias_eighths, *this.sizes, a.scale, *this.numbers),
         **this.options(config),
         BIAS=this.bias is not None,
     )
@@ -213,8 +239,9 @@ def _backward_q(this: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor) -> Te
     launch(
         attention_backward_q,
         (count_tiles(rows, sequences, config.block_m), this.q.shape[1]),
-        *(this.q, this.k, this.v, *this.pointers, lse, delta, grad_out, grad_q),
-        *(sequences, rows, *this.sizes, a.scale, a.dropout),
+        *(this.q, this.k, this.v, *this.pointers),
+        *(tile_table(a.layout_q, config.block_m), lse, delta, grad_out, grad_q),
+        *(sequences, rows, *this.sizes, a.scale, *this.numbers),
         **this.options(config),
     )
     return grad_q

@@ -1,13 +1,23 @@
-"""Gradients of attention: one kernel for keys and values, one for queries, no float atomics."""
+"""Gradients of attention: one kernel for keys and values, one for queries, no float atomics.
+
+With A the weights, and dy and dp the gradients of the output and of the penalty of
+`guided_attention`, which is the sum over keys of A_ij g_ij,
+
+    dA_ij = keep_ij / (1 - probability) (dy_i . v_j) + dp_i g_ij
+    dS_ij = A_ij (dA_ij - delta_i),    delta_i = sum_j A_ij dA_ij = dy_i . y_i + dp_i p_i
+
+so the penalty adds one term to each of the two formulas of FlashAttention-2.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from effasr_kernels.attention.triton.diagonal import distance
 from effasr_kernels.attention.triton.forward import as_scores
 from effasr_kernels.attention.triton.rotary import store_rotated_back
-from effasr_kernels.runtime.tiles import find_sequence, find_tile
+from effasr_kernels.runtime.tiles import find_sequence, locate_tile
 from effasr_kernels.shared.philox import keep_mask
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -24,6 +34,7 @@ def attention_backward_kv(
     cu_seqlens_q,
     cu_seqlens_k,
     seed,
+    tiles,
     lse,
     delta,
     grad_out,
@@ -42,6 +53,7 @@ def attention_backward_kv(
     v_head,
     scale,
     probability,
+    narrowness,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -50,6 +62,7 @@ def attention_backward_kv(
     BIAS: tl.constexpr,
     ROTARY: tl.constexpr,
     DROPOUT: tl.constexpr,
+    GUIDED: tl.constexpr,
 ):
     """Gradients of one tile of keys and values of one head: program (tile, head).
 
@@ -71,8 +84,10 @@ def attention_backward_kv(
         cu_seqlens_q: int32 (N + 1,).
         cu_seqlens_k: int32 (N + 1,).
         seed: int64 (1,); None without ``DROPOUT``.
+        tiles: int32 (tiles, 4), of keys; see `effasr_kernels.runtime.tiles.locate_tile`.
         lse: float32 (H, T_q), contiguous, from the forward.
-        delta: float32 (H, T_q), contiguous, from `effasr_kernels.attention.triton.delta.row_delta`.
+        delta: float32 (H, T_q), or (2, H, T_q) with ``GUIDED``, contiguous, from
+            `effasr_kernels.attention.triton.delta.row_delta`.
         grad_out: (T_q, H, D), contiguous.
         grad_k: (T_k, H, D), contiguous, written; zeros for keys without queries.
         grad_v: (T_k, H, D), contiguous, written; zeros for keys without queries.
@@ -89,6 +104,7 @@ def attention_backward_kv(
         v_head: Head stride of ``v``.
         scale: Factor of the scores.
         probability: Probability to drop a weight.
+        narrowness: ``1 / (2 sigma^2)`` of `guided_attention`.
         WIDTH: D.
         BLOCK_D: The power of two, at least 16, that D is padded to.
         BLOCK_M: Queries of a step.
@@ -97,9 +113,10 @@ def attention_backward_kv(
         BIAS: Whether scores have a bias; the content bias is already added to ``q``.
         ROTARY: Whether to rotate the gradient of keys back, all of its D = BLOCK_D channels.
         DROPOUT: Whether weights are dropped.
+        GUIDED: Whether there is a gradient of the penalty of `guided_attention`.
     """
-    sequence, first_k, length_k, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_seqlens_k, sequences, rows_k, tl.program_id(0), BLOCK_N
+    sequence, first_k, length_k, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        tiles, cu_seqlens_k, sequences, rows_k, tl.program_id(0), BLOCK_N
     )
     if start >= length_k:
         return
@@ -140,6 +157,10 @@ def attention_backward_kv(
         bias_offset = m[None, :] * bias_row + n[:, None]
         # The mask is constant within vectors of 8, so that loads are vectorized; W is a multiple.
         b_columns = (start + n // 8 * 8 < length_k)[:, None]
+    if GUIDED:
+        grad_penalty = delta + rows_q.to(tl.int64) * heads
+        frame = (start + n) * (1.0 / length_k)
+        token_step = 1.0 / tl.maximum(length_q, 1)
     acc_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     acc_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     length_q -= begin
@@ -178,6 +199,12 @@ def attention_backward_kv(
         else:
             kept = weights.to(grad_tile.dtype)
         acc_v += tl.dot(kept, grad_tile, input_precision="ieee")
+        if GUIDED:
+            row_grad = tl.load(grad_penalty + m, mask=in_rows, other=0.0)
+            token = (step + m) * token_step
+            away = distance(token[None, :], frame[:, None], narrowness)
+            grad_weights += row_grad[None, :] * away
+            grad_penalty += BLOCK_M
         grad_scores = (weights * (grad_weights - row_delta[None, :])).to(q_tile.dtype)
         acc_k += tl.dot(grad_scores, q_tile, input_precision="ieee")
         if BIAS:
@@ -217,6 +244,7 @@ def attention_backward_q(
     cu_seqlens_q,
     cu_seqlens_k,
     seed,
+    tiles,
     lse,
     delta,
     grad_out,
@@ -232,6 +260,7 @@ def attention_backward_q(
     v_head,
     scale,
     probability,
+    narrowness,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -239,6 +268,7 @@ def attention_backward_q(
     CAUSAL: tl.constexpr,
     ROTARY: tl.constexpr,
     DROPOUT: tl.constexpr,
+    GUIDED: tl.constexpr,
 ):
     """Gradient of one tile of queries of one head: program (tile, head).
 
@@ -253,8 +283,10 @@ def attention_backward_q(
         cu_seqlens_q: int32 (N + 1,).
         cu_seqlens_k: int32 (N + 1,).
         seed: int64 (1,); None without ``DROPOUT``.
+        tiles: int32 (tiles, 4), of queries; see `effasr_kernels.runtime.tiles.locate_tile`.
         lse: float32 (H, T_q), contiguous, from the forward.
-        delta: float32 (H, T_q), contiguous, from `effasr_kernels.attention.triton.delta.row_delta`.
+        delta: float32 (H, T_q), or (2, H, T_q) with ``GUIDED``, contiguous, from
+            `effasr_kernels.attention.triton.delta.row_delta`.
         grad_out: (T_q, H, D), contiguous.
         grad_q: (T_q, H, D), contiguous, written; zeros for rows without keys.
         sequences: N.
@@ -268,6 +300,7 @@ def attention_backward_q(
         v_head: Head stride of ``v``.
         scale: Factor of the scores.
         probability: Probability to drop a weight.
+        narrowness: ``1 / (2 sigma^2)`` of `guided_attention`.
         WIDTH: D.
         BLOCK_D: The power of two, at least 16, that D is padded to.
         BLOCK_M: Queries of a tile.
@@ -275,9 +308,10 @@ def attention_backward_q(
         CAUSAL: Whether query i attends only to keys 0 to i.
         ROTARY: Whether to rotate the gradient back, all of its D = BLOCK_D channels.
         DROPOUT: Whether weights are dropped.
+        GUIDED: Whether there is a gradient of the penalty of `guided_attention`.
     """
-    sequence, first_q, length_q, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
+    sequence, first_q, length_q, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        tiles, cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
     )
     if start >= length_q:
         return
@@ -311,6 +345,10 @@ def attention_backward_q(
     k_offset = n[:, None] * k_row + d[None, :]
     v_offset = n[:, None] * v_row + d[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if GUIDED:
+        row_grad = tl.load(delta + rows_q.to(tl.int64) * heads + row, mask=in_rows, other=0.0)
+        token = (start + m) * (1.0 / length_q)
+        frame_step = 1.0 / tl.maximum(length_k, 1)
     end = tl.minimum(length_k, start + BLOCK_M) if CAUSAL else length_k
     for column in range(0, end, BLOCK_N):
         in_columns = column + n < length_k
@@ -329,6 +367,10 @@ def attention_backward_q(
                 seed_value, sequence, head, start, column, probability, BLOCK_M, BLOCK_N
             )
             grad_weights = tl.where(keep, grad_weights * scale_kept, 0.0)
+        if GUIDED:
+            frame = (column + n) * frame_step
+            away = distance(token[:, None], frame[None, :], narrowness)
+            grad_weights += row_grad[:, None] * away
         grad_scores = (weights * (grad_weights - row_delta[:, None])).to(k_tile.dtype)
         acc += tl.dot(grad_scores, k_tile, input_precision="ieee")
         k += BLOCK_N * k_row

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
+WIDEST = 256
+"""Largest head width of the kernels."""
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -49,7 +52,9 @@ def padded_width(head_width: int) -> int:
 
 
 @functools.cache
-def configs(dtype: torch.dtype, head_width: int, major: int, *, plain: bool) -> Configs:
+def configs(
+    dtype: torch.dtype, head_width: int, major: int, *, plain: bool, guided: bool = False
+) -> Configs:
     """Select the configurations of the kernels; they do not depend on lengths.
 
     Args:
@@ -57,8 +62,13 @@ def configs(dtype: torch.dtype, head_width: int, major: int, *, plain: bool) -> 
         head_width: D.
         major: Major compute capability; one that is not in the table uses the choice for 8.
         plain: Whether there are neither positions nor dropout, which need registers.
+        guided: Whether the kernels compute `guided_attention`.
     """
     width = max(64, padded_width(head_width))
+    if guided:
+        if dtype == torch.float32:
+            return _SINGLE_GUIDED[width]
+        return _HALF_GUIDED.get((major, width)) or _HALF_GUIDED[8, width]
     if dtype == torch.float32:
         return _SINGLE[width]
     table = _HALF.get(major, _HALF[8])
@@ -91,4 +101,21 @@ _HALF = {
         (128, False): Configs(Config(64, 32, 8, 2), Config(32, 64, 4, 2), Config(64, 64, 8, 3)),
         (256, False): Configs(Config(64, 64, 8, 2), Config(16, 64, 8, 2), Config(64, 16, 8, 2)),
     },
+}
+# Of guided attention. Its queries are the tokens of transcripts, which are few, so the kernel that
+# loops over them has small steps.
+_SINGLE_GUIDED = {
+    64: Configs(Config(16, 16, 4, 2), Config(16, 16, 4, 1), Config(16, 32, 4, 1)),
+    128: Configs(Config(16, 16, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
+    256: Configs(Config(16, 16, 4, 2), Config(16, 16, 8, 1), Config(16, 16, 4, 2)),
+}
+# By major compute capability and padded width; others use those of 8.
+_HALF_GUIDED = {
+    (8, 64): Configs(Config(64, 32, 4, 3), Config(16, 64, 4, 2), Config(64, 32, 4, 2)),
+    (8, 128): Configs(Config(64, 32, 8, 2), Config(16, 64, 8, 2), Config(64, 32, 8, 2)),
+    # Eight warps would compute each score twice; four spill on Ampere.
+    (9, 128): Configs(Config(64, 32, 4, 2), Config(16, 64, 4, 2), Config(64, 32, 4, 2)),
+    # Eight warps spill on Blackwell.
+    (10, 128): Configs(Config(64, 32, 8, 2), Config(16, 64, 8, 2), Config(64, 32, 4, 2)),
+    (8, 256): Configs(Config(64, 32, 8, 2), Config(16, 32, 8, 2), Config(64, 32, 8, 2)),
 }

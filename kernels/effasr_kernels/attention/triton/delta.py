@@ -1,4 +1,4 @@
-"""The term delta of the softmax's backward: the sum over channels of output times gradient."""
+"""The term delta of the softmax's backward: the sum over results of result times gradient."""
 
 from __future__ import annotations
 
@@ -19,23 +19,31 @@ def attention_delta(
     grad_out,
     out,
     delta,
+    penalty,
+    grad_penalty,
     rows,
     heads,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    GUIDED: tl.constexpr,
 ):
     """Compute `row_delta` for a block of rows and a head: program (block, head).
 
     Args:
-        grad_out: (T_q, H, D), contiguous, a pointer, like all up to ``delta``.
+        grad_out: (T_q, H, D), contiguous, a pointer, like all up to ``grad_penalty``.
         out: (T_q, H, D), contiguous.
-        delta: float32 (H, T_q), written: the sum over channels of ``out * grad_out``.
+        delta: float32, (H, T_q), written: the sum over channels of ``out * grad_out``. With
+            ``GUIDED`` it is (2, H, T_q): the sum includes ``penalty * grad_penalty``, which follows
+            with its axes swapped.
+        penalty: float32 (T_q, H), contiguous; None without ``GUIDED``.
+        grad_penalty: float32 (T_q, H), contiguous; None without ``GUIDED``.
         rows: T_q.
         heads: H.
         WIDTH: D.
         BLOCK_D: The power of two that D is padded to.
         BLOCK_M: Rows of a block.
+        GUIDED: Whether there is a penalty.
     """
     head = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
@@ -48,21 +56,32 @@ def attention_delta(
     out_tile = tl.load(out + begin + offset, mask=mask, other=0.0).to(tl.float32)
     grad_tile = tl.load(grad_out + begin + offset, mask=mask, other=0.0).to(tl.float32)
     sums = tl.sum(out_tile * grad_tile, 1)
-    tl.store(delta + head.to(tl.int64) * rows + first_row + m, sums, mask=in_rows)
+    delta += head.to(tl.int64) * rows + first_row + m
+    if GUIDED:
+        place = (first_row + m) * heads + head
+        row_grad = tl.load(grad_penalty + place, mask=in_rows, other=0.0)
+        sums += row_grad * tl.load(penalty + place, mask=in_rows, other=0.0)
+        tl.store(delta + rows.to(tl.int64) * heads, row_grad, mask=in_rows)
+    tl.store(delta, sums, mask=in_rows)
 
 
-def row_delta(grad_out: Tensor, out: Tensor) -> Tensor:
+def row_delta(grad_out: Tensor, out: Tensor, guided: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """The sum over channels of output times gradient, computed once for all tiles of keys.
 
     Args:
         grad_out: (T, H, D), contiguous.
         out: (T, H, D), contiguous.
+        guided: The gradient of the penalty of `guided_attention`, and the penalty; both float32
+            (T, H), contiguous. Their product is added to the sum.
 
     Returns:
-        float32 (H, T), undefined in the tail.
+        float32 (H, T), undefined in the tail; with ``guided`` (2, H, T), of which the second part
+        is the gradient of the penalty.
     """
     rows, heads, width = out.shape
-    delta = out.new_empty(heads, rows, dtype=torch.float32)
+    parts = (heads, rows) if guided is None else (2, heads, rows)
+    delta = out.new_empty(parts, dtype=torch.float32)
+    grad_penalty, penalty = guided or (None, None)
     block = _ELEMENTS // padded_width(width)
     launch(
         attention_delta,
@@ -70,10 +89,13 @@ def row_delta(grad_out: Tensor, out: Tensor) -> Tensor:
         grad_out,
         out,
         delta,
+        penalty,
+        grad_penalty,
         rows,
         heads,
         WIDTH=width,
         BLOCK_D=padded_width(width),
         BLOCK_M=block,
+        GUIDED=guided is not None,
     )
     return delta

@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from effasr_kernels.attention.triton.diagonal import distance
 from effasr_kernels.attention.triton.rotary import load_rotated
-from effasr_kernels.runtime.tiles import find_sequence, find_tile
+from effasr_kernels.runtime.tiles import find_sequence, locate_tile
 from effasr_kernels.shared.philox import keep_mask
 
 
@@ -46,8 +47,10 @@ def attention_forward(
     cu_seqlens_q,
     cu_seqlens_k,
     seed,
+    tiles,
     out,
     lse,
+    penalty,
     sequences,
     rows_q,
     bias_eighths,
@@ -60,6 +63,7 @@ def attention_forward(
     v_head,
     scale_log2,
     probability,
+    narrowness,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -68,16 +72,17 @@ def attention_forward(
     BIAS: tl.constexpr,
     ROTARY: tl.constexpr,
     DROPOUT: tl.constexpr,
+    GUIDED: tl.constexpr,
 ):
     """Compute the output of one tile of queries of one head: program (tile, head).
 
     The softmax is computed online, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691), in
     powers of two. Every query attends to the first key, so the largest score is finite after one
-    step.
+    step. With ``GUIDED`` there is one more sum: the weights times their distance from the diagonal.
 
     Args:
         content_bias: (H, D), contiguous, added to ``q``; None without ``BIAS``. A pointer, like
-            all up to ``lse``.
+            all up to ``penalty``.
         q: (T_q, H, D).
         k: (T_k, H, D); rotated for rotary positions.
         v: (T_k, H, D).
@@ -88,9 +93,12 @@ def attention_forward(
         cu_seqlens_q: int32 (N + 1,).
         cu_seqlens_k: int32 (N + 1,).
         seed: int64 (1,); None without ``DROPOUT``.
+        tiles: int32 (tiles, 4), of ``layout_q``; see `effasr_kernels.runtime.tiles.locate_tile`.
         out: (T_q, H, D), contiguous, written; zeros for rows without keys.
         lse: float32 (H, T_q), contiguous, written: the logarithm to base 2 of each row's sum of
             powers of two; -inf for rows without keys.
+        penalty: float32 (T_q, H), contiguous, written: the mean distance of each query's weights
+            from the diagonal; zeros for rows without keys. None without ``GUIDED``.
         sequences: N.
         rows_q: T_q.
         bias_eighths: W / 8.
@@ -103,6 +111,7 @@ def attention_forward(
         v_head: Head stride of ``v``.
         scale_log2: Factor of the scores, for powers of two.
         probability: Probability to drop a weight.
+        narrowness: ``1 / (2 sigma^2)`` of `guided_attention`.
         WIDTH: D.
         BLOCK_D: The power of two, at least 16, that D is padded to.
         BLOCK_M: Queries of a tile.
@@ -111,9 +120,10 @@ def attention_forward(
         BIAS: Whether scores and queries have a bias.
         ROTARY: Whether to rotate all D = BLOCK_D channels of ``q`` by its position in the sequence.
         DROPOUT: Whether weights are dropped.
+        GUIDED: Whether to compute the penalty of `guided_attention`.
     """
-    sequence, first_q, length_q, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
+    sequence, first_q, length_q, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        tiles, cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
     )
     if start >= length_q:
         return
@@ -150,6 +160,10 @@ def attention_forward(
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if GUIDED:
+        astray = tl.zeros((BLOCK_M,), tl.float32)
+        token = (start + m) * (1.0 / length_q)
+        frame_step = 1.0 / tl.maximum(length_k, 1)
     end = tl.minimum(length_k, start + BLOCK_M) if CAUSAL else length_k
     for column in range(0, end, BLOCK_N):
         in_columns = column + n < length_k
@@ -169,6 +183,10 @@ def attention_forward(
         shrink = tl.exp2(largest - larger)
         weights = tl.exp2(scores - larger[:, None])
         total = total * shrink + tl.sum(weights, 1)
+        if GUIDED:
+            frame = (column + n) * frame_step
+            away = distance(token[:, None], frame[None, :], narrowness)
+            astray = astray * shrink + tl.sum(weights * away, 1)
         if DROPOUT:
             keep = keep_mask(
                 seed_value, sequence, head, start, column, probability, BLOCK_M, BLOCK_N
@@ -184,6 +202,8 @@ def attention_forward(
     # For a row without keys the sum is 0 and the output stays zero.
     total = tl.where(total == 0, 1.0, total)
     inverse = 1 / total
+    if GUIDED:
+        tl.store(penalty + (first_row + m) * heads + head, astray * inverse, mask=in_rows)
     if DROPOUT:
         inverse *= 1 / (1 - probability)
     acc *= inverse[:, None]

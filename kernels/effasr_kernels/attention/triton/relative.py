@@ -23,7 +23,7 @@ from effasr_kernels.attention.triton import relative_scores as forward
 from effasr_kernels.attention.triton.config import padded_width
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import launch
-from effasr_kernels.runtime.tiles import count_tiles
+from effasr_kernels.runtime.tiles import count_tiles, tile_table
 
 _STEP = forward.STEP.value
 _PROGRAMS = 1024
@@ -69,7 +69,8 @@ def relative_scores(
     launch(
         forward.scores,
         (_tiles(layout_q, block_m), heads),
-        *(out, q, position_bias.contiguous(), table, *_sizes(layout_q, layout_k, table, out)),
+        *(out, q, position_bias.contiguous(), table),
+        *_sizes(layout_q, layout_k, table, out, block_m),
         *(heads, *q.stride()[:2], *table.stride()[:2]),
         **_options(width, block_m, block_w, warps, stages),
     )
@@ -111,7 +112,8 @@ def relative_backward(
     launch(
         backward.grad_queries,
         (tiles, heads),
-        *(grad_q, grad_biases, ds, k, table, *_sizes(layout_q, layout_k, table, ds)),
+        *(grad_q, grad_biases, ds, k, table),
+        *_sizes(layout_q, layout_k, table, ds, block_m),
         *(scale, heads, *k.stride()[:2], *table.stride()[:2]),
         **_options(width, block_m, block_w, warps, 1),
         BLOCK_N=block_n,
@@ -150,10 +152,19 @@ def _grad_table(
 
 
 def _sizes(
-    layout_q: PackedLayout, layout_k: PackedLayout, table: Tensor, scores: Tensor
+    layout_q: PackedLayout,
+    layout_k: PackedLayout,
+    table: Tensor,
+    scores: Tensor,
+    block_m: int | None = None,
 ) -> tuple[Any, ...]:
-    """The arguments of all kernels for the layouts and the buffer."""
-    offsets = layout_q.cu_seqlens, layout_k.cu_seqlens
+    """The arguments of all kernels for the layouts and the buffer.
+
+    With ``block_m``, queries of a tile, they include the table of the tiles.
+    """
+    offsets: tuple[Any, ...] = layout_q.cu_seqlens, layout_k.cu_seqlens
+    if block_m is not None:
+        offsets += (tile_table(layout_q, _STEP * block_m),)
     reach = (table.shape[0] + 1) // 2
     return *offsets, layout_q.num_sequences, layout_q.rows, reach, scores.shape[-1] // 8
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from effasr_kernels.attention.triton.relative_scores import STEP, is_below, is_spare
-from effasr_kernels.runtime.tiles import find_sequence, find_tile
+from effasr_kernels.runtime.tiles import find_sequence, locate_tile
 
 
 @triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths"])
@@ -18,6 +18,7 @@ def grad_queries(
     table,
     cu_seqlens_q,
     cu_seqlens_k,
+    tiles,
     sequences,
     rows,
     reach,
@@ -49,6 +50,8 @@ def grad_queries(
         table: (2 reach - 1, H, D), a pointer.
         cu_seqlens_q: int32 (N + 1,), a pointer.
         cu_seqlens_k: int32 (N + 1,), a pointer.
+        tiles: int32 (tiles, 4), of BLOCK_M * STEP queries; see
+            `effasr_kernels.runtime.tiles.locate_tile`.
         sequences: N.
         rows: T_q.
         reach: L.
@@ -72,12 +75,13 @@ def grad_queries(
     grad_biases += (tile.to(tl.int64) * heads + head) * WIDTH + channel
     to_distance = tl.num_programs(0).to(tl.int64) * heads * WIDTH
     nothing = tl.zeros((BLOCK_D,), dtype=tl.float32)
-    if is_spare(cu_seqlens_q, sequences, tile // STEP, BLOCK_M * STEP):
-        tl.store(grad_biases, nothing, mask=in_width)
-        tl.store(grad_biases + to_distance, nothing, mask=in_width)
-        return
-    sequence, begin, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_seqlens_q, sequences, rows, tile // STEP, BLOCK_M * STEP
+    if tiles is None:  # noqa: SIM102 -- a constant
+        if is_spare(cu_seqlens_q, sequences, tile // STEP, BLOCK_M * STEP):
+            tl.store(grad_biases, nothing, mask=in_width)
+            tl.store(grad_biases + to_distance, nothing, mask=in_width)
+            return
+    sequence, begin, length, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        tiles, cu_seqlens_q, sequences, rows, tile // STEP, BLOCK_M * STEP
     )
     start += tile % STEP
     if start >= length:

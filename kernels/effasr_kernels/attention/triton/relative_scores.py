@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from effasr_kernels.runtime.tiles import find_tile
+from effasr_kernels.runtime.tiles import locate_tile
 
 STEP = tl.constexpr(2)
 """A tile has every second query, so that the relative shift moves rows by whole pairs of keys.
@@ -37,6 +37,7 @@ def scores(
     table,
     cu_seqlens_q,
     cu_seqlens_k,
+    tiles,
     sequences,
     rows,
     reach,
@@ -65,6 +66,8 @@ def scores(
         table: (2 reach - 1, H, D), a pointer.
         cu_seqlens_q: int32 (N + 1,), a pointer.
         cu_seqlens_k: int32 (N + 1,), a pointer.
+        tiles: int32 (tiles, 4), of BLOCK_M * STEP queries; see
+            `effasr_kernels.runtime.tiles.locate_tile`.
         sequences: N.
         rows: T_q.
         reach: L.
@@ -79,11 +82,12 @@ def scores(
         BLOCK_M: Queries of a tile.
         BLOCK_W: Distances of a step.
     """
-    if is_spare(cu_seqlens_q, sequences, tl.program_id(0) // STEP, BLOCK_M * STEP):
-        return
+    if tiles is None:  # noqa: SIM102 -- a constant
+        if is_spare(cu_seqlens_q, sequences, tl.program_id(0) // STEP, BLOCK_M * STEP):
+            return
     phase, head = tl.program_id(0) % STEP, tl.program_id(1)
-    sequence, begin, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_seqlens_q, sequences, rows, tl.program_id(0) // STEP, BLOCK_M * STEP
+    sequence, begin, length, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        tiles, cu_seqlens_q, sequences, rows, tl.program_id(0) // STEP, BLOCK_M * STEP
     )
     start += phase
     if (sequence >= sequences) | (start >= length):

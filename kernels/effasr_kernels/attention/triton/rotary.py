@@ -17,7 +17,7 @@ from effasr_kernels.attention.position import Rotary
 from effasr_kernels.attention.triton.config import next_power_of_two
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import launch
-from effasr_kernels.runtime.tiles import count_tiles, find_tile
+from effasr_kernels.runtime.tiles import count_tiles, locate_tile, tile_table
 
 _ELEMENTS = 4096
 """Elements of a tile of `rotate`."""
@@ -100,6 +100,7 @@ def rotate(
     cos,
     sin,
     cu_seqlens,
+    tiles,
     out,
     sequences,
     rows,
@@ -119,6 +120,7 @@ def rotate(
         cos: float32 (positions, HALF), contiguous.
         sin: Same shape as ``cos``.
         cu_seqlens: int32 (N + 1,).
+        tiles: int32 (tiles, 4); see `effasr_kernels.runtime.tiles.locate_tile`.
         out: (T, H, D), contiguous, written.
         sequences: N.
         rows: T.
@@ -131,8 +133,8 @@ def rotate(
         BLOCK_M: Rows of a tile.
         BACK: Whether to apply the inverse rotation.
     """
-    sequence, first_row, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_seqlens, sequences, rows, tl.program_id(0), BLOCK_M
+    sequence, first_row, length, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        tiles, cu_seqlens, sequences, rows, tl.program_id(0), BLOCK_M
     )
     if start >= length:
         return
@@ -192,7 +194,7 @@ def rotated(
     launch(
         rotate,
         (count_tiles(rows, layout.num_sequences, block_m), heads),
-        *(x, *angles, layout.cu_seqlens, out),
+        *(x, *angles, layout.cu_seqlens, tile_table(layout, block_m), out),
         *(layout.num_sequences, rows, heads, *x.stride()[:2]),
         WIDTH=width,
         HALF=half,

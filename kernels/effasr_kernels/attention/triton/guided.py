@@ -1,0 +1,64 @@
+"""`guided_attention` in Triton: the kernels of `attention`, with their constant ``GUIDED``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from effasr_kernels.attention.definition import AttentionArguments
+from effasr_kernels.attention.triton import backend
+from effasr_kernels.attention.triton.config import WIDEST
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime.launch import refusal
+
+
+class GuidedCall(Protocol):
+    """The arguments of `guided_attention`, which attention does not import."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout_q: PackedLayout
+    layout_k: PackedLayout
+    sigma: float
+    scale: float
+    dropout: float
+    seed: Tensor | None
+
+
+def unsupported_reason(a: GuidedCall) -> str | None:
+    """The reason why this backend does not support these arguments, or None."""
+    if a.q.shape[-1] > WIDEST:
+        return f"supports head widths up to {WIDEST}, not {a.q.shape[-1]}"
+    return refusal(a.q)
+
+
+def forward(a: GuidedCall) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Compute output and penalty; save each row's log-sum-exp to base 2, float32 (H, U)."""
+    return backend.forward(_plain(a), _narrowness(a))
+
+
+def saved_like(a: GuidedCall) -> tuple[Tensor, ...]:
+    """An empty tensor for each row's log-sum-exp, float32 (H, U)."""
+    return backend.saved_like(_plain(a))
+
+
+def backward(
+    a: GuidedCall,
+    grads: Sequence[Tensor],
+    results: Sequence[Tensor],
+    saved: Sequence[Tensor],
+) -> dict[str, Tensor | None]:
+    """Compute the gradients of ``q``, ``k`` and ``v``."""
+    return backend.backward(_plain(a), grads, results, saved, _narrowness(a))
+
+
+def _plain(a: GuidedCall) -> AttentionArguments:
+    tensors = a.q, a.k, a.v, a.layout_q, a.layout_k
+    return AttentionArguments(*tensors, False, a.scale, None, None, None, None, a.dropout, a.seed)
+
+
+def _narrowness(a: GuidedCall) -> float:
+    return 0.5 / a.sigma**2
