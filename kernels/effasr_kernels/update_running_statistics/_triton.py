@@ -59,7 +59,10 @@ def update(
         BLOCK: Channels of a program.
     """
     if tl.program_id(0) == 0:
-        tl.store(num_batches, tl.load(num_batches) + 1)
+        number = tl.load(num_batches)
+        # All warps load it, and one of them stores.
+        tl.debug_barrier()
+        tl.store(num_batches, number + 1)
     count = tl.load(cu_seqlens + sequences)
     if count > 0:
         c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
