@@ -120,13 +120,11 @@ class _Context:
 
     Attributes:
         layout: The sequences, T rows.
-        mask: bool (T, 1), True for real rows; None if there is no tail.
         embeddings: Embeddings of the distances, (2 L - 1, width); None unless positions are
             relative.
     """
 
     layout: PackedLayout
-    mask: Tensor | None
     embeddings: Tensor | None
 
 
@@ -155,7 +153,7 @@ class ConformerLayer(Layer):
         x = torch.add(x, self._drop(self.feed_forward1(self.norm_feed_forward1(x))), alpha=0.5)
         y = self.self_attn(self.norm_self_att(x), context.layout, context.embeddings)
         x = x + self._drop(y)
-        x = x + self._drop(self.conv(self.norm_conv(x), context.layout, context.mask))
+        x = x + self._drop(self.conv(self.norm_conv(x), context.layout))
         x = torch.add(x, self._drop(self.feed_forward2(self.norm_feed_forward2(x))), alpha=0.5)
         return self.norm_out(x)
 
@@ -222,11 +220,10 @@ class FastConformerEncoder(nn.Module):
         return relative_sinusoids(reach, config.width, layout.device).to(dtype)
 
     def _context(self, layout: PackedLayout, embeddings: Tensor | None) -> _Context:
-        mask = layout.mask()[:, None] if layout.has_tail else None
         if self.config.position != "relative" or embeddings is None:
-            return _Context(layout, mask, None)
+            return _Context(layout, None)
         dropped = F.dropout(embeddings, self.config.position_dropout, self.training)
-        return _Context(layout, mask, dropped)
+        return _Context(layout, dropped)
 
 
 def _feed_forward(config: FastConformerConfig) -> FeedForward:

@@ -9,6 +9,7 @@ from effasr.nn.cache.contiguous import ContiguousCache
 from effasr.nn.cache.paged import PagedCache
 from effasr.nn.linear import Linear, joined_linear
 from effasr_kernels import PackedLayout, RelativeBias, Rotary, attention, guided_attention
+from effasr_kernels.shared.joined import unbind_parts
 
 
 class SelfAttention(nn.Module):
@@ -85,7 +86,7 @@ class SelfAttention(nn.Module):
         return self.o_proj(cache.attend(layer, qkv[:, 0], qkv[:, 1:]).flatten(1))
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.qkv_proj(x).view(-1, 3, self.heads, self.head_dim).unbind(1)
+        return _parts(self.qkv_proj(x).view(-1, 3, self.heads, self.head_dim))
 
     def _position(self, embeddings: Tensor | None) -> Rotary | RelativeBias | None:
         return self.rotary
@@ -146,7 +147,7 @@ class CrossAttention(nn.Module):
 
     def keys_values(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
         """Project the encoder output: (T, width) to keys and values, (T, H, D) each."""
-        k, v = self.kv_proj(encoded).view(-1, 2, self.heads, self.head_dim).unbind(1)
+        k, v = _parts(self.kv_proj(encoded).view(-1, 2, self.heads, self.head_dim))
         return k, v
 
     def forward(
@@ -222,3 +223,10 @@ class CrossAttention(nn.Module):
 
     def _queries(self, x: Tensor) -> Tensor:
         return self.q_proj(x).view(-1, self.heads, self.head_dim)
+
+
+def _parts(x: Tensor) -> tuple[Tensor, ...]:
+    """Split (T, P, H, D); on a GPU the gradients of the parts need no copy to be joined again."""
+    if x.is_cuda and x.requires_grad and not torch.compiler.is_compiling():
+        return unbind_parts(x)
+    return x.unbind(1)

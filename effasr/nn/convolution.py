@@ -77,14 +77,14 @@ class ConformerConvolution(nn.Module):
         self.norm = BatchNorm(width) if norm == "batch_norm" else nn.LayerNorm(width)
         self.pointwise2 = Linear(width, width, bias=bias)
 
-    def forward(self, x: Tensor, layout: PackedLayout, mask: Tensor | None) -> Tensor:
-        """Transform the rows of each sequence; ``mask`` as in `BatchNorm.forward`."""
+    def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
+        """Transform the rows of each sequence: (T, width) to (T, width)."""
         x = self.pointwise1(x)
         if not isinstance(self.norm, BatchNorm):
-            x = self.norm(self.depthwise(x, layout))
+            x = F.silu(self.norm(self.depthwise(x, layout)))
         elif self.norm.training:
             x, *statistics = self.depthwise(x, layout, statistics=True)
-            x = self.norm(x, layout, mask, statistics)
+            x = self.norm(x, layout, tuple(statistics), silu=True)
         else:
-            x = self.norm(self.depthwise(x, layout), layout, mask)
-        return self.pointwise2(F.silu(x))
+            x = self.norm(self.depthwise(x, layout), layout, silu=True)
+        return self.pointwise2(x)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from effasr.nn.stack import is_recomputing
-from effasr_kernels import PackedLayout
+from effasr_kernels import PackedLayout, batch_norm, update_running_statistics
 
 
 class BatchNorm(nn.Module):
@@ -51,86 +46,56 @@ class BatchNorm(nn.Module):
         self,
         x: Tensor,
         layout: PackedLayout,
-        mask: Tensor | None,
-        statistics: Sequence[Tensor] | None = None,
+        statistics: tuple[Tensor, Tensor] | None = None,
+        *,
+        silu: bool = False,
     ) -> Tensor:
         """Normalise each channel, in training by the statistics of this batch.
 
         Args:
             x: (T, C).
             layout: The sequences of ``x``.
-            mask: bool (T, 1), True for real rows; None if ``layout`` has no tail.
             statistics: Mean and biased variance of the real rows, (C,), in the dtype of sums, if
                 the operation that made ``x`` has computed them; the gradient is the same. Used in
                 training only.
+            silu: Whether to apply SiLU to the result, in the same pass.
 
         Returns:
-            (T, C), the dtype of ``x``; rows of the tail are finite.
+            (T, C), the dtype of ``x``, under autocast the dtype of products; zero in the tail.
         """
         if not self.training:
-            scale = self.weight * (self.running_var + self.eps).rsqrt()
-            return (_wide(x) * scale + (self.bias - self.running_mean * scale)).to(x.dtype)
-        count = layout.cu_seqlens[-1].to(_wide(x).dtype)
-        mean, variance = _statistics(x, mask, count) if statistics is None else statistics
-        # In its own recomputation the compiler omits the update.
-        if torch.compiler.is_compiling() or not is_recomputing():
-            self._update(mean, variance, count)
-        return _Normalise.apply(  # type: ignore[return-value]
-            x, self.weight, self.bias, mask, count, mean, (variance + self.eps).rsqrt()
+            statistics = self.running_mean, self.running_var
+        else:
+            statistics = statistics or _statistics(x, layout)
+            # In its own recomputation the compiler omits the update.
+            if torch.compiler.is_compiling() or not is_recomputing():
+                update_running_statistics(
+                    self.running_mean,
+                    self.running_var,
+                    self.num_batches_tracked,
+                    *statistics,
+                    layout,
+                    momentum=self.momentum,
+                )
+        return batch_norm(
+            x,
+            self.weight,
+            self.bias,
+            *statistics,
+            layout,
+            eps=self.eps,
+            silu=silu,
+            fixed=not self.training,
         )
-
-    @torch.no_grad()
-    def _update(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        # A batch without a real row has the weight 0.
-        share = self.momentum * (count > 0)
-        unbiased = variance * (count / (count - 1).clamp(min=1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
-        self.num_batches_tracked.add_(1)
 
 
 @torch.no_grad()
-def _statistics(x: Tensor, mask: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor]:
-    count = count.clamp(min=1)
-    mean = _masked(_wide(x), mask).sum(0) / count
-    return mean, _masked(_wide(x) - mean, mask).square().sum(0) / count
-
-
-class _Normalise(Function):
-    """Scale and shift by the statistics of x; the backward includes their gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        mask: Tensor | None,
-        count: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, mask, mean, rstd, count.clamp(min=1))
-        centred = _masked(_wide(x) - mean, mask)
-        return torch.addcmul(bias, centred, rstd * weight).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        (dy,) = grad_outputs
-        x, weight, mask, mean, rstd, count = ctx.saved_tensors
-        dy_wide = _masked(_wide(dy), mask)
-        normal = _masked((_wide(x) - mean) * rstd, mask)
-        dweight, dbias = (dy_wide * normal).sum(0), dy_wide.sum(0)
-        dx = (dy_wide - (normal * dweight + dbias) / count) * (weight * rstd)
-        dx = _masked(dx, mask).to(x.dtype)
-        return dx, dweight.to(weight.dtype), dbias.to(weight.dtype), None, None, None, None
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _statistics(x: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+    x = x if x.dtype == torch.float64 else x.float()
+    mask = layout.mask()[:, None] if layout.has_tail else None
+    count = layout.cu_seqlens[-1].to(x.dtype).clamp(min=1)
+    mean = _masked(x, mask).sum(0) / count
+    return mean, _masked(x - mean, mask).square().sum(0) / count
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:

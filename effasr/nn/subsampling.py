@@ -44,12 +44,12 @@ class ConvSubsampling(nn.Module):
             rows_per_slot=self.factor,
         )
         # The products at padding rows are finite and not read by the next convolution.
-        x = self.pointwise1(x).relu_()
+        x = self.pointwise1(x)
         if self.factor == 8:
             quarter = (mel.lengths + 3) // 4
-            x = strided_depthwise(x, *_taps(self.depthwise2), mel.layout, quarter)
-            x = self.pointwise2(x).relu_()
-        return self.project(x.flatten(1))
+            x = strided_depthwise(x, *_taps(self.depthwise2), mel.layout, quarter, relu=True)
+            x = self.pointwise2(x)
+        return self.project(x.relu_().flatten(1))
 
     def stages(self) -> Iterator[tuple[nn.Conv2d, Linear]]:
         """Yield the depthwise and pointwise convolutions after the first one, in order."""

@@ -7,6 +7,7 @@ from effasr_kernels.append_to_pages import append_to_pages as append_to_pages
 from effasr_kernels.attention import RelativeBias as RelativeBias
 from effasr_kernels.attention import Rotary as Rotary
 from effasr_kernels.attention import attention as attention
+from effasr_kernels.batch_norm import batch_norm as batch_norm
 from effasr_kernels.ctc_loss import ctc_loss as ctc_loss
 from effasr_kernels.decode_attention import decode_attention as decode_attention
 from effasr_kernels.depthwise_conv import depthwise_conv as depthwise_conv
@@ -25,3 +26,6 @@ from effasr_kernels.runtime.torch_op import TorchOp as TorchOp
 from effasr_kernels.strided_depthwise import strided_depthwise as strided_depthwise
 from effasr_kernels.subsampling_stem import subsampling_stem as subsampling_stem
 from effasr_kernels.transducer_loss import transducer_loss as transducer_loss
+from effasr_kernels.update_running_statistics import (
+    update_running_statistics as update_running_statistics,
+)

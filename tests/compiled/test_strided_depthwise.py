@@ -21,6 +21,7 @@ def _launches(
     *,
     bins: int = 20,
     channels: int = 256,
+    relu: bool = False,
     layout: PackedLayout | None = None,
 ) -> list[launch.Launch]:
     layout = PackedLayout.from_lengths((150, 300), rows=512) if layout is None else layout
@@ -30,6 +31,7 @@ def _launches(
         "bias": torch.empty(channels, dtype=dtype),
         "layout": layout,
         "lengths": torch.zeros(layout.num_sequences, dtype=torch.int64),
+        "relu": relu,
     }
     with launch.recording((architecture // 10, architecture % 10)) as launches:
         assert _triton.unsupported_reason(StridedArguments(**arguments)) is None
@@ -45,8 +47,9 @@ def _launches(
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_compiles_for_every_architecture(architecture: int, compiled_ok: Check) -> None:
-    found = compiled_ok(_launches(architecture), architecture)
+@pytest.mark.parametrize("relu", [False, True])
+def test_compiles_for_every_architecture(architecture: int, relu: bool, compiled_ok: Check) -> None:
+    found = compiled_ok(_launches(architecture, relu=relu), architecture)
     assert set(found) == NAMES
     for needs in found.values():
         assert re.search(r"arith\.muli.*i64", needs.ttir), "offsets are not 64-bit"

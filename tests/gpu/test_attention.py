@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from effasr_kernels import PackedLayout, RelativeBias, Rotary, attention
 from effasr_kernels.attention import reference
 from effasr_kernels.runtime.launch import launch, recording
+from effasr_kernels.shared.joined import unbind_parts
 from effasr_kernels.shared.philox import keep_mask
 from effasr_kernels.testing.conformance import (
     Case,
@@ -163,6 +165,44 @@ def test_takes_slices_of_one_product(dtype: torch.dtype, device: torch.device) -
     q, k, v = qkv.unbind(1)
     expected = attention(q.contiguous(), k.contiguous(), v.contiguous(), layout, backend="triton")
     assert torch.equal(attention(q, k, v, layout, backend="triton"), expected)
+
+
+@pytest.mark.parametrize("kind", ["none", "rotary", "partly rotary", "relative", "cross"])
+def test_gradients_of_one_product_are_one_tensor(
+    kind: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    layout = PackedLayout.from_lengths((5, 12), device, rows=20)
+    position: Any = None
+    if kind.endswith("rotary"):
+        position = Rotary(fraction=1.0 if kind == "rotary" else 0.5)
+    elif kind == "relative":
+        tables = [torch.randn(rows, HEADS, 16).to(device, dtype) for rows in (1, 1, 23)]
+        position = RelativeBias(tables[0][0], tables[1][0], tables[2])
+    is_cross = kind == "cross"
+    layout_q = PackedLayout.from_lengths((9, 10), device) if is_cross else layout
+    whole = torch.randn(20, 2 if is_cross else 3, HEADS, 16).to(device, dtype)
+    # The queries of the other kind are of another product.
+    apart = [torch.randn(19, HEADS, 16).to(device, dtype).requires_grad_()] if is_cross else []
+    dy = torch.randn(layout_q.rows, HEADS, 16).to(device, dtype)
+
+    def gradients(*parts: Tensor) -> tuple[Tensor, ...]:
+        given = [*apart, *parts]
+        y = attention(*given, layout_q, layout, position=position, backend="triton")
+        return torch.autograd.grad(y, given, dy)
+
+    expected = gradients(*(x.contiguous().requires_grad_() for x in whole.unbind(1)))
+    found = gradients(*unbind_parts(whole.clone().requires_grad_()))
+    assert all(map(torch.equal, found, expected))
+    joined = found[len(apart) :]
+    size = HEADS * 16
+    one = joined[0].untyped_storage().data_ptr()
+    for number, gradient in enumerate(joined):
+        if kind == "partly rotary":
+            assert gradient.is_contiguous()
+            continue
+        assert gradient.untyped_storage().data_ptr() == one
+        assert gradient.stride() == (len(joined) * size, 16, 1)
+        assert gradient.storage_offset() == number * size
 
 
 def _philox(key: int, counters: tuple[int, int, int, int]) -> list[int]:

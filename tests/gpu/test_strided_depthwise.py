@@ -9,7 +9,9 @@ from effasr_kernels.testing.conformance import Case, check_kernel
 from effasr_kernels.testing.tolerance import assert_no_worse
 
 
-def _case_for(slots: tuple[int, ...], channels: int = 3, bins: int = 4) -> Callable[[str], Case]:
+def _case_for(
+    slots: tuple[int, ...], channels: int = 3, bins: int = 4, *, relu: bool = False
+) -> Callable[[str], Case]:
     packed = {
         "x": [torch.randn(n, 2, bins, channels, dtype=torch.float64) for n in slots],
         "length": [torch.tensor([max(0, 2 * n - i % 2)]) for i, n in enumerate(slots)],
@@ -25,6 +27,7 @@ def _case_for(slots: tuple[int, ...], channels: int = 3, bins: int = 4) -> Calla
             packed["x"].layout,
             # Where sequences are appended, the test fills up with a negative number.
             packed["length"].values[: packed["x"].layout.num_sequences].clamp(min=0),
+            relu=relu,
             backend=backend,
         ),
         packed,
@@ -34,8 +37,9 @@ def _case_for(slots: tuple[int, ...], channels: int = 3, bins: int = 4) -> Calla
     )
 
 
-def test_keeps_the_contract(dtype: torch.dtype, device: torch.device) -> None:
-    check_kernel(_case_for((1, 0, 3)), dtype, device)
+@pytest.mark.parametrize("relu", [False, True])
+def test_keeps_the_contract(relu: bool, dtype: torch.dtype, device: torch.device) -> None:
+    check_kernel(_case_for((1, 0, 3), relu=relu), dtype, device)
 
 
 def _compare(

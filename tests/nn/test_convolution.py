@@ -12,9 +12,9 @@ def test_a_pack_is_each_sequence_alone(norm: str) -> None:
     module = ConformerConvolution(8, 5, norm=norm).eval()
     layout = PackedLayout.from_lengths([4, 0, 9, 1], rows=17)
     x = torch.randn(17, 8)
-    packed = module(x, layout, layout.mask()[:, None])[:14].split([4, 0, 9, 1])
+    packed = module(x, layout)[:14].split([4, 0, 9, 1])
     for piece, rows in zip(packed, x[:14].split([4, 0, 9, 1]), strict=True):
-        alone = module(rows, PackedLayout.from_lengths([len(rows)]), None)
+        alone = module(rows, PackedLayout.from_lengths([len(rows)]))
         torch.testing.assert_close(piece, alone)
 
 
@@ -27,7 +27,7 @@ def test_it_is_the_module_of_torch_layers() -> None:
         gated.T, module.depthwise.weight[:, None], module.depthwise.bias, padding=1, groups=6
     ).T
     expected = module.pointwise2(nn.functional.silu(module.norm(convolved)))
-    actual = module(x, PackedLayout.from_lengths([7]), None)
+    actual = module(x, PackedLayout.from_lengths([7]))
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
 
 
@@ -38,7 +38,7 @@ def test_batch_norm_in_training_is_that_of_torch(tail: int) -> None:
     theirs = nn.BatchNorm1d(6).double()
     layout = PackedLayout.from_lengths([4, 0, 7], rows=11 + tail)
     x = torch.randn(11 + tail, 6, dtype=torch.float64, requires_grad=True)
-    actual = module(x, layout, layout.mask()[:, None] if tail else None)[:11]
+    actual = module(x, layout)[:11]
     gated = nn.functional.glu(module.pointwise1(x[:11]))
     convolved = torch.cat(
         [

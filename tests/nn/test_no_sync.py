@@ -61,7 +61,7 @@ def test_nothing_waits_for_the_device(factor: int) -> None:
         mel = features(batch.audio, batch.frames)
         mel = mel.with_values(spec_augment(mel, augment))
         x = subsampling(mel)
-        x = norm(x, batch.frames, batch.frames.mask()[:, None])
+        x = norm(x, batch.frames)
         x.sum().backward()
         relative_sinusoids(batch.frames.max_seqlen, 6, x.device)
         decoder_sinusoids(batch.tokens.layout.positions(), 6)

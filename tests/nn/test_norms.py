@@ -8,9 +8,8 @@ from effasr_kernels import PackedLayout
 LENGTHS, TAIL, CHANNELS = (7, 0, 1, 12), 5, 6
 
 
-def layout_and_mask(tail: int = TAIL) -> tuple[PackedLayout, torch.Tensor | None]:
-    layout = PackedLayout.from_lengths(LENGTHS, rows=sum(LENGTHS) + tail)
-    return layout, layout.mask()[:, None] if tail else None
+def layout_of(tail: int = TAIL) -> PackedLayout:
+    return PackedLayout.from_lengths(LENGTHS, rows=sum(LENGTHS) + tail)
 
 
 def pair(dtype: torch.dtype = torch.float32) -> tuple[BatchNorm, nn.BatchNorm1d]:
@@ -27,7 +26,7 @@ def pair(dtype: torch.dtype = torch.float32) -> tuple[BatchNorm, nn.BatchNorm1d]
 @pytest.mark.parametrize("tail", [0, TAIL])
 def test_training_is_that_of_torch_over_the_real_rows(tail: int, given: bool) -> None:
     ours, theirs = pair(torch.float64)
-    layout, mask = layout_and_mask(tail)
+    layout = layout_of(tail)
     for _ in range(3):
         x = torch.randn(layout.rows, CHANNELS, dtype=torch.float64) * 2 + 1
         x[layout.total :] = torch.nan
@@ -35,7 +34,7 @@ def test_training_is_that_of_torch_over_the_real_rows(tail: int, given: bool) ->
         real = x[: layout.total].detach().clone().requires_grad_()
         dy = torch.randn_like(real)
         statistics = (real.detach().mean(0), real.detach().var(0, correction=0))
-        y, expected = ours(x, layout, mask, statistics if given else None), theirs(real)
+        y, expected = ours(x, layout, statistics if given else None), theirs(real)
         torch.testing.assert_close(y[: layout.total], expected)
         assert torch.isfinite(y).all()
         ours.zero_grad()
@@ -57,17 +56,17 @@ def test_evaluation_is_that_of_torch() -> None:
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(20, CHANNELS)
     layout = PackedLayout.from_lengths([20])
-    torch.testing.assert_close(ours.eval()(x, layout, None), theirs.eval()(x))
+    torch.testing.assert_close(ours.eval()(x, layout), theirs.eval()(x))
 
 
 def test_gradients_are_right() -> None:
     ours, _ = pair(torch.float64)
-    layout, mask = layout_and_mask()
+    layout = layout_of()
     x = torch.randn(layout.rows, CHANNELS, dtype=torch.float64, requires_grad=True)
 
     def normalised(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         parameters = {"weight": weight, "bias": bias}
-        y = torch.func.functional_call(ours, parameters, (x, layout, mask))
+        y = torch.func.functional_call(ours, parameters, (x, layout))
         return y[: layout.total]
 
     inputs = (x, ours.weight.detach().requires_grad_(), ours.bias.detach().requires_grad_())
@@ -76,9 +75,9 @@ def test_gradients_are_right() -> None:
 
 def test_half_precision_sums_in_float32() -> None:
     ours, theirs = pair()
-    layout, mask = layout_and_mask()
+    layout = layout_of()
     x = (torch.randn(layout.rows, CHANNELS) + 100).bfloat16()
-    y = ours(x, layout, mask)
+    y = ours(x, layout)
     assert y.dtype == torch.bfloat16
     expected = theirs(x[: layout.total].float())
     torch.testing.assert_close(y[: layout.total].float(), expected, atol=2e-2, rtol=1e-2)
@@ -90,7 +89,7 @@ def test_a_batch_without_a_real_row_teaches_nothing() -> None:
     ours, _ = pair()
     layout = PackedLayout.from_lengths([0, 0], rows=4)
     x = torch.randn(4, CHANNELS, requires_grad=True)
-    y = ours(x, layout, layout.mask()[:, None])
+    y = ours(x, layout)
     y.sum().backward()
     assert torch.isfinite(y).all()
     assert not x.grad.any()
@@ -101,6 +100,6 @@ def test_a_batch_without_a_real_row_teaches_nothing() -> None:
 def test_one_real_row_does_not_divide_by_zero() -> None:
     ours, _ = pair()
     layout = PackedLayout.from_lengths([1], rows=3)
-    y = ours(torch.randn(3, CHANNELS), layout, layout.mask()[:, None])
+    y = ours(torch.randn(3, CHANNELS), layout)
     torch.testing.assert_close(y[0], ours.bias)
     assert torch.isfinite(ours.running_var).all()

@@ -29,6 +29,9 @@ DIFFERENTIABLE = {
     for example in op.examples
 }
 
+WIDE_UNDER_AUTOCAST = {"batch_norm": ("weight", "bias")}
+"""Parameters that keep their dtype under autocast, by the operations that say so."""
+
 
 class _Leaves(ExampleInputs):
     """Makes leaves that require gradients, or hands out those that are given instead."""
@@ -96,7 +99,7 @@ def test_counts_fake_sequences_as_equal_shares(name: str) -> None:
         fake = [mode.from_tensor(leaf) for leaf in leaves]
         with FlopCounterMode(display=False) as counter:
             call(*fake)
-    assert flops / 4 < counter.get_total_flops() < 4 * flops
+    assert flops / 4 <= counter.get_total_flops() <= 4 * flops
 
 
 @each_call
@@ -214,7 +217,10 @@ def test_dropout_drops_the_same_in_a_compiled_backward() -> None:
 @each_call
 def test_under_autocast_arguments_are_narrow_and_sums_are_not(name: str) -> None:
     call, leaves = _call(name)
-    narrow = [leaf.bfloat16() for leaf in leaves]
+    op, example = DIFFERENTIABLE[name]
+    given = example.arguments(_Leaves(leaves))
+    wide = [given[parameter] for parameter in WIDE_UNDER_AUTOCAST.get(op.name, ())]
+    narrow = [leaf if any(leaf is x for x in wide) else leaf.bfloat16() for leaf in leaves]
     expected = _results(call(*narrow))
     with torch.autocast("cpu", torch.bfloat16):
         got = _results(call(*leaves))

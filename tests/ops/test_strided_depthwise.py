@@ -12,7 +12,7 @@ from effasr_kernels.testing.conformance import Case, check_compiler
 BINS, CHANNELS = 4, 3
 
 
-def _case(slots: tuple[int, ...]) -> Case:
+def _case(slots: tuple[int, ...], relu: bool = False) -> Case:
     """Sequences of two rows for each slot, of which the last is not real in every other one."""
     return Case(
         lambda packed, shared: strided_depthwise(
@@ -22,6 +22,7 @@ def _case(slots: tuple[int, ...]) -> Case:
             packed["x"].layout,
             # Where sequences are appended, the test fills up with a negative number.
             packed["length"].values[: packed["x"].layout.num_sequences].clamp(min=0),
+            relu=relu,
         ),
         {
             "x": [torch.randn(n, 2, BINS, CHANNELS, dtype=torch.float64) for n in slots],
@@ -36,12 +37,32 @@ def _case(slots: tuple[int, ...]) -> Case:
     )
 
 
-def test_keeps_the_contract(check: Callable[[Case], None], lengths: tuple[int, ...]) -> None:
-    check(_case(lengths))
+@pytest.mark.parametrize("relu", [False, True])
+def test_keeps_the_contract(
+    check: Callable[[Case], None], lengths: tuple[int, ...], relu: bool
+) -> None:
+    check(_case(lengths, relu))
 
 
-def test_compiles() -> None:
-    check_compiler(_case((5, 0, 2)))
+@pytest.mark.parametrize("relu", [False, True])
+def test_compiles(relu: bool) -> None:
+    check_compiler(_case((5, 0, 2), relu))
+
+
+def test_relu_is_that_of_torch() -> None:
+    layout, lengths = PackedLayout.from_lengths((4, 0, 3)), torch.tensor([7, 0, 6])
+    leaves = [torch.randn(n, dtype=torch.float64) for n in ((14, BINS, CHANNELS), (CHANNELS, 9))]
+    leaves.append(torch.randn(CHANNELS, dtype=torch.float64))
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    x, *filters = leaves
+    results = [
+        strided_depthwise(x, *filters, layout, lengths, relu=True),
+        strided_depthwise(x.relu(), *filters, layout, lengths),
+    ]
+    torch.testing.assert_close(*results)
+    grads = [torch.autograd.grad(y.square().sum(), leaves) for y in results]
+    torch.testing.assert_close(*grads)
+    assert (grads[0][0][x < 0] == 0).all()
 
 
 @pytest.mark.parametrize("rows", [(1, 2, 3, 4), (5, 0, 17, 1)])

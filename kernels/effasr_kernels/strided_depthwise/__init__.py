@@ -19,16 +19,18 @@ def strided_depthwise(
     layout: PackedLayout,
     lengths: Tensor,
     *,
+    relu: bool = False,
     backend: Backend | str | None = None,
 ) -> Tensor:
     r"""Convolve each channel with its own 3 x 3 taps and stride 2 within each sequence.
 
     .. math::
-        y_{rfc} = b_c + \sum_{i,j=0}^{2} w_{c,3i+j} \, x_{2r+i-1, \, 2f+j-1, \, c}
+        y_{rfc} = b_c + \sum_{i,j=0}^{2} w_{c,3i+j} \, u_{2r+i-1, \, 2f+j-1, \, c}
         \quad \text{for } 2r < L, \text{ else } 0
 
-    for a sequence of L rows. Values outside the sequence or the bands are zero, and so are the rows
-    of x past L, even if they contain NaN. This is `torch.nn.Conv2d` with ``groups=C, stride=2,
+    for a sequence of L rows, where u is x, or max(0, x) if ``relu``. Values
+    outside the sequence or the bands are zero, and so are the rows of x past L, even if they
+    contain NaN. Without ``relu`` this is `torch.nn.Conv2d` with ``groups=C, stride=2,
     padding=1``, applied to each sequence separately with channels last. A sequence of n rows in the
     layout has 2 n rows of x and n rows of y. Sums are computed in float32 (float64 for float64).
     Under autocast the floating arguments are cast as for a matrix product.
@@ -39,6 +41,7 @@ def strided_depthwise(
         bias: b, (C,), the dtype of ``x``.
         layout: Layout of the rows of y, T in total.
         lengths: L, (N,), int32 or int64, on the device of ``x``; limited to 2 n.
+        relu: Whether to apply ReLU to ``x``, without a pass of its own.
         backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
@@ -60,4 +63,4 @@ def strided_depthwise(
         raise checks.wrong(_NAME, "layout", f"be on {x.device}, as `x` is", layout.device)
     checks.check_shape(_NAME, "lengths", lengths, "(N,)", layout.num_sequences)
     checks.check_integers(_NAME, "lengths", lengths, "x", x)
-    return OPERATION(StridedArguments(x, weight, bias, layout, lengths), backend)
+    return OPERATION(StridedArguments(x, weight, bias, layout, lengths, relu), backend)

@@ -35,6 +35,20 @@ def _wide(pointers, wanted, known):
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _input(pointers, wanted, known, RELU: tl.constexpr):
+    """Load a tile of the input in float32, after ReLU if RELU; masked elements are zero."""
+    x = _wide(pointers, wanted, known)
+    # Not the maximum, which would be 0 for NaN.
+    return tl.where(x < 0, 0.0, x) if RELU else x
+
+
+@triton.jit
+def _grad_input(grad, x, RELU: tl.constexpr):
+    """Return the gradient before ReLU from that after it; ``x`` is the loaded input."""
+    return tl.where(x == 0, 0.0, grad) if RELU else grad
+
+
 @triton.jit(do_not_specialize=["sequences", "places"])
 def strided_forward(
     x,
@@ -45,6 +59,7 @@ def strided_forward(
     y,
     sequences,
     places,
+    RELU: tl.constexpr,
     BINS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -62,6 +77,7 @@ def strided_forward(
         y: (T, G / 2, C), contiguous, written; zero in rows past the length.
         sequences: N.
         places: T G / 2.
+        RELU: Whether to apply ReLU to ``x``.
         BINS: G.
         CHANNELS: C.
         BLOCK_P: Places of a tile.
@@ -101,15 +117,15 @@ def strided_forward(
         above = real & (row > 0)
         below = real & (2 * row + 1 < length)
         not_first = column > 0
-        acc = _wide(at, real, known) * w4 + offset
-        acc += _wide(at - (BINS + 1) * CHANNELS, above & not_first, known) * w0
-        acc += _wide(at - BINS * CHANNELS, above, known) * w1
-        acc += _wide(at - (BINS - 1) * CHANNELS, above, known) * w2
-        acc += _wide(at - CHANNELS, real & not_first, known) * w3
-        acc += _wide(at + CHANNELS, real, known) * w5
-        acc += _wide(at + (BINS - 1) * CHANNELS, below & not_first, known) * w6
-        acc += _wide(at + BINS * CHANNELS, below, known) * w7
-        acc += _wide(at + (BINS + 1) * CHANNELS, below, known) * w8
+        acc = _input(at, real, known, RELU) * w4 + offset
+        acc += _input(at - (BINS + 1) * CHANNELS, above & not_first, known, RELU) * w0
+        acc += _input(at - BINS * CHANNELS, above, known, RELU) * w1
+        acc += _input(at - (BINS - 1) * CHANNELS, above, known, RELU) * w2
+        acc += _input(at - CHANNELS, real & not_first, known, RELU) * w3
+        acc += _input(at + CHANNELS, real, known, RELU) * w5
+        acc += _input(at + (BINS - 1) * CHANNELS, below & not_first, known, RELU) * w6
+        acc += _input(at + BINS * CHANNELS, below, known, RELU) * w7
+        acc += _input(at + (BINS + 1) * CHANNELS, below, known, RELU) * w8
         acc = tl.where(real[:, None], acc, 0.0)
         to = y + (first + begin) * CHANNELS + (n[:, None] * CHANNELS + c[None, :])
         tl.store(to, acc.to(y.dtype.element_ty), mask=inside[:, None] & known[None, :])
@@ -127,6 +143,7 @@ def strided_backward(
     sequences,
     places,
     spans,
+    RELU: tl.constexpr,
     BINS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -152,6 +169,7 @@ def strided_backward(
         sequences: N.
         places: T G / 2.
         spans: Number of spans.
+        RELU: Whether to apply ReLU to ``x``.
         BINS: G.
         CHANNELS: C.
         BLOCK_P: Places of a tile.
@@ -199,18 +217,18 @@ def strided_backward(
             total += g
 
             odd = here & (2 * row + 1 < length)
-            a = _wide(x + at, here, known)
+            a = _input(x + at, here, known, RELU)
             d4 += g * a
-            grad_a = g * w4
-            b = _wide(x + at + CHANNELS, here, known)
+            grad_a = _grad_input(g * w4, a, RELU)
+            b = _input(x + at + CHANNELS, here, known, RELU)
             d5 += g * b
             d3 += g_right * b
-            grad_b = g * w5 + g_right * w3
-            e = _wide(x + at + BINS * CHANNELS, odd, known)
+            grad_b = _grad_input(g * w5 + g_right * w3, b, RELU)
+            e = _input(x + at + BINS * CHANNELS, odd, known, RELU)
             d7 += g * e
             d1 += g_below * e
             grad_e = g * w7 + g_below * w1
-            f = _wide(x + at + (BINS + 1) * CHANNELS, odd, known)
+            f = _input(x + at + (BINS + 1) * CHANNELS, odd, known, RELU)
             d8 += g * f
             d6 += g_right * f
             d2 += g_below * f
@@ -220,8 +238,8 @@ def strided_backward(
             # The gradient is zero in rows past the length; the results below them are past it too.
             dtype: tl.constexpr = grad_x.dtype.element_ty
             mask = inside[:, None] & known[None, :]
-            grad_e = tl.where(odd[:, None], grad_e, 0.0)
-            grad_f = tl.where(odd[:, None], grad_f, 0.0)
+            grad_e = tl.where(odd[:, None], _grad_input(grad_e, e, RELU), 0.0)
+            grad_f = tl.where(odd[:, None], _grad_input(grad_f, f, RELU), 0.0)
             tl.store(grad_x + at, grad_a.to(dtype), mask=mask)
             tl.store(grad_x + at + CHANNELS, grad_b.to(dtype), mask=mask)
             tl.store(grad_x + at + BINS * CHANNELS, grad_e.to(dtype), mask=mask)

@@ -25,13 +25,14 @@ class StridedArguments:
     bias: Tensor
     layout: PackedLayout
     lengths: Tensor
+    relu: bool = False
 
 
 def _flops(a: StridedArguments) -> int:
     return 2 * sum(known_lengths(a.layout)) * (a.x.shape[1] // 2) * a.weight.numel()
 
 
-def _example(inputs: ExampleInputs) -> Keywords:
+def _example(inputs: ExampleInputs, relu: bool = False) -> Keywords:
     layout = inputs.frames()
     return {
         "x": inputs.floating(2 * layout.rows, 4, CHANNELS),
@@ -39,6 +40,7 @@ def _example(inputs: ExampleInputs) -> Keywords:
         "bias": inputs.floating(CHANNELS),
         "layout": layout,
         "lengths": inputs.integers(48, 0, 31),
+        "relu": relu,
     }
 
 
@@ -52,5 +54,12 @@ OPERATION = DifferentiableOp(
     outputs=lambda a: a.x.new_empty(a.layout.rows, a.x.shape[1] // 2, a.x.shape[2]),
     flops=_flops,
     # The result has two of the four bands.
-    examples=[Example("strided_depthwise", _example, 2 * 9 * CHANNELS * 40 * 2)],
+    examples=[
+        Example("strided_depthwise", _example, 2 * 9 * CHANNELS * 40 * 2),
+        Example(
+            "strided_depthwise, relu",
+            lambda inputs: _example(inputs, relu=True),
+            2 * 9 * CHANNELS * 40 * 2,
+        ),
+    ],
 )

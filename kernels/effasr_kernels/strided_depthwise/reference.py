@@ -30,6 +30,9 @@ def run(a: StridedArguments) -> Tensor:
         real = real.index_fill(0, unreal_rows(rest, 2, 1), 0)
         real = real.view(-1, 2, x.shape[1] // 2, 2, x.shape[2])
         quarters = real.permute(1, 3, 0, 2, 4).contiguous()
+        if a.relu:
+            # In place, as autograd keeps this tensor for the convolution anyway.
+            quarters = quarters.relu_()
         rows = first_rows(begins, 1), unreal_rows(rest, 1, 2)
         return StridedTaps.apply(quarters, taps, offset, *rows).to(x.dtype)
 

@@ -34,10 +34,10 @@ from effasr_kernels.attention.triton.relative import (
     relative_scores,
 )
 from effasr_kernels.attention.triton.rotary import angle_table, rotated
-from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import capability, launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles, tile_table
 from effasr_kernels.shared.dropout import seed_tensor
+from effasr_kernels.shared.joined import empty_gradients
 
 _LOG2_E = math.log2(math.e)
 
@@ -149,15 +149,20 @@ def backward(
     grad_out, (lse,) = grads[0], saved
     guided = None if narrowness is None else (grads[1], results[1])
     delta = row_delta(grad_out, results[0], guided)
+    grad_q, grad_k, grad_v = _empty_gradients(this)
     # Overwrites the bias with the gradient of the scores.
-    grad_k, grad_v = _backward_kv(this, lse, delta, grad_out)
-    grad_k = _rotated_back(this, grad_k, a.layout_k)
-    gradients: dict[str, Tensor | None] = {"k": grad_k, "v": grad_v}
+    _backward_kv(this, lse, delta, grad_out, grad_k, grad_v)
+    gradients: dict[str, Tensor | None] = {"k": grad_k, "v": grad_v, "q": grad_q}
     if this.bias is None or a.relative is None:
-        grad_q = _backward_q(this, lse, delta, grad_out)
-        return gradients | {"q": _rotated_back(this, grad_q, a.layout_q)}
+        _backward_q(this, lse, delta, grad_out, grad_q)
+        if this.angles is not None and not this.rotates_in_kernel:
+            for name, x, layout in (("q", grad_q, a.layout_q), ("k", grad_k, a.layout_k)):
+                gradients[name] = rotated(x, layout, this.angles, this.q.dtype, back=True)
+        return gradients
     names = "q", "content_bias", "position_bias", "position_table"
-    shared = relative_backward(this.bias, a.q, this.k, a.relative, a.layout_q, a.layout_k, a.scale)
+    shared = relative_backward(
+        this.bias, a.q, this.k, a.relative, a.layout_q, a.layout_k, a.scale, grad_q
+    )
     return gradients | dict(zip(names, shared, strict=True))
 
 
@@ -201,47 +206,43 @@ def _prepare(a: AttentionArguments, narrowness: float | None, *, backward: bool)
     )
 
 
-def _gradient_like(this: _Call, x: Tensor) -> Tensor:
-    """An empty gradient of ``x``, float32 if it is rotated back, and then rounded, afterwards."""
-    rotates_later = this.angles is not None and not this.rotates_in_kernel
-    dtype = torch.float32 if rotates_later else x.dtype
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
-
-
-def _rotated_back(this: _Call, x: Tensor, layout: PackedLayout) -> Tensor:
-    if this.angles is None or this.rotates_in_kernel:
-        return x
-    return rotated(x, layout, this.angles, this.q.dtype, back=True)
+def _empty_gradients(this: _Call) -> list[Tensor]:
+    """Empty gradients of queries, keys and values, in one tensor where these are of one product."""
+    a = this.arguments
+    if this.angles is not None and not this.rotates_in_kernel:
+        # Rotated back, and then rounded, afterwards.
+        wide = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (a.q, a.k)]
+        return [*wide, a.v.new_empty(a.v.shape)]
+    if a.q.shape[0] == a.k.shape[0]:
+        return empty_gradients(a.q, a.k, a.v)
+    return [a.q.new_empty(a.q.shape), *empty_gradients(a.k, a.v)]
 
 
 def _backward_kv(
-    this: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor
-) -> tuple[Tensor, Tensor]:
+    this: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor, grad_k: Tensor, grad_v: Tensor
+) -> None:
     a, config = this.arguments, this.configs.backward_kv
     rows, sequences = a.layout_k.rows, a.layout_k.num_sequences
-    grad_k, grad_v = _gradient_like(this, this.k), this.v.new_empty(this.v.shape)
     launch(
         attention_backward_kv,
         (count_tiles(rows, sequences, config.block_n), this.q.shape[1]),
         *(this.q, this.k, this.v, this.bias, *this.pointers),
         *(tile_table(a.layout_k, config.block_n), lse, delta, grad_out, grad_k, grad_v),
-        *(sequences, a.layout_q.rows, rows, this.bias_eighths, *this.sizes, a.scale, *this.numbers),
+        *(sequences, a.layout_q.rows, rows, this.bias_eighths, *this.sizes, grad_k.stride(0)),
+        *(a.scale, *this.numbers),
         **this.options(config),
         BIAS=this.bias is not None,
     )
-    return grad_k, grad_v
 
 
-def _backward_q(this: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor) -> Tensor:
+def _backward_q(this: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor, grad_q: Tensor) -> None:
     a, config = this.arguments, this.configs.backward_q
     rows, sequences = a.layout_q.rows, a.layout_q.num_sequences
-    grad_q = _gradient_like(this, this.q)
     launch(
         attention_backward_q,
         (count_tiles(rows, sequences, config.block_m), this.q.shape[1]),
         *(this.q, this.k, this.v, *this.pointers),
         *(tile_table(a.layout_q, config.block_m), lse, delta, grad_out, grad_q),
-        *(sequences, rows, *this.sizes, a.scale, *this.numbers),
+        *(sequences, rows, *this.sizes, grad_q.stride(0), a.scale, *this.numbers),
         **this.options(config),
     )
-    return grad_q

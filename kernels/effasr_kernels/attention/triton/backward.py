@@ -51,6 +51,7 @@ def attention_backward_kv(
     k_head,
     v_row,
     v_head,
+    grad_row,
     scale,
     probability,
     narrowness,
@@ -89,8 +90,9 @@ def attention_backward_kv(
         delta: float32 (H, T_q), or (2, H, T_q) with ``GUIDED``, contiguous, from
             `effasr_kernels.attention.triton.delta.row_delta`.
         grad_out: (T_q, H, D), contiguous.
-        grad_k: (T_k, H, D), contiguous, written; zeros for keys without queries.
-        grad_v: (T_k, H, D), contiguous, written; zeros for keys without queries.
+        grad_k: (T_k, H, D), written; zeros for keys without queries. The channels of all heads of
+            a row are contiguous.
+        grad_v: (T_k, H, D), written, with the strides of ``grad_k``.
         sequences: N.
         rows_q: T_q.
         rows_k: T_k.
@@ -102,6 +104,7 @@ def attention_backward_kv(
         k_head: Head stride of ``k``.
         v_row: Row stride of ``v``.
         v_head: Head stride of ``v``.
+        grad_row: Row stride of ``grad_k`` and ``grad_v``.
         scale: Factor of the scores.
         probability: Probability to drop a weight.
         narrowness: ``1 / (2 sigma^2)`` of `guided_attention`.
@@ -224,12 +227,12 @@ def attention_backward_kv(
         acc_v *= scale_kept
     # A single key has a zero gradient of its score, as above.
     acc_k *= tl.where(length_k == 1, 0.0, scale)
-    out_begin = (first_key * heads + head) * WIDTH
-    k_offset = n[:, None] * out_row + d[None, :]
-    tl.store(grad_v + out_begin + k_offset, acc_v.to(grad_v.dtype.element_ty), mask=k_mask)
-    grad_k += out_begin
+    grad_begin = first_key * grad_row + wide_head * WIDTH
+    k_offset = n[:, None] * grad_row + d[None, :]
+    tl.store(grad_v + grad_begin + k_offset, acc_v.to(grad_v.dtype.element_ty), mask=k_mask)
+    grad_k += grad_begin
     if ROTARY:
-        store_rotated_back(grad_k, acc_k, cos, sin, start, out_row, in_columns, BLOCK_D, BLOCK_N)
+        store_rotated_back(grad_k, acc_k, cos, sin, start, grad_row, in_columns, BLOCK_D, BLOCK_N)
     else:
         tl.store(grad_k + k_offset, acc_k.to(grad_k.dtype.element_ty), mask=k_mask)
 
@@ -258,6 +261,7 @@ def attention_backward_q(
     k_head,
     v_row,
     v_head,
+    grad_row,
     scale,
     probability,
     narrowness,
@@ -288,7 +292,8 @@ def attention_backward_q(
         delta: float32 (H, T_q), or (2, H, T_q) with ``GUIDED``, contiguous, from
             `effasr_kernels.attention.triton.delta.row_delta`.
         grad_out: (T_q, H, D), contiguous.
-        grad_q: (T_q, H, D), contiguous, written; zeros for rows without keys.
+        grad_q: (T_q, H, D), written; zeros for rows without keys. The channels of all heads of a
+            row are contiguous.
         sequences: N.
         rows_q: T_q.
         heads: H.
@@ -298,6 +303,7 @@ def attention_backward_q(
         k_head: Head stride of ``k``.
         v_row: Row stride of ``v``.
         v_head: Head stride of ``v``.
+        grad_row: Row stride of ``grad_q``.
         scale: Factor of the scores.
         probability: Probability to drop a weight.
         narrowness: ``1 / (2 sigma^2)`` of `guided_attention`.
@@ -378,8 +384,9 @@ def attention_backward_q(
 
     # A single key has weight 1 whatever its score, so its exact gradient is zero.
     acc *= tl.where(length_k == 1, 0.0, scale)
-    grad_q += out_begin
+    grad_q += first_row * grad_row + wide_head * WIDTH
     if ROTARY:
-        store_rotated_back(grad_q, acc, cos, sin, start, out_row, in_rows, BLOCK_D, BLOCK_M)
+        store_rotated_back(grad_q, acc, cos, sin, start, grad_row, in_rows, BLOCK_D, BLOCK_M)
     else:
-        tl.store(grad_q + out_offset, acc.to(grad_q.dtype.element_ty), mask=q_mask)
+        grad_offset = m[:, None] * grad_row + d[None, :]
+        tl.store(grad_q + grad_offset, acc.to(grad_q.dtype.element_ty), mask=q_mask)

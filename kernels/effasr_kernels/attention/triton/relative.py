@@ -85,6 +85,7 @@ def relative_backward(
     layout_q: PackedLayout,
     layout_k: PackedLayout,
     scale: float,
+    grad_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     r"""Compute the gradients of the scores of `RelativeBias`, except for that of the keys.
 
@@ -98,23 +99,26 @@ def relative_backward(
         layout_q: Layout of ``q``.
         layout_k: Layout of ``k``.
         scale: Factor of the scores.
+        grad_q: Where to write the gradient of ``q``: (T_q, H, D), the dtype of ``q``, with
+            contiguous channels of all heads of a row. By default a new tensor.
 
     Returns:
         The gradients of ``q``, (T_q, H, D), zero in the tail; of the content and the position bias,
-        (H, D) each; and of the table, (2 L - 1, H, D). Contiguous, in the dtype of ``q``.
+        (H, D) each; and of the table, (2 L - 1, H, D). In the dtype of ``q``.
     """
     q, k, table = _dense_rows(q), _dense_rows(k), _dense_rows(position.table)
     heads, width = q.shape[1:]
     block_m, block_n, block_w, warps = _blocks_of_grad_queries(q.dtype, padded_width(width))
     tiles = _tiles(layout_q, block_m)
-    grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if grad_q is None:
+        grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_biases = q.new_empty(2, tiles, heads, width, dtype=torch.float32)
     launch(
         backward.grad_queries,
         (tiles, heads),
         *(grad_q, grad_biases, ds, k, table),
         *_sizes(layout_q, layout_k, table, ds, block_m),
-        *(scale, heads, *k.stride()[:2], *table.stride()[:2]),
+        *(scale, heads, *k.stride()[:2], *table.stride()[:2], grad_q.stride(0)),
         **_options(width, block_m, block_w, warps, 1),
         BLOCK_N=block_n,
     )

@@ -29,6 +29,7 @@ def grad_queries(
     k_head,
     stride_distance,
     stride_table_head,
+    grad_row,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -42,7 +43,8 @@ def grad_queries(
     the addresses of the loads.
 
     Args:
-        grad_q: (T_q, H, D), a pointer, written; zeros in the tail.
+        grad_q: (T_q, H, D), a pointer, written; zeros in the tail. The channels of all heads of a
+            row are contiguous.
         grad_biases: float32 (2, tiles, H, D), a pointer, written: the sums of the content and the
             distance part over the tile.
         grad_scores: (T_q, H, 8 eighths), a pointer; zeros past the last key up to a multiple of 8.
@@ -62,6 +64,7 @@ def grad_queries(
         k_head: Head stride of ``k`` in elements.
         stride_distance: Row stride of ``table``.
         stride_table_head: Head stride of ``table``.
+        grad_row: Row stride of ``grad_q``.
         WIDTH: D.
         BLOCK_D: The power of two at or above D.
         BLOCK_M: Queries of a tile.
@@ -145,9 +148,9 @@ def grad_queries(
     tl.store(grad_biases, tl.sum(by_content, axis=0) * scale, mask=in_width)
     grad_biases += to_distance
     tl.store(grad_biases, tl.sum(by_distance, axis=0) * scale, mask=in_width)
-    grad_q += ((begin + start) * heads + head) * WIDTH
+    grad_q += (begin + start) * grad_row + head * WIDTH
     tl.store(
-        grad_q + (row * (heads * STEP * WIDTH))[:, None] + channel[None, :],
+        grad_q + (row * (STEP * grad_row))[:, None] + channel[None, :],
         ((by_content + by_distance) * scale).to(grad_q.dtype.element_ty),
         mask=in_range[:, None] & in_width[None, :],
     )

@@ -1,0 +1,115 @@
+"""`batch_norm` in Triton: one pass forward; one for the sums and one for the gradient backward.
+
+Threads load 16 bytes at a time. Sums are over spans of rows in a fixed order, so that results
+repeat to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.batch_norm._kernels import normalize, normalize_backward, sum_gradients
+from effasr_kernels.batch_norm.definition import BatchNormArguments
+from effasr_kernels.runtime.launch import launch, refusal
+
+_ELEMENTS, _ELEMENTS_BACKWARD = 4_096, 2_048
+"""Elements of a tile: 32 and 16 per thread. The backward has two inputs and six numbers per
+channel; with more elements their registers would leave too few threads to hide the loads."""
+
+_SPAN = 64
+"""Rows of a partial sum, at least. Its 8 bytes per channel are few beside those of the rows."""
+
+
+def unsupported_reason(a: BatchNormArguments) -> str | None:
+    """Return why this backend does not support these arguments, or None if it does."""
+    return refusal(a.x)
+
+
+def forward(a: BatchNormArguments) -> tuple[tuple[Tensor], tuple[()]]:
+    """See `effasr_kernels.batch_norm.batch_norm`; saves nothing."""
+    x, layout = _with_unit_stride(a.x), a.layout
+    channels = x.shape[1]
+    y = x.new_empty(layout.rows, channels)
+    block, block_c = _tile(channels, _ELEMENTS)
+    launch(
+        normalize,
+        (_cover(layout.rows, block), _cover(channels, block_c)),
+        *(x, *_parameters(a), layout.cu_seqlens, y),
+        *(layout.num_sequences, layout.rows, x.stride(0), channels, a.eps),
+        SILU=a.silu,
+        BLOCK=block,
+        BLOCK_C=block_c,
+    )
+    return (y,), ()
+
+
+def saved_like(a: BatchNormArguments) -> tuple[()]:
+    """Return no tensors, because the backward normalizes again."""
+    return ()
+
+
+def backward(
+    a: BatchNormArguments,
+    grads: Sequence[Tensor],
+    results: Sequence[Tensor],
+    saved: Sequence[Tensor],
+) -> dict[str, Tensor | None]:
+    """Return the gradients of x, weight and bias; the statistics have none."""
+    x, layout = _with_unit_stride(a.x), a.layout
+    channels, sequences = x.shape[1], layout.num_sequences
+    parameters = _parameters(a)
+    block, block_c = _tile(channels, _ELEMENTS_BACKWARD)
+    span = max(_SPAN, block)
+    blocks_c = _cover(channels, block_c)
+    partials = x.new_empty(_cover(layout.rows, span), 2, channels, dtype=torch.float32)
+    launch(
+        sum_gradients,
+        (partials.shape[0], blocks_c),
+        *(grads[0], x, *parameters, layout.cu_seqlens, partials),
+        *(sequences, x.stride(0), channels, a.eps),
+        SILU=a.silu,
+        BLOCK=block,
+        BLOCK_C=block_c,
+        SPAN=span,
+    )
+    sums = partials.sum(0)
+    dx = x.new_empty(layout.rows, channels)
+    launch(
+        normalize_backward,
+        (_cover(layout.rows, block), blocks_c),
+        *(grads[0], x, *parameters, layout.cu_seqlens, sums, dx),
+        *(sequences, layout.rows, x.stride(0), channels, a.eps),
+        SILU=a.silu,
+        FIXED=a.fixed,
+        BLOCK=block,
+        BLOCK_C=block_c,
+    )
+    dweight, dbias = sums.unbind(0)
+    return {
+        "x": dx,
+        "weight": dweight.to(a.weight.dtype),
+        "bias": dbias.to(a.bias.dtype),
+        "mean": None,
+        "variance": None,
+    }
+
+
+def _parameters(a: BatchNormArguments) -> tuple[Tensor, ...]:
+    return tuple(x.contiguous() for x in (a.weight, a.bias, a.mean, a.variance))
+
+
+def _tile(channels: int, elements: int) -> tuple[int, int]:
+    """Return the rows and channels of a tile, with the fewest surplus channels."""
+    block_c = min((256, 128, 64), key=lambda size: _cover(channels, size) * size)
+    return elements // block_c, block_c
+
+
+def _cover(count: int, block: int) -> int:
+    return -(-count // block)
+
+
+def _with_unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()

@@ -1,0 +1,74 @@
+"""Reference implementation of `batch_norm`, which all other backends must match."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from effasr_kernels.batch_norm.definition import BatchNormArguments
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.shared.ragged import wide_dtype, widen
+
+
+def forward(a: BatchNormArguments) -> tuple[tuple[Tensor], tuple[Tensor]]:
+    """See `effasr_kernels.batch_norm.batch_norm`; saves the normalized values in a wide dtype."""
+    normal = widen(_real(a.x, a.layout)) - a.mean
+    normal *= _rstd(a)
+    y = torch.addcmul(_like(a.bias, normal), normal, _like(a.weight, normal))
+    if a.silu:
+        F.silu(y, inplace=True)
+    return (_with_tail(y.to(a.x.dtype), a.layout),), (_with_tail(normal, a.layout),)
+
+
+def saved_like(a: BatchNormArguments) -> tuple[Tensor]:
+    """Return empty tensors with the shapes and dtypes of what `forward` saves."""
+    return (a.x.new_empty(a.x.shape, dtype=wide_dtype(a.x)),)
+
+
+def backward(
+    a: BatchNormArguments,
+    grads: Sequence[Tensor],
+    results: Sequence[Tensor],
+    saved: Sequence[Tensor],
+) -> dict[str, Tensor | None]:
+    """Return the gradients of x, weight and bias; the statistics have none."""
+    normal, dy = _real(saved[0], a.layout), widen(_real(grads[0], a.layout))
+    weight = _like(a.weight, normal)
+    if a.silu:
+        z = torch.addcmul(_like(a.bias, normal), normal, weight)
+        dy = torch.ops.aten.silu_backward(dy, z)
+    dweight, dbias = (dy * normal).sum(0), dy.sum(0)
+    if a.fixed:
+        dx = dy * (weight * _rstd(a))
+    else:
+        count = max(normal.shape[0], 1)
+        dx = torch.addcmul(dbias / -count, normal, dweight / -count).add_(dy)
+        dx *= weight * _rstd(a)
+    return {
+        "x": _with_tail(dx.to(a.x.dtype), a.layout),
+        "weight": dweight.to(a.weight.dtype),
+        "bias": dbias.to(a.bias.dtype),
+        "mean": None,
+        "variance": None,
+    }
+
+
+def _real(x: Tensor, layout: PackedLayout) -> Tensor:
+    total = layout.total
+    return x if total == layout.rows else x[:total]
+
+
+def _with_tail(x: Tensor, layout: PackedLayout) -> Tensor:
+    tail = layout.rows - x.shape[0]
+    return F.pad(x, (0, 0, 0, tail)) if tail else x
+
+
+def _like(parameter: Tensor, x: Tensor) -> Tensor:
+    return parameter.to(x.dtype)
+
+
+def _rstd(a: BatchNormArguments) -> Tensor:
+    return (a.variance.to(wide_dtype(a.x)) + a.eps).rsqrt()

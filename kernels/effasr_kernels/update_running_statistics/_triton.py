@@ -1,0 +1,79 @@
+"""`update_running_statistics` in Triton: one small kernel instead of ten of PyTorch."""
+
+from __future__ import annotations
+
+# pyright: reportGeneralTypeIssues=false
+import triton
+import triton.language as tl
+
+from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.update_running_statistics.definition import UpdateArguments
+
+_BLOCK = 256
+
+
+def unsupported_reason(a: UpdateArguments) -> str | None:
+    """Return why this backend does not support these arguments, or None if it does."""
+    return refusal(a.mean) or refusal(a.running_mean)
+
+
+def run(a: UpdateArguments) -> None:
+    """See `effasr_kernels.update_running_statistics.update_running_statistics`."""
+    channels = a.mean.shape[0]
+    launch(
+        update,
+        # Without channels, too, one program counts the batch.
+        (max(1, -(-channels // _BLOCK)),),
+        *(a.running_mean, a.running_variance, a.num_batches),
+        *(a.mean.contiguous(), a.variance.contiguous(), a.layout.cu_seqlens),
+        *(a.layout.num_sequences, channels, a.momentum),
+        BLOCK=_BLOCK,
+    )
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def update(
+    running_mean,
+    running_variance,
+    num_batches,
+    mean,
+    variance,
+    cu_seqlens,
+    sequences,
+    channels,
+    momentum,
+    BLOCK: tl.constexpr,
+):
+    """Update a block of channels; the first program also counts the batch.
+
+    Args:
+        running_mean: (C,), contiguous, written.
+        running_variance: (C,), contiguous, written.
+        num_batches: int64 (), written.
+        mean: (C,), contiguous.
+        variance: (C,), contiguous.
+        cu_seqlens: int32 (N + 1,).
+        sequences: N.
+        channels: C.
+        momentum: Share of the new statistics.
+        BLOCK: Channels of a program.
+    """
+    if tl.program_id(0) == 0:
+        number = tl.load(num_batches)
+        # All warps load it, and one of them stores.
+        tl.debug_barrier()
+        tl.store(num_batches, number + 1)
+    count = tl.load(cu_seqlens + sequences)
+    if count > 0:
+        c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        known = c < channels
+        wide = count.to(tl.float32)
+        unbiased = tl.div_rn(wide, tl.maximum(wide - 1, 1.0))
+        old = tl.load(running_mean + c, mask=known).to(tl.float32)
+        new = tl.load(mean + c, mask=known).to(tl.float32)
+        old += momentum * (new - old)
+        tl.store(running_mean + c, old.to(running_mean.dtype.element_ty), mask=known)
+        old = tl.load(running_variance + c, mask=known).to(tl.float32)
+        new = tl.load(variance + c, mask=known).to(tl.float32) * unbiased
+        old += momentum * (new - old)
+        tl.store(running_variance + c, old.to(running_variance.dtype.element_ty), mask=known)

@@ -1,0 +1,16 @@
+"""Reference implementation of `update_running_statistics`."""
+
+from __future__ import annotations
+
+from effasr_kernels.update_running_statistics.definition import UpdateArguments
+
+
+def run(a: UpdateArguments) -> None:
+    """See `effasr_kernels.update_running_statistics.update_running_statistics`."""
+    a.num_batches.add_(1)
+    count, dtype = a.layout.total, a.running_mean.dtype
+    if count == 0:
+        return
+    unbiased = a.variance * (count / max(count - 1, 1))
+    a.running_mean.lerp_(a.mean.to(dtype), a.momentum)
+    a.running_variance.lerp_(unbiased.to(dtype), a.momentum)
