@@ -42,8 +42,14 @@ from effasr.training.freezing import check_trained, prepare_weights
 from effasr.training.loss import Objective
 from effasr.training.step import StepConfig, TrainState
 from effasr.training.step_stats import HostCopy, StepCosts
-from effasr.training.strategies.parallelism import check_strategy, distribute, is_bfloat16
+from effasr.training.strategies.parallelism import (
+    check_strategy,
+    distribute,
+    has_weight_copies,
+    is_bfloat16,
+)
 from effasr.training.strategies.parallelism import make_averager as default_averager
+from effasr.training.weight_copies import WeightCopies
 
 if TYPE_CHECKING:
     from effasr.data.index.corpus import Corpus
@@ -227,7 +233,16 @@ def build_train_state(
         adascale=_adascale(config, trained, context),
         phases=PhaseTracker(on_gpu=context.device.type == "cuda"),
     )
+    state = replace(state, weights=_weight_copies(state, trained, config))
     return recorded(state, trained) if settings.cuda_graph else state
+
+
+def _weight_copies(state: TrainState, model: nn.Module, config: TrainConfig) -> WeightCopies | None:
+    if not has_weight_copies(config, state.context):
+        return None
+    # A hook for every gradient is that of adascale; that of ddp, for the last micro-batch alone.
+    settings, accumulate = config.training, state.adascale is None
+    return WeightCopies(model, lazily=not settings.compile, accumulate=accumulate)
 
 
 def _average(config: TrainConfig, model: nn.Module) -> WeightAverage | None:

@@ -37,6 +37,11 @@ def check_strategy(config: TrainConfig) -> None:
             "`optimizer.name` must not be lamb with training.strategy fsdp2, because the available "
             "implementations cannot compute norms of sharded parameters: use adamw, or ddp."
         )
+    if config.training.bfloat16_weights is True:
+        raise ValueError(
+            "`training.bfloat16_weights` must be false or auto with training.strategy fsdp2, which "
+            "casts the weights that it gathers, but is true: leave it out."
+        )
     if config.training.cuda_graph:
         raise ValueError(
             "`training.cuda_graph` must be false with training.strategy fsdp2, whose all-gather of "
@@ -100,6 +105,27 @@ def make_averager(
 def is_bfloat16(precision: str, device: torch.device) -> bool:
     """Return whether ``training.precision`` means bfloat16 on a device."""
     return precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
+
+
+def has_weight_copies(config: TrainConfig, context: DistributedContext) -> bool:
+    """Return whether weights are cast once an update; see ``training.bfloat16_weights``.
+
+    Raises:
+        ValueError: They are requested, but matrix products are not in bfloat16.
+    """
+    settings, device = config.training, context.device
+    in_bfloat16 = is_bfloat16(settings.precision, device)
+    # A single process does not shard, whatever the strategy.
+    shards = settings.strategy == "fsdp2" and context.size > 1
+    if settings.bfloat16_weights == "auto":
+        return in_bfloat16 and device.type != "cpu" and not shards
+    if settings.bfloat16_weights and not in_bfloat16:
+        raise ValueError(
+            "`training.bfloat16_weights` must be false or auto where matrix products are in "
+            f"float32, but is true with training.precision {settings.precision} on {device.type}: "
+            "leave it out, or set training.precision=bfloat16."
+        )
+    return settings.bfloat16_weights and not shards
 
 
 def is_sharded(state: TrainState) -> bool:
