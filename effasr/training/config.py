@@ -91,8 +91,9 @@ class LoopConfig:
         delayed: Start of the averages of ``delayed``.
         gossip: Neighbours of ``adpsgd`` and ``h_adpsgd``.
         cuda_graph: Whether forward and backward of a micro-batch are recorded once as a CUDA graph
-            and replayed, so that the host launches no kernels; needs a GPU. Several ranks then
-            exchange gradients after the backward, and not during it.
+            and replayed, so that the host launches no kernels; needs a GPU. ``auto``: wherever that
+            is possible, which ``effasr doctor --recipe RECIPE`` tells. Several ranks then exchange
+            gradients after the backward, and not during it.
         tensorboard: Whether to write curves for TensorBoard.
         diagnostics: Warnings about a model that does not learn as it should; null for none.
         profile: Steps to profile.
@@ -126,7 +127,7 @@ class LoopConfig:
     hierarchical: HierarchicalConfig = field(default_factory=HierarchicalConfig)
     delayed: DelayedConfig = field(default_factory=DelayedConfig)
     gossip: GossipConfig = field(default_factory=GossipConfig)
-    cuda_graph: bool = False
+    cuda_graph: bool | Literal["auto"] = "auto"
     tensorboard: bool = True
     diagnostics: DiagnosticsConfig | None = field(default_factory=DiagnosticsConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
