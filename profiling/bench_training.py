@@ -287,7 +287,7 @@ def row(system: str, setup: Setup, batches: Sequence[Batch], timed: Timed) -> di
     peak = peak_flops(device)
     frames = sum(batch.num_frames for batch in batches)
     tokens = sum(batch.num_tokens for batch in batches)
-    graph, compiled = config.training.cuda_graph, config.training.compile
+    graph, compiled = config.training.cuda_graph is True, config.training.compile
     return dict.fromkeys(COLUMNS, "") | {
         "system": system,
         "model": config.name,

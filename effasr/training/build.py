@@ -37,13 +37,20 @@ from effasr.optim.schedules import learning_rate_ratio
 from effasr.training.checkpointing.resume import Saved
 from effasr.training.config import TrainConfig, resolve_losses
 from effasr.training.cuda_graph.recording import check_recordable, recorded
+from effasr.training.cuda_graph.rules import obstacles_of_batches, uses_graph
 from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.freezing import check_trained, prepare_weights
 from effasr.training.loss import Objective
 from effasr.training.step import StepConfig, TrainState
 from effasr.training.step_stats import HostCopy, StepCosts
-from effasr.training.strategies.parallelism import check_strategy, distribute, is_bfloat16
+from effasr.training.strategies.parallelism import (
+    check_strategy,
+    distribute,
+    has_weight_copies,
+    is_bfloat16,
+)
 from effasr.training.strategies.parallelism import make_averager as default_averager
+from effasr.training.weight_copies import WeightCopies
 
 if TYPE_CHECKING:
     from effasr.data.index.corpus import Corpus
@@ -98,24 +105,15 @@ def _check_features(features: FeatureConfig) -> None:
 
 def _check_static_shapes(config: TrainConfig) -> None:
     """Check that batches have one shape where a step is recorded or compiled."""
-    if config.training.cuda_graph and config.data.text_share is not None:
+    if config.training.cuda_graph is True:
+        for obstacle in obstacles_of_batches(config):
+            raise ValueError(obstacle.message)
+    if config.training.compile and config.data.strategy != "packed":
         raise ValueError(
-            "`training.cuda_graph` must be false where `data.text_share` is given, because batches "
-            "of text have a shape of their own, but is true: set it to false."
+            f"`training.compile` must be false for `data.strategy` = {config.data.strategy}, "
+            "whose batches have a shape each, but is true: set it to false, or train with "
+            "strategy packed."
         )
-    if config.training.cuda_graph and config.training.activation_checkpointing:
-        raise ValueError(
-            "`training.activation_checkpointing` must be false with training.cuda_graph, because "
-            "the random numbers of a layer cannot be rewound while a graph is recorded, but is "
-            f"{config.training.activation_checkpointing}: set either to false."
-        )
-    for name in ("cuda_graph", "compile"):
-        if getattr(config.training, name) and config.data.strategy != "packed":
-            raise ValueError(
-                f"`training.{name}` must be false for `data.strategy` = {config.data.strategy}, "
-                "whose batches have a shape each, but is true: set it to false, or train with "
-                "strategy packed."
-            )
 
 
 def find_tokenizer(config: TrainConfig, saved: Saved | None) -> Tokenizer:
@@ -178,6 +176,9 @@ def build_train_state(
         make_averager: Builds the averager from the model, the optimizer and the statistics of batch
             norms; by default that of a strategy in which all ranks make each step together.
     """
+    is_recorded = uses_graph(config, context.device)
+    # From here on the choice is made.
+    config = replace(config, training=replace(config.training, cuda_graph=is_recorded))
     settings = config.training
     every, recomputed = int(settings.activation_checkpointing), None
     if every:
@@ -190,7 +191,7 @@ def build_train_state(
     elif settings.compile:
         # In place: the state dict keeps its names.
         model.compile(fullgraph=True, dynamic=False)
-    if settings.cuda_graph:
+    if is_recorded:
         check_recordable(config.model, context)
     costs = StepCosts(learning_cost(model), learning_text_cost(model), recomputed)
     wrapped = distribute(config, model, context)
@@ -227,7 +228,16 @@ def build_train_state(
         adascale=_adascale(config, trained, context),
         phases=PhaseTracker(on_gpu=context.device.type == "cuda"),
     )
-    return recorded(state, trained) if settings.cuda_graph else state
+    state = replace(state, weights=_weight_copies(state, trained, config))
+    return recorded(state, trained) if is_recorded else state
+
+
+def _weight_copies(state: TrainState, model: nn.Module, config: TrainConfig) -> WeightCopies | None:
+    if not has_weight_copies(config, state.context):
+        return None
+    # A hook for every gradient is that of adascale; that of ddp, for the last micro-batch alone.
+    settings, accumulate = config.training, state.adascale is None
+    return WeightCopies(model, lazily=not settings.compile, accumulate=accumulate)
 
 
 def _average(config: TrainConfig, model: nn.Module) -> WeightAverage | None:

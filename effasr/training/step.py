@@ -27,6 +27,7 @@ from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.loss import Objective
 from effasr.training.seeds import micro_batch_seed
 from effasr.training.step_stats import HostCopy, StepCosts, StepCounts
+from effasr.training.weight_copies import WeightCopies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +66,7 @@ class TrainState:
         statistics: Running statistics of the model's batch norms.
         average: Exponential moving average of the weights, or None.
         adascale: Measures the gain of a step, or None.
+        weights: Copies of the weights in the precision of autocast; None to cast at every use.
         graph: Replays the micro-batches as a CUDA graph; None to run each.
         phases: Tracks the phase that this rank is in.
     """
@@ -79,6 +81,7 @@ class TrainState:
     statistics: Sequence[Tensor] = ()
     average: WeightAverage | None = None
     adascale: AdaScale | None = None
+    weights: WeightCopies | None = None
     graph: MicroBatchGraph | None = None
     phases: PhaseTracker = field(default_factory=PhaseTracker)
 
@@ -144,6 +147,8 @@ def train_step(
     is_local = state.averager.is_local(step)
     state.grad_sync.begin(state.phases.wait_for_ranks)
     state.averager.before(step)
+    if state.weights is not None:
+        state.weights.refresh()
     if adascale is not None:
         adascale.begin()
     for index, batch in enumerate(micro_batches):
@@ -168,22 +173,26 @@ def train_step(
     return StepReport(step, lr, counts_copy, values_copy, losses, gain)
 
 
-def run_micro_batch(state: TrainState, batch: Batch, counts: Tensor) -> tuple[Tensor, Tensor]:
+def run_micro_batch(
+    state: TrainState, batch: Batch, counts: Tensor, *, exchanging: bool = False
+) -> tuple[Tensor, Tensor]:
     """Add the gradient of one micro-batch to that of the step.
 
     Args:
         state: Components of the run.
         batch: The micro-batch.
         counts: Counts of the global step, as `StepCounts.tensor`.
+        exchanging: Whether ranks exchange gradients during the backward.
 
     Returns:
         Its share of loss, cross-entropy, CTC, transducer and penalty, (5,), and the loss of each
         of its utterances, (N,).
     """
-    share, losses = _forward(state, state.model, batch, counts)
-    with ranges.range("backward"):
-        # Gradients are averaged over the ranks, but the loss is a mean over all of them.
-        (share[0] * state.context.size).backward()
+    with _weights_in_use(state, accumulate=not exchanging):
+        share, losses = _forward(state, state.model, batch, counts)
+        with ranges.range("backward"):
+            # Gradients are averaged over the ranks, but the loss is a mean over all of them.
+            (share[0] * state.context.size).backward()
     return share.detach(), losses
 
 
@@ -195,7 +204,7 @@ def _accumulate_gradient(
     sync = nullcontext() if exchanging else state.grad_sync.no_sync()
     adascale = state.adascale
     sample = nullcontext() if adascale is None else adascale.sample(batch.num_targets)
-    run = state.graph or partial(run_micro_batch, state)
+    run = state.graph or partial(run_micro_batch, state, exchanging=exchanging)
     with sync, sample:
         share, losses = run(batch, counts)
     return share, losses
@@ -215,15 +224,21 @@ def _forward(
     return share, losses.per_utterance
 
 
+def _weights_in_use(state: TrainState, *, accumulate: bool = False) -> AbstractContextManager:
+    weights = state.weights
+    return nullcontext() if weights is None else weights.in_use(accumulate=accumulate)
+
+
 def _oom_recovery(state: TrainState, counts: Tensor) -> OOMRecovery:
     """Return the recovery of a step, which has to be made before its first micro-batch."""
     sync = state.grad_sync
 
     def gradient(batch: Batch) -> tuple[list[Tensor | None], Tensor, Tensor]:
-        # The uncompiled forward, because pieces have shapes of their own.
-        share, losses = _forward(state, sync.module.forward, batch, counts)
-        with ranges.range("backward"):
-            gradients = gradients_of(share[0] * state.context.size, sync.parameters)
+        with _weights_in_use(state):
+            # The uncompiled forward, because pieces have shapes of their own.
+            share, losses = _forward(state, sync.module.forward, batch, counts)
+            with ranges.range("backward"):
+                gradients = gradients_of(share[0] * state.context.size, sync.parameters)
         return gradients, share.detach(), losses
 
     reason = sync.unsplittable_reason if state.graph is None else UNSPLITTABLE_REASON

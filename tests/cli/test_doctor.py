@@ -4,7 +4,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from effasr.cli.installation import recipe_report
 from effasr.cli.installation import report as doctor
+from effasr.cli.installation.recipe_report import recipe_rows
+from effasr.cli.main import main
 from effasr_kernels import OPERATIONS, Backend
 from effasr_kernels.runtime import native
 
@@ -132,3 +135,37 @@ def test_on_a_gpu_the_reference_does_not_count_as_a_backend(monkeypatch) -> None
     assert row.name == "any on cuda"
     assert row.value == "none"
     assert "reference: slow on a GPU, so only on request" in row.note
+
+
+def test_a_recipe_has_the_reasons_against_a_graph(capsys) -> None:
+    command = ["doctor", "--recipe", "demo_transducer", "training.activation_checkpointing=true"]
+    rows = recipe_rows(command[2], [*command[3:], "training.device=cpu"])
+    (row,) = [row for row in rows if row.name == "training.cuda_graph"]
+    assert row.section == "recipe demo_transducer on cpu"
+    assert row.value == "no"
+    assert [note.split(":")[0] for note in row.notes] == [
+        "training.activation_checkpointing",
+        "model.transducer",
+        "training.device",
+    ]
+    assert main([*command, "training.device=cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "recipe demo_transducer on cpu" in shown
+    assert "training.bfloat16_weights" in shown
+
+
+def test_a_requested_graph_is_refused_and_an_unwanted_one_is_possible(monkeypatch) -> None:
+    asked = recipe_rows("small", ["training.cuda_graph=true", "training.device=cpu"])
+    assert {row.name: row.value for row in asked}["training.cuda_graph"] == "refused"
+    monkeypatch.setattr(recipe_report, "choose_device", lambda name: torch.device("cuda"))
+    rows = {row.name: row for row in recipe_rows("small", ["training.cuda_graph=false"])}
+    assert rows["training.cuda_graph"].value == "no"
+    assert rows["training.cuda_graph"].note == "possible, but turned off"
+    rows = {row.name: row for row in recipe_rows("small", [])}
+    assert rows["training.cuda_graph"].value == "yes"
+    assert rows["training.bfloat16_weights"].value == "yes"
+
+
+def test_fields_need_a_recipe() -> None:
+    with pytest.raises(ValueError, match=r"`overrides` must come with --recipe"):
+        recipe_rows(None, ["training.compile=true"])

@@ -9,11 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from effasr import config as configuration
+from effasr.distributed.process_group import DistributedContext
 from effasr.model.transducer import TransducerConfig
-from effasr.training.config import LoopConfig
+from effasr.training import build
+from effasr.training.config import LoopConfig, TrainConfig
+from effasr.training.cuda_graph import graph, rules
 from effasr.training.cuda_graph.graph import MicroBatchGraph
 from effasr.training.step import run_micro_batch, train_step
-from tests.training.conftest import make_batch
+from tests.training.conftest import VOCABULARY, make_batch
 
 Outputs = tuple[Tensor, ...]
 
@@ -82,3 +86,80 @@ def test_cannot_record_a_transducer(make_train_state, model_config) -> None:
     config = replace(model_config, transducer=TransducerConfig())
     with pytest.raises(ValueError, match=r"cannot record a transducer.*set it to false"):
         make_train_state(model=config, training=LoopConfig(cuda_graph=True))
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "settings"),
+    [
+        ([], []),
+        (["training.compile=true"], []),
+        (["training.bfloat16_weights=true"], []),
+        (["training.strategy=fsdp2"], ["training.strategy"]),
+        (["training.strategy=h_adpsgd"], []),
+        (["training.activation_checkpointing=2"], ["training.activation_checkpointing"]),
+        (["data.text_share=0.5", "data.micro_batches=2"], ["data.text_share"]),
+        (["data.strategy=bucketed", "data.batch_duration=100"], ["data.strategy"]),
+        (["model.transducer.width=16"], ["model.transducer"]),
+        (
+            ["training.strategy=fsdp2", "training.activation_checkpointing=true"],
+            ["training.strategy", "training.activation_checkpointing"],
+        ),
+    ],
+)
+def test_the_default_records_wherever_it_can(overrides, settings) -> None:
+    config = configuration.load(TrainConfig, "small", overrides)
+    assert config.training.cuda_graph == "auto"
+    assert [x.setting for x in rules.obstacles(config, GPU)] == settings
+    assert rules.uses_graph(config, GPU) == (not settings)
+    on_cpu = rules.obstacles(config, torch.device("cpu"))
+    assert [x.setting for x in on_cpu] == [*settings, "training.device"]
+    assert not rules.uses_graph(config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_choice_is_not_changed(asked) -> None:
+    overrides = ["training.activation_checkpointing=true", f"training.cuda_graph={asked}"]
+    config = configuration.load(TrainConfig, "small", overrides)
+    assert rules.uses_graph(config, GPU) == asked
+    if asked:
+        # The messages are those of `obstacles`.
+        with pytest.raises(ValueError, match=r"cannot be rewound while a graph is recorded"):
+            build.resolve(config, None)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+# Torch's tracer instantiates autograd functions.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_the_default_builds_a_recording_of_the_plain_or_the_compiled_model(
+    model_config, batches, monkeypatch, compiled
+) -> None:
+    """On a device that counts as a GPU, with a recording that a CPU can replay."""
+    monkeypatch.setattr(rules, "obstacles_of_model", lambda model, device: [])
+    monkeypatch.setattr(build, "check_recordable", lambda model, context: None)
+    monkeypatch.setattr(graph, "_capture", record)
+    compile_module = torch.nn.Module.compile
+    calls = []
+
+    def compile_(self, **options) -> None:
+        calls.append(options)
+        compile_module(self, **options, backend="aot_eager")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_)
+    context, results = DistributedContext(0, 1, torch.device("cpu")), []
+    for chosen in (False, "auto"):
+        torch._dynamo.reset()
+        loop = LoopConfig(max_steps=20, compile=compiled, cuda_graph=chosen)
+        config = build.resolve(TrainConfig(model=model_config, training=loop), None)
+        model = build.build_model(config, VOCABULARY, None, context.device)
+        state = build.build_train_state(config, model, context)
+        assert (state.graph is not None) == (chosen == "auto")
+        assert len(calls) == (len(results) + 1 if compiled else 0)
+        for step in range(2):
+            train_step(state, batches[2 * step : 2 * step + 2], step)
+        results.append(model.state_dict())
+    torch._dynamo.reset()
+    for name, x in results[0].items():
+        assert torch.equal(results[1][name], x), name

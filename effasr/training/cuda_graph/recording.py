@@ -11,21 +11,14 @@ from effasr.distributed.grad_sync import FlatGradientSync
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ModelConfig
 from effasr.training.cuda_graph.graph import MicroBatchGraph
+from effasr.training.cuda_graph.rules import obstacles_of_model
 from effasr.training.step import TrainState, run_micro_batch
 
 
 def check_recordable(model: ModelConfig, context: DistributedContext) -> None:
     """Raise a ValueError for a transducer, or without a GPU: neither can be recorded."""
-    if model.transducer is not None:
-        raise ValueError(
-            "`training.cuda_graph` cannot record a transducer, whose loss the host divides by "
-            "lengths, but model.transducer is given: set it to false."
-        )
-    if context.device.type != "cuda":
-        raise ValueError(
-            f"`training.cuda_graph` needs a GPU, but the run is on {context.device.type}: set it "
-            "to false."
-        )
+    for obstacle in obstacles_of_model(model, context.device):
+        raise ValueError(obstacle.message)
 
 
 def recorded(state: TrainState, model: nn.Module) -> TrainState:

@@ -17,6 +17,7 @@ from effasr.distributed.fsdp import gather, shard
 from effasr.distributed.local_sgd import LocalSGD
 from effasr.distributed.process_group import DistributedContext
 from effasr.training.config import ASYNCHRONOUS, TrainConfig
+from effasr.training.cuda_graph.rules import obstacles_of_strategy
 from effasr.training.step import TrainState
 
 
@@ -37,11 +38,14 @@ def check_strategy(config: TrainConfig) -> None:
             "`optimizer.name` must not be lamb with training.strategy fsdp2, because the available "
             "implementations cannot compute norms of sharded parameters: use adamw, or ddp."
         )
-    if config.training.cuda_graph:
+    if config.training.bfloat16_weights is True:
         raise ValueError(
-            "`training.cuda_graph` must be false with training.strategy fsdp2, whose all-gather of "
-            "parameters it cannot record, but is true: set it to false, or use ddp."
+            "`training.bfloat16_weights` must be false or auto with training.strategy fsdp2, which "
+            "casts the weights that it gathers, but is true: leave it out."
         )
+    if config.training.cuda_graph is True:
+        for obstacle in obstacles_of_strategy(config):
+            raise ValueError(obstacle.message)
 
 
 def _check_learners(config: TrainConfig) -> None:
@@ -63,9 +67,10 @@ def _check_learners(config: TrainConfig) -> None:
 def distribute(config: TrainConfig, model: nn.Module, context: DistributedContext) -> nn.Module:
     """Return the model to train: itself, with or without the wrapper of ddp, or a sharded copy.
 
-    With fsdp2, ``model`` stays on the CPU, and `full_weights` fills it.
+    With fsdp2, ``model`` stays on the CPU, and `full_weights` fills it. ``training.cuda_graph`` is
+    true or false here, and not ``auto``.
     """
-    if config.training.cuda_graph:
+    if config.training.cuda_graph is True:
         # See `effasr.training.cuda_graph.recording`.
         return model
     if config.training.strategy != "fsdp2" or context.size == 1:
@@ -100,6 +105,36 @@ def make_averager(
 def is_bfloat16(precision: str, device: torch.device) -> bool:
     """Return whether ``training.precision`` means bfloat16 on a device."""
     return precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
+
+
+def has_weight_copies(config: TrainConfig, context: DistributedContext) -> bool:
+    """Return whether weights are cast once an update; see ``training.bfloat16_weights``.
+
+    Raises:
+        ValueError: They are requested, but matrix products are not in bfloat16.
+    """
+    settings, device = config.training, context.device
+    if settings.bfloat16_weights == "auto":
+        return reason_for_autocast(config, device, context.size) is None
+    if settings.bfloat16_weights and not is_bfloat16(settings.precision, device):
+        raise ValueError(
+            "`training.bfloat16_weights` must be false or auto where matrix products are in "
+            f"float32, but is true with training.precision {settings.precision} on {device.type}: "
+            "leave it out, or set training.precision=bfloat16."
+        )
+    return settings.bfloat16_weights
+
+
+def reason_for_autocast(config: TrainConfig, device: torch.device, size: int) -> str | None:
+    """Return why ``bfloat16_weights: auto`` leaves casts to autocast on so many ranks, or None."""
+    settings = config.training
+    if not is_bfloat16(settings.precision, device):
+        return f"precision is float32 on {device.type}"
+    if device.type == "cpu":
+        return "a CPU gains nothing from fewer launches"
+    if settings.strategy == "fsdp2" and size > 1:
+        return "fsdp2 casts the weights that it gathers"
+    return None
 
 
 def is_sharded(state: TrainState) -> bool:

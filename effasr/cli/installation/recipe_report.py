@@ -1,0 +1,62 @@
+"""Reports how the training steps of a recipe run on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from effasr import config as configuration
+from effasr.cli.installation.report import Row
+from effasr.distributed.process_group import choose_device
+from effasr.training.config import TrainConfig
+from effasr.training.cuda_graph.rules import obstacles, uses_graph
+from effasr.training.strategies.parallelism import is_bfloat16, reason_for_autocast
+
+
+def recipe_rows(recipe: str | None, overrides: Sequence[str]) -> list[Row]:
+    """Return the rows of a recipe; none without one.
+
+    Raises:
+        ValueError: The recipe cannot be used, or fields are given without one.
+    """
+    if recipe is None:
+        if overrides:
+            raise ValueError(
+                f"`overrides` must come with --recipe, whose fields they change, but are "
+                f"{' '.join(overrides)}: add --recipe RECIPE."
+            )
+        return []
+    config = configuration.load(TrainConfig, recipe, overrides)
+    device = choose_device(config.training.device)
+    precision = "bfloat16" if is_bfloat16(config.training.precision, device) else "float32"
+    section = f"recipe {recipe} on {device.type}"
+    return [
+        Row(section, "training.precision", precision, "of matrix products"),
+        _graph(config, section, device),
+        _casts(config, section, device),
+        Row(section, "training.compile", "yes" if config.training.compile else "no"),
+    ]
+
+
+def _graph(config: TrainConfig, section: str, device: torch.device) -> Row:
+    found = obstacles(config, device)
+    reasons = "; ".join(f"{x.setting}: {x.reason}" for x in found)
+    asked = config.training.cuda_graph
+    value = "yes" if uses_graph(config, device) else "no"
+    if asked is True and found:
+        value = "refused"
+    elif asked is False and not found:
+        reasons = "possible, but turned off"
+    return Row(section, "training.cuda_graph", value, reasons)
+
+
+def _casts(config: TrainConfig, section: str, device: torch.device) -> Row:
+    # Several ranks, as fsdp2 differs from the other strategies only there.
+    reason = reason_for_autocast(config, device, 2)
+    asked = config.training.bfloat16_weights
+    if asked == "auto":
+        value, note = ("yes", "") if reason is None else ("no", reason)
+    else:
+        value, note = ("yes" if asked else "no"), "as the recipe says"
+    return Row(section, "training.bfloat16_weights", value, note)

@@ -1,0 +1,101 @@
+"""What a CUDA graph of a micro-batch cannot contain, and so where ``cuda_graph: auto`` has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from effasr.model.asr import ModelConfig
+from effasr.training.config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """A reason why micro-batches cannot be recorded.
+
+    Attributes:
+        setting: The field that it comes from; ``training.device`` for the device.
+        reason: Why, in a few words.
+        message: The error where a graph is requested nevertheless.
+    """
+
+    setting: str
+    reason: str
+    message: str
+
+
+def uses_graph(config: TrainConfig, device: torch.device) -> bool:
+    """Return whether a run on a device records its micro-batches: as requested, or wherever it can.
+
+    A request that cannot be met raises its ValueError where the run is resolved or built.
+    """
+    if config.training.cuda_graph == "auto":
+        return not obstacles(config, device)
+    return config.training.cuda_graph
+
+
+def obstacles(config: TrainConfig, device: torch.device) -> list[Obstacle]:
+    """Return every reason against a graph for a run on a device; none where it can be recorded."""
+    return [
+        *obstacles_of_strategy(config),
+        *obstacles_of_batches(config),
+        *obstacles_of_model(config.model, device),
+    ]
+
+
+def obstacles_of_strategy(config: TrainConfig) -> Iterator[Obstacle]:
+    """Yield the obstacle of ``training.strategy``."""
+    if config.training.strategy == "fsdp2":
+        yield Obstacle(
+            "training.strategy",
+            "fsdp2 gathers parameters during the forward, which a graph cannot record",
+            "`training.cuda_graph` must be false with training.strategy fsdp2, whose all-gather of "
+            "parameters it cannot record, but is true: set it to false, or use ddp.",
+        )
+
+
+def obstacles_of_batches(config: TrainConfig) -> Iterator[Obstacle]:
+    """Yield the obstacles of batches without one static shape, and of recomputed layers."""
+    training, data = config.training, config.data
+    if data.text_share is not None:
+        yield Obstacle(
+            "data.text_share",
+            "batches of text have a shape of their own",
+            "`training.cuda_graph` must be false where `data.text_share` is given, because batches "
+            "of text have a shape of their own, but is true: set it to false.",
+        )
+    if training.activation_checkpointing:
+        yield Obstacle(
+            "training.activation_checkpointing",
+            "the random numbers of a layer cannot be rewound while a graph is recorded",
+            "`training.activation_checkpointing` must be false with training.cuda_graph, because "
+            "the random numbers of a layer cannot be rewound while a graph is recorded, but is "
+            f"{training.activation_checkpointing}: set either to false.",
+        )
+    if data.strategy != "packed":
+        yield Obstacle(
+            "data.strategy",
+            f"batches of {data.strategy} have a shape each",
+            f"`training.cuda_graph` must be false for `data.strategy` = {data.strategy}, "
+            "whose batches have a shape each, but is true: set it to false, or train with "
+            "strategy packed.",
+        )
+
+
+def obstacles_of_model(model: ModelConfig, device: torch.device) -> Iterator[Obstacle]:
+    """Yield the obstacles of the model and the device."""
+    if model.transducer is not None:
+        yield Obstacle(
+            "model.transducer",
+            "the host divides the transducer's loss by lengths",
+            "`training.cuda_graph` cannot record a transducer, whose loss the host divides by "
+            "lengths, but model.transducer is given: set it to false.",
+        )
+    if device.type != "cuda":
+        yield Obstacle(
+            "training.device",
+            f"the run is on {device.type}, and graphs need a GPU",
+            f"`training.cuda_graph` needs a GPU, but the run is on {device.type}: set it to false.",
+        )

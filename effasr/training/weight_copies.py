@@ -1,0 +1,267 @@
+"""Copies of the weights in bfloat16 for forward and backward, cast once an update.
+
+Autocast casts a float32 weight at its first use in every micro-batch, with one launch for each
+weight, and its gradient back, with another. Here all weights of matrix products and kernels are
+cast before the first micro-batch of a step, in a few multi-tensor launches, and the gradients of a
+layer together. The values are those of autocast: weights are rounded in the same way, and gradients
+are rounded to bfloat16 by the product that computes them, then added up over micro-batches in
+float32. Optimizer, checkpoints and validation see only the float32 weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from effasr import ranges
+from effasr.model.decoder import Decoder
+from effasr.nn.attention import RelativeSelfAttention
+from effasr.nn.convolution import DepthwiseConv
+from effasr.nn.recurrent import LSTM
+
+_CAST: tuple[tuple[type[nn.Module], tuple[str, ...] | None], ...] = (
+    (nn.Linear, None),
+    (nn.Conv1d, None),
+    (nn.Conv2d, None),
+    (DepthwiseConv, None),
+    (LSTM, None),
+    (RelativeSelfAttention, ("bias_u", "bias_v")),
+    (Decoder, ("untied_weight", "output_bias")),
+)
+"""Modules with parameters that autocast casts at every use, and the names of these; None for all.
+
+Norms and embeddings are not among them, because they are computed in float32. A parameter that is
+missing here is cast by autocast.
+"""
+
+
+class WeightCopies:
+    """Copies of the weights that a model's matrix products and kernels read under autocast.
+
+    Args:
+        model: Model on its device, whose parameters keep their identity.
+        dtype: Dtype of the copies, that of autocast.
+        lazily: Whether a layer's copies are connected to its weights when it is called, so that its
+            gradients are complete, and can be exchanged, before the backward reaches the layer
+            below. A compiled model has to have them before the call.
+        accumulate: Whether gradients of later micro-batches may be added to ``grad`` directly,
+            without a launch per weight. Hooks of the parameters, such as those by which ranks
+            exchange gradients, then miss these micro-batches.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        lazily: bool = True,
+        accumulate: bool = False,
+    ) -> None:
+        self._accumulate = accumulate
+        roots = {"": model}
+        if lazily:
+            lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+            roots |= {f"{n}.{k}": layer for n, m in lists.items() for k, layer in enumerate(m)}
+        places: dict[str, list[_Place]] = {name: [] for name in roots}
+        for path, module in model.named_modules():
+            root = max((name for name in roots if _is_within(path, name)), key=len)
+            places[root] += [(module, name) for name in _names(module)]
+        self._layers = [
+            (roots[name], _Layer(own, dtype)) for name, own in places.items() if name and own
+        ]
+        self._rest = _Layer(places[""], dtype)
+        layers = [self._rest, *(layer for _, layer in self._layers)]
+        self._trained = [pair for layer in layers for pair in layer.pairs if pair[0].requires_grad]
+        self._frozen = [
+            pair for layer in layers for pair in layer.pairs if not pair[0].requires_grad
+        ]
+        self._versions: list[int] | None = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Cast the weights anew, after which a step may use them; frozen ones if they changed."""
+        with ranges.range("cast weights"):
+            _copy(self._trained)
+            versions = [master._version for master, _ in self._frozen]
+            if versions != self._versions:
+                _copy(self._frozen)
+                self._versions = versions
+
+    @contextmanager
+    def in_use(self, *, accumulate: bool = False) -> Iterator[None]:
+        """Let the modules of the model have the copies in place of their weights.
+
+        The block contains forward and backward, because a checkpointed layer reads its weights in
+        the backward again. Gradients arrive at the float32 parameters.
+
+        Args:
+            accumulate: Whether the backward in the block adds to ``grad``, as `Tensor.backward`
+                does, and no rank waits for a hook; see ``accumulate`` of the class.
+        """
+        layers = [self._rest, *(layer for _, layer in self._layers)]
+        for layer in layers:
+            layer.accumulates = accumulate and self._accumulate
+        handles = [
+            root.register_forward_pre_hook(layer.connect_before) for root, layer in self._layers
+        ]
+        self._rest.connect()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for layer in layers:
+                layer.restore()
+
+
+_Place = tuple[nn.Module, str]
+
+
+class _Layer:
+    """The weights of a layer and their copies.
+
+    Attributes:
+        pairs: Weights and copies.
+        accumulates: Whether a backward adds to ``grad`` itself.
+    """
+
+    def __init__(self, places: Sequence[_Place], dtype: torch.dtype) -> None:
+        # Sizes that are no multiple of 16 bytes come last, so that the gradients of the others
+        # are aligned in one buffer.
+        order = sorted(places, key=lambda place: _parameter(place).numel() % 4 != 0)
+        self._trained = [place for place in order if _parameter(place).requires_grad]
+        self._frozen = [place for place in order if not _parameter(place).requires_grad]
+        masters = [_parameter(place) for place in (*self._trained, *self._frozen)]
+        self.pairs = [(x, torch.empty_like(x, dtype=dtype, requires_grad=False)) for x in masters]
+        self.accumulates = False
+        self._is_connected = False
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """The trained weights, float32."""
+        return [master for master, _ in self.pairs[: len(self._trained)]]
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """The copies of the trained weights."""
+        return [copy for _, copy in self.pairs[: len(self._trained)]]
+
+    def connect_before(self, module: nn.Module, args: Any) -> None:
+        """Call `connect` as a hook before the layer's forward."""
+        self.connect()
+
+    def connect(self) -> None:
+        """Give the modules the copies, whose gradients lead to the weights."""
+        if self._is_connected:
+            return
+        self._is_connected = True
+        connected = _Connect.apply(self, *self.masters) if self._trained else ()
+        frozen = [copy for _, copy in self.pairs[len(self._trained) :]]
+        for (module, name), copy in zip(self._trained, connected, strict=True):  # type: ignore[arg-type]
+            module._parameters[name] = copy
+        for (module, name), copy in zip(self._frozen, frozen, strict=True):
+            module._parameters[name] = copy  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        """Give the modules their weights back."""
+        if not self._is_connected:
+            return
+        self._is_connected = False
+        for (module, name), (master, _) in zip(
+            (*self._trained, *self._frozen), self.pairs, strict=True
+        ):
+            module._parameters[name] = master  # type: ignore[assignment]
+
+    def gradients(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of the weights in their dtype; None for those added to ``grad``."""
+        out: list[Tensor | None] = [None] * len(found)
+        masters = self.masters
+        used = [(number, x) for number, x in enumerate(found) if x is not None]
+        own, given = [masters[number] for number, _ in used], [x for _, x in used]
+        sums = [master.grad for master in own if master.grad is not None]
+        if self.accumulates and len(sums) == len(own):
+            self._add(sums, given)
+            return out
+        for (number, _), gradient in zip(used, _widened(own, given), strict=True):
+            out[number] = gradient
+        return out
+
+    def _add(self, sums: list[Tensor], given: list[Tensor]) -> None:
+        if not sums:
+            return
+        device = sums[0].device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Launches cost nothing in a graph; a sum of two dtypes moves 10 bytes, not 18.
+            for total, gradient in zip(sums, given, strict=True):
+                total.add_(gradient)
+        else:
+            torch._foreach_add_(sums, _widened(sums, given))  # pyright: ignore[reportPrivateImportUsage]
+
+
+class _Connect(Function):
+    """Returns copies of weights whose gradients are cast and passed to the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: _Layer, *masters: Tensor) -> tuple[Tensor, ...]:
+        ctx.layer = layer
+        ctx.set_materialize_grads(False)
+        # New tensors, because the copies themselves would keep the graph alive.
+        return tuple(copy.detach() for copy in layer.copies)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        return None, *ctx.layer.gradients(grad_outputs)
+
+
+def _widened(like: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``given`` in the dtype of ``like``, contiguous, as views of one buffer."""
+    if not given:
+        return []
+    buffer = like[0].new_empty(sum(x.numel() for x in like))
+    wide = list(_unflatten_dense_tensors(buffer, like))
+    _copy(list(zip(given, wide, strict=True)))
+    return wide
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy each first tensor to the second, with other dtypes in multi-tensor launches."""
+    # Torch copies the whole list one by one if a single pair differs in its strides.
+    together = [(source, target) for source, target in pairs if source.is_contiguous()]
+    if together:
+        sources, targets = zip(*together, strict=True)
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+    if len(together) != len(pairs):
+        for source, target in pairs:
+            if not source.is_contiguous():
+                target.copy_(source)
+
+
+def _names(module: nn.Module) -> list[str]:
+    """Return the names of a module's own parameters that autocast casts at every use."""
+    own = [name for name, x in module._parameters.items() if x is not None]
+    for kind, names in _CAST:
+        if isinstance(module, kind):
+            kept = [name for name in own if names is None or name in names]
+            return [name for name in kept if module._parameters[name].dtype == torch.float32]  # type: ignore[union-attr]
+    return []
+
+
+def _parameter(place: _Place) -> Tensor:
+    module, name = place
+    found = module._parameters[name]
+    assert found is not None
+    return found
+
+
+def _is_within(path: str, name: str) -> bool:
+    return not name or path == name or path.startswith(f"{name}.")
