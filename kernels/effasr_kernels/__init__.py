@@ -8,9 +8,15 @@ from effasr_kernels.attention import RelativeBias as RelativeBias
 from effasr_kernels.attention import Rotary as Rotary
 from effasr_kernels.attention import attention as attention
 from effasr_kernels.batch_norm import batch_norm as batch_norm
+from effasr_kernels.bias_activation_dropout import (
+    bias_activation_dropout as bias_activation_dropout,
+)
 from effasr_kernels.ctc_loss import ctc_loss as ctc_loss
 from effasr_kernels.decode_attention import decode_attention as decode_attention
 from effasr_kernels.depthwise_conv import depthwise_conv as depthwise_conv
+from effasr_kernels.dropout_add_layer_norm import (
+    dropout_add_layer_norm as dropout_add_layer_norm,
+)
 from effasr_kernels.guided_attention import guided_attention as guided_attention
 from effasr_kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from effasr_kernels.packed import PackedLayout as PackedLayout

@@ -59,6 +59,9 @@ def _call(name: str) -> tuple[Callable[..., Any], list[Tensor]]:
 
 each_call = pytest.mark.parametrize("name", DIFFERENTIABLE)
 
+_OF_SEVERAL_DTYPES = {"dropout_add_layer_norm"}
+"""Operations that also under autocast keep the dtypes of some arguments; their tests check it."""
+
 
 def _results(outcome: Any) -> list[Tensor]:
     """The results that an example asks for: statistics that are not wanted are not returned."""
@@ -141,7 +144,8 @@ def test_a_schema_flattens_and_rebuilds_its_arguments(
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(type(op), "__call__", lambda self, arguments, _: seen.append(arguments))
-    with pytest.raises(TypeError) if op.name == "depthwise_conv" else torch.no_grad():
+    unpacks = op.name in ("depthwise_conv", "dropout_add_layer_norm")
+    with pytest.raises(TypeError) if unpacks else torch.no_grad():
         getattr(effasr_kernels, op.name)(**example.arguments(ExampleInputs()))
     (arguments,) = seen
     flat = op.schema.flatten(arguments)
@@ -216,6 +220,8 @@ def test_dropout_drops_the_same_in_a_compiled_backward() -> None:
 
 @each_call
 def test_under_autocast_arguments_are_narrow_and_sums_are_not(name: str) -> None:
+    if DIFFERENTIABLE[name][0].name in _OF_SEVERAL_DTYPES:
+        pytest.skip("keeps the dtypes of some arguments")
     call, leaves = _call(name)
     op, example = DIFFERENTIABLE[name]
     given = example.arguments(_Leaves(leaves))

@@ -30,6 +30,10 @@ class ImplementationFunction(Function):
         integers = [x for x in results if not x.is_floating_point()]
         if integers:
             ctx.mark_non_differentiable(*integers)
+        unread = op.unread(arguments)
+        if unread:
+            names = zip(op.schema.tensor_names, tensors, strict=True)
+            tensors = tuple([None if name in unread else x for name, x in names])
         ctx.save_for_backward(*tensors, *results, *saved)
         return results
 

@@ -95,6 +95,21 @@ def check_floating(op: str, **tensors: Tensor | None) -> None:
             raise wrong(op, name, f"be on {first.device}, as `{first_name}` is", tensor.device)
 
 
+def check_beside(op: str, name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    """Check a floating tensor whose dtype may differ from that of another one, unless wide.
+
+    Raises:
+        ValueError: The dtype is not supported, only one of them is float64, or the device differs.
+    """
+    if tensor.dtype not in _FLOATING:
+        raise wrong(op, name, "be float16, bfloat16, float32 or float64", tensor.dtype)
+    if (tensor.dtype == torch.float64) != (like.dtype == torch.float64):
+        rule = f"be float64 exactly if `{like_name}` is, which is {like.dtype}"
+        raise wrong(op, name, rule, tensor.dtype)
+    if tensor.device != like.device:
+        raise wrong(op, name, f"be on {like.device}, as `{like_name}` is", tensor.device)
+
+
 def check_integers(op: str, name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
     """Check that class numbers are int32 or int64 and on the device of ``like``.
 

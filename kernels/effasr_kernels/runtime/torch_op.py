@@ -144,7 +144,13 @@ class TorchOp(Dispatcher):
 class DifferentiableOp(TorchOp):
     """An operation with a backward: ``effasr::NAME`` and ``effasr::NAME_backward``."""
 
-    def __init__(self, *definition: Any, overwritable: Sequence[str] = (), **options: Any):
+    def __init__(
+        self,
+        *definition: Any,
+        overwritable: Sequence[str] = (),
+        unread: Callable[[Any], Sequence[str]] = lambda _: (),
+        **options: Any,
+    ):
         """Define and register it.
 
         Args:
@@ -153,9 +159,12 @@ class DifferentiableOp(TorchOp):
                 overwrites tensors has the backward ``effasr::NAME_backward_over``, which writes
                 their gradients in place (`effasr_kernels.runtime.inplace_grad`) and returns the
                 other gradients.
+            unread: Returns the names of tensors of given arguments that a backward does not read.
+                They are not kept for it in eager mode, where it finds None in their place.
             options: See `TorchOp`.
         """
         super().__init__(*definition, **options)
+        self.unread = unread
         self._may_overwrite = bool(overwritable)
         parts = ", ".join(self.schema.parts)
         upstream = "Tensor[] grads, Tensor[] outputs, bool[] required"
@@ -211,8 +220,9 @@ class DifferentiableOp(TorchOp):
                 results, saved = implementation.forward(arguments)
             else:
                 results, saved = implementation.run(arguments), ()
-        # The compiler relies on the strides that `_fake` returns.
-        return [part.contiguous() for part in (*_as_tuple(results), *saved)]
+        # The compiler relies on the strides that `_fake` returns, and on results of their own memory.
+        parts = [part.contiguous() for part in (*_as_tuple(results), *saved)]
+        return [x.clone() if any(x is value for value in flat) else x for x in parts]
 
     def _fake(self, *flat: Any) -> list[Tensor]:
         arguments, implementation = self._restore(flat)

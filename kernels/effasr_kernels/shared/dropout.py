@@ -7,6 +7,11 @@ from torch import Tensor
 
 _SEEDS = 2**62
 
+# Of Philox 4 x 32, with the number of rounds of `effasr_kernels.shared.philox`.
+_ROUNDS = 7
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+
 
 def draw_seed(device: torch.device) -> Tensor:
     """Draw a seed, int64 (), from the global generator of a device.
@@ -34,6 +39,36 @@ def seed_tensor(seed: Tensor | None, device: torch.device) -> Tensor:
     if seed is not None and seed.device == device:
         return seed.reshape(1)
     return torch.full((1,), 0 if seed is None else int(seed), dtype=torch.int64, device=device)
+
+
+def kept_elements(
+    seed: Tensor | None, rows: int, columns: int, probability: float, offset: int
+) -> Tensor:
+    """Which elements of a matrix survive dropout, bool (rows, columns), as kernels decide it.
+
+    See `effasr_kernels.shared.philox.keep_elements`.
+    """
+    assert seed is not None
+    device = seed.device
+    low = 0xFFFFFFFF
+    i = torch.arange(-(-rows // 2), device=device)[:, None]
+    j = torch.arange(-(-columns // 4), device=device)
+    whole = seed.reshape(()).long()
+    words = [i + 0 * j, j + 0 * i, torch.full_like(i + j, offset & low), torch.full_like(i + j, low)]
+    keys = [whole & low, (whole >> 32) & low]
+    for _ in range(_ROUNDS):
+        # Products wrap around in int64; both halves are right even where the sign is not.
+        a, b = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
+        words = [
+            ((b >> 32) & low) ^ words[1] ^ keys[0],
+            b & low,
+            ((a >> 32) & low) ^ words[3] ^ keys[1],
+            a & low,
+        ]
+        keys = [(key + step) & low for key, step in zip(keys, _KEY_STEPS, strict=True)]
+    halves = [torch.stack([word & 0xFFFF, word >> 16], 1) for word in words]
+    numbers = torch.stack(halves, -1).flatten(2).flatten(0, 1)
+    return (numbers >= int(probability * 65536 + 0.5))[:rows, :columns]
 
 
 class Dropout:

@@ -54,3 +54,39 @@ def keep_mask(
 @triton.jit
 def _halves(word, threshold):
     return tl.join((word & 0xFFFF) >= threshold, (word >> 16) >= threshold)
+
+
+@triton.jit
+def keep_elements(
+    seed, row, column, offset, probability, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Which elements of a tile of a matrix survive dropout: bool (BLOCK_R, BLOCK_C).
+
+    One call of Philox decides on eight elements, as in `keep_mask`: rows 2 i and 2 i + 1, columns
+    4 j to 4 j + 3, which one thread can hold. The counters are i, j, the offset and 2^32 - 1,
+    where attention has the number of a sequence: one seed serves both. Of the four words, each is
+    for one column, and the upper half for the odd row. `effasr_kernels.shared.dropout.kept_elements`
+    computes the same in PyTorch.
+
+    Args:
+        seed: int64.
+        row: First row of the tile, even.
+        column: First column of the tile, a multiple of 4.
+        offset: Number of the call among those with the same seed.
+        probability: Probability to drop an element, float32; rounded to a multiple of 2^-16.
+        BLOCK_R: Rows of the tile, even.
+        BLOCK_C: Columns of the tile, a multiple of 4.
+    """
+    i = (row // 2 + tl.arange(0, BLOCK_R // 2))[:, None]
+    j = (column // 4 + tl.arange(0, BLOCK_C // 4))[None, :]
+    zero = i * 0 + j * 0
+    w0, w1, w2, w3 = tl.philox(  # pyright: ignore[reportGeneralTypeIssues]
+        seed, i + zero, j + zero, offset + zero, zero - 1, _ROUNDS
+    )
+    # tl.full, as the interpreter passes a Python float, which has no ``to``.
+    threshold = tl.full((), probability * 65536 + 0.5, tl.float32).to(tl.uint32)
+    first = tl.join(_halves(w0, threshold), _halves(w1, threshold))
+    second = tl.join(_halves(w2, threshold), _halves(w3, threshold))
+    # Dimensions: i, j, odd row, odd column, last two columns.
+    split = tl.permute(tl.join(first, second), (0, 2, 1, 4, 3))
+    return tl.reshape(split, (BLOCK_R, BLOCK_C))
