@@ -15,11 +15,13 @@ disk and then renamed, so a power cut leaves the previous one.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,15 +30,19 @@ import torch
 from torch import Tensor
 
 from effasr import config as configuration
+from effasr.data.checksums import verify
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.nn.lora import adapters, without_adapters
-from effasr.untrusted.documents import read_yaml
+from effasr.untrusted.documents import WRONG_VALUES, read_json_object, read_yaml
 from effasr.untrusted.files import open_regular, plain_name, read_text
 
-WEIGHTS = "model.safetensors"
-_DESCRIPTION, _TOKENIZER = "model.yaml", "tokenizer"
+DESCRIPTION, WEIGHTS, MANIFEST = "model.yaml", "model.safetensors", "manifest.json"
+_TOKENIZER = "tokenizer"
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""From Linux's <fcntl.h> and <linux/fs.h>."""
 
 
 class CheckpointError(ValueError):
@@ -101,6 +107,7 @@ def load_model(directory: str | Path, device: torch.device | str = "cpu") -> Loa
         CheckpointError: It is none, or one of its files is missing or damaged.
     """
     directory = Path(directory)
+    _verify(directory)
     description = read_description(directory)
     with _explaining(directory / WEIGHTS) as path:
         weights = without_adapters(safetensors.torch.load_file(path, device=str(device)))
@@ -114,12 +121,12 @@ def read_description(directory: Path) -> Description:
     Raises:
         CheckpointError: It is missing or invalid.
     """
-    path = directory / _DESCRIPTION
+    path = directory / DESCRIPTION
     try:
         return configuration.from_stored(Description, read_yaml(path))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{directory} must be a model directory, but has no {_DESCRIPTION}."
+            f"{directory} must be a model directory, but has no {DESCRIPTION}."
         ) from None
     except (OSError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -141,11 +148,35 @@ def load_weights(model: ASRModel, directory: Path, *, may_lack: tuple[str, ...] 
     Raises:
         CheckpointError: The file is missing or damaged, or has another architecture.
     """
+    _verify(directory)
     remedy = " Leave `model` out of the recipe to take the architecture with the weights."
     with _explaining(directory / WEIGHTS, remedy) as path:
         own = {k: v for k, v in model.state_dict().items() if k.startswith(may_lack)}
         weights = safetensors.torch.load_file(path)
         model.load_state_dict(own | (weights if adapters(model) else without_adapters(weights)))
+
+
+def _verify(directory: Path) -> None:
+    """Compare the files of the model with their checksums; only checkpoints of runs have these.
+
+    Raises:
+        CheckpointError: A file differs.
+    """
+    manifest = directory / MANIFEST
+    if not manifest.is_file():
+        return
+    try:
+        files = read_json_object(manifest).get("files", {})
+        verify(directory, {name: of for name, of in files.items() if _is_of_model(name)})
+    except (OSError, ValueError, *WRONG_VALUES) as error:
+        raise CheckpointError(
+            f"{directory} is damaged: {error} Restore it, or take another checkpoint; to use "
+            f"files that were changed on purpose, remove {manifest}."
+        ) from error
+
+
+def _is_of_model(name: str) -> bool:
+    return name in (DESCRIPTION, WEIGHTS) or name.startswith(f"{_TOKENIZER}/")
 
 
 @contextmanager
@@ -183,7 +214,7 @@ def resolve(path: str | Path) -> Path:
         CheckpointError: There is no model.
     """
     path = Path(path)
-    if (path / _DESCRIPTION).is_file():
+    if (path / DESCRIPTION).is_file():
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     candidates = [follow(folder / "best"), follow(folder / "latest"), *newest_first(folder)]
@@ -192,7 +223,7 @@ def resolve(path: str | Path) -> Path:
             return target
     raise CheckpointError(
         f"{path} must be a model directory or a run with a checkpoint, but has neither "
-        f"{_DESCRIPTION} nor checkpoints/step_*."
+        f"{DESCRIPTION} nor checkpoints/step_*."
     )
 
 
@@ -201,20 +232,21 @@ def write_model(
 ) -> None:
     """Write the files of a model directory into a folder."""
     text = configuration.dump(description)
-    (folder / _DESCRIPTION).write_text(text, encoding="utf-8")
+    (folder / DESCRIPTION).write_text(text, encoding="utf-8")
     safetensors.torch.save_file(dict(weights), folder / WEIGHTS)
     tokenizer.save(folder / _TOKENIZER)
 
 
 def _is_replaceable(directory: Path) -> bool:
     return directory.is_dir() and (
-        (directory / _DESCRIPTION).is_file() or not any(directory.iterdir())
+        (directory / DESCRIPTION).is_file() or not any(directory.iterdir())
     )
 
 
 def begin_folder(path: Path) -> Path:
     """Create an empty folder, which `publish_folder` then renames to ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    _restore(_outdated(path), path)
     partial = partial_folder(path)
     for leftover in (partial, _outdated(path)):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -236,12 +268,42 @@ def writing(path: Path) -> Iterator[None]:
             full.
     """
     try:
-        yield
-    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        # A full disk is any of these.
+        with naming(path):
+            yield
+    except OSError:
         shutil.rmtree(partial_folder(path), ignore_errors=True)
-        reason = " ".join(str(error).split())
-        raise OSError(f"{path} cannot be written; is the disk full? {reason}") from error
+        raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Context in which ``path`` is written; the message of an error names it, and the cause.
+
+    Raises:
+        OSError: Writing fails.
+    """
+    try:
+        yield
+    # safetensors and torch have errors of their own for a full disk.
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        cause = _cause(error)
+        is_full = not isinstance(cause, OSError) or cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "; is the disk full?" if is_full else ":"
+        reason = cause.strerror if isinstance(cause, OSError) else " ".join(str(cause).split())
+        raise OSError(f"{path} cannot be written{hint} {reason}") from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the error of the file system behind an error, else the error itself.
+
+    torch closes its file after a failed write, and what is raised then hides the failure.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError) and found.errno is not None:
+            return found
+        found = found.__cause__ or found.__context__
+    return error
 
 
 def publish_folder(path: Path) -> None:
@@ -251,19 +313,46 @@ def publish_folder(path: Path) -> None:
         for file in partial.rglob("*"):
             _flush(file)
         _flush(partial)
-    if path.exists():
-        path.rename(outdated)
-    partial.rename(path)
-    _flush(path.parent)
-    shutil.rmtree(outdated, ignore_errors=True)
+        if not path.exists():
+            partial.rename(path)
+        elif not _exchange(partial, path):
+            path.rename(outdated)
+            try:
+                partial.rename(path)
+            except OSError:
+                _restore(outdated, path)
+                raise
+        _flush(path.parent)
+    for useless in (partial, outdated):
+        shutil.rmtree(useless, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders at once; return whether the file system can do that."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    return not rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder, under another name: a part of it is never left under its name."""
+    removed = path.with_name(f".{path.name}.removed")
+    with suppress(OSError):
+        path.rename(removed)
+    for useless in (removed, path):
+        shutil.rmtree(useless, ignore_errors=True)
 
 
 def restore_outdated(folder: Path) -> None:
     """Restore a folder if the process was killed while replacing it."""
     for outdated in folder.glob(".*.outdated"):
-        path = outdated.with_name(outdated.name[1:].removesuffix(".outdated"))
-        if not path.exists():
-            outdated.rename(path)
+        _restore(outdated, outdated.with_name(outdated.name[1:].removesuffix(".outdated")))
+
+
+def _restore(outdated: Path, path: Path) -> None:
+    if outdated.exists() and not path.exists():
+        outdated.rename(path)
 
 
 def _outdated(path: Path) -> Path:
@@ -273,10 +362,11 @@ def _outdated(path: Path) -> Path:
 def point(pointer: Path, target: Path) -> None:
     """Write a small file that names a folder in the same directory."""
     partial = pointer.with_name(f".{pointer.name}.partial")
-    partial.write_text(target.name + "\n")
-    _flush(partial)
-    partial.replace(pointer)
-    _flush(pointer.parent)
+    with naming(pointer):
+        partial.write_text(f"{target.name}\n", encoding="utf-8")
+        _flush(partial)
+        partial.replace(pointer)
+        _flush(pointer.parent)
 
 
 def follow(pointer: Path) -> Path | None:
@@ -284,7 +374,7 @@ def follow(pointer: Path) -> Path | None:
     if not pointer.is_file():
         return None
     target = pointer.parent / plain_name(read_text(pointer, 4096).strip(), str(pointer))
-    return target if (target / _DESCRIPTION).is_file() else None
+    return target if (target / DESCRIPTION).is_file() else None
 
 
 def newest_first(folder: Path) -> list[Path]:

@@ -103,7 +103,7 @@ def _fail(command: str, error: Exception, code: int) -> int:
 
     if os.environ.get("EFFASR_TRACEBACK"):
         traceback.print_exc()
-    text = _explain(error)
+    text = explain(error)
     write_torchrun_error(text)
     if isinstance(error, PeerFailed):
         # torchrun ends all processes when one exits: wait until the others have reported their
@@ -114,7 +114,8 @@ def _fail(command: str, error: Exception, code: int) -> int:
     return code
 
 
-def _explain(error: Exception) -> str:
+def explain(error: Exception) -> str:
+    """Return the line that reports an error."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}."
     text = " ".join(str(error).split()) or type(error).__name__

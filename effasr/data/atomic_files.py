@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+_OF_WRITING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
+"""Errors of a write, to which the system adds no name."""
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -17,7 +21,11 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file that takes its name only when the block ends without an error."""
+    """Write a file that takes its name only when the block ends without an error.
+
+    Raises:
+        OSError: Writing fails; it names the file.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -25,5 +33,11 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+    except OSError as error:
+        if error.filename is None and error.errno in _OF_WRITING:
+            error.filename = str(path)
+        raise
     finally:
-        partial.unlink(missing_ok=True)
+        # A file system that has failed must not hide the first error by a second one.
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -10,9 +10,11 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from effasr.data.checksums import verify
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.evaluation.bootstrap import interval, probability_of_improvement
 from effasr.evaluation.normalizer import get_normalizer
+from effasr.evaluation.result import HYPOTHESES
 from effasr.evaluation.tables import percent, to_text
 from effasr.evaluation.wer import ErrorCounts, count_errors, total
 from effasr.untrusted.documents import read_json_object
@@ -108,7 +110,8 @@ def _against(first: Scored, one: Scored) -> str:
 def _read(folder: Path, system: str, set_name: str, normalizer: str | None) -> Scored:
     try:
         summary: dict[str, Any] = read_json_object(folder / "wer.json")
-        path = folder / "hypotheses.jsonl"
+        path = folder / HYPOTHESES
+        verify(folder, summary.get("files", {}))
         rows = [parse_object(line, f"{path}:{number}") for number, line in numbered_lines(path)]
         normalize = get_normalizer(normalizer or summary["normalizer"])
         errors = {

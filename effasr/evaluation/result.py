@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from effasr.data.checksums import checksum
 from effasr.evaluation.alignment import align, trn_line
 from effasr.evaluation.bootstrap import interval
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.wer import ErrorCounts, total
 from effasr.transcription.json_files import one_line, write_json, write_json_lines, write_text
 from effasr.transcription.results import Failure
+
+HYPOTHESES = "hypotheses.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +163,11 @@ def save(evaluation: Evaluation, folder: str | Path) -> None:
         }
         for utterance in evaluation.utterances
     )
-    write_json_lines(folder / "hypotheses.jsonl", rows)
+    write_json_lines(folder / HYPOTHESES, rows)
     _write_alignments(evaluation, folder)
-    write_json(folder / "wer.json", evaluation.summary())
+    # A process may be killed between the files, and what is read must be of one evaluation.
+    files = {HYPOTHESES: checksum(folder / HYPOTHESES)}
+    write_json(folder / "wer.json", evaluation.summary() | {"files": files})
 
 
 def _write_alignments(evaluation: Evaluation, folder: Path) -> None:

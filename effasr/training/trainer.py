@@ -353,6 +353,7 @@ class Trainer:
             "blend": self.mixture_stats,
             "adascale": self.state.adascale,
             "diagnostics": self.diagnostics,
+            "files": self.log.directory,
         }
 
     def _optimizer_state(self) -> OptimizerState:

@@ -13,11 +13,12 @@ Files are written while training continues, from copies in host memory.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
+import os
 import shutil
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from effasr.checkpoint import (
+    DESCRIPTION,
+    MANIFEST,
     WEIGHTS,
     CheckpointError,
     Description,
@@ -39,10 +42,12 @@ from effasr.checkpoint import (
     partial_folder,
     point,
     publish_folder,
+    remove_folder,
     restore_outdated,
     write_model,
     writing,
 )
+from effasr.data.checksums import checksum, verify
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed import tensor_files
@@ -56,8 +61,8 @@ from effasr.untrusted.tensors import load_tensors
 log = logging.getLogger(__name__)
 
 TENSORS = "training"
-_STATE, _MANIFEST = "training.pt", "manifest.json"
-_CHUNK = 1 << 22
+_STATE = "training.pt"
+_REQUIRED = (DESCRIPTION, WEIGHTS, _STATE)
 _LINGER_S = 60.0
 
 
@@ -240,7 +245,12 @@ class RunCheckpoints:
                 tensor_files.write(content.tensors, partial / TENSORS, self._group)
             sums = self._gather(_checksums(partial, self._rank))
             if is_main:
-                (partial / _MANIFEST).write_text(json.dumps({"step": step, "files": sums}))
+                # Of a folder that was removed meanwhile, torch makes a part again.
+                for name in _REQUIRED:
+                    if name not in sums:
+                        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+                text = json.dumps({"step": step, "files": sums})
+                (partial / MANIFEST).write_text(text, encoding="utf-8")
         if not is_main:
             return
         publish_folder(path)
@@ -250,8 +260,10 @@ class RunCheckpoints:
         # Later ones are damaged, since the run continued from an earlier one; hidden ones were left
         # by a process that was killed while writing.
         later = [other for other in newest_first(self.folder) if other.name > path.name]
-        for useless in [*later, *self.folder.glob(".step_*")]:
-            shutil.rmtree(useless, ignore_errors=True)
+        for useless in later:
+            remove_folder(useless)
+        for hidden in self.folder.glob(".step_*"):
+            shutil.rmtree(hidden, ignore_errors=True)
         self._prune()
 
     def _gather(self, sums: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -266,18 +278,14 @@ class RunCheckpoints:
         best = follow(self.folder / "best")
         for path in newest_first(self.folder)[self.keep :]:
             if path != best:
-                shutil.rmtree(path, ignore_errors=True)
+                remove_folder(path)
 
 
 def _checksums(folder: Path, rank: int) -> dict[str, list[int]]:
     """Return size and CRC-32 of the files written by a rank."""
     parts = (folder / TENSORS).glob(f"__{rank}_*")
     files = parts if rank else (f for f in folder.rglob("*") if not _is_of_another(f))
-    return {
-        str(file.relative_to(folder)): [file.stat().st_size, _crc32(file)]
-        for file in files
-        if file.is_file()
-    }
+    return {str(file.relative_to(folder)): checksum(file) for file in files if file.is_file()}
 
 
 def _is_of_another(file: Path) -> bool:
@@ -288,30 +296,21 @@ def _is_of_another(file: Path) -> bool:
 def _check_files(path: Path) -> None:
     """Raise a `CheckpointError` if a file of a checkpoint differs from its manifest."""
     try:
-        manifest = read_json_object(path / _MANIFEST)
+        manifest = read_json_object(path / MANIFEST)
         if "files" not in manifest:
             raise CheckpointError(
                 f"{path} was written by an earlier version of effasr: continue with that version, "
                 "or start a run from its weights with `init_from`."
             )
-        for name, (size, checksum) in manifest["files"].items():
-            if not (path / name).resolve().is_relative_to(path.resolve()):
-                raise CheckpointError(f"{path / _MANIFEST} names a file elsewhere: {name!r}.")
-            if (path / name).stat().st_size != size:
-                raise CheckpointError(f"{path / name} does not have its original {size} bytes.")
-            if _crc32(path / name) != checksum:
-                raise CheckpointError(f"{path / name} does not match its checksum.")
+        for name in _REQUIRED:
+            if name not in manifest["files"]:
+                raise CheckpointError(f"{path / MANIFEST} is damaged: it does not name {name}.")
+        verify(path, manifest["files"])
         with safetensors.safe_open(path / WEIGHTS, framework="pt"):
             pass
     except CheckpointError:
         raise
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
     except Exception as error:  # The manifest may be malformed in any way.
         raise CheckpointError(f"{path} is damaged or incomplete: {error!r}.") from error
-
-
-def _crc32(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import logging
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +15,8 @@ from effasr.training.run_dir.run_lock import LOCK, RunLock
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+log = logging.getLogger(__name__)
 
 METRICS, VALIDATION, WARNINGS, SKIPPED, UNREADABLE, DROPPED, BLEND = (
     "metrics.jsonl",
@@ -21,6 +27,8 @@ METRICS, VALIDATION, WARNINGS, SKIPPED, UNREADABLE, DROPPED, BLEND = (
     "dropped.jsonl",
     "blend.json",
 )
+
+_GROWING = (METRICS, VALIDATION, WARNINGS, SKIPPED, UNREADABLE)
 
 
 class RunDirectory:
@@ -44,6 +52,8 @@ class RunDirectory:
         self.path = path
         self._tensorboard: SummaryWriter | None = None
         self._lock: RunLock | None = None
+        self._sums: dict[str, list[int]] = {}
+        self._expected: dict[str, list[int]] = {}
 
     @property
     def checkpoints(self) -> Path:
@@ -83,12 +93,23 @@ class RunDirectory:
                 before.release()
         return aside
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return sizes and checksums of the growing files."""
+        return {"sums": {name: list(of) for name, of in self._sums.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let `open` compare the growing files with a `state_dict`."""
+        self._expected = dict(state["sums"])
+
     def open(self, config: str, step: int, *, tensorboard: bool) -> None:
-        """Open the files for writing from a step on; remove later lines."""
+        """Open the files for writing from a step on; remove later lines.
+
+        Lines that were damaged since they were written give a warning: nothing depends on them.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         _replace(self.path / "config.yaml", config)
-        for name in (METRICS, VALIDATION, WARNINGS, SKIPPED, UNREADABLE):
-            _truncate(self.path / name, step)
+        for name in _GROWING:
+            self._sums[name] = _truncate(self.path / name, step, self._expected.get(name))
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -140,8 +161,11 @@ class RunDirectory:
         _replace(self.path / BLEND, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(_encode(line))
+        data = _encode(line).encode()
+        with _naming(self.path / name), (self.path / name).open("ab") as file:
+            file.write(data)
+        size, value = self._sums.get(name, (0, 0))
+        self._sums[name] = [size + len(data), zlib.crc32(data, value)]
 
     def _draw(self, group: str, line: Mapping[str, Any]) -> None:
         if self._tensorboard is None:
@@ -152,30 +176,68 @@ class RunDirectory:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file; a truncated last line is left out."""
+    """Return the objects of a JSONL file; damaged lines, and a truncated last one, are left out."""
+    return [json.loads(text) for text in _readable(path)[0]]
+
+
+def _readable(path: Path) -> tuple[list[str], list[int]]:
+    """Return the lines that are JSON objects, and the numbers of the others but the last."""
     if not path.is_file():
-        return []
-    lines = []
+        return [], []
+    lines, damaged = [], []
     # Not `splitlines`, which would also split at other characters in names.
-    for text in path.read_text(encoding="utf-8").removesuffix("\n").split("\n"):
+    texts = path.read_bytes().decode("utf-8", "replace").removesuffix("\n").split("\n")
+    for number, text in enumerate(texts, 1):
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines
+            if isinstance(json.loads(text), dict):
+                lines.append(text)
+                continue
+        except (ValueError, RecursionError):
+            pass
+        damaged.append(number)
+    return lines, [number for number in damaged if number < len(texts)]
 
 
 def _encode(line: Mapping[str, Any]) -> str:
     return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _truncate(path: Path, step: int) -> None:
-    if path.is_file():
-        kept = [line for line in read_lines(path) if line["step"] <= step]
-        _replace(path, "".join(_encode(line) for line in kept))
+def _truncate(path: Path, step: int, expected: list[int] | None) -> list[int]:
+    """Remove lines of later steps; return size and checksum of what is left."""
+    if not path.is_file():
+        if expected is not None and expected[0]:
+            log.warning("%s is missing, and begins anew at step %d.", path, step)
+        return [0, 0]
+    lines, damaged = _readable(path)
+    if damaged:
+        log.warning("%s is damaged: line %d is left out.", path, damaged[0])
+    elif expected is not None and _sum(path.read_bytes()[: expected[0]]) != expected:
+        log.warning("%s does not match its checksum: a line of it was changed.", path)
+    # A line without a step is none of this run.
+    kept = [text for text in lines if json.loads(text).get("step", step + 1) <= step]
+    content = "".join(f"{text}\n" for text in kept)
+    _replace(path, content)
+    return _sum(content.encode())
+
+
+def _sum(content: bytes) -> list[int]:
+    return [len(content), zlib.crc32(content)]
 
 
 def _replace(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    with _naming(path):
+        with partial.open("wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Context in which a file is written; its errors name the file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error

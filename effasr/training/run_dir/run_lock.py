@@ -136,10 +136,14 @@ class RunLock:
             "run": self.run,
             "job": _job(),
         }
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, (json.dumps(holder) + "\n").encode())
-        # For readers on other hosts.
-        os.fsync(descriptor)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, (json.dumps(holder) + "\n").encode())
+            # For readers on other hosts.
+            os.fsync(descriptor)
+        except OSError as error:
+            error.filename = str(self._file)
+            raise
 
 
 def _open(file: Path) -> int:

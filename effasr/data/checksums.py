@@ -1,0 +1,43 @@
+"""Sizes and checksums of files, against damage; not against somebody who changes both."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from effasr.untrusted.files import open_regular
+
+_CHUNK = 1 << 22
+
+
+def checksum(path: Path) -> list[int]:
+    """Return size in bytes and CRC-32 of a file."""
+    size = value = 0
+    with open_regular(path) as file:
+        while chunk := file.read(_CHUNK):
+            size += len(chunk)
+            value = zlib.crc32(chunk, value)
+    return [size, value]
+
+
+def verify(folder: Path, files: Mapping[str, Any]) -> None:
+    """Compare files in a folder with their checksums.
+
+    Args:
+        folder: The folder.
+        files: `checksum` of each file by its path in the folder.
+
+    Raises:
+        OSError: A file is missing or cannot be read.
+        ValueError: A file differs, or is not in the folder.
+    """
+    for name, (size, value) in files.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{folder} names a file elsewhere: {name!r}.")
+        if path.stat().st_size != size:
+            raise ValueError(f"{path} does not have its original {size} bytes.")
+        if checksum(path) != [size, value]:
+            raise ValueError(f"{path} does not match its checksum.")

@@ -1,0 +1,98 @@
+"""Scenario: a checkpoint is written, which replaces older ones and is the best.
+
+Step 1 was the best before, step 2 is the newest. Step 9 is damaged: the run went on from step 2.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from effasr.checkpoint import load_model, resolve
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.encoder import FastConformerConfig
+from effasr.training.checkpointing.run_checkpoints import TENSORS, RunCheckpoints, tensor_files
+
+logging.disable(logging.CRITICAL)
+torch.set_num_threads(1)
+
+
+@cache
+def _parts(cached: str) -> tuple[ASRModel, Any]:
+    from effasr.data.tokenizer import train_tokenizer
+
+    texts = {"en": ["one two three four", "five six seven eight nine"]}
+    tokenizer = train_tokenizer(texts, Path(cached) / "tokenizer", vocab_size=24)
+    encoder = FastConformerConfig(
+        width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4
+    )
+    config = ModelConfig(encoder=encoder, decoder=None, ctc=True)
+    return ASRModel(config, tokenizer.vocab_size), tokenizer
+
+
+def filled_model(cached: Path, value: float) -> tuple[ASRModel, Any]:
+    """Return a small model with one value in all its parameters, and its tokenizer."""
+    model, tokenizer = _parts(str(cached))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model, tokenizer
+
+
+def _save(folder: Path, step: int, *, is_best: bool = False) -> None:
+    model, tokenizer = filled_model(folder.with_name("cached"), float(step))
+    checkpoints = RunCheckpoints(folder, keep=1)
+    staged = checkpoints.stage({"moment": torch.full((5000,), float(step))})
+    checkpoints.save(step, model, tokenizer, {"step": step}, staged, is_best=is_best)
+
+
+def prepare(folder: Path) -> None:
+    """Make three checkpoints; the last is damaged."""
+    _save(folder, 1, is_best=True)
+    _save(folder, 2)
+    newest = folder.with_name("newest")
+    _save(newest, 9)
+    damaged = (newest / "step_00000009").rename(folder / "step_00000009")
+    (damaged / "model.safetensors").write_bytes(b"damaged")
+
+
+def act(folder: Path) -> None:
+    """Write step 3."""
+    _save(folder, 3, is_best=True)
+
+
+def check(folder: Path, fault: str, error: str) -> None:
+    """Check that the newest is step 2 or 3, whole, and that the next start goes on."""
+    gone = folder.with_name("state.gone")
+    if gone.exists():
+        # Whatever is in the new folder is whole, or there is nothing.
+        found = RunCheckpoints(folder, keep=1).newest() if folder.exists() else None
+        assert found is None or found[1] == {"step": 3}
+        folder = gone
+    path, state = RunCheckpoints(folder, keep=1).newest() or (Path(), {})
+    assert path.name == f"step_{state['step']:08d}"
+    assert state["step"] in (2, 3)
+    if not error:
+        assert state["step"] == 3 or gone.exists()
+    _check_whole(path, state["step"])
+    # What evaluation takes: the best of before or of after.
+    best = int(resolve(folder).name.removeprefix("step_"))
+    assert best in (1, 2, 3)
+    assert best != 2 or state["step"] == 3, "the best was lost"
+    _check_whole(resolve(folder), best)
+    # The next start.
+    _save(folder, 4, is_best=True)
+    names = sorted(one.name for one in folder.iterdir())
+    assert names == ["best", "latest", "step_00000004"], names
+    assert (folder / "latest").read_text() == (folder / "best").read_text() == "step_00000004\n"
+
+
+def _check_whole(path: Path, step: int) -> None:
+    model = load_model(path).model
+    assert {one.unique().item() for one in model.parameters()} == {float(step)}
+    moment = tensor_files.read_whole(path / TENSORS)["moment"]
+    assert torch.equal(moment, torch.full((5000,), float(step)))
