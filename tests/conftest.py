@@ -10,6 +10,8 @@ from filelock import FileLock
 from effasr_kernels.shared import cpu_linear
 from tests.csrc.build import build
 
+pytest_plugins = ["tests.support.cpu_report"]
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
