@@ -31,34 +31,34 @@ _RULES: dict[str, dict[str, Any]] = {
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector) -> Iterator[Any]:
     found = yield
-    # The cases of one test; another wrapper may have turned them into something else.
     cases = [x for x in found if hasattr(x, "callspec")] if isinstance(found, list) else []
     if cases:
-        _extend(cases, _chosen_by_folder(cases))
-        markers = [marker.kwargs for marker in cases[0].iter_markers("representative")]
-        if markers:
-            chosen = [case for case in cases if any(_has(case, values) for values in markers)]
-            if not all(any(_has(case, values) for case in cases) for values in markers):
-                name = cases[0].nodeid.partition("[")[0]
-                raise collector.CollectError(f"{name}: no case is representative for {markers}")
-            _extend(cases, chosen)
+        chosen = _chosen_by_folder(_chosen_by_test(cases))
+        if not chosen:
+            test = cases[0].nodeid.partition("[")[0]
+            raise collector.CollectError(f"{test}: no case has the values of its representatives")
+        for case in cases:
+            if case not in chosen:
+                case.add_marker(pytest.mark.extended)
     return found
 
 
+def _chosen_by_test(cases: list[pytest.Function]) -> list[pytest.Function]:
+    markers = [marker.kwargs for marker in cases[0].iter_markers("representative")]
+    if not markers:
+        return cases
+    if not all(any(_has(case, values) for case in cases) for values in markers):
+        return []
+    return [case for case in cases if any(_has(case, values) for values in markers)]
+
+
 def _chosen_by_folder(cases: list[pytest.Function]) -> list[pytest.Function]:
-    path = cases[0].path
-    folder = path.relative_to(_TESTS).parts[0] if path.is_relative_to(_TESTS) else ""
-    rules = _RULES.get(folder, {})
-    for name, value in rules.items():
+    path = cases[0].path if cases else _TESTS
+    folder = path.relative_to(_TESTS).parts[0] if _TESTS in path.parents else ""
+    for name, value in _RULES.get(folder, {}).items():
         # A test that has only other values keeps them.
         cases = [case for case in cases if _has(case, {name: value})] or cases
     return cases
-
-
-def _extend(cases: list[pytest.Function], chosen: list[pytest.Function]) -> None:
-    for case in cases:
-        if case not in chosen:
-            case.add_marker(pytest.mark.extended)
 
 
 def _has(case: pytest.Function, values: Mapping[str, Any]) -> bool:
