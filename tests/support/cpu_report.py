@@ -24,8 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption(_OPTION) is not None:
-        config.pluginmanager.register(_Recorder(config.getoption(_OPTION)), "cpu_report")
+    path = config.getoption(_OPTION)
+    if path is not None:
+        config.pluginmanager.register(_Recorder(path), "cpu_report")
 
 
 class _Recorder:
@@ -59,7 +60,7 @@ class _Recorder:
         # The last of three reports of a test has what the earlier ones have, too.
         if report.when == "teardown":
             for name, value in report.user_properties:
-                if name == _PROPERTY:
+                if name == _PROPERTY and isinstance(value, tuple | list):
                     phase, seconds = value
                     self._rows.append((seconds, phase, report.nodeid))
 
