@@ -9,6 +9,7 @@ TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES)
 DEMO := data/demo
 # Two cores; a process that has nothing left takes tests from the other.
 SHARED := -n 2 --dist worksteal
+INTERPRETED := -k "contract and not transducer"
 # Inputs of each reader of foreign files in `make fuzz`.
 INPUTS ?= 1000
 
@@ -17,8 +18,8 @@ INPUTS ?= 1000
 help:
 	@echo "make demo              synthesise speech, train, resume, evaluate, transcribe (10 minutes)"
 	@echo "make demo-transducer   the same with a transducer in place of the attention decoder"
-	@echo "make test              run all tests that need no GPU"
-	@echo "make test-all          run make test, the fuzz tests at full size, and make audit"
+	@echo "make test              run the tests of each push, without a GPU (10 minutes)"
+	@echo "make test-all          run every case, the fuzz tests at full size, and make audit"
 	@echo "make fuzz              read mutated models, manifests and audio; INPUTS=1000 for each reader"
 	@echo "make audit             run bandit, and pip-audit where it can reach its data"
 	@echo "make lint              run ruff, pyright and import-linter"
@@ -69,14 +70,20 @@ demo: $(VENV)/.demo
 demo-transducer: $(VENV)/.demo
 	$(call demonstrate,demo_transducer)
 
+# A case or a few of each claim; kernels run as compiled for a GPU, instruction by instruction.
 test: $(VENV)/.test
-	$(BIN)/pytest $(SHARED) -m "not gpu"
-	@echo; echo "The kernels as compiled for a GPU, instruction by instruction:"; echo
-	EFFASR_EMULATE=90 $(BIN)/pytest $(SHARED) tests/gpu -k "bfloat16 or not float16"
-	@echo; echo "Some of them in Triton's interpreter:"; echo
-	TRITON_INTERPRET=1 $(BIN)/pytest $(SHARED) tests/gpu -k "contract and not transducer"
+	EFFASR_EMULATE=90 $(BIN)/pytest $(SHARED) -m "not gpu and not extended"
+	@echo; echo "Some kernels in Triton's interpreter:"; echo
+	TRITON_INTERPRET=1 $(BIN)/pytest $(SHARED) tests/gpu $(INTERPRETED) -m "not extended"
 
-test-all: test fuzz audit
+# All cases: every architecture, dtype and shape.
+test-all: $(VENV)/.test
+	EFFASR_EMULATE=90 $(BIN)/pytest $(SHARED) -m "not gpu"
+	@echo; echo "The kernels as compiled for an older GPU:"; echo
+	EFFASR_EMULATE=80 $(BIN)/pytest $(SHARED) tests/gpu -m "not extended"
+	@echo; echo "Some kernels in Triton's interpreter:"; echo
+	TRITON_INTERPRET=1 $(BIN)/pytest $(SHARED) tests/gpu $(INTERPRETED)
+	$(MAKE) fuzz audit
 
 # Each reader of foreign files, with mutated inputs.
 fuzz: $(VENV)/.test

@@ -8,7 +8,9 @@ import torch
 from filelock import FileLock
 
 from effasr_kernels.shared import cpu_linear
-from tests.csrc.build import build
+from tests.csrc.build import build, installed
+
+pytest_plugins = ["tests.support.cpu_report", "tests.support.suites"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,13 +33,21 @@ def without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def cpp_extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where packages lie with the CPU kernels, built once for all processes of a run of tests."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ on this machine to compile csrc/ with")
+    """Where packages lie with the CPU kernels of csrc/, once for all processes of a run of tests.
+
+    An installation builds them a minute before the tests begin: those are taken if no source is
+    younger. `tests/csrc/test_extension.py` builds them anew (``extended``).
+    """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cpp_extension"
     with FileLock(f"{folder}.lock"):
         if not (folder / "lib").exists():
             folder.mkdir(exist_ok=True)
-            build(folder)
+            if (library := installed()) is not None:
+                (folder / "lib" / "effasr_kernels").mkdir(parents=True)
+                shutil.copy(library, folder / "lib" / "effasr_kernels")
+            elif shutil.which("g++") is None:
+                pytest.skip("no g++ on this machine to compile csrc/ with")
+            else:
+                build(folder)
     return folder / "lib"

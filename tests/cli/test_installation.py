@@ -80,7 +80,7 @@ def test_bash_completes(words, found) -> None:
         printf '%s\\n' "${{COMPREPLY[@]}}"
     """
     done = subprocess.run(
-        ["bash", "-uc", program], capture_output=True, text=True, check=True, timeout=60
+        ["bash", "-uc", program], capture_output=True, text=True, check=True, timeout=240
     )
     assert done.stderr == ""
     assert set(done.stdout.split()) == found

@@ -143,7 +143,7 @@ def _at_a_terminal(arguments: list[str], *, out_too: bool) -> tuple[bytes, bytes
             break
         shown += data
     os.close(control)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     return out or b"", shown
 
 

@@ -34,6 +34,7 @@ def _launches(
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.representative(dtype=torch.bfloat16)
 def test_compiles_for_every_architecture(
     dtype: torch.dtype, architecture: int, compiled_ok: Callable
 ) -> None:

@@ -47,12 +47,14 @@ def _compiled(kernel: str) -> aot.Resources:
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.representative(width=64)
 def test_common_widths(width: int, architecture: int, compiled_ok: Callable) -> None:
     launches = _launches(width, torch.bfloat16, architecture)
     compiled_ok(launches, architecture, products=_KERNELS)
 
 
 @pytest.mark.parametrize("width", [16, 36, 80, 256])
+@pytest.mark.representative(width=36)
 def test_other_widths(width: int, compiled_ok: Callable) -> None:
     compiled_ok(_launches(width, torch.bfloat16, 90), 90, products=_KERNELS)
 
@@ -62,6 +64,7 @@ def test_float16(compiled_ok: Callable) -> None:
 
 
 @pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.representative(width=64)
 def test_float32(width: int, compiled_ok: Callable) -> None:
     compiled_ok(_launches(width, torch.float32, 90), 90)
 

@@ -73,6 +73,7 @@ def test_gradients_of_any_number_of_classes_are_stored_in_wide_pieces(
 
 
 @pytest.mark.parametrize("bound", [0, 100, 500, 1000, 2047])
+@pytest.mark.representative(bound=[100, 2047])
 def test_compiles_for_every_width_of_the_lattice(
     compiled_ok: Callable[..., dict[str, aot.Resources]], bound: int
 ) -> None:

@@ -85,6 +85,8 @@ def test_cross_attention_is_split_and_merged(
     ],
     ids=str,
 )
+@pytest.mark.representative(dtype=torch.bfloat16)
+@pytest.mark.representative(dtype=torch.float32, options={"width": 64, "size": 375, "columns": 1})
 def test_other_shapes(options: dict, dtype: torch.dtype, compiled_ok: Check) -> None:
     compiled_ok(_launches(90, dtype, sequences=2, **options), 90)
 

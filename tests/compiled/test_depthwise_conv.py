@@ -66,6 +66,7 @@ def test_compiles_for_every_architecture(architecture: int, compiled_ok: Check) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.representative(dtype=torch.float32)
 def test_compiles_for_every_dtype(dtype: torch.dtype, compiled_ok: Check) -> None:
     compiled_ok(_launches(90, 9, 512, dtype), 90)
 
@@ -80,6 +81,8 @@ def test_compiles_for_every_dtype(dtype: torch.dtype, compiled_ok: Check) -> Non
         (15, 256, True, False, True),
     ],
 )
+@pytest.mark.representative(taps=[5, 7])
+@pytest.mark.representative(taps=9, causal=True)
 def test_compiles_for_every_kind(
     taps: int, channels: int, gated: bool, causal: bool, bias: bool, compiled_ok: Check
 ) -> None:

@@ -64,6 +64,8 @@ def _launches(
         *[(80, 256, 0.1), (90, 256, 0.1), (100, 64, 0.1), (100, 64, 0.0)],
     ],
 )
+@pytest.mark.representative(width=64)
+@pytest.mark.representative(width=256)
 def test_compiles_for_every_architecture(
     compiled_ok: CompiledOk, architecture: int, width: int, dropout: float
 ) -> None:
@@ -74,12 +76,14 @@ def test_compiles_for_every_architecture(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
 @pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.representative(width=64)
 def test_compiles_for_other_dtypes(compiled_ok: CompiledOk, width: int, dtype: torch.dtype) -> None:
     products = KERNELS if dtype == torch.float16 else ()
     compiled_ok(_launches(width=width, dtype=dtype), 90, products=products)
 
 
 @pytest.mark.parametrize("width", [16, 36, 80, 144])
+@pytest.mark.representative(width=36)
 def test_compiles_for_other_widths(compiled_ok: CompiledOk, width: int) -> None:
     compiled_ok(_launches(width=width), 90, products=KERNELS)
 

@@ -67,6 +67,7 @@ def test_common_shapes(architecture: int, compiled_ok: Callable) -> None:
     ],
     ids=str,
 )
+@pytest.mark.representative(options=[{"width": 144, "classes": 1025}, {"dtype": torch.float32}])
 def test_other_shapes(options: dict, compiled_ok: Callable) -> None:
     products = set() if options.get("dtype") == torch.float32 else {PRODUCT}
     compiled_ok(_launches(90, **options), 90, products=products)
@@ -82,6 +83,7 @@ def test_gradients_of_any_number_of_classes_are_stored_in_wide_pieces(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.representative(dtype=torch.bfloat16)
 def test_rows_up_to_a_total(architecture: int, dtype: torch.dtype, compiled_ok: Callable) -> None:
     """As `ctc_loss` uses the projection: no classes, and a tail."""
     hidden, weight = torch.empty(300, 512, dtype=dtype), torch.empty(1025, 512, dtype=dtype)

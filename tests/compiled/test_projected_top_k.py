@@ -44,6 +44,7 @@ def _launches(
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.parametrize(("rows", "k"), [(1, 1), (32, 1), (80, 8)])
+@pytest.mark.representative(rows=[1, 80])
 def test_common_shapes(rows: int, k: int, architecture: int, compiled_ok: Check) -> None:
     found = compiled_ok(_launches(architecture, rows=rows, k=k), architecture, products={PRODUCT})
     assert set(found) == NAMES
@@ -63,6 +64,12 @@ def test_common_shapes(rows: int, k: int, architecture: int, compiled_ok: Check)
         {"rows": 5, "width": 144, "count": 1_025, "k": 3},
     ],
     ids=str,
+)
+@pytest.mark.representative(
+    options=[
+        {"dtype": torch.float32, "rows": 80, "k": 5},
+        {"rows": 5, "width": 144, "count": 1_025, "k": 3},
+    ]
 )
 def test_other_shapes(options: dict, compiled_ok: Check) -> None:
     compiled_ok(_launches(90, **options), 90)

@@ -38,6 +38,8 @@ def repeated(
 
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.representative(width=64, features=["plain", "all_with_rotary", "all_with_relative"])
+@pytest.mark.representative(width=128, features="all_with_relative")
 def test_attention_computes_each_score_once(
     compiled_ok: CompiledOk, width: int, features: str
 ) -> None:
@@ -49,6 +51,7 @@ def test_attention_computes_each_score_once(
 
 @pytest.mark.parametrize("dropout", [0.1, 0.0])
 @pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.representative(width=64)
 def test_guided_attention_computes_each_score_once(
     compiled_ok: CompiledOk, width: int, dropout: float
 ) -> None:

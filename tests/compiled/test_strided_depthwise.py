@@ -61,11 +61,13 @@ def test_compiles_for_every_architecture(architecture: int, relu: bool, compiled
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.representative(dtype=torch.float32)
 def test_compiles_for_every_dtype(dtype: torch.dtype, compiled_ok: Check) -> None:
     compiled_ok(_launches(90, dtype), 90)
 
 
 @pytest.mark.parametrize(("bins", "channels"), [(16, 16), (32, 144)])
+@pytest.mark.representative(bins=32)
 def test_compiles_for_other_widths(bins: int, channels: int, compiled_ok: Check) -> None:
     compiled_ok(_launches(90, bins=bins, channels=channels), 90)
 

@@ -70,12 +70,14 @@ def test_compiles_for_every_architecture(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.representative(dtype=torch.float32)
 def test_compiles_for_every_dtype(dtype: torch.dtype, compiled_ok: Check) -> None:
     products = () if dtype == torch.float32 else PRODUCTS
     compiled_ok(_launches(90, dtype), 90, products=products)
 
 
 @pytest.mark.parametrize(("bins", "channels"), [(64, 16), (128, 144)])
+@pytest.mark.representative(bins=128)
 def test_compiles_for_other_widths(bins: int, channels: int, compiled_ok: Check) -> None:
     launches = _launches(90, bins=bins, channels=channels, lengths_dtype=torch.int32)
     compiled_ok(launches, 90, products=PRODUCTS)

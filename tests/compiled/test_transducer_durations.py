@@ -72,6 +72,7 @@ def test_compiles_for_every_architecture(
     [(USUAL, 0), (USUAL, 500), (tuple(range(9)), 300), (tuple(range(9)), 20), ((1,), 60)],
     ids=str,
 )
+@pytest.mark.representative(bound=[500, 20])
 def test_compiles_for_every_width_of_the_lattice(
     compiled_ok: Callable[..., dict[str, aot.Resources]],
     durations: tuple[int, ...],
@@ -84,6 +85,7 @@ def test_compiles_for_every_width_of_the_lattice(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.representative(dtype=torch.float32)
 def test_compiles_for_other_inputs(
     compiled_ok: Callable[..., dict[str, aot.Resources]], dtype: torch.dtype
 ) -> None:

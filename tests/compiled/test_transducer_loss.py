@@ -91,6 +91,7 @@ def test_compiles_where_logits_are_kept(
 
 
 @pytest.mark.parametrize("bound", [0, 100, 400, 5000])
+@pytest.mark.representative(bound=[100, 5000])
 def test_compiles_for_every_width_of_the_lattice(
     compiled_ok: Callable[..., dict[str, aot.Resources]], bound: int
 ) -> None:
@@ -107,6 +108,7 @@ def test_compiles_for_every_width_of_the_lattice(
     ],
     ids=["float16", "float32", "odd"],
 )
+@pytest.mark.representative(options=[{"dtype": torch.float32}, {"classes": 1025, "width": 177}])
 def test_compiles_for_other_inputs(
     compiled_ok: Callable[..., dict[str, aot.Resources]], options: dict
 ) -> None:
@@ -116,6 +118,7 @@ def test_compiles_for_other_inputs(
 
 @pytest.mark.parametrize("classes", [1024, 1025])
 @pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.representative(classes=1024)
 def test_two_programs_share_a_multiprocessor(
     compiled_ok: Callable[..., dict[str, aot.Resources]], architecture: int, classes: int
 ) -> None:

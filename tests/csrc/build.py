@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from effasr_kernels.runtime.native import LIBRARY
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,3 +33,13 @@ def build(folder: Path) -> Path:
     done = run("setup.py", "build_ext", *places, cwd=folder, EFFASR_BUILD_CPP="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder / "lib"
+
+
+def installed() -> Path | None:
+    """The library beside the package, or None if a source or its build is younger than it."""
+    library = ROOT / "kernels" / "effasr_kernels" / LIBRARY
+    sources = [ROOT / "setup.py", *ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("csrc/**/*.h")]
+    if not library.exists():
+        return None
+    made = library.stat().st_mtime
+    return library if all(path.stat().st_mtime <= made for path in sources) else None

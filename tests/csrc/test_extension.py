@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import effasr_kernels
 from effasr_kernels import BackendUnavailable
 from effasr_kernels.runtime import native
 from effasr_kernels.shared import lattice
-from tests.csrc.build import ROOT, run
+from tests.csrc.build import ROOT, build, run
 
 LIST = (
     "from distutils.core import run_setup; d = run_setup('setup.py', stop_after='init'); "
@@ -140,8 +141,35 @@ def test_a_library_of_another_build_is_refused(
         assert re.search(reason, found), found
 
 
+def _check(packages: Path) -> None:
+    script = str(Path(__file__).with_name("check_extension.py"))
+    done = run("-P", script, str(packages))
+    assert done.stdout.split("\n")[0] == "extension: right", done.stderr
+
+
 @pytest.mark.slow
 def test_the_build_for_a_cpu(cpp_extension: Path) -> None:
-    script = str(Path(__file__).with_name("check_extension.py"))
-    done = run("-P", script, str(cpp_extension))
-    assert done.stdout.split("\n")[0] == "extension: right", done.stderr
+    _check(cpp_extension)
+
+
+@pytest.mark.extended
+def test_a_build_from_nothing(tmp_path: Path) -> None:
+    _check(build(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["-fsyntax-only"], id="parsed"),
+        # Some warnings come of what the optimizer finds out.
+        pytest.param(["-O3", "-c", "-o", "/dev/null"], id="optimized", marks=pytest.mark.extended),
+    ],
+)
+@pytest.mark.parametrize("source", sorted(ROOT.glob("csrc/*.cpp")), ids=lambda path: path.stem)
+def test_the_compiler_warns_of_nothing(source: Path, options: list[str]) -> None:
+    if (compiler := shutil.which("g++")) is None:
+        pytest.skip("no g++ on this machine to compile csrc/ with")
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fPIC", "-pthread"]
+    command = [compiler, *flags, *options, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr

@@ -298,7 +298,7 @@ def test_of_several_processes_one_reads(
     processes = [context.Process(target=_load_all, args=arguments) for _ in range(4)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=60) for _ in processes]
+    found = [results.get(timeout=240) for _ in processes]
     for process in processes:
         process.join()
     assert sorted(read for read, _ in found) == [False, False, False, True]

@@ -351,7 +351,7 @@ def test_a_worker_that_dies_gives_a_readable_error(script: Callable[[str], list[
             print(str(error).strip())
         """
     )
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     assert re.fullmatch(r".*worker \(pid.*\).* (killed|exited).*\n", done.stdout)
 
 

@@ -299,7 +299,7 @@ def test_a_step_stays_on_the_device_and_asks_it_nothing() -> None:
     # In a process of its own: torch can be told of one more device only once, and for good.
     worker = Path(__file__).with_name("fake_gpu_step.py")
     done = subprocess.run(
-        [sys.executable, worker], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, worker], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "4 engines" in done.stdout

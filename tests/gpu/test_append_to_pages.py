@@ -21,6 +21,7 @@ def _places(rows: int, pages: int, size: int, columns: int) -> tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize(("heads", "width"), [(1, 1), (2, 8), (3, 40), (8, 130)])
+@pytest.mark.representative(heads=[2, 8])
 def test_matches_the_reference(
     heads: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> None:

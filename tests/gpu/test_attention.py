@@ -118,6 +118,7 @@ def test_keeps_the_contract(
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.representative(causal=True)
 def test_is_right_for_awkward_lengths(
     lengths: tuple[int, ...], causal: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -126,6 +127,8 @@ def test_is_right_for_awkward_lengths(
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", ["none", "rotary", "relative"])
+@pytest.mark.representative(kind="none", causal=False)
+@pytest.mark.representative(kind=["rotary", "relative"], causal=True)
 def test_is_right_across_tiles(
     kind: str, causal: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -140,6 +143,8 @@ def test_is_right_across_larger_tiles(dtype: torch.dtype, device: torch.device) 
 
 @pytest.mark.parametrize("kind", ["none", "rotary", "part", "relative"])
 @pytest.mark.parametrize("width", [11, 36, 96, 256])
+@pytest.mark.representative(width=36, kind=["part", "relative"])
+@pytest.mark.representative(width=256, kind="none")
 def test_pads_the_width_of_heads(
     width: int, kind: str, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -243,6 +248,7 @@ class _SameDropout:
 @pytest.mark.parametrize(
     ("kind", "causal"), [("none", False), ("rotary", True), ("relative", True)]
 )
+@pytest.mark.representative(kind=["none", "relative"])
 def test_drops_what_philox_says(
     kind: str,
     causal: bool,
@@ -292,6 +298,7 @@ def _write_mask(
 
 
 @pytest.mark.parametrize("blocks", [(16, 16), (64, 16), (16, 128), (128, 64)])
+@pytest.mark.representative(blocks=[(64, 16), (16, 128)])
 def test_draws_the_same_in_tiles_of_any_shape(
     blocks: tuple[int, int], device: torch.device
 ) -> None:

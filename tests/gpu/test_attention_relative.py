@@ -149,6 +149,7 @@ def test_from_one_layout_to_another(
 
 
 @pytest.mark.parametrize("width", [1, 16, 36, 64, 100, 128, 256])
+@pytest.mark.representative(width=[36, 256])
 def test_head_widths(width: int, dtype: torch.dtype, device: torch.device) -> None:
     problem(dtype, device, (3, 9), heads=1, width=width).check()
 

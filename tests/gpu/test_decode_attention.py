@@ -31,6 +31,8 @@ def _check(batch: Paged, dtype: torch.dtype, device: torch.device, splits: int |
 
 
 @pytest.mark.parametrize(("hypotheses", "splits"), [(1, 1), (3, 1), (1, 5), (3, 2), (2, 8)])
+@pytest.mark.representative(hypotheses=1, splits=1)
+@pytest.mark.representative(hypotheses=3, splits=2)
 def test_matches_the_reference(
     hypotheses: int, splits: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -39,6 +41,8 @@ def test_matches_the_reference(
 
 @pytest.mark.parametrize("hypotheses", [1, 2])
 @pytest.mark.parametrize(("size", "columns"), [(32, 3), (1, 70), (75, 1)], ids=str)
+@pytest.mark.representative(size=[1, 32], hypotheses=1)
+@pytest.mark.representative(size=75, hypotheses=2)
 def test_pages_of_any_size(hypotheses: int, size: int, columns: int, device: torch.device) -> None:
     """Tiles lie within a page, or not; there are more pages than are needed."""
     batch = draw((33, 70), size=size, columns=columns, hypotheses=hypotheses, heads=1)
@@ -46,6 +50,7 @@ def test_pages_of_any_size(hypotheses: int, size: int, columns: int, device: tor
 
 
 @pytest.mark.parametrize(("hypotheses", "width"), [(1, 1), (1, 130), (5, 80), (17, 16), (2, 200)])
+@pytest.mark.representative(width=[80, 200])
 def test_any_width_and_number_of_hypotheses(
     hypotheses: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -73,6 +78,7 @@ def test_new_keys_are_written_and_seen(
 
 
 @pytest.mark.parametrize(("hypotheses", "splits"), [(1, 1), (1, 4), (3, 4)])
+@pytest.mark.representative(splits=4)
 def test_a_row_depends_on_its_sequence_alone_to_the_bit(
     hypotheses: int, splits: int, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -108,6 +108,7 @@ def test_tiles_of_one_sequence_meet(dtype: torch.dtype, device: torch.device) ->
 
 
 @pytest.mark.parametrize("taps", [1, 11, 12, 17, 18, 32])
+@pytest.mark.representative(taps=[1, 12, 32])
 def test_any_number_of_taps(taps: int, dtype: torch.dtype, device: torch.device) -> None:
     if EMULATED and taps in (12, 18, 32):
         pytest.skip("long to compile: `tests/compiled` does it once, and 1, 11 and 17 run here")
@@ -115,6 +116,7 @@ def test_any_number_of_taps(taps: int, dtype: torch.dtype, device: torch.device)
 
 
 @pytest.mark.parametrize("channels", [1, 32, 33, 130])
+@pytest.mark.representative(channels=[1, 33])
 def test_any_number_of_channels(channels: int, dtype: torch.dtype, device: torch.device) -> None:
     _compare((9, 3), channels, 3, dtype, device, rows=13)
 

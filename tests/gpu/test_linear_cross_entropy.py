@@ -80,6 +80,9 @@ def test_matches_the_reference(
     ],
     ids=str,
 )
+@pytest.mark.representative(options=[{}, {"width": 130, "classes": 300}])
+@pytest.mark.representative(options={"bias": False, "label_smoothing": 0.1})
+@pytest.mark.representative(options={"bias": False, "z_loss": 0.1})
 def test_serves_any_options_and_widths(
     options: dict, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -44,6 +44,7 @@ def _check(
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 70])
+@pytest.mark.representative(rows=[1, 17])
 def test_matches_the_reference(rows: int, dtype: torch.dtype, device: torch.device) -> None:
     _check(dtype, device, rows=rows, count=40)
 
@@ -59,6 +60,9 @@ def test_matches_the_reference(rows: int, dtype: torch.dtype, device: torch.devi
         {"width": 1, "count": 1},
     ],
     ids=str,
+)
+@pytest.mark.representative(
+    options=[{"k": 2, "bias": False}, {"k": 16, "width": 144}, {"k": 7, "count": 7}]
 )
 def test_serves_any_options_and_widths(options: dict, device: torch.device) -> None:
     _check(torch.float32, device, rows=3, **options)

@@ -33,6 +33,8 @@ def _expected(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tens
     ("rows", "count", "width"), [(1, 1, 1), (3, 97, 16), (50, 33, 40), (100, 16, 48), (17, 250, 7)]
 )
 @pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.representative(rows=[1, 50], with_bias=True)
+@pytest.mark.representative(rows=17, with_bias=False)
 def test_statistics(
     rows: int, count: int, width: int, with_bias: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -57,6 +59,7 @@ def test_statistics(
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("total", [0, 5, 16, 17, 40])
+@pytest.mark.representative(total=[0, 16, 17])
 def test_rows_past_the_total_are_zero(total: int, dtype: torch.dtype, device: torch.device) -> None:
     hidden = _random(40, 20, dtype=dtype, device=device)
     weight = _random(35, 20, dtype=dtype, device=device)
@@ -73,6 +76,7 @@ def test_rows_past_the_total_are_zero(total: int, dtype: torch.dtype, device: to
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("how", ["columns", "rows", "offset", "transposed", "wide"])
+@pytest.mark.representative(how=["columns", "transposed", "wide"])
 def test_any_strides(how: str, dtype: torch.dtype, device: torch.device) -> None:
     def lay(x: Tensor) -> Tensor:
         rows, width = x.shape
@@ -119,6 +123,8 @@ def test_no_rows(dtype: torch.dtype, device: torch.device) -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("chunk", [16, 1024])
+@pytest.mark.representative(chunk=16, padded=True)
+@pytest.mark.representative(chunk=1024, padded=False)
 def test_backward(
     monkeypatch: pytest.MonkeyPatch,
     chunk: int,

@@ -24,6 +24,7 @@ def losses(train_state: TrainState, steps: int = 2) -> list[float]:
 
 
 @pytest.mark.parametrize("position", ["relative", "rotary"])
+@pytest.mark.representative(position="rotary")
 def test_two_steps_give_the_losses_of_the_references(
     device: torch.device, position: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def test_keeps_the_contract(device: torch.device) -> None:
     ],
     ids=["usual", "never_0", "one_at_most", "longest"],
 )
+@pytest.mark.representative(durations=[(0, 1, 2, 3, 4), (1, 2, 4), (0, 1)])
 def test_agrees_with_the_definition(
     frames: tuple[int, ...],
     labels: tuple[int, ...],

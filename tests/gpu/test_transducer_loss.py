@@ -34,6 +34,7 @@ def _workspace() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", AWKWARD_LENGTHS)
+@pytest.mark.representative(name=["empty_among_others", "all_empty", "long_among_short"])
 def test_agrees_with_the_definition(name: str, device: torch.device) -> None:
     frames = AWKWARD_LENGTHS[name]
     # The longest have few labels: the interpreter takes its time for each diagonal.
@@ -150,6 +151,8 @@ def test_an_infinite_loss_has_no_gradient_whatever_comes_from_above(device: torc
 
 @pytest.mark.parametrize("durations", [None, (0, 1, 2)])
 @pytest.mark.parametrize("longest", [None, 9])
+@pytest.mark.representative(durations=None, longest=9)
+@pytest.mark.representative(durations=(0, 1, 2), longest=None)
 def test_a_sequence_without_gradient_may_hold_nan(
     longest: int | None, durations: tuple[int, ...] | None, device: torch.device
 ) -> None:

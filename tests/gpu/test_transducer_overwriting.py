@@ -70,6 +70,8 @@ def _gradients(arguments: dict[str, Any], upstream: Tensor, **options: Any) -> l
     [(2**29, None), (2**14, None), (2**14, 9), (2**16, 9)],
     ids=["whole", "few", "kept", "many"],
 )
+@pytest.mark.representative(size=2**29)
+@pytest.mark.representative(size=2**14, longest=9)
 def test_gives_the_same_bits(
     size: int, longest: int | None, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -298,6 +298,7 @@ def test_systems_on_a_cpu_take_turns(setup: bench_training.Setup) -> None:
     assert [len(one.seconds) for one in timed] == [2, 2]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("model", ["demo", "whisper_tiny"])
 def test_other_shapes_are_trained_by_both(model: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5.23")

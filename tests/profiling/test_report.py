@@ -247,7 +247,7 @@ def test_only_numpy_is_needed(tmp_path: Path) -> None:
         "sys.exit(code or any(m in sys.modules for m in ('torch', 'pandas', 'effasr', 'scipy')))"
     )
     command = [sys.executable, "-c", code, str(ROOT / "profiling"), str(path)]
-    subprocess.run([*command, "--output", str(tmp_path / "out")], check=True, timeout=120)
+    subprocess.run([*command, "--output", str(tmp_path / "out")], check=True, timeout=240)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real exports are not part of the repository")

@@ -57,7 +57,7 @@ def start(tmp_path):
 
 
 def wait_for(path: Path, lines: int) -> None:
-    ends = time.monotonic() + 30
+    ends = time.monotonic() + 120
     while not path.exists() or len(path.read_text().splitlines()) < lines:
         assert time.monotonic() < ends
         time.sleep(0.05)
@@ -77,7 +77,7 @@ def test_shellcheck() -> None:
 
 
 def test_a_run_that_is_done(start, tmp_path) -> None:
-    out, error = (process := start("done", "seed=3", "name=two words")).communicate(timeout=60)
+    out, error = (process := start("done", "seed=3", "name=two words")).communicate(timeout=240)
     assert process.returncode == 0, error
     assert out == ""
     lines = (tmp_path / "started").read_text().splitlines()
@@ -92,7 +92,7 @@ def test_a_run_that_is_done(start, tmp_path) -> None:
 
 def test_a_run_that_failed_is_not_requeued(start, tmp_path) -> None:
     process = start("fail")
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == 3
     assert not (tmp_path / "requeued").exists()
 
@@ -108,7 +108,7 @@ def test_a_run_that_was_stopped_saves_and_is_requeued(start, tmp_path, preempted
         process.send_signal(signal.SIGTERM)
     else:
         process.send_signal(signal.SIGUSR1)
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=240)
     assert process.returncode == 0, error
     assert "job 4711 is requeued" in out
     assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
@@ -119,6 +119,6 @@ def test_a_run_that_was_stopped_saves_and_is_requeued(start, tmp_path, preempted
 
 def test_which_recipe(start) -> None:
     process = start()
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=240)
     assert process.returncode == 2
     assert "which recipe?" in error

@@ -73,7 +73,7 @@ def measured(tmp_path_factory) -> tuple[list[dict], dict, str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "profiling" / "studies")])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder)], cwd=ROOT, text=True,
-        env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=60, check=False,
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     spoken, figures = (

@@ -11,15 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from effasr.distributed.process_group import distributed_context
-
-ROOT = Path(__file__).parents[2]
+from tests.support.preloaded import ROOT, Preloaded
 
 Finished = subprocess.CompletedProcess[str]
 
@@ -40,7 +38,7 @@ def started(
         own: A last argument for each process.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = []
+    processes: list[subprocess.Popen[str]] = []
     for rank in range(size):
         environment = os.environ | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
@@ -48,12 +46,8 @@ def started(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
         }  # fmt: skip
-        command = [sys.executable, "-m", module, *arguments, *([own[rank]] if own else [])]
-        process = subprocess.Popen(
-            command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )  # fmt: skip
-        processes.append(process)
+        last = [own[rank]] if own else []
+        processes.append(Preloaded(module, *arguments, *last, env=environment, cwd=ROOT))
     try:
         yield processes
     finally:

@@ -22,7 +22,7 @@ def torchrun(recipe: Path, ranks: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", *command, "-m", "effasr.train", str(recipe)],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert f"{ranks} x cpu" in done.stderr

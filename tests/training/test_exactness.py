@@ -81,7 +81,7 @@ class Processes:
 
     def kill_after(self, step: int) -> None:
         """Kill every rank as soon as the log shows a step."""
-        deadline = time.perf_counter() + 60
+        deadline = time.perf_counter() + 240
         try:
             while time.perf_counter() < deadline:
                 lines = read_lines(self.folder / "metrics.jsonl")
@@ -89,7 +89,7 @@ class Processes:
                     return
                 assert self.ranks[0].poll() is None, self.ranks[0].communicate()[0]
                 time.sleep(0.005)
-            raise AssertionError(f"no step {step} within a minute")
+            raise AssertionError(f"no step {step} within four minutes")
         finally:
             for rank in self.ranks:
                 rank.kill()
@@ -98,7 +98,7 @@ class Processes:
     def finish(self) -> None:
         try:
             for rank in self.ranks:
-                output, _ = rank.communicate(timeout=60)
+                output, _ = rank.communicate(timeout=240)
                 assert rank.returncode == 0, output
         finally:
             for rank in self.ranks:
@@ -142,7 +142,7 @@ def test_torchrun_on_two_ranks_has_the_loss_curve_of_one(make_config, tmp_path, 
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -160,7 +160,7 @@ def test_one_rank_that_is_asked_to_stop_stops_them_all(make_config, tmp_path) ->
     """Even where the signal goes to its data workers as well, as batch systems send it."""
     config = make_config(training={**LONG, "max_steps": 1000}, data={"workers": 1})
     processes = Processes(config, tmp_path, 2)
-    deadline = time.perf_counter() + 60
+    deadline = time.perf_counter() + 240
     while not read_lines(tmp_path / "run" / "metrics.jsonl"):
         assert time.perf_counter() < deadline
         time.sleep(0.01)

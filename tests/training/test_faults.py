@@ -20,7 +20,7 @@ LONG = {"max_steps": 100_000, "checkpoint_every": 5, "timeout_s": TIMEOUT_S, "th
 
 
 def wait_for(folder: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
-    deadline = time.perf_counter() + 60
+    deadline = time.perf_counter() + 240
     while time.perf_counter() < deadline:
         lines = read_lines(folder / "metrics.jsonl")
         if lines and lines[-1]["step"] >= step:
@@ -28,7 +28,7 @@ def wait_for(folder: Path, step: int, processes: list[subprocess.Popen[str]]) ->
         for process in processes:
             assert process.poll() is None, process.communicate()[1]
         time.sleep(0.01)
-    raise AssertionError(f"no step {step} within a minute")
+    raise AssertionError(f"no step {step} within four minutes")
 
 
 def recipe(config, folder: Path) -> str:
@@ -74,7 +74,7 @@ def test_a_read_that_never_returns_is_named(make_config, tones, tmp_path, monkey
     path = recipe(make_config(data={"workers": 1}, training=loop), tmp_path)
     began = time.perf_counter()
     with started("tests.training.faulty", "stuck_read", path) as processes:
-        results = [process.communicate(timeout=60) for process in processes]
+        results = [process.communicate(timeout=240) for process in processes]
     seconds = time.perf_counter() - began
     codes = [process.returncode for process in processes]
     assert EX_TEMPFAIL in codes, results
@@ -98,7 +98,7 @@ def test_the_slow_rank_is_in_the_metrics(make_config, tmp_path) -> None:
     loop = LONG | {"max_steps": 60, "log_every": 20, "timeout_s": 60.0}
     path = recipe(make_config(training=loop), tmp_path)
     with started("tests.training.faulty", "slow_rank", path) as processes:
-        results = [process.communicate(timeout=60) for process in processes]
+        results = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], results
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert lines[-1]["slowest_rank"] == 1

@@ -223,7 +223,7 @@ def test_of_two_ranks_one_locks_and_a_second_start_of_both_is_told_once(
         assert len(children) >= 2
         assert not any(map(locks_of, children))
         with started("effasr.train", str(recipe), "training.restart=true") as second:
-            said = [process.communicate(timeout=60)[1] for process in second]
+            said = [process.communicate(timeout=240)[1] for process in second]
         assert second[0].returncode == 2, said[0]
         assert said[0].count("must be free, but process") == 1
         assert f"process {first[0].pid} on" in said[0]

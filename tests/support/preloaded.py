@@ -1,0 +1,139 @@
+"""Processes of tests that need not import torch again: forks of one that has.
+
+Torch and the trainer take seconds of processor time to import, most of what a short run of several
+ranks takes. `Preloaded` is ``python -m MODULE ARGUMENT...`` without that: a server, started with
+the first of them, imports once, and each process is a fork of it in which the module runs as
+``__main__``. It is a child of the process that asked for it, which can wait for it and kill it.
+
+What a test says of the start of a program, such as its imports or ``torchrun``, needs a real one.
+"""
+
+import atexit
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+_IMPORTED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "effasr.cli.main",
+    "effasr.training.trainer",
+)
+_PR_SET_CHILD_SUBREAPER = 36
+_MOST_BYTES = 2**18
+
+
+class Preloaded(subprocess.Popen[str]):
+    """A process that runs a module as ``__main__``, with pipes for its output.
+
+    Args:
+        module: Name of the module.
+        arguments: ``sys.argv`` after the program's name.
+        env: All environment variables.
+        cwd: Working directory.
+    """
+
+    def __init__(self, module: str, *arguments: str, env: dict[str, str], cwd: Path) -> None:
+        pipe = subprocess.PIPE
+        command = [module, *arguments]
+        super().__init__(command, env=env, cwd=cwd, text=True, stdout=pipe, stderr=pipe)
+
+    def _execute_child(self, args: list[str], *rest: Any) -> None:  # type: ignore[override]
+        # What Popen does between opening the pipes and reading from them; the names of `rest` are
+        # those of CPython 3.11 to 3.14.
+        (_, _, _, _, cwd, env, _, _, _, _, _, read_out, write_out, read_error, write_error, *_) = (
+            rest
+        )
+        assert read_out != -1
+        assert read_error != -1
+        request = json.dumps({"command": args, "cwd": str(cwd), "env": dict(env)}).encode()
+        assert len(request) < _MOST_BYTES
+        server = _server()
+        libc = ctypes.CDLL(None)
+        # An orphan becomes the child of its closest ancestor that is a subreaper.
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            socket.send_fds(server, [request], [write_out, write_error])
+            self.pid = int(server.recv(64))
+        finally:
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+            os.close(write_out)
+            os.close(write_error)
+        self._child_created = True
+
+
+@cache
+def _server() -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.preloaded", str(theirs.fileno())],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
+        cwd=ROOT,
+        pass_fds=[theirs.fileno()],
+        # No terminal: Python would write there line by line, as its forks would.
+        stdout=subprocess.DEVNULL,
+    )
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Fork a process for each request; returns the request in each, and None at the end."""
+    while True:
+        message, given, _, _ = socket.recv_fds(channel, _MOST_BYTES, 2)
+        if not message:
+            return None
+        assert len(os.listdir("/proc/self/task")) == 1, "a fork has none of the other threads"
+        read, write = os.pipe()
+        between = os.fork()
+        if not between:
+            process = os.fork()
+            if process:
+                os.write(write, str(process).encode())
+                os._exit(0)
+            for descriptor in (read, write, channel.detach()):
+                os.close(descriptor)
+            return json.loads(message), given
+        os.waitpid(between, 0)
+        channel.send(os.read(read, 64))
+        for descriptor in (read, write, *given):
+            os.close(descriptor)
+
+
+def _main(channel: int) -> None:
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    found = _serve(socket.socket(fileno=channel))
+    if found is None:
+        return
+    request, outputs = found
+    for descriptor, output in zip((1, 2), outputs, strict=True):
+        os.dup2(output, descriptor)
+        os.close(output)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    module, *arguments = request["command"]
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]))
