@@ -91,6 +91,14 @@ class Batch:
     source: PackedSequence | None = None
     """Text encoder input of a text-only batch, int64 (T,). Such a batch has no rows in ``audio``,
     and ``frames`` is the layout of ``source``."""
+    label_room: Tensor | None = None
+    """int64 (N,), tokens that the label of each utterance may have, 0 for one with a text; None
+    where a teacher has nothing to label, or has done so."""
+
+    @property
+    def is_untranscribed(self) -> bool:
+        """Whether no utterance has a text or room for one: frames are the targets."""
+        return self.label_room is None and not any(self.token_lengths)
 
     @property
     def num_frames(self) -> int:
@@ -147,6 +155,5 @@ class Batch:
     def _mapped(self, function: Callable[[Any], Any]) -> Batch:
         """Apply a function to each tensor, layout and packed sequence."""
         names = ["audio", "frames", "tokens", "targets", "text", "monotonic"]
-        if self.source is not None:
-            names.append("source")
+        names += [name for name in ("source", "label_room") if getattr(self, name) is not None]
         return replace(self, **{name: function(getattr(self, name)) for name in names})

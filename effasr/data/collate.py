@@ -22,15 +22,19 @@ class Example:
         id: Name of the utterance.
         audio: float32 (samples,), mono, at `SAMPLE_RATE`.
         prompt: Token ids that the decoder is given; at least one.
-        text: Token ids that it must write, without the end token.
+        text: Token ids that it must write, without the end token; None for an utterance without a
+            text, of which the decoder reads nothing.
         monotonic: Whether the text follows the speech in order; see `Batch.monotonic`.
+        reserved: Tokens that a label of the utterance may have, which a teacher writes; 0 for an
+            utterance with a text, or for training on audio alone, where its frames are the targets.
     """
 
     id: str
     audio: np.ndarray
     prompt: list[int]
-    text: list[int]
+    text: list[int] | None
     monotonic: bool = True
+    reserved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +102,14 @@ def collate(
     count, frame_rows, token_rows, audio_rows = len(examples), None, None, None
     longest_frames = longest_tokens = None
     if shape is not None:
-        _check_fits(shape, len(examples), sum(frame_lengths), sum(token_lengths))
+        reserved = sum(example.reserved for example in examples)
+        _check_fits(shape, len(examples), sum(frame_lengths), sum(token_lengths) + reserved)
         count, audio_rows = shape.max_sequences, shape.audio_rows
         frame_rows, token_rows = shape.frame_budget, shape.token_budget
         longest_frames, longest_tokens = shape.longest_frames, shape.longest_tokens
-    texts = [example.text if example.monotonic else [] for example in examples]
-    counted = [len(example.text) + 1 for example in examples]
-    monotonic = [example.monotonic for example in examples]
+    texts = [(example.text or []) if example.monotonic else [] for example in examples]
+    counted = list(map(_count_targets, examples, frame_lengths))
+    monotonic = [example.monotonic and example.text is not None for example in examples]
     return Batch(
         audio=_pack_audio(examples, samples, audio_rows, count),
         frames=PackedLayout.from_lengths(
@@ -120,6 +125,7 @@ def collate(
         num_monotonic_targets=sum(compress(counted, monotonic)),
         frame_lengths=frame_lengths,
         token_lengths=token_lengths,
+        label_room=_label_room(examples, count),
     )
 
 
@@ -164,13 +170,34 @@ def _decoder_rows(
     examples: Sequence[Example] | Sequence[TextExample], eos_id: int
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return the decoder's input for each example, and its target."""
-    tokens, targets = [], []
+    tokens: list[list[int]] = []
+    targets: list[list[int]] = []
     for example in examples:
+        if example.text is None:
+            tokens.append([])
+            targets.append([])
+            continue
         if not example.prompt:
             raise ValueError(f"{example.id}: `prompt` must have at least one token, but is empty.")
         tokens.append(example.prompt + example.text)
         targets.append([IGNORED] * (len(example.prompt) - 1) + example.text + [eos_id])
     return tokens, targets
+
+
+def _count_targets(example: Example, frames: int) -> int:
+    """Return the number of targets: tokens, or frames in training on audio alone."""
+    if example.text is not None:
+        return len(example.text) + 1
+    # A teacher knows the number of targets when it has written the label.
+    return 0 if example.reserved else frames
+
+
+def _label_room(examples: Sequence[Example], count: int) -> torch.Tensor | None:
+    """Return the tokens reserved for the label of each utterance, int64 (N,), if there are any."""
+    reserved = [example.reserved for example in examples]
+    if not any(reserved):
+        return None
+    return torch.tensor(reserved + [0] * (count - len(reserved)), dtype=torch.int64)
 
 
 def _check_fits(shape: StaticShape, sequences: int, frames: int, tokens: int) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 from effasr.data.audio.augmentation.config import AudioAugmentationConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.filters.config import FilterConfig
-from effasr.data.filters.limits import Limits
+from effasr.data.filters.limits import Limits, TextUse
 from effasr.data.mixture import MixConfig, leaves
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.options import Strategy, StrategyOptions
@@ -28,6 +28,12 @@ class DataConfig:
             every speed, as an utterance of its own, to whose length limits and shares apply. With
             0.9, 1.0 and 1.1, an epoch has three times the steps.
         audio_augmentation: Other augmentations of the audio: noise, rooms, the telephone.
+        text: Use of transcripts. ``required``: utterances without a text are dropped. ``optional``:
+            they are kept, for a teacher that writes their text during training
+            (``training.teacher``). ``ignored``: no text is read, even where there is one; batches
+            have no tokens, and are planned by their frames alone (``model.best_rq``).
+        label_tokens_per_second: With text ``optional``, tokens that are reserved for each second of
+            an utterance without text; by default a quarter more than any transcript has.
         language: The language of utterances that name none.
         strategy: Batching strategy. ``packed`` fills the budgets of one static
             shape. The others are the batches of other toolkits, for comparison: ``random``,
@@ -78,6 +84,8 @@ class DataConfig:
     tokenizer: str = ""
     speed_perturbation: tuple[float, ...] = (1.0,)
     audio_augmentation: AudioAugmentationConfig = field(default_factory=AudioAugmentationConfig)
+    text: TextUse = "required"
+    label_tokens_per_second: float | None = None
     language: str = "en"
     strategy: Strategy = "packed"
     epoch_end: EpochEnd | None = None
@@ -126,6 +134,7 @@ class DataConfig:
                 f"`on_bad_audio` must be 'raise' or 'skip', but is {self.on_bad_audio!r}."
             )
         self._check_text_share()
+        self._check_text()
         self.limits()
         if self.epoch_end is not None and self.strategy != "packed":
             raise ValueError(
@@ -192,6 +201,24 @@ class DataConfig:
                 "strategy packed."
             )
 
+    def _check_text(self) -> None:
+        rate = self.label_tokens_per_second
+        if self.text == "optional" and self.strategy != "packed":
+            raise ValueError(
+                f"`text` must be required or ignored for strategy {self.strategy}, whose batches "
+                "have no room for the labels of a teacher, but is optional: use strategy packed."
+            )
+        if self.text == "ignored" and self.text_share is not None:
+            raise ValueError(
+                f"`text_share` must be null where `text` is ignored, but is {self.text_share:g}: "
+                "pretrain on audio alone."
+            )
+        if rate is not None and (self.text != "optional" or not rate > 0):
+            raise ValueError(
+                "`label_tokens_per_second` must be greater than 0, and left out unless `text` is "
+                f"optional, but is {rate:g} with `text` {self.text}."
+            )
+
     @property
     def manifests(self) -> list[tuple[str, int]]:
         """The manifests to train on, each with the number of its source."""
@@ -235,4 +262,5 @@ class DataConfig:
             ctc=ctc,
             speed_perturbation=self.speed_perturbation,
             framing=framing,
+            text=self.text,
         )

@@ -121,6 +121,7 @@ class _Reader:
         self._tokenizer = tokenizer
         self._prompt_tokens = prompt_tokens
         self._language = language
+        self._untranscribed = limits.text != "required"
         # Cuts are made only where more than their length is used.
         self._looks_at_texts = (
             tokenizer is not None
@@ -141,7 +142,8 @@ class _Reader:
         """Read one manifest or list."""
         file = path / CUTS_FILE
         if path.is_dir() and not file.is_file():
-            for line, (name, utterance) in enumerate(named(path, language=self._language), 1):
+            utterances = named(path, language=self._language, untranscribed=self._untranscribed)
+            for line, (name, utterance) in enumerate(utterances, 1):
                 self._add_utterance(name, (source, line), utterance)
             return
         file = file if path.is_dir() else path
@@ -197,8 +199,12 @@ class _Reader:
             tokens = row.tokens
             if tokens is None:
                 self._by_duration += len(self._limits.speed_perturbation)
-                tokens = max(1, round(min(TOKENS_PER_SECOND * row.seconds, MOST_TOKENS)))
-            self._add(row.name, (source, row.line), row.seconds, tokens, self._prompt_tokens)
+                tokens = _tokens_in(row.seconds)
+            place = source, row.line
+            if self._limits.text == "ignored":
+                self._add_untranscribed(row.name, place, row.seconds)
+            else:
+                self._add(row.name, place, row.seconds, tokens, self._prompt_tokens)
 
     def _add_objects(self, source: int, path: Path, lines: Iterator[tuple[int, str]]) -> None:
         for line, json_text in lines:
@@ -213,7 +219,9 @@ class _Reader:
                     f"{origin}: `duration` is missing: every line needs it, in seconds, where it "
                     "names no audio file (`audio_filepath`)."
                 )
-            for utterance in nemo.utterances([(line, json_text)], path, self._language):
+            for utterance in nemo.utterances(
+                [(line, json_text)], path, self._language, untranscribed=self._untranscribed
+            ):
                 self._add_utterance(utterance.id, (source, line), utterance)
 
     def _add_object(
@@ -224,7 +232,9 @@ class _Reader:
         counted = _num_tokens(row, origin)
         if "supervisions" in row:
             row = _supervised(row, origin)
-        if "text" in row and (counted is None or self._looks_at_texts):
+        if self._untranscribed and self._lacks_text(row.get("text")):
+            self._add_untranscribed(name, place, seconds)
+        elif "text" in row and (counted is None or self._looks_at_texts):
             text = text_field(row, "text", origin).strip()
             self._add_text(name, place, seconds, text, row, origin)
         elif counted is not None:
@@ -237,6 +247,9 @@ class _Reader:
     def _add_utterance(self, name: str, place: _Place, utterance: Utterance) -> None:
         """Add an utterance of a manifest reader."""
         if isinstance(utterance, FileUtterance) and utterance.duration is not None:
+            if self._untranscribed and self._lacks_text(utterance.text):
+                self._add_untranscribed(name, place, utterance.duration)
+                return
             prompt = utterance.prompt
             row = {"source_lang": prompt.source, **custom_fields(prompt)}
             self._add_text(name, place, utterance.duration, utterance.text, row, utterance.origin)
@@ -248,7 +261,19 @@ class _Reader:
                 copy = name_at(name, speed)
                 self._dropped.append(Dropped(copy, error.problem, str(error), utterance.audio))
             return
+        if self._untranscribed and self._lacks_text(text_of(cut)):
+            self._add_untranscribed(name, place, cut.duration)
+            return
         self._add_cut(name, place, cut)
+
+    def _lacks_text(self, text: object) -> bool:
+        """Return whether an utterance with this text is used without one."""
+        return self._limits.text == "ignored" or not isinstance(text, str) or not text.strip()
+
+    def _add_untranscribed(self, name: str | None, place: _Place, seconds: float) -> None:
+        """Add an utterance without a text; training derives the room for its label."""
+        room = _tokens_in(seconds) if self._limits.text == "optional" else 0
+        self._add(name, place, seconds, room, 0)
 
     def _add_text(
         self,
@@ -281,6 +306,11 @@ class _Reader:
             lengths = len(tokens.text), len(tokens.prompt)
         speeds = [self._limits.speed_perturbation[number] for number in fitting]
         self._add(name, place, cut.duration, *lengths, speeds)
+
+
+def _tokens_in(seconds: float) -> int:
+    """Estimate the tokens of an utterance from its duration."""
+    return max(1, round(min(TOKENS_PER_SECOND * seconds, MOST_TOKENS)))
 
 
 def _estimate(text: str) -> int:

@@ -93,7 +93,8 @@ def select(
         seconds > limits.max_duration,
         lambda i: f"{seconds[i]:.3f} s, over {limits.max_duration:g} s",
     )
-    sieve.drop(Reason.EMPTY_TEXT, listing.texts < 1, lambda i: "the text is empty")
+    if limits.text == "required":
+        sieve.drop(Reason.EMPTY_TEXT, listing.texts < 1, lambda i: "the text is empty")
     samples = _samples(np.minimum(seconds, limits.max_duration))
     frames = limits.framing.frames(samples)
     of_list = np.zeros(len(listing.paths), np.int64) if sources is None else np.array(sources)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
+
+TextUse = Literal["required", "optional", "ignored"]
+"""Use of transcripts: see `effasr.data.config.DataConfig.text`."""
 
 _SLOWEST, _FASTEST = 0.5, 2.0
 _MOST_SPEEDS = 8
@@ -31,6 +35,7 @@ class Limits:
         ctc: Whether a transcription must leave CTC a path through its frames.
         speed_perturbation: Speeds at which it is trained on, each as an utterance of its own.
         framing: Frame geometry of the model.
+        text: Whether an utterance needs a text, may lack one, or is used without it.
     """
 
     min_duration: float = 0.1
@@ -46,6 +51,7 @@ class Limits:
     ctc: bool = True
     speed_perturbation: tuple[float, ...] = (1.0,)
     framing: Framing = FASTCONFORMER
+    text: TextUse = "required"
 
     def __post_init__(self) -> None:
         if not 0 < self.min_duration <= self.max_duration:

@@ -84,6 +84,10 @@ class TokenizedText:
     unknown: int
 
 
+UNTRANSCRIBED = TokenizedText([], [], monotonic=True, unknown=0)
+"""Of an utterance that is used without a text."""
+
+
 def tokenize(cut: Cut, tokenizer: Tokenizer) -> TokenizedText:
     """Token ids of a cut's request and text.
 
@@ -124,21 +128,25 @@ def check(
         tokens: Result of `tokenize`, if known.
 
     Returns:
-        The tokens; None without a tokenizer.
+        The tokens; None without a tokenizer, `UNTRANSCRIBED` for an utterance that is used without
+        a text.
 
     Raises:
         Unfit: The cut cannot be trained on; the first reason found.
     """
     text, duration = text_of(cut), duration_at(cut.duration, speed)
     _check_duration(duration, limits)
+    if limits.text == "ignored" or (limits.text == "optional" and not text):
+        _check_wanted(cut, "", limits)
+        if limits.text == "optional" and not request(cut).monotonic:
+            raise Unfit(Reason.EMPTY_TEXT, "the text is empty, and no teacher translates")
+        _check_frames(frames_of(cut, limits.framing, speed), limits)
+        return UNTRANSCRIBED
     if not text:
         raise Unfit(Reason.EMPTY_TEXT, "the text is empty")
     _check_wanted(cut, text, limits)
     frames = frames_of(cut, limits.framing, speed)
-    if limits.frame_budget is not None and frames > limits.frame_budget:
-        raise Unfit(Reason.FRAME_BUDGET, f"{frames} encoder frames, over {limits.frame_budget}")
-    if limits.max_frames is not None and frames > limits.max_frames:
-        raise Unfit(Reason.MODEL, f"{frames} encoder frames, over `max_frames` {limits.max_frames}")
+    _check_frames(frames, limits)
     rate = len(text) / duration
     _check_rate(Reason.CHARACTER_RATE, rate, limits.max_characters_per_second)
     if tokenizer is None:
@@ -217,6 +225,13 @@ def _check_duration(duration: float, limits: Limits) -> None:
         raise Unfit(Reason.TOO_SHORT, f"{duration:.3f} s, under {limits.min_duration:g} s")
     if duration > limits.max_duration:
         raise Unfit(Reason.TOO_LONG, f"{duration:.3f} s, over {limits.max_duration:g} s")
+
+
+def _check_frames(frames: int, limits: Limits) -> None:
+    if limits.frame_budget is not None and frames > limits.frame_budget:
+        raise Unfit(Reason.FRAME_BUDGET, f"{frames} encoder frames, over {limits.frame_budget}")
+    if limits.max_frames is not None and frames > limits.max_frames:
+        raise Unfit(Reason.MODEL, f"{frames} encoder frames, over `max_frames` {limits.max_frames}")
 
 
 def _check_wanted(cut: Cut, text: str, limits: Limits) -> None:

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from effasr.data.index.text_corpus import TextCorpus
 
 
+_ROOM_FOR_LABELS = 1.25
+"""Tokens per second that are reserved for labels, relative to the most that a transcript has."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
     """Utterances that can be trained on; made by `Corpus.load`.
@@ -44,7 +48,8 @@ class Corpus:
     reference counts change.
 
     Attributes:
-        lengths: Encoder frames and decoder tokens of each utterance.
+        lengths: Encoder frames and decoder tokens of each utterance; of one without text, the
+            tokens that are reserved for a label.
         shape: The static shape of every batch.
         dropped: Utterances of the manifests that were left out, with the reasons.
         seconds: Total duration of the utterances.
@@ -176,7 +181,7 @@ class Corpus:
 
     @property
     def monotonic(self) -> np.ndarray:
-        """Whether each text follows the speech in order, so that CTC applies: bool (n,)."""
+        """Whether there is a text that follows the speech in order: bool (n,). CTC applies."""
         return self._monotonic
 
     def token_ids(self, vocab_size: int) -> np.ndarray:
@@ -229,6 +234,8 @@ class Corpus:
         except AudioError as error:
             raise AudioError(error.problem, f"utterance {name!r}: {error}") from error
         tokens = self._tokens[self._rows[index]].tolist()
+        if not tokens:
+            return Example(name, audio, [], None, reserved=int(self.lengths.tokens[index]))
         split = int(self._prompt_lengths[index])
         return Example(name, audio, tokens[:split], tokens[split:], bool(self._monotonic[index]))
 
@@ -240,7 +247,8 @@ class _Derivation:
         self._table = table
         self._config = config
         self._framing = framing
-        self._lengths = UtteranceLengths(table.frames, table.token_lengths)
+        self._has_text = table.token_lengths > 0
+        self._lengths = UtteranceLengths(table.frames, self._tokens())
 
     def corpus(self, paths: Sequence[str | Path], tokenizer: Tokenizer) -> Corpus:
         """Return the corpus, with the shape derived where the configuration leaves it open.
@@ -308,8 +316,30 @@ class _Derivation:
             _speeds=table.speeds[kept],
             _all_speeds=config.speed_perturbation,
             _prompt_lengths=table.prompt_lengths[kept],
-            _monotonic=monotonic[table.prompt_ids[kept]],
+            _monotonic=monotonic[table.prompt_ids[kept]] & self._has_text[kept],
         )
+
+    def _tokens(self) -> np.ndarray:
+        """Return the tokens of each utterance, int32 (n,), and room for the labels of a teacher.
+
+        Raises:
+            ValueError: Nothing says how much room a label needs.
+        """
+        table, has_text = self._table, self._has_text
+        if self._config.text != "optional" or has_text.all():
+            return table.token_lengths
+        rate = self._config.label_tokens_per_second
+        if rate is None:
+            if not has_text.any():
+                raise ValueError(
+                    "`label_tokens_per_second` must be given where no utterance has a text, but is "
+                    "null: 10 is enough for most languages and vocabularies."
+                )
+            texts = (table.token_lengths - table.prompt_lengths)[has_text]
+            rate = _ROOM_FOR_LABELS * float((texts / table.durations[has_text]).max())
+        # CTC writes at most a token for each frame.
+        room = np.minimum(np.ceil(rate * table.durations) + 1, table.frames).astype(np.int32)
+        return np.where(has_text, table.token_lengths, room)
 
     def _within(self, token_budget: int | None) -> tuple[np.ndarray, list[Dropped]]:
         """Return the utterances within a budget, and all dropped so far in manifest order."""
@@ -352,6 +382,7 @@ class _Derivation:
         if deviations is None:
             return outliers, []
         rates = (self._lengths.tokens - self._table.prompt_lengths) / durations
+        fit = fit & self._has_text
         outliers[fit] = rate_outliers(rates[fit], durations[fit], deviations)
         details = "{:.1f} per second, far more than others of {:.1f} s"
         return outliers, [

@@ -15,6 +15,7 @@ from effasr.data import worker_processes
 from effasr.data.filters.limits import Limits
 from effasr.data.index.utterance_table import IndexBuilder, UtteranceTable
 from effasr.data.manifest.reader import Names, Part, named, parts
+from effasr.data.manifest.utterance import Utterance
 from effasr.data.tokenizer import Tokenizer
 
 Reader = Callable[
@@ -78,10 +79,19 @@ class _Work:
     language: str
     source: int
 
+    @property
+    def untranscribed(self) -> bool:
+        """Whether utterances may lack a text."""
+        return self.limits.text != "required"
+
+    def utterances(self, part: Part) -> Iterator[Utterance]:
+        """Return the utterances of a part."""
+        return part.utterances(self.language, untranscribed=self.untranscribed)
+
     def of(self, part: Part, names: Sequence[str] | None) -> tuple[IndexBuilder, list[str]]:
         """Index a part and return it with the names in the source; ``names`` replaces these."""
         builder, own = IndexBuilder(), []
-        for place, utterance in enumerate(part.utterances(self.language)):
+        for place, utterance in enumerate(self.utterances(part)):
             own.append(utterance.id)
             name = utterance.id if names is None else names[place]
             builder.add(name, utterance, self.limits, self.tokenizer, self.source)
@@ -89,7 +99,7 @@ class _Work:
 
 
 def _in_turn(path: str | Path, work: _Work) -> Iterator[IndexBuilder]:
-    utterances = named(path, language=work.language)
+    utterances = named(path, language=work.language, untranscribed=work.untranscribed)
     while some := list(islice(utterances, PART)):
         builder = IndexBuilder()
         for name, utterance in some:
@@ -104,11 +114,11 @@ def _in_parallel(path: Path, work: _Work, jobs: int) -> Iterator[IndexBuilder]:
     the first part has repeated names, such as files with several utterances, names are assigned
     before.
     """
-    names, every = Names(), parts(path, work.language, PART)
+    names, every = Names(), parts(path, work.language, PART, untranscribed=work.untranscribed)
     first = next(every, None)
     if first is None:
         return
-    given = names.take_all(first.utterances(work.language))
+    given = names.take_all(work.utterances(first))
     builder, own = work.of(first, given)
     yield builder
     names_first = given != own
@@ -118,7 +128,7 @@ def _in_parallel(path: Path, work: _Work, jobs: int) -> Iterator[IndexBuilder]:
             executor, every, work, names if names_first else None, jobs
         ):
             if given is None and not names.take_as_they_are(own):
-                given = names.take_all(part.utterances(work.language))
+                given = names.take_all(work.utterances(part))
                 builder, _ = work.of(part, given)
             yield builder
     except BrokenProcessPool as error:
@@ -140,7 +150,7 @@ def _in_order(
     """Yield the parts with the names assigned to them, if any, and their index."""
     pending: deque[tuple[Part, list[str] | None, Future[tuple[IndexBuilder, list[str]]]]] = deque()
     for part in every:
-        given = None if names is None else names.take_all(part.utterances(work.language))
+        given = None if names is None else names.take_all(work.utterances(part))
         pending.append((part, given, executor.submit(_run, part, given)))
         if len(pending) >= _AHEAD * jobs:
             earlier, given, future = pending.popleft()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lhotse import SupervisionSegment
 from lhotse.cut import Cut, MixedCut
 from lhotse.cut.data import DataCut
 from lhotse.cut.set import deserialize_cut
@@ -27,9 +28,11 @@ _CHANNELS = 1024
 
 
 def utterances(
-    lines: Iterable[tuple[int, str]], path: Path, language: str
+    lines: Iterable[tuple[int, str]], path: Path, language: str, *, untranscribed: bool = False
 ) -> Iterator[CutUtterance]:
     """Read the numbered lines of a cut manifest; relative audio paths are relative to its folder.
+
+    With ``untranscribed`` a cut may have no supervision, or one without text.
 
     Raises:
         ValueError: A line is no cut, or has not exactly one supervision with a text.
@@ -45,6 +48,8 @@ def utterances(
             raise ValueError(
                 f"{origin}: not a cut that lhotse can read ({type(error).__name__}: {error})."
             ) from error
+        if untranscribed:
+            _supervise(cut)
         _complete(cut, origin, path.parent, language)
         yield CutUtterance(origin, cut, audio_of(cut))
 
@@ -91,6 +96,18 @@ def check_times(cut: Cut) -> None:
         type(channel) is int and 0 <= channel < _CHANNELS for channel in channels
     ):
         raise ValueError(f"`channel` must be numbers from 0, but is {repr(cut.channel)[:60]}")
+
+
+def _supervise(cut: Cut) -> None:
+    """Give a cut without supervision, or without text, a supervision with an empty text."""
+    if isinstance(cut, DataCut) and not cut.supervisions and cut.recording is not None:
+        cut.supervisions = [
+            SupervisionSegment(
+                cut.id, cut.recording.id, 0.0, cut.duration, channel=cut.channel, text=""
+            )
+        ]
+    if len(cut.supervisions) == 1 and cut.supervisions[0].text is None:
+        cut.supervisions[0].text = ""
 
 
 def _complete(cut: Cut, origin: str, folder: Path, language: str) -> None:

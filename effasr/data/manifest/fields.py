@@ -41,6 +41,19 @@ def text_field(row: Mapping[str, Any], name: str, origin: str) -> str:
     return value
 
 
+def transcript_field(
+    row: Mapping[str, Any], name: str, origin: str, *, untranscribed: bool = False
+) -> str:
+    """Return a transcript, stripped; with ``untranscribed`` it may be missing, null or empty.
+
+    Raises:
+        ValueError: It is missing where it must not be, or no string.
+    """
+    if untranscribed:
+        return (optional_text(row, name, origin) or "").strip()
+    return text_field(row, name, origin).strip()
+
+
 def optional_text(row: Mapping[str, Any], name: str, origin: str) -> str | None:
     """Return a string field that may be missing, null or empty.
 

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from effasr.data.manifest.fields import optional_text, prompt_fields, seconds_field, text_field
+from effasr.data.manifest.fields import (
+    optional_text,
+    prompt_fields,
+    seconds_field,
+    text_field,
+    transcript_field,
+)
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.utterance import FileUtterance, absolute
 from effasr.data.prompt import Prompt
@@ -16,7 +22,9 @@ AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3")
 _TEXT_FIELDS = ("text", "transcription", "sentence")
 
 
-def utterances(folder: Path, language: str) -> Iterator[FileUtterance]:
+def utterances(
+    folder: Path, language: str, *, untranscribed: bool = False
+) -> Iterator[FileUtterance]:
     """Read a folder in one of three arrangements, in a fixed order.
 
     - ``metadata.csv`` or ``metadata.jsonl`` with ``file_name`` and ``text``, ``transcription``
@@ -24,19 +32,21 @@ def utterances(folder: Path, language: str) -> Iterator[FileUtterance]:
     - LibriSpeech's ``*.trans.txt``, lines of ``name TEXT`` beside the audio files;
     - ``NAME.txt`` beside each ``NAME.wav`` (or .flac, .ogg, .opus, .mp3), at any depth.
 
+    With ``untranscribed`` a transcript may be missing.
+
     Raises:
         ValueError: There is no audio, or a transcript is missing or malformed.
     """
     for name in ("metadata.jsonl", "metadata.csv"):
         if (folder / name).is_file():
-            return _from_table(folder / name, language)
+            return _from_table(folder / name, language, untranscribed)
     transcripts = sorted(folder.rglob("*.trans.txt"))
     if transcripts:
         return _from_librispeech(transcripts, language)
-    return _from_neighbours(folder, language)
+    return _from_neighbours(folder, language, untranscribed)
 
 
-def _from_table(path: Path, language: str) -> Iterator[FileUtterance]:
+def _from_table(path: Path, language: str, untranscribed: bool) -> Iterator[FileUtterance]:
     for origin, row in _rows(path):
         audio = text_field(row, "file_name", origin)
         field = next((name for name in _TEXT_FIELDS if row.get(name) is not None), "text")
@@ -46,7 +56,7 @@ def _from_table(path: Path, language: str) -> Iterator[FileUtterance]:
             named=name is not None,
             origin=origin,
             audio=absolute(audio, path.parent),
-            text=text_field(row, field, origin).strip(),
+            text=transcript_field(row, field, origin, untranscribed=untranscribed),
             prompt=prompt_fields(row, origin, language),
             duration=None if path.suffix == ".csv" else seconds_field(row, "duration", origin),
         )
@@ -89,7 +99,7 @@ def _from_librispeech(transcripts: list[Path], language: str) -> Iterator[FileUt
             )
 
 
-def _from_neighbours(folder: Path, language: str) -> Iterator[FileUtterance]:
+def _from_neighbours(folder: Path, language: str, untranscribed: bool) -> Iterator[FileUtterance]:
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in AUDIO_SUFFIXES)
     if not files:
         raise ValueError(
@@ -98,7 +108,7 @@ def _from_neighbours(folder: Path, language: str) -> Iterator[FileUtterance]:
             f"({', '.join(AUDIO_SUFFIXES)}) with a .txt beside each."
         )
     silent = [path for path in files if not path.with_suffix(".txt").is_file()]
-    if silent:
+    if silent and not untranscribed:
         raise ValueError(
             f"{silent[0]}: there is no {silent[0].with_suffix('.txt').name} beside it (and so for "
             f"{len(silent)} of {len(files)} audio files): write the transcripts, or move the "
@@ -106,7 +116,8 @@ def _from_neighbours(folder: Path, language: str) -> Iterator[FileUtterance]:
         )
     for path in files:
         transcript = path.with_suffix(".txt")
-        words = [word for _, line in numbered_lines(transcript) for word in line.split()]
+        lines = numbered_lines(transcript) if transcript.is_file() else ()
+        words = [word for _, line in lines for word in line.split()]
         yield FileUtterance(
             id=path.stem,
             named=False,

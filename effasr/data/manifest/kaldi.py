@@ -19,10 +19,14 @@ def is_kaldi(folder: Path) -> bool:
     return (folder / "wav.scp").is_file()
 
 
-def utterances(folder: Path, language: str) -> Iterator[FileUtterance]:
+def utterances(
+    folder: Path, language: str, *, untranscribed: bool = False
+) -> Iterator[FileUtterance]:
     """Read a Kaldi data folder, in the order of ``text``.
 
-    Relative paths in ``wav.scp`` are relative to the folder. ``utt2lang`` gives languages.
+    Relative paths in ``wav.scp`` are relative to the folder. ``utt2lang`` gives languages. With
+    ``untranscribed`` utterances may be missing in ``text``, which need not exist; the order is then
+    that of ``segments``, or of ``wav.scp``.
 
     Raises:
         ValueError: A file is missing or malformed, ``wav.scp`` holds a command, or the files
@@ -32,7 +36,11 @@ def utterances(folder: Path, language: str) -> Iterator[FileUtterance]:
     segments = _segments(folder, recordings)
     speakers = _table(folder, "utt2spk", optional=True)
     languages = _table(folder, "utt2lang", optional=True)
-    for name, (origin, text) in _table(folder, "text").items():
+    texts = _table(folder, "text", optional=untranscribed)
+    if untranscribed:
+        known = recordings if segments is None else segments
+        texts = {name: (str(folder), "") for name in known} | texts
+    for name, (origin, text) in texts.items():
         recording, offset, duration = _find(folder, origin, name, recordings, segments)
         spoken = languages[name][1].strip() if name in languages else language
         yield FileUtterance(

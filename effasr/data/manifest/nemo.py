@@ -10,15 +10,18 @@ from effasr.data.manifest.fields import (
     prompt_fields,
     seconds_field,
     text_field,
+    transcript_field,
 )
 from effasr.data.manifest.lines import parse_object
 from effasr.data.manifest.utterance import FileUtterance, absolute
 
 
 def utterances(
-    lines: Iterable[tuple[int, str]], path: Path, language: str
+    lines: Iterable[tuple[int, str]], path: Path, language: str, *, untranscribed: bool = False
 ) -> Iterator[FileUtterance]:
     """Read the numbered lines of a NeMo manifest; relative audio paths are relative to its folder.
+
+    With ``untranscribed`` a line may lack a text.
 
     Raises:
         ValueError: A line is malformed; the message names file, line, field and remedy.
@@ -33,7 +36,7 @@ def utterances(
             named=name is not None,
             origin=origin,
             audio=absolute(audio, path.parent),
-            text=text_field(row, "text", origin).strip(),
+            text=transcript_field(row, "text", origin, untranscribed=untranscribed),
             prompt=prompt_fields(row, origin, language),
             offset=seconds_field(row, "offset", origin, zero=True),
             duration=seconds_field(row, "duration", origin),

@@ -6,10 +6,11 @@ Kinds: NeMo's JSON lines, lhotse cuts (``.jsonl``, ``.jsonl.gz``) and Shar folde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
+from typing import Protocol
 
 from lhotse import CutSet
 from lhotse.cut import Cut
@@ -21,8 +22,18 @@ from effasr.data.manifest.pairs import SOURCE_TEXT
 from effasr.data.manifest.utterance import Utterance
 from effasr.data.prompt import Prompt
 
-_Read = Callable[[Iterable[tuple[int, str]], Path, str], Iterator[Utterance]]
-"""Makes utterances from numbered lines of a manifest and a default language."""
+
+class _Read(Protocol):
+    """Makes utterances from numbered lines of a manifest and a default language."""
+
+    def __call__(
+        self,
+        lines: Iterable[tuple[int, str]],
+        path: Path,
+        language: str,
+        *,
+        untranscribed: bool = False,
+    ) -> Iterator[Utterance]: ...
 
 
 def read(path: str | Path, *, language: str = "en") -> CutSet:
@@ -49,16 +60,19 @@ def read(path: str | Path, *, language: str = "en") -> CutSet:
     return found
 
 
-def iterate(path: str | Path, *, language: str = "en") -> Iterator[Cut]:
+def iterate(
+    path: str | Path, *, language: str = "en", untranscribed: bool = False
+) -> Iterator[Cut]:
     """Yield the cuts of a manifest, one at a time.
 
     Lines that are no lhotse cuts need the header of their audio file, which is read here:
     lengths are then exact. A prepared folder needs none and is the fast way into training.
+    With ``untranscribed`` an utterance may lack a text, and its cut has an empty one.
 
     Raises:
         ValueError: As `read`, but for an empty manifest.
     """
-    for name, utterance in named(path, language=language):
+    for name, utterance in named(path, language=language, untranscribed=untranscribed):
         try:
             yield utterance.cut(name)
         except AudioError as error:
@@ -76,17 +90,20 @@ def request(cut: Cut) -> Prompt:
     return cuts.cut_prompt(cut, cut.id, Prompt().source)
 
 
-def named(path: str | Path, *, language: str = "en") -> Iterator[tuple[str, Utterance]]:
+def named(
+    path: str | Path, *, language: str = "en", untranscribed: bool = False
+) -> Iterator[tuple[str, Utterance]]:
     """Yield the utterances of a manifest, each with a unique name; no audio file is opened.
 
     A name that the source gives must be unique. A name made from a file's name gets ``-2``,
-    ``-3`` ... in the order of the source where it is taken.
+    ``-3`` ... in the order of the source where it is taken. With ``untranscribed`` an utterance may
+    lack a text.
 
     Raises:
         ValueError: As `read`, but for audio and an empty manifest.
     """
     names = Names()
-    for utterance in _utterances(Path(path), language):
+    for utterance in _utterances(Path(path), language, untranscribed):
         yield names.take(utterance), utterance
 
 
@@ -150,14 +167,16 @@ class Part:
     read: _Read | None = None
     others: list[Utterance] = field(default_factory=list)
 
-    def utterances(self, language: str) -> Iterator[Utterance]:
+    def utterances(self, language: str, *, untranscribed: bool = False) -> Iterator[Utterance]:
         """Return the utterances; see `named`, but for their names."""
         if self.read is None:
             return iter(self.others)
-        return self.read(self.lines, self.path, language)
+        return self.read(self.lines, self.path, language, untranscribed=untranscribed)
 
 
-def parts(path: str | Path, language: str, size: int) -> Iterator[Part]:
+def parts(
+    path: str | Path, language: str, size: int, *, untranscribed: bool = False
+) -> Iterator[Part]:
     """Yield the parts of a manifest, each of ``size`` utterances at most; see `named`.
 
     Raises:
@@ -166,7 +185,7 @@ def parts(path: str | Path, language: str, size: int) -> Iterator[Part]:
     path = Path(path)
     file = _file_of_lines(path)
     if file is None:
-        utterances = _utterances(path, language)
+        utterances = _utterances(path, language, untranscribed)
         while others := list(islice(utterances, size)):
             yield Part(path, others=others)
         return
@@ -195,16 +214,16 @@ def deciding_files(path: str | Path) -> tuple[list[Path], list[Path]] | None:
     return None
 
 
-def _utterances(path: Path, language: str) -> Iterator[Utterance]:
+def _utterances(path: Path, language: str, untranscribed: bool) -> Iterator[Utterance]:
     file = _file_of_lines(path)
     if file is not None:
         lines, read = _reader(file)
-        return read(lines, file, language)
+        return read(lines, file, language, untranscribed=untranscribed)
     if shar.is_shar(path):
-        return shar.utterances(path, language)
+        return shar.utterances(path, language, untranscribed=untranscribed)
     if kaldi.is_kaldi(path):
-        return kaldi.utterances(path, language)
-    return folder.utterances(path, language)
+        return kaldi.utterances(path, language, untranscribed=untranscribed)
+    return folder.utterances(path, language, untranscribed=untranscribed)
 
 
 def _file_of_lines(path: Path) -> Path | None:

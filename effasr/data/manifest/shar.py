@@ -36,7 +36,9 @@ def files(folder: Path) -> tuple[list[Path], list[Path]]:
     return [path for _, path in shards], tars
 
 
-def utterances(folder: Path, language: str) -> Iterator[CutUtterance]:
+def utterances(
+    folder: Path, language: str, *, untranscribed: bool = False
+) -> Iterator[CutUtterance]:
     """Read the shards in the order of their numbers.
 
     Raises:
@@ -45,7 +47,7 @@ def utterances(folder: Path, language: str) -> Iterator[CutUtterance]:
     """
     for path, tar in zip(*files(folder), strict=True):
         located = _located(path, tar, _members(tar, path))
-        for utterance in cut_utterances(located, path, language):
+        for utterance in cut_utterances(located, path, language, untranscribed=untranscribed):
             yield replace(utterance, audio=str(tar))
 
 

@@ -180,6 +180,9 @@ def batch_of(lengths: Lengths, shape: StaticShape, vocab_size: int, seed: int) -
     examples = []
     for number, (frames, tokens) in enumerate(lengths):
         audio = generator.standard_normal(frames * shape.framing.samples, dtype=np.float32) * 0.1
+        if not tokens:
+            examples.append(Example(f"trial-{number}", audio, [], None))
+            continue
         # No token repeats its predecessor: CTC needs no blank between them and has a path.
         text = (np.arange(max(tokens - 1, 0)) + number) % vocab_size
         examples.append(Example(f"trial-{number}", audio, [0], text.tolist()))

@@ -52,10 +52,11 @@ def utterances(batch: Batch, begin: int, end: int) -> Batch:
         monotonic=monotonic,
         ids=batch.ids[begin:end],
         audio_seconds=audio.layout.total / SAMPLE_RATE,
-        num_targets=int(counted.sum()),
+        num_targets=frames.total if batch.is_untranscribed else int(counted.sum()),
         num_monotonic_targets=int((counted & of_transcriptions).sum()),
         frame_lengths=batch.frame_lengths[begin:end],
         token_lengths=batch.token_lengths[begin:end],
+        label_room=None if batch.label_room is None else batch.label_room[begin:end],
         source=None if batch.source is None else _sequences(batch.source, begin, end),
     )
 
