@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import compress
 
 import numpy as np
@@ -31,6 +31,10 @@ class Example:
     prompt: list[int]
     text: list[int]
     monotonic: bool = True
+
+    def map_audio(self, function: Callable[[np.ndarray], np.ndarray]) -> Example:
+        """Return the utterance with its audio replaced."""
+        return replace(self, audio=function(self.audio))
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def speech_llm(kind: str = "llama", seed: int = 0, **options) -> ASRModel:
     model = ASRModel(speech_llm_config(kind, **options), VOCABULARY)
     with torch.no_grad():
         # Larger weights than those of an initialization, so that attention is far from uniform.
-        for name, parameter in model.language_model.named_parameters():
+        for parameter in model.language_model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(3)
     return model.eval()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -143,7 +143,7 @@ def sums_by_count(values: Sequence[int], counts: Sequence[int]) -> list[int]:
     """Return the sum of each group of neighbours, groups of these sizes."""
     ends = list(accumulate(values, initial=0))
     bounds = list(chain([0], accumulate(counts)))
-    return [ends[b] - ends[a] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [ends[b] - ends[a] for a, b in pairwise(bounds)]
 
 
 def _layout(layout: PackedLayout, begin: int, end: int) -> PackedLayout:

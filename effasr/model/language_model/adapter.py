@@ -23,8 +23,8 @@ class StackingAdapter(nn.Module):
         """
         super().__init__()
         self.stack = stack
-        self.linear1 = Linear(stack * width, output if hidden is None else hidden)
-        self.linear2 = None if hidden is None else Linear(hidden, output)
+        self.stack_proj = Linear(stack * width, output if hidden is None else hidden)
+        self.output_proj = None if hidden is None else Linear(hidden, output)
 
     def forward(self, encoded: Tensor, stacks: Tensor) -> Tensor:
         """Map frames to rows.
@@ -39,5 +39,5 @@ class StackingAdapter(nn.Module):
         """
         frames = torch.cat([encoded, encoded.new_zeros(1, encoded.shape[1])])
         stacked = frames.index_select(0, stacks.flatten()).view(stacks.shape[0], -1)
-        x = self.linear1(stacked)
-        return x if self.linear2 is None else self.linear2(F.gelu(x))
+        x = self.stack_proj(stacked)
+        return x if self.output_proj is None else self.output_proj(F.gelu(x))

@@ -162,7 +162,7 @@ class LanguageModel(nn.Module):
         x = torch.randn(2 * _PROBE_ROWS, weight.shape[1], generator=generator)
         x = (x * weight.float().std().cpu()).to(weight)
         layout = PackedLayout.from_lengths([_PROBE_ROWS] * 2, weight.device)
-        with _evaluating(self):
+        with _Evaluating(self):
             own = self.logits(self(x, layout))
             with self._as_causal() as causal:
                 rows = x.view(2, _PROBE_ROWS, -1)
@@ -180,7 +180,7 @@ class LanguageModel(nn.Module):
 
 
 class _CausalView:
-    """transformers' causal model around the modules of a `LanguageModel`, with its own attention."""
+    """transformers' causal model with its own attention, around a `LanguageModel`."""
 
     def __init__(self, owner: LanguageModel) -> None:
         self._owner = owner
@@ -204,7 +204,7 @@ class _CausalView:
         self._owner.model.set_attn_implementation(IMPLEMENTATION)
 
 
-class _evaluating:  # noqa: N801 (a context manager)
+class _Evaluating:
     def __init__(self, module: nn.Module) -> None:
         self._modes = [(x, x.training) for x in module.modules()]
         self._module = module
