@@ -137,13 +137,20 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     return load_tokenizer(directory / _TOKENIZER)
 
 
-def load_weights(model: ASRModel, directory: Path, *, may_lack: tuple[str, ...] = ()) -> None:
+def load_weights(
+    model: ASRModel,
+    directory: Path,
+    *,
+    may_lack: tuple[str, ...] = (),
+    parts: tuple[str, ...] = ("",),
+) -> None:
     """Load the weights of a model directory into a model.
 
     Args:
         model: Model of the same architecture; if it has adapters, the directory has the same.
         directory: The model directory.
         may_lack: Prefixes of names that the directory may lack; the model keeps its own then.
+        parts: Prefixes of the names that are read; by default all.
 
     Raises:
         CheckpointError: The file is missing or damaged, or has another architecture.
@@ -153,6 +160,7 @@ def load_weights(model: ASRModel, directory: Path, *, may_lack: tuple[str, ...] 
     with _explaining(directory / WEIGHTS, remedy) as path:
         own = {k: v for k, v in model.state_dict().items() if k.startswith(may_lack)}
         weights = safetensors.torch.load_file(path)
+        weights = {name: value for name, value in weights.items() if name.startswith(parts)}
         model.load_state_dict(own | (weights if adapters(model) else without_adapters(weights)))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import compress
 
 import numpy as np
@@ -35,6 +35,10 @@ class Example:
     text: list[int] | None
     monotonic: bool = True
     reserved: int = 0
+
+    def map_audio(self, function: Callable[[np.ndarray], np.ndarray]) -> Example:
+        """Return the utterance with its audio replaced."""
+        return replace(self, audio=function(self.audio))
 
 
 @dataclass(frozen=True, slots=True)

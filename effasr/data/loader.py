@@ -25,6 +25,7 @@ from effasr.data.audio.augmentation.augmenter import Augmenter
 from effasr.data.audio.waveform import AudioError, audio_path
 from effasr.data.batch import StaticShape
 from effasr.data.config import DataConfig
+from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.index.corpus import Corpus
 from effasr.data.micro_batch_loader import EMPTY, MicroBatchDataset, MicroBatchRef, StepBatch
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
@@ -47,7 +48,7 @@ class Loader:
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: Corpus | ConversationCorpus,
         config: DataConfig,
         *,
         seed: int = 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import MutableSequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
@@ -11,8 +12,10 @@ from torch.utils.data import Dataset, get_worker_info
 from effasr.data.audio.augmentation.augmenter import Augmenter, Moment, UnreadableRecording
 from effasr.data.audio.waveform import AudioError, audio_path
 from effasr.data.batch import Batch, StaticShape
-from effasr.data.collate import Example, collate
+from effasr.data.collate import Example
 from effasr.data.config import DataConfig
+from effasr.data.conversation.collate import ConversationExample
+from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.filters.rules import Dropped
 from effasr.data.index.corpus import Corpus
 
@@ -86,7 +89,7 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError]):
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: Corpus | ConversationCorpus,
         config: DataConfig,
         shape: StaticShape | None,
         reading: MutableSequence[int],
@@ -106,7 +109,7 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError]):
         if ref.is_text:
             assert corpus.text is not None
             return _part(ref, corpus.text.batch(ref.indices), [])
-        examples: list[Example] = []
+        examples: list[Any] = []
         skipped: list[Dropped] = []
         worker = get_worker_info()
         slot = 0 if worker is None else worker.id
@@ -121,24 +124,23 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError]):
                     skipped.append(self._dropped(index, error))
         finally:
             self._reading[slot] = -1
-        batch = collate(
-            examples,
-            self._shape,
-            eos_id=corpus.eos_id,
-            pad_id=corpus.pad_id,
-            padded=self._padded,
-            framing=corpus.shape.framing,
-        )
+        batch = corpus.collate(examples, self._shape, padded=self._padded)
         return _part(ref, batch, skipped)
 
-    def _example(self, index: int, ref: MicroBatchRef, skipped: list[Dropped]) -> Example:
+    def _example(
+        self, index: int, ref: MicroBatchRef, skipped: list[Dropped]
+    ) -> Example | ConversationExample:
         """Load an utterance, augmented; unreadable recordings for it are added to ``skipped``."""
         example = self._corpus.example(index)
         if not self._augmenter:
             return example
-        audio, unreadable = self._augmenter(example.audio, Moment(ref.epoch, ref.step, index))
-        skipped += unreadable
-        return replace(example, audio=audio)
+
+        def augment(audio: np.ndarray) -> np.ndarray:
+            augmented, unreadable = self._augmenter(audio, Moment(ref.epoch, ref.step, index))
+            skipped.extend(unreadable)
+            return augmented
+
+        return example.map_audio(augment)
 
     def _dropped(self, index: int, error: AudioError) -> Dropped:
         corpus = self._corpus

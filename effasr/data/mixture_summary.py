@@ -39,7 +39,13 @@ class Mixture:
 
     @classmethod
     def of(
-        cls, mix: MixConfig, sources: np.ndarray, amounts: np.ndarray, *, unit: Unit = "hours"
+        cls,
+        mix: MixConfig,
+        sources: np.ndarray,
+        amounts: np.ndarray,
+        *,
+        unit: Unit = "hours",
+        draws_tokens: bool = False,
     ) -> Mixture:
         """Divide an epoch among sources.
 
@@ -48,6 +54,10 @@ class Mixture:
             sources: int (n,), the number of each utterance's source among `leaves`.
             amounts: int (n,), samples or tokens of each utterance.
             unit: Unit in which amounts are shown: hours of samples, or tokens.
+            draws_tokens: Whether an epoch that is measured in tokens has a quota of each source.
+
+        Raises:
+            ValueError: ``mix.epoch_hours`` is given for quotas of tokens.
         """
         names, quotas = tuple(leaf.name for leaf in leaves(mix)), None
         utterances, by_source = _sums(sources, amounts, len(names))
@@ -59,6 +69,13 @@ class Mixture:
             if unit == "hours":
                 if mix.epoch_hours is not None:
                     whole = round(mix.epoch_hours * _PER_UNIT["hours"])
+                quotas = tuple(round(share * whole) for share in asked)
+            elif draws_tokens:
+                if mix.epoch_hours is not None:
+                    raise ValueError(
+                        "`mix.epoch_hours` must be null for conversations, which are measured in "
+                        f"tokens, but is {mix.epoch_hours}: leave it out."
+                    )
                 quotas = tuple(round(share * whole) for share in asked)
         return cls(names, asked, utterances, by_source, unit, quotas)
 

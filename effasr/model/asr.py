@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
 
 from effasr import ranges
 from effasr.data.batch import Batch
+from effasr.data.conversation.batch import ConversationBatch
 from effasr.data.features.log_mel import FeatureConfig, LogMel
 from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
 from effasr.model.checks import check
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
+from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.losses import Losses, gather_losses
 from effasr.model.onednn_caches import limit_onednn_caches
 from effasr.model.text_encoder import TextEncoder, TextEncoderConfig
@@ -31,6 +33,9 @@ from effasr.nn.parameters.unused import touch_unused_parameters
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
 from effasr.nn.stack import is_empty, skip_layers
 from effasr_kernels import PackedSequence, ctc_loss, linear_cross_entropy
+
+if TYPE_CHECKING:
+    from effasr.model.language_model.model import LanguageModel
 
 # Without the embeddings: the decoder, which ties its own to its output, and the predictors
 # initialize theirs.
@@ -62,6 +67,8 @@ class ModelConfig:
         ctc: Whether the encoder has a CTC head.
         transducer: The transducer; null for none.
         text_encoder: Reads text-only batches, which the decoder translates; null for none.
+        language_model: A causal language model that reads the encoder's output within
+            conversations; null for none. It is then the only output.
     """
 
     features: FeatureConfig = field(default_factory=FeatureConfig)
@@ -71,6 +78,7 @@ class ModelConfig:
     ctc: bool = False
     transducer: TransducerConfig | None = None
     text_encoder: TextEncoderConfig | None = None
+    language_model: LanguageModelConfig | None = None
 
     def __post_init__(self) -> None:
         needed, given = self.encoder.subsampling, self.features.subsampling
@@ -81,7 +89,9 @@ class ModelConfig:
                 f"`features.subsampling` must be {needed} for this encoder of kind "
                 f"{self.encoder.kind}, but is {given}: leave it out, or change `encoder`."
             )
-        if self.decoder is None and not self.ctc and self.transducer is None:
+        if self.language_model is not None:
+            self._check_only_output()
+        elif self.decoder is None and not self.ctc and self.transducer is None:
             raise ValueError(
                 "`ctc` must be true where `decoder` and `transducer` are null, because the model "
                 "needs an output: set `ctc` or give a `decoder` or a `transducer`."
@@ -93,6 +103,16 @@ class ModelConfig:
                     "what it writes: give a `decoder`, or leave `text_encoder` out."
                 )
             self.text_encoder.check_width(self.encoder.width)
+
+    def _check_only_output(self) -> None:
+        for name in ("decoder", "transducer", "text_encoder", "ctc"):
+            value = getattr(self, name)
+            if value:
+                given = "true" if value is True else "given"
+                raise ValueError(
+                    f"`{name}` must be {'false' if name == 'ctc' else 'null'} where "
+                    f"`language_model` is given, which is then the only output, but is {given}."
+                )
 
 
 class ASRModel(nn.Module):
@@ -131,6 +151,12 @@ class ASRModel(nn.Module):
         self.text_encoder = None
         if config.text_encoder is not None:
             self.text_encoder = TextEncoder(config.text_encoder, width, vocab_size)
+        self.language_model: LanguageModel | None = None
+        if config.language_model is not None:
+            # Imported here, because transformers takes seconds.
+            from effasr.model.language_model.model import LanguageModel
+
+            self.language_model = LanguageModel(config.language_model, width)
         self.reset_parameters()
 
     @classmethod
@@ -145,6 +171,8 @@ class ASRModel(nn.Module):
         with torch.device("meta"):
             model = cls(config, vocab_size)
         model.load_state_dict(state, assign=True)
+        if model.language_model is not None:
+            model.language_model.reset_tables()
         for parameter in model.parameters():
             parameter.requires_grad_()
         return model
@@ -156,9 +184,12 @@ class ASRModel(nn.Module):
         Linear layers are Xavier-uniform with zero biases, for a signal of equal size at every
         depth; convolutions are initialized as in torch. Embeddings have variance 1 / width, so that
         a tied output layer starts with logits of variance 1. The biases of relative attention start
-        at zero.
+        at zero. A language model has the weights of its own initialization.
         """
+        foreign = set() if self.language_model is None else self.language_model.foreign_modules()
         for module in self.modules():
+            if module in foreign:
+                continue
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
@@ -187,6 +218,8 @@ class ASRModel(nn.Module):
         Returns:
             Sums, which the caller weights and divides by the counts of the whole step.
         """
+        if self.language_model is not None:
+            return self._converse(batch, label_smoothing)
         encoded = self.encode(batch)
         # Called through the module, so that sharded layers gather their parameters.
         passed = [encoded.values]
@@ -231,6 +264,54 @@ class ASRModel(nn.Module):
             losses = replace(losses, cross_entropy=reached)
         return losses
 
+    def _converse(self, batch: Batch, label_smoothing: float) -> Losses:
+        """Compute the losses of conversations, see `forward`."""
+        model = self.language_model
+        assert model is not None
+        hidden = self.converse(batch)
+        with ranges.range("cross_entropy"):
+            cross_entropy = linear_cross_entropy(
+                hidden,
+                model.output_weight,
+                batch.targets,
+                bias=model.output_bias,
+                label_smoothing=label_smoothing,
+            )
+        losses = gather_losses(batch, cross_entropy=cross_entropy)
+        without_speech = isinstance(batch, ConversationBatch) and is_empty(batch.clip_frames)
+        idle: list[Tensor] = []
+        if is_empty(batch.tokens.layout):
+            idle = [*self.parameters(), hidden]
+        elif without_speech:
+            idle = [*self.encoder.parameters(), *model.adapter.parameters()]
+        if idle:
+            reached = touch_unused_parameters(losses.cross_entropy, idle)
+            losses = replace(losses, cross_entropy=reached)
+        return losses
+
+    def converse(self, batch: Batch) -> Tensor:
+        """Return the hidden states of the language model over whole conversations: (U, width).
+
+        Raises:
+            ValueError: The batch is none of conversations, or the model has no language model.
+        """
+        model = self.language_model
+        if model is None:
+            raise ValueError("`language_model` must be given for conversations, but is null.")
+        if not isinstance(batch, ConversationBatch):
+            raise ValueError(
+                "`batch` must be a ConversationBatch for a model with a language model, but is a "
+                f"{type(batch).__name__}: train and evaluate on manifests of conversations."
+            )
+        encoded = None
+        if not is_empty(batch.clip_frames):
+            encoded = self.encode(batch).values
+        x = model.embed(batch, encoded)
+        if encoded is None:
+            x = skip_layers(self.encoder.layers, x)
+        with ranges.range("language_model"):
+            return model(x, batch.tokens.layout)
+
     def _idle(self, is_speech: bool) -> Iterator[nn.Parameter]:
         """Yield the parameters that a batch of this kind does not use."""
         of_speech = self.encoder, self.ctc_head, self.transducer
@@ -252,8 +333,11 @@ class ASRModel(nn.Module):
                     "`text_encoder` must be given for text-only batches, but this model has none."
                 )
             return self.text_encoder(batch.source, self.encoder.layers)
+        audio, frames = batch.audio, batch.frames
+        if isinstance(batch, ConversationBatch):
+            audio, frames = batch.clips, batch.clip_frames
         with ranges.range("features"):
-            mel = self.features(batch.audio, batch.frames.with_tile_tables())
+            mel = self.features(audio, frames.with_tile_tables())
             if self.training:
                 mel = mel.with_values(spec_augment(mel, self.config.spec_augment))
         with ranges.range("encoder"):

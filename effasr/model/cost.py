@@ -7,6 +7,8 @@ from dataclasses import fields, replace
 from effasr.data.sampling.cost import CostModel
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
+from effasr.model.language_model.architecture import ModelSizes, model_sizes
+from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
 
@@ -16,7 +18,8 @@ def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
 
     Matrix products and convolutions are counted, as by `torch.utils.flop_counter.FlopCounterMode`.
     The table of relative positions is not, as it does not grow with the utterance. All decoder
-    tokens but the first of a prompt count as text, as lengths do not tell them apart.
+    tokens but the first of a prompt count as text, as lengths do not tell them apart. Tokens of a
+    language model are its rows, and clips of a conversation count as one.
 
     Raises:
         ValueError: ``vocab_size`` is less than 1.
@@ -33,6 +36,11 @@ def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
             frame += 2 * width * config.decoder.width
         per_frame, token, token_pair, token_frame = _decoder(config.decoder, vocab_size)
         frame += per_frame
+    if config.language_model is not None:
+        frame += adapter_cost(config.language_model, width)
+        per_token, token_pair = _language_model(config.language_model)
+        sizes = language_model_sizes(config.language_model)
+        token = per_token + 2 * sizes.width * sizes.vocab_size
     if config.transducer is not None:
         frame += 2 * width * config.transducer.joint
         token += predictor_cost(config.transducer)
@@ -101,6 +109,15 @@ def recomputed_costs(
             unneeded_text = layers * 2 * encoder.width * text.feed_forward
     speech = _difference(cost_model(more, vocab_size), cost_model(config, vocab_size))
     speech = replace(speech, frame=speech.frame - unneeded_frame, token=speech.token - unneeded)
+    if config.language_model is not None:
+        sizes = language_model_sizes(config.language_model)
+        share = -(-sizes.layers // every) / sizes.layers
+        per_token, pair = _language_model(config.language_model)
+        speech = replace(
+            speech,
+            token=speech.token + share * per_token,
+            token_pair=speech.token_pair + share * pair,
+        )
     with_more, once = text_cost_model(more, vocab_size), text_cost_model(config, vocab_size)
     if with_more is None or once is None:
         return speech, None
@@ -160,6 +177,37 @@ def _decoder(config: DecoderConfig, vocab_size: int) -> tuple[int, int, int, int
     pair = 2 * inner
     token = layers * (projections + feed_forward + pair) + 2 * width * vocab_size
     return layers * 2 * 2 * width * inner, token, layers * pair, layers * 2 * 2 * inner
+
+
+def language_model_sizes(config: LanguageModelConfig) -> ModelSizes:
+    """Return the sizes of a language model whose architecture is known.
+
+    Raises:
+        ValueError: ``config.architecture`` is null, or cannot be built.
+    """
+    if config.architecture is None:
+        raise ValueError(
+            "`language_model.architecture` must be the content of a config.json here, but is null: "
+            "read it from `path`."
+        )
+    return model_sizes(config.architecture)
+
+
+def adapter_cost(config: LanguageModelConfig, width: int) -> float:
+    """Return FLOPs of the adapter per encoder frame of this width."""
+    rows = language_model_sizes(config).width
+    if config.adapter == "linear":
+        return 2 * width * rows
+    hidden = config.adapter_width or rows
+    return 2 * width * hidden + 2 * hidden * rows / config.stack
+
+
+def _language_model(config: LanguageModelConfig) -> tuple[int, int]:
+    """Return FLOPs of the layers per row, and per pair of rows."""
+    sizes = language_model_sizes(config)
+    # A row sees u (u + 1) / 2 of the pairs: scores and values are two products.
+    pairs = sizes.layers * 2 * sizes.attention
+    return 2 * sizes.linear + pairs, pairs
 
 
 def predictor_cost(config: TransducerConfig) -> int:

@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from effasr.data.sampling.cost import CostModel
 from effasr.model.asr import ASRModel
-from effasr.model.cost import cost_model, predictor_cost, subsampling_cost, text_cost_model
+from effasr.model.cost import (
+    cost_model,
+    language_model_sizes,
+    predictor_cost,
+    subsampling_cost,
+    text_cost_model,
+)
 from effasr.model.decoder import Decoder
 from effasr.model.whisper_encoder import WhisperEncoder
 from effasr.nn.lora import LoRALinear
+
+if TYPE_CHECKING:
+    from effasr.model.language_model.model import LanguageModel
 
 _FORWARD_AND_BACKWARD = 3
 
@@ -35,6 +45,8 @@ def learning_cost(model: ASRModel) -> CostModel:
     if model.transducer is not None:
         count.transducer(model, reached)
     count.decoder(model, reached)
+    if model.language_model is not None:
+        count.language_model(model.language_model, reached)
     return count.shared(forward)
 
 
@@ -146,7 +158,25 @@ class _Count:
             after = self.layer(layer, after, "token", **pairs)
         self._output(decoder, after or _learns(decoder.norm))
 
-    def _output(self, decoder: Decoder, reached: bool) -> None:
+    def language_model(self, model: LanguageModel, reached: bool) -> None:
+        """Count adapter and language model, after an encoder that is trained if ``reached``."""
+        sizes = language_model_sizes(model.config)
+        for number, layer in enumerate(x for x in model.adapter.children()):
+            flops = 2 * layer.weight.numel() / model.config.stack  # type: ignore[union-attr]
+            learns = layer.weight.requires_grad  # type: ignore[union-attr]
+            self.left["frame"] += flops * (not learns) + flops * (not reached and number == 0)
+            reached = reached or _learns(layer)
+        reached = reached or _learns(model.embed_tokens)
+        for module in model.model.modules():
+            if isinstance(module, nn.Linear):
+                self.product("token", module, reached)
+                reached = reached or _learns(module)
+        pairs = sizes.layers * 2 * sizes.attention
+        for kind in ("token", "token_pair"):
+            self.left[kind] += 2 * pairs * (not reached)
+        self._output(model, reached)
+
+    def _output(self, decoder: Decoder | LanguageModel, reached: bool) -> None:
         weight = decoder.output_weight
         flops = 2 * weight.numel()
         self.left["token"] += flops * (not weight.requires_grad) + flops * (not reached)

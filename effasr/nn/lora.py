@@ -25,10 +25,19 @@ from effasr.nn.linear import whole_bias
 from effasr.nn.parameters.patterns import matching
 from effasr_kernels.shared.cpu_linear import linear
 
-_PROJECTIONS = ("qkv_proj", "q_proj", "kv_proj", "o_proj", "linear1", "linear2")
-"""Layers of attention and feed-forward networks; the first and third hold several in one matrix."""
+_PROJECTIONS = (
+    *("qkv_proj", "q_proj", "kv_proj", "o_proj", "linear1", "linear2"),
+    *("k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
+)
+"""Layers of attention and feed-forward networks; the first and third hold several in one matrix,
+and those of the second line are a language model's."""
 
-_READ_ELSEWHERE = ("ctc_head", "encoder.subsampling.linear", "transducer.output")
+_READ_ELSEWHERE = (
+    "ctc_head",
+    "encoder.subsampling.linear",
+    "transducer.output",
+    "language_model.lm_head",
+)
 """Layers whose weights an operation reads directly, without the layer's forward."""
 
 

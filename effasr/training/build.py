@@ -39,7 +39,12 @@ from effasr.training.config import TrainConfig, resolve_losses
 from effasr.training.cuda_graph.recording import check_recordable, recorded
 from effasr.training.cuda_graph.rules import obstacles_of_batches, uses_graph
 from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
-from effasr.training.freezing import check_trained, prepare_weights
+from effasr.training.freezing import check_trained, joins_language_model, prepare_weights
+from effasr.training.language_model import (
+    check_vocabulary,
+    load_conversations,
+    resolve_language_model,
+)
 from effasr.training.loss import Objective
 from effasr.training.step import StepConfig, TrainState
 from effasr.training.step_stats import HostCopy, StepCosts
@@ -53,6 +58,7 @@ from effasr.training.strategies.parallelism import make_averager as default_aver
 from effasr.training.weight_copies import WeightCopies
 
 if TYPE_CHECKING:
+    from effasr.data.conversation.corpus import ConversationCorpus
     from effasr.data.index.corpus import Corpus
 
 log = logging.getLogger(__name__)
@@ -76,6 +82,8 @@ def resolve(config: TrainConfig, saved: Saved | None) -> TrainConfig:
         model = checkpoint.read_description(source).model
         model = replace(model, text_encoder=text_encoder or model.text_encoder)
         config = replace(config, model=model)
+    if config.model.language_model is not None:
+        config = resolve_language_model(config, saved)
     _check_features(config.model.features)
     _check_static_shapes(config)
     check_strategy(config)
@@ -123,6 +131,9 @@ def find_tokenizer(config: TrainConfig, saved: Saved | None) -> Tokenizer:
         ValueError: None or two of these are given.
     """
     source = _source_of_model(config, saved)
+    if saved is None and joins_language_model(config, source):
+        assert config.model.language_model is not None
+        return load_tokenizer(config.data.tokenizer or config.model.language_model.path)
     if config.init_from is not None and config.data.tokenizer:
         raise ValueError(
             f"`data.tokenizer` must be left out where `init_from` is given, because the model has "
@@ -152,11 +163,13 @@ def build_model(
         ValueError: Weights to read do not fit, or there is nothing to freeze or to adapt.
     """
     source = _source_of_model(config, saved)
-    if source is not None:
+    joins = saved is None and joins_language_model(config, source)
+    if source is not None and not joins:
         # A model from Hugging Face may have more classes than its tokenizer has tokens.
         vocab_size = checkpoint.read_description(source).vocab_size
     torch.manual_seed(config.seed)
     model = ASRModel(config.model, vocab_size)
+    check_vocabulary(model)
     prepare_weights(model, config, source, is_resumed=saved is not None)
     return model.to(device).train()
 
@@ -183,6 +196,8 @@ def build_train_state(
     every, recomputed = int(settings.activation_checkpointing), None
     if every:
         apply_activation_checkpointing(model, every)
+        if model.language_model is not None:
+            model.language_model.checkpoint_activations(every)
         idle = unreached_layers(model)
         recomputed = recomputed_costs(config.model, model.vocab_size, every, idle)
     if settings.compile and settings.strategy == "fsdp2":
@@ -288,8 +303,10 @@ def _adascale_scale(config: TrainConfig) -> float:
     return scale
 
 
-def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) -> Corpus:
-    """Load the utterances to train on.
+def load_corpus(
+    config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None
+) -> Corpus | ConversationCorpus:
+    """Load the utterances, or the conversations, to train on.
 
     Raises:
         ValueError: There are none, or they are not those of the checkpoint.
@@ -304,6 +321,10 @@ def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) 
     if not manifests:
         raise ValueError("`data.train` must name at least one manifest, but is empty.")
     where = "data.train" if config.data.mix is None else "data.mix"
+    if config.model.language_model is not None:
+        conversations = load_conversations(config, tokenizer)
+        _check_same(saved, conversations.fingerprint, where)
+        return conversations
     spoken, text_only = [], []
     for item in manifests:
         (text_only if is_text_only(item[0]) else spoken).append(item)
@@ -336,13 +357,18 @@ def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) 
             sources=[source for _, source in text_only],
         )
         corpus = corpus.with_text(text)
-    if saved is not None and saved.state["corpus"] != corpus.fingerprint:
+    _check_same(saved, corpus.fingerprint, where)
+    return corpus
+
+
+def _check_same(saved: Saved | None, fingerprint: str, where: str) -> None:
+    """Raise a ValueError if the corpus is not that of the checkpoint."""
+    if saved is not None and saved.state["corpus"] != fingerprint:
         raise ValueError(
             f"`{where}` must hold the same utterances, texts and order that the checkpoint "
             "was trained on, but has changed. Restore it, choose another `name`, or start again "
             "with training.restart=true."
         )
-    return corpus
 
 
 def _cache_folder(config: TrainConfig) -> Path | None:

@@ -226,7 +226,11 @@ class TrainConfig:
                 model = checkpoint.read_description(checkpoint.resolve(path)).model
             except (checkpoint.CheckpointError, OSError):
                 continue
-            whole = configuration.merged(configuration.to_mapping(model), given)
+            base = configuration.to_mapping(model)
+            if given.get("language_model") and model.language_model is None:
+                # It takes the place of all outputs.
+                base |= {"decoder": None, "transducer": None, "text_encoder": None, "ctc": False}
+            whole = configuration.merged(base, given)
             _follow_encoder(whole, given)
             return {**mapping, "model": whole}
         return mapping
@@ -262,6 +266,13 @@ def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:
             f"`loss.transducer_weight` must be 0 or null for a model without transducer, but is "
             f"{loss.transducer_weight}: give model.transducer, or leave the weight out."
         )
+    if model.language_model is not None:
+        if loss.guided_weight or loss.guided_after_ctc:
+            raise ValueError(
+                "`loss.guided_weight` must be 0 for a language model, which has no cross-attention "
+                f"to guide, but is {loss.guided_weight}: leave it out."
+            )
+        return replace(loss, ctc_weight=0.0, transducer_weight=0.0)
     has_other = model.decoder is not None or model.transducer is not None
     if loss.ctc_weight is None:
         weight = 0.0 if not model.ctc else DEFAULT_CTC_WEIGHT if has_other else 1.0

@@ -19,7 +19,9 @@ def check_trained(config: TrainConfig) -> None:
             "`training.freeze` must be empty with `lora`, which trains nothing but adapters and "
             f"lora.also_train, but is {list(frozen)}: leave it out."
         )
-    if lora is not None and config.init_from is None:
+    joined = config.model.language_model
+    has_weights = joined is not None and joined.weights == "pretrained"
+    if lora is not None and config.init_from is None and not has_weights:
         raise ValueError(
             "`init_from` must be given with `lora`, whose adapters are of use only beside weights "
             "that were trained, but is null: name a model directory or a run."
@@ -49,27 +51,57 @@ def prepare_weights(
         ValueError: Weights do not fit, a pattern matches nothing, or a part that was initialised
             would never be trained.
     """
-    if source is not None and not is_resumed:
+    joins = not is_resumed and joins_language_model(config, source)
+    if joins:
+        _join(model, config, source)
+    elif source is not None and not is_resumed:
         # A model to begin with may never have read text.
         checkpoint.load_weights(model, source, may_lack=("text_encoder.",))
     if config.lora is not None:
         adapt(model, config.lora)
     elif config.training.freeze:
         freeze(model, config.training.freeze, "training.freeze")
+    if joins:
+        _check_drawn(model, config, "language_model.adapter")
+        return
     if source is None:
         return
     if is_resumed:
         checkpoint.load_weights(model, source)
     elif checkpoint.read_description(source).model.text_encoder is None:
-        _check_drawn(model, config)
+        _check_drawn(model, config, "text_encoder")
 
 
-def _check_drawn(model: ASRModel, config: TrainConfig) -> None:
-    parameters = [] if model.text_encoder is None else model.text_encoder.named_parameters()
-    stuck = [name for name, parameter in parameters if not parameter.requires_grad]
+def joins_language_model(config: TrainConfig, source: Path | None) -> bool:
+    """Return whether a run that begins puts a language model behind an encoder."""
+    if config.model.language_model is None:
+        return False
+    return source is None or checkpoint.read_description(source).model.language_model is None
+
+
+def _join(model: ASRModel, config: TrainConfig, source: Path | None) -> None:
+    """Read the encoder of ``source``, if given, and the language model of its folder."""
+    # Imported here, because transformers takes seconds.
+    from effasr.interop.huggingface.language_model import read_language_model
+
+    settings, language_model = config.model.language_model, model.language_model
+    assert settings is not None
+    assert language_model is not None
+    if source is not None:
+        parts = ("encoder.", "features.")
+        checkpoint.load_weights(model, source, may_lack=("language_model.",), parts=parts)
+    if settings.weights == "pretrained":
+        read_language_model(settings.path, language_model)
+    language_model.check_against_transformers()
+
+
+def _check_drawn(model: ASRModel, config: TrainConfig, part: str) -> None:
+    """Check that a part which is drawn anew is trained."""
+    named = model.named_parameters()
+    stuck = [name for name, x in named if name.startswith(f"{part}.") and not x.requires_grad]
     if stuck:
         how = "be in `lora.also_train`" if config.lora else "not be in `training.freeze`"
         raise ValueError(
-            f"`model.text_encoder` must {how}, because `init_from` has none and it is drawn anew, "
-            f"but {stuck[0]} would not be trained."
+            f"`model.{part}` must {how}, because it is drawn anew and `init_from` has none, but "
+            f"{stuck[0]} would not be trained."
         )

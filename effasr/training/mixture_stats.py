@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.index.corpus import Corpus
 from effasr.data.micro_batch_loader import StepBatch
 from effasr.data.mixture_summary import Mixture, MixtureSummary
@@ -15,7 +16,7 @@ from effasr.distributed.process_group import DistributedContext
 class MixtureStats:
     """Counts utterances and samples or tokens of each source since the start of the run."""
 
-    def __init__(self, corpus: Corpus) -> None:
+    def __init__(self, corpus: Corpus | ConversationCorpus) -> None:
         self._corpus = corpus
         # Rows: utterances, and samples or tokens. `_merged` holds those of all ranks until the last
         # `merge`, `_own` those of this rank since.
@@ -27,7 +28,7 @@ class MixtureStats:
         corpus = self._corpus
         if corpus.mixture is None:
             return
-        self._own[0] += corpus.mixture.count(corpus.sources, corpus.samples, step.indices)
+        self._own[0] += corpus.mixture.count(corpus.sources, corpus.amounts, step.indices)
         if (text := corpus.text) is not None:
             read = text.lengths.frames
             self._own[1] += text.mixture.count(text.sources, read, step.text_indices)

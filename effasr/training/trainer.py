@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from effasr import ranges
+from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.filters.config import TooManyDropped
 from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
@@ -90,7 +91,7 @@ class RunData:
     """Data of a run: tokenizer, utterances, and the loader of its micro-batches."""
 
     tokenizer: Tokenizer
-    corpus: Corpus
+    corpus: Corpus | ConversationCorpus
     loader: Loader
 
 

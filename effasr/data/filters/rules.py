@@ -34,6 +34,9 @@ class Reason(enum.StrEnum):
     CHARACTER_RATE = "character_rate_outlier"
     LANGUAGE = "unwanted_language"
     CHARACTERS = "unwanted_characters"
+    MESSAGE = "malformed_message"
+    ROLES = "wrong_roles"
+    CHAT_TEMPLATE = "chat_template"
 
 
 @dataclass(frozen=True, slots=True)

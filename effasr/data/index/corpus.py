@@ -15,8 +15,8 @@ from lhotse.cut import Cut
 
 from effasr.data.audio.speed_perturbation import load_at, name_at
 from effasr.data.audio.waveform import AudioError, AudioSegment
-from effasr.data.batch import StaticShape
-from effasr.data.collate import Example
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import Example, collate
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr.data.filters.config import TooManyDropped, check_share
@@ -138,6 +138,24 @@ class Corpus:
         if self.mixture is None:
             return None
         return self.mixture.populations(self.sources, self.samples, seed=seed)
+
+    @property
+    def amounts(self) -> np.ndarray:
+        """Samples of each utterance, by which shares are measured: int32 (n,)."""
+        return self.samples
+
+    def collate(
+        self, examples: Sequence[Example], shape: StaticShape | None, *, padded: bool = False
+    ) -> Batch:
+        """Pack utterances on the CPU; see `effasr.data.collate.collate`."""
+        return collate(
+            examples,
+            shape,
+            eos_id=self.eos_id,
+            pad_id=self.pad_id,
+            padded=padded,
+            framing=self.shape.framing,
+        )
 
     def steps(self, micro_batches: int) -> int:
         """Return the approximate global steps of an epoch, from its frames and tokens."""

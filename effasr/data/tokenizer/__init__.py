@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from effasr.data.tokenizer.base import Tokenizer, UnknownLanguageError
+from effasr.data.tokenizer.chat import ChatTokenizer, has_template
 from effasr.data.tokenizer.hugging_face import (
     TOKENIZER_FILE,
     VOCABULARY_FILE,
@@ -22,6 +23,7 @@ from effasr.untrusted.documents import WRONG_VALUES
 
 __all__ = [
     "CanaryTokenizer",
+    "ChatTokenizer",
     "HuggingFaceTokenizer",
     "NeMoTokenizer",
     "ParakeetTokenizer",
@@ -60,7 +62,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def load_hugging_face(directory: str | Path) -> HuggingFaceTokenizer:
-    """Read the ``tokenizer.json`` of a Whisper, of a Parakeet, if it has a blank, or of a Canary.
+    """Read the ``tokenizer.json`` of a chat model, a Whisper, a Parakeet or a Canary.
+
+    A chat model has a chat template, and a Parakeet has a blank.
 
     Raises:
         ValueError: The file is missing or broken, or that of another model.
@@ -70,4 +74,6 @@ def load_hugging_face(directory: str | Path) -> HuggingFaceTokenizer:
     vocabulary = read_tokenizer_json(path).get_vocab(with_added_tokens=True)
     if is_whisper(vocabulary):
         return WhisperTokenizer(directory)
+    if has_template(Path(directory)):
+        return ChatTokenizer(directory)
     return (CanaryTokenizer if find_blank(vocabulary) is None else ParakeetTokenizer)(directory)

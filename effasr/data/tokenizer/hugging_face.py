@@ -36,7 +36,13 @@ _PUNCTUATION = ("<|nopnc|>", "<|pnc|>")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A ``tokenizer.json``; what its prompts are, a subclass says."""
+    """A ``tokenizer.json``; what its prompts are, a subclass says.
+
+    Attributes:
+        companions: Other files of the folder that `save` copies.
+    """
+
+    companions: tuple[str, ...] = _COMPANIONS
 
     def __init__(self, directory: str | Path) -> None:
         """Read a folder.
@@ -76,7 +82,7 @@ class HuggingFaceTokenizer(Tokenizer):
         folder.mkdir(parents=True, exist_ok=True)
         if folder.resolve() == self._path.parent.resolve():
             return
-        for name in (TOKENIZER_FILE, *_COMPANIONS):
+        for name in (TOKENIZER_FILE, *self.companions):
             if (self._path.parent / name).is_file():
                 shutil.copyfile(self._path.parent / name, folder / name)
         if not self._path.is_file():

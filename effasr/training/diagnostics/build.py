@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.index.corpus import Corpus
 from effasr.decoding.greedy import choose_method
 from effasr.model.asr import ASRModel
@@ -15,7 +16,9 @@ _TRANSCRIPTS = 20_000
 _FASTCONFORMER_SUBSAMPLING = 8
 
 
-def build_diagnostics(config: TrainConfig, model: ASRModel, corpus: Corpus) -> Diagnostics | None:
+def build_diagnostics(
+    config: TrainConfig, model: ASRModel, corpus: Corpus | ConversationCorpus
+) -> Diagnostics | None:
     """Return the diagnostics of a run, or None where ``training.diagnostics`` is null.
 
     Args:
@@ -24,7 +27,8 @@ def build_diagnostics(config: TrainConfig, model: ASRModel, corpus: Corpus) -> D
         corpus: Training corpus.
     """
     settings = config.training.diagnostics
-    if settings is None:
+    # They watch the outputs of an encoder-decoder model, CTC or a transducer.
+    if settings is None or config.model.language_model is not None:
         return None
     baseline = None
     if config.model.ctc and (config.loss.ctc_weight or config.loss.ctc_weight_before):

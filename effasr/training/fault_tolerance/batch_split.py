@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from effasr.data.batch import IGNORED, Batch
+from effasr.data.conversation.batch import ConversationBatch
 from effasr.data.features.log_mel import SAMPLE_RATE
 from effasr_kernels import PackedLayout, PackedSequence
 
@@ -35,6 +36,8 @@ def split(batch: Batch) -> tuple[Batch, Batch]:
 
 def utterances(batch: Batch, begin: int, end: int) -> Batch:
     """Return utterances ``begin`` to ``end - 1`` of a batch, unchanged."""
+    if isinstance(batch, ConversationBatch):
+        return batch.part(begin, end)
     targets = _rows(batch.targets, batch.tokens.layout, begin, end)
     tokens = _sequences(batch.tokens, begin, end)
     monotonic = batch.monotonic[begin:end]

@@ -12,6 +12,7 @@ from torch import nn
 
 from effasr.data.batch import StaticShape
 from effasr.data.config import DataConfig
+from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.rules import Reason
 from effasr.data.index.corpus import Corpus
@@ -58,7 +59,11 @@ def describe_model(model: nn.Module) -> str:
 
 
 def describe_data(
-    corpus: Corpus, loader: Loader, config: DataConfig, epoch: int, dropped: Path
+    corpus: Corpus | ConversationCorpus,
+    loader: Loader,
+    config: DataConfig,
+    epoch: int,
+    dropped: Path,
 ) -> Iterator[str]:
     """Yield lines about batches, augmentation and sources of an epoch, and dropped utterances."""
     plan = loader.plan(epoch)
@@ -83,7 +88,12 @@ def describe_data(
 
 
 def describe_alignment(
-    corpus: Corpus, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, *, fixed: bool
+    corpus: Corpus | ConversationCorpus,
+    data: DataConfig,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    *,
+    fixed: bool,
 ) -> Iterator[str]:
     """Yield lines about characters, speakers and frames per token, and warn where CTC is hard.
 
@@ -124,7 +134,9 @@ def describe_alignment(
         )
 
 
-def _frames_per_token(corpus: Corpus, framing: Framing, excluded: int = 0) -> FramesPerToken | None:
+def _frames_per_token(
+    corpus: Corpus | ConversationCorpus, framing: Framing, excluded: int = 0
+) -> FramesPerToken | None:
     """Return frames per token of the texts that follow the speech; None without such texts."""
     follows = corpus.monotonic
     if not follows.any():

@@ -1,0 +1,1 @@
+"""Conversations of text and speech: reading, tokenizing, indexing and packing."""

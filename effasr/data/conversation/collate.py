@@ -1,0 +1,158 @@
+"""Packs conversations into a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from effasr.data.batch import IGNORED, StaticShape
+from effasr.data.conversation.batch import ConversationBatch, stack_rows, sums_by_count
+from effasr.data.conversation.rows import CLIP, input_rows
+from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
+from effasr_kernels import PackedLayout, PackedSequence
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationExample:
+    """One conversation, ready to be packed.
+
+    Attributes:
+        id: Name of the conversation.
+        rows: int32 (n,), tokens and clips as `effasr.data.conversation.rows` codes them.
+        clips: Waveform of each clip, float32 (samples,), mono, at `SAMPLE_RATE`.
+    """
+
+    id: str
+    rows: np.ndarray
+    clips: tuple[np.ndarray, ...] = ()
+
+    def map_audio(self, function: Callable[[np.ndarray], np.ndarray]) -> ConversationExample:
+        """Return the conversation with each clip replaced."""
+        return replace(self, clips=tuple(function(clip) for clip in self.clips))
+
+
+def collate_conversations(
+    examples: Sequence[ConversationExample],
+    shape: StaticShape | None = None,
+    *,
+    stack: int,
+    pad_id: int,
+    max_clips: int | None = None,
+    framing: Framing = FASTCONFORMER,
+) -> ConversationBatch:
+    """Pack conversations, with a tail up to a static shape if one is given.
+
+    Every row of the language model but the last of a conversation predicts the next one: a token of
+    an assistant's turn is a target, everything else is `IGNORED`. In the tail audio is zero, tokens
+    are ``pad_id`` and targets are `IGNORED`.
+
+    Args:
+        examples: The conversations; none at all is a batch of tails.
+        shape: The static shape: its frames are the encoder's, its tokens are the rows of the
+            language model; exact sizes by default.
+        stack: k, encoder frames of a row of speech.
+        pad_id: Token of the tail, and of rows of speech.
+        max_clips: M, clips of a batch of the static shape.
+        framing: Frame geometry of the encoder.
+
+    Returns:
+        The batch, on the CPU.
+
+    Raises:
+        ValueError: The conversations do not fit in the shape, or have other clips than places for
+            them.
+    """
+    samples = [len(clip) for example in examples for clip in example.clips]
+    counts = [len(example.clips) for example in examples]
+    frames = [framing.frames(length) for length in samples]
+    tokens, targets, starts, lengths = _rows(examples, frames, stack)
+    by_conversation = sums_by_count(frames, counts)
+    sequences = clips = frame_rows = token_rows = audio_rows = speech_rows = None
+    longest_frames = longest_tokens = None
+    if shape is not None:
+        if max_clips is None:
+            raise ValueError("`max_clips` must be given for a static `shape`, but is None.")
+        filled = {
+            "max_sequences": (len(examples), shape.max_sequences),
+            "max_clips": (len(samples), max_clips),
+            "frame_budget": (sum(frames), shape.frame_budget),
+            "token_budget": (len(tokens), shape.token_budget),
+        }
+        for name, (given, limit) in filled.items():
+            if given > limit:
+                raise ValueError(
+                    f"collate: the batch must fit in `{name}` = {limit}, but fills {given}: give "
+                    "it fewer conversations."
+                )
+        sequences, clips = shape.max_sequences, max_clips
+        frame_rows, token_rows = shape.frame_budget, shape.token_budget
+        audio_rows = (frame_rows + max_clips) * framing.samples
+        speech_rows = min(token_rows, -(-frame_rows // stack) + max_clips)
+        longest_frames, longest_tokens = shape.longest_frames, shape.longest_tokens
+
+    def layout(
+        lengths: Sequence[int], rows: int | None, count: int | None, longest: int | None = None
+    ) -> PackedLayout:
+        return PackedLayout.from_lengths(
+            lengths, rows=rows, num_sequences=count, static_max_seqlen=longest
+        )
+
+    frame_layout = layout(by_conversation, frame_rows, sequences, longest_frames)
+    token_layout = layout(lengths, token_rows, sequences, longest_tokens)
+    audio_layout = layout(sums_by_count(samples, counts), audio_rows, sequences)
+    audio = np.zeros(audio_layout.rows, dtype=np.float32)
+    if samples:
+        audio[: sum(samples)] = np.concatenate([c for example in examples for c in example.clips])
+    stacks, places = stack_rows(
+        frames, starts, stack, frame_layout.rows, token_layout.rows, speech_rows
+    )
+    values = np.full((2, token_layout.rows), [[pad_id], [IGNORED]], dtype=np.int64)
+    values[:, : len(tokens)] = np.where(tokens == CLIP, pad_id, tokens), targets
+    return ConversationBatch(
+        audio=PackedSequence(torch.from_numpy(audio), audio_layout),
+        frames=frame_layout,
+        tokens=PackedSequence(torch.from_numpy(values[0]), token_layout),
+        targets=torch.from_numpy(values[1]),
+        text=PackedSequence(
+            torch.zeros(0, dtype=torch.int64), layout([0] * len(examples), 0, sequences, 0)
+        ),
+        monotonic=torch.zeros(token_layout.num_sequences, dtype=torch.bool),
+        ids=tuple(example.id for example in examples),
+        audio_seconds=sum(samples) / SAMPLE_RATE,
+        num_targets=int((targets != IGNORED).sum()),
+        num_monotonic_targets=0,
+        frame_lengths=tuple(by_conversation),
+        token_lengths=tuple(lengths),
+        source=None,
+        clip_samples=layout(samples, audio_rows, clips),
+        clip_frames=layout(frames, frame_rows, clips, longest_frames),
+        stacks=stacks,
+        speech_rows=places,
+        clip_counts=tuple(counts),
+        clip_starts=tuple(starts),
+    )
+
+
+def _rows(
+    examples: Sequence[ConversationExample], frames: Sequence[int], stack: int
+) -> tuple[np.ndarray, np.ndarray, list[int], list[int]]:
+    """Return tokens and targets of all conversations, the first row of each clip, and lengths."""
+    tokens, targets, starts, lengths = [], [], [], []
+    used = rows = 0
+    for example in examples:
+        counts = [-(-count // stack) for count in frames[used : used + len(example.clips)]]
+        used += len(example.clips)
+        try:
+            own, wanted, places = input_rows(example.rows, counts)
+        except ValueError as error:
+            raise ValueError(f"{example.id}: {error}") from error
+        tokens.append(own)
+        targets.append(wanted)
+        starts += [rows + place for place in places]
+        lengths.append(len(own))
+        rows += len(own)
+    empty = np.zeros(0, dtype=np.int64)
+    return np.concatenate([empty, *tokens]), np.concatenate([empty, *targets]), starts, lengths

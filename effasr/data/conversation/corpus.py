@@ -1,0 +1,489 @@
+"""All conversations of a run, in arrays that worker processes share."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from effasr.data.audio.audio_file import AudioError
+from effasr.data.audio.waveform import AudioSegment, load_audio, samples_in
+from effasr.data.batch import StaticShape
+from effasr.data.config import DataConfig
+from effasr.data.conversation.batch import ConversationBatch
+from effasr.data.conversation.collate import ConversationExample, collate_conversations
+from effasr.data.conversation.messages import Conversation, conversations
+from effasr.data.conversation.rows import num_rows, num_targets
+from effasr.data.conversation.tokenize import conversation_rows
+from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
+from effasr.data.filters.config import FilterConfig, TooManyDropped, check_share
+from effasr.data.filters.rules import Dropped, Reason, Unfit
+from effasr.data.index.columns import (
+    AudioColumns,
+    AudioColumnsBuilder,
+    Ragged,
+    RaggedBuilder,
+    decode,
+    encode,
+    to_numpy,
+)
+from effasr.data.mixture_summary import Mixture, MixtureSummary
+from effasr.data.prompt import Prompt
+from effasr.data.sampling.packing import suggest_token_budget
+from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
+from effasr.data.sampling.population import Population
+from effasr.data.tokenizer.chat import ChatTokenizer
+
+_FILL = 0.9975
+"""Share of the budgets that an epoch of drawn conversations is to fill; the planner reaches it."""
+
+_SHORTEST = 8
+"""Rows of a very short conversation, for the number of sequences of a batch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConversationCorpus:
+    """Conversations that can be trained on; made by `ConversationCorpus.load`.
+
+    It serves the loader and the trainer as `effasr.data.index.corpus.Corpus` does.
+
+    Attributes:
+        lengths: Encoder frames of all clips, and rows of the language model, of each conversation.
+        shape: The static shape of every batch; its tokens are the rows of the language model.
+        dropped: Conversations of the manifests that were left out, with the reasons.
+        seconds: Total duration of the speech.
+        amounts: int32 (n,), rows of each conversation, by which shares are measured.
+        samples: int64 (n,), samples of speech of each conversation at `SAMPLE_RATE`.
+        sources: uint16 (n,), the source of each conversation.
+        mixture: Requested share of each source; None without shares.
+        fingerprint: Digest of lengths, rows, sources and order, which a resumed run compares.
+        stack: Encoder frames of a row of speech.
+        max_clips: Most clips of a batch.
+        eos_id: Token that ends a turn.
+        pad_id: Token of the tail.
+        prompt: Unused; conversations have no prompt of utterances.
+        text: None; texts are conversations, too.
+    """
+
+    lengths: UtteranceLengths
+    shape: StaticShape
+    dropped: tuple[Dropped, ...]
+    seconds: float
+    amounts: np.ndarray
+    samples: np.ndarray
+    sources: np.ndarray
+    mixture: Mixture | None
+    fingerprint: str
+    stack: int
+    max_clips: int
+    eos_id: int
+    pad_id: int
+    _ids: Ragged
+    _rows: Ragged
+    _clips: AudioColumns
+    _clip_ends: np.ndarray
+    """int64 (n + 1,); conversation i has the clips from ``_clip_ends[i]`` to the next."""
+    prompt: Prompt = field(default_factory=Prompt)
+    text: None = None
+
+    @classmethod
+    def load(
+        cls,
+        paths: Sequence[str | Path],
+        tokenizer: ChatTokenizer,
+        config: DataConfig,
+        *,
+        stack: int,
+        max_frames: int | None = None,
+        max_rows: int | None = None,
+        framing: Framing = FASTCONFORMER,
+        sources: Sequence[int] | None = None,
+    ) -> ConversationCorpus:
+        """Read manifests, tokenize conversations and drop those that cannot be trained on.
+
+        Args:
+            paths: See `effasr.data.conversation.messages.conversations`; headers of audio files
+                are read.
+            tokenizer: Tokenizer with a chat template.
+            config: Budgets, durations and shares.
+            stack: Encoder frames of a row of speech.
+            max_frames: Most encoder frames of a clip; None for no limit.
+            max_rows: Most rows of a conversation; None for no limit.
+            framing: Frame geometry of the encoder.
+            sources: Source of each manifest, as an index into the leaves of ``config.mix``; by
+                default all belong to one.
+
+        Raises:
+            ValueError: A manifest cannot be read, a setting does not suit conversations, or no
+                conversation is left, of all or of one source.
+            TooManyDropped: Every conversation was dropped, or more than the filters allow.
+        """
+        _check(config)
+        sources = [0] * len(paths) if sources is None else sources
+        builder = _Builder(tokenizer, config, stack, max_frames, max_rows, framing)
+        for path, source in zip(paths, sources, strict=True):
+            for conversation in conversations(path):
+                builder.add(conversation, source)
+        corpus = builder.corpus(", ".join(map(str, paths)))
+        if corpus.mixture is not None:
+            corpus.mixture.check(sources)
+        return corpus
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def populations(self, seed: int) -> Population | None:
+        """Return the function that draws an epoch's members; None if an epoch has each once."""
+        if self.mixture is None:
+            return None
+        return self.mixture.populations(self.sources, self.amounts, seed=seed)
+
+    def steps(self, micro_batches: int) -> int:
+        """Return the approximate global steps of an epoch."""
+        members = slice(None) if (draw := self.populations(seed=0)) is None else draw(0)
+        frames = int(self.lengths.frames[members].sum(dtype=np.int64)) / self.shape.frame_budget
+        tokens = int(self.lengths.tokens[members].sum(dtype=np.int64)) / self.shape.token_budget
+        return max(1, round(max(frames, tokens) / micro_batches))
+
+    def summaries(
+        self, plan: EpochPlan, text_plan: EpochPlan | None = None
+    ) -> list[MixtureSummary]:
+        """Return the shares that a plan gives the sources; empty without a mixture."""
+        if self.mixture is None:
+            return []
+        drawn = self.mixture.count(self.sources, self.amounts, plan.indices)
+        return [self.mixture.summary(drawn)]
+
+    @property
+    def speakers(self) -> int:
+        """Number of named speakers: 0, as conversations name none."""
+        return 0
+
+    @property
+    def monotonic(self) -> np.ndarray:
+        """Whether a text follows the speech word by word, bool (n,): not known, so False."""
+        return np.zeros(len(self), dtype=bool)
+
+    @property
+    def text_lengths(self) -> np.ndarray:
+        """Rows of each conversation without its speech, int32 (n,)."""
+        return self.lengths.tokens - -(-self.lengths.frames // self.stack)
+
+    def token_ids(self, vocab_size: int) -> np.ndarray:
+        """Return the distinct token ids, sorted."""
+        values = self._rows.values
+        ids = np.where(values < 0, ~values, values)
+        return np.unique(ids[(ids >= 0) & (ids < vocab_size)])
+
+    def transcripts(self, limit: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield nothing: there are no transcripts for CTC."""
+        return iter(())
+
+    def clips(self, index: int) -> list[AudioSegment]:
+        """Return the speech of a conversation, in order."""
+        segments = [self._clips[row] for row in range(*self._clip_ends[index : index + 2])]
+        return cast("list[AudioSegment]", segments)
+
+    def audio(self, index: int) -> AudioSegment:
+        """Return the first clip of a conversation, for messages; of no file without any."""
+        clips = self.clips(index)
+        return clips[0] if clips else AudioSegment("", 0.0, 0.0, (0,))
+
+    def name(self, index: int) -> str:
+        """Return the id of a conversation."""
+        return decode(self._ids[index])
+
+    def duration(self, index: int) -> float:
+        """Return the duration of the speech of a conversation, in seconds."""
+        return int(self.samples[index]) / SAMPLE_RATE
+
+    def rows(self, index: int) -> np.ndarray:
+        """Return the coded rows of a conversation; see `effasr.data.conversation.rows`."""
+        return self._rows[index]
+
+    def example(self, index: int) -> ConversationExample:
+        """Return the conversation with its speech, ready to be packed.
+
+        Raises:
+            AudioError: A clip cannot be read; the message names file and conversation.
+        """
+        name = self.name(index)
+        try:
+            clips = tuple(load_audio(clip) for clip in self.clips(index))
+        except AudioError as error:
+            raise AudioError(error.problem, f"conversation {name!r}: {error}") from error
+        return ConversationExample(name, self._rows[index], clips)
+
+    def collate(
+        self,
+        examples: Sequence[ConversationExample],
+        shape: StaticShape | None,
+        *,
+        padded: bool = False,
+    ) -> ConversationBatch:
+        """Pack conversations on the CPU; see `collate_conversations`.
+
+        Raises:
+            ValueError: ``padded`` is true, which only other strategies than packed have.
+        """
+        if padded:
+            raise ValueError("`padded` must be false for conversations, but is true: leave it out.")
+        return collate_conversations(
+            examples,
+            shape,
+            stack=self.stack,
+            pad_id=self.pad_id,
+            max_clips=self.max_clips,
+            framing=self.shape.framing,
+        )
+
+
+def _check(config: DataConfig) -> None:
+    """Check that settings which are made for utterances have their defaults."""
+    if config.strategy != "packed":
+        raise ValueError(
+            f"`data.strategy` must be packed for conversations, but is {config.strategy}."
+        )
+    if config.speed_perturbation != (1.0,):
+        raise ValueError(
+            "`data.speed_perturbation` must be [1.0] for conversations, but is "
+            f"{list(config.speed_perturbation)}: leave it out."
+        )
+    if config.text_share is not None:
+        raise ValueError(
+            f"`data.text_share` must be null for conversations, but is {config.text_share:g}: give "
+            "texts a share with `data.mix`; they are conversations, too."
+        )
+    default = FilterConfig()
+    for name in [one.name for one in fields(FilterConfig)]:
+        value = getattr(config.filters, name)
+        if name != "max_dropped" and value != getattr(default, name):
+            raise ValueError(
+                f"`data.filters.{name}` must be left out for conversations, but is {value}."
+            )
+
+
+class _Builder:
+    """Builds a `ConversationCorpus`."""
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        config: DataConfig,
+        stack: int,
+        max_frames: int | None,
+        max_rows: int | None,
+        framing: Framing,
+    ) -> None:
+        self.tokenizer, self.config, self.stack = tokenizer, config, stack
+        self.max_frames, self.max_rows, self.framing = max_frames, max_rows, framing
+        self.dropped: list[Dropped] = []
+        self.ids, self.coded = RaggedBuilder(), RaggedBuilder("i")
+        self.clips = AudioColumnsBuilder()
+        self.clip_ends = array("q", [0])
+        self.frames, self.rows, self.sources = array("i"), array("i"), array("H")
+        self.samples = array("q")
+        self.fewest = 2**31 - 1
+        """Encoder frames of the shortest clip."""
+
+    def add(self, conversation: Conversation, source: int) -> None:
+        """Add a conversation, or record why it was dropped."""
+        where, seconds = conversation.origin, None
+        try:
+            if conversation.problem is not None:
+                raise conversation.problem
+            cuts = []
+            for clip in conversation.clips:
+                where = clip.audio
+                cuts.append(clip.cut(clip.id))
+            where = conversation.origin
+            seconds = sum(cut.duration for cut in cuts)
+            samples = [samples_in(cut.duration) for cut in cuts]
+            frames = [self.framing.frames(count) for count in samples]
+            self._check_clips([cut.duration for cut in cuts], frames)
+            coded = conversation_rows(conversation.messages, self.tokenizer)
+            rows = num_rows(coded, [-(-count // self.stack) for count in frames])
+            self._check_rows(coded, rows)
+        except (AudioError, Unfit) as error:
+            reason = error.problem if isinstance(error, AudioError) else error.reason
+            self.dropped.append(Dropped(conversation.id, reason, str(error), where, seconds))
+            return
+        for cut in cuts:
+            self.clips.append(cut)
+        self.fewest = min([self.fewest, *frames])
+        self.clip_ends.append(len(self.clips))
+        self.ids.append(encode(conversation.id))
+        self.coded.append(coded.tolist())
+        self.frames.append(sum(frames))
+        self.samples.append(sum(samples))
+        self.rows.append(rows)
+        self.sources.append(source)
+
+    def _check_clips(self, durations: Sequence[float], frames: Sequence[int]) -> None:
+        config, budget = self.config, self.config.known_frame_budget
+        for duration in durations:
+            if duration < config.min_duration:
+                limit = f"{duration:.3f} s, under {config.min_duration:g} s"
+                raise Unfit(Reason.TOO_SHORT, limit)
+            if duration > config.max_duration:
+                raise Unfit(Reason.TOO_LONG, f"{duration:.3f} s, over {config.max_duration:g} s")
+        if sum(frames) > budget:
+            raise Unfit(Reason.FRAME_BUDGET, f"{sum(frames)} encoder frames, over {budget}")
+        longest = max(frames, default=0)
+        if self.max_frames is not None and longest > self.max_frames:
+            raise Unfit(Reason.MODEL, f"{longest} encoder frames, over {self.max_frames}")
+
+    def _check_rows(self, coded: np.ndarray, rows: int) -> None:
+        if not num_targets(coded):
+            raise Unfit(Reason.EMPTY_TEXT, "there is nothing to write")
+        if (budget := self.config.token_budget) is not None and rows > budget:
+            raise Unfit(Reason.TOKEN_BUDGET, f"{rows} rows of the language model, over {budget}")
+        if self.max_rows is not None and rows > self.max_rows:
+            raise Unfit(Reason.MODEL, f"{rows} rows of the language model, over {self.max_rows}")
+
+    def corpus(self, shown: str) -> ConversationCorpus:
+        """Return the corpus, with the token budget derived where it is left open."""
+        config = self.config
+        if not self.rows:
+            first = f"; the first: {self.dropped[0].details}" if self.dropped else ""
+            message = (
+                f"{shown}: no conversation can be trained on ({len(self.dropped)} dropped{first})."
+            )
+            raise TooManyDropped(message, self.dropped) if self.dropped else ValueError(message)
+        lengths = UtteranceLengths(to_numpy(self.frames), to_numpy(self.rows))
+        budget = config.token_budget or self._suggested(lengths)
+        kept = np.flatnonzero(lengths.tokens <= budget)
+        ids, coded, clip_ends = self.ids.build(), self.coded.build(), to_numpy(self.clip_ends)
+        for index in np.flatnonzero(lengths.tokens > budget).tolist():
+            details = (
+                f"{lengths.tokens[index]} rows, over {budget}, which was derived from "
+                "`frame_budget`: set `token_budget` to keep it"
+            )
+            name, seconds = decode(ids[index]), self.samples[index] / SAMPLE_RATE
+            self.dropped.append(Dropped(name, Reason.TOKEN_BUDGET, details, "", seconds))
+        check_share(self.dropped, len(self.dropped) + len(kept), config.filters.max_dropped)
+        samples, sources = to_numpy(self.samples), to_numpy(self.sources)
+        counts = np.diff(clip_ends)
+        if len(kept) < len(lengths):
+            lengths = UtteranceLengths(lengths.frames[kept], lengths.tokens[kept])
+            ids, coded = _taken(ids, kept), _taken(coded, kept)
+            samples, sources = samples[kept], sources[kept]
+        clips = self.clips.build()
+        # Rows of clips that were dropped with their conversation stay, unused.
+        begins, ends = clip_ends[:-1][kept], clip_ends[1:][kept]
+        if len(kept) < len(counts):
+            clips = _taken_clips(
+                clips, np.concatenate([np.arange(*x) for x in zip(begins, ends, strict=True)])
+            )
+        clip_ends = np.concatenate([[0], np.cumsum(counts[kept])]).astype(np.int64)
+        shape, max_clips = self._shape(lengths, budget, int(counts[kept].max()))
+        digest = hashlib.sha256()
+        for values in (lengths.frames, lengths.tokens, coded.values, coded.offsets, sources):
+            digest.update(np.ascontiguousarray(values).data)
+        amounts, mixture = lengths.tokens, None
+        if config.mix is not None:
+            mixture = Mixture.of(config.mix, sources, amounts, unit="tokens", draws_tokens=True)
+            mixture = _whole_steps(mixture, lengths, sources, shape, config.micro_batches)
+        return ConversationCorpus(
+            lengths=lengths,
+            shape=shape,
+            dropped=tuple(self.dropped),
+            seconds=float(samples.sum()) / SAMPLE_RATE,
+            amounts=amounts,
+            samples=samples,
+            sources=sources,
+            mixture=mixture,
+            fingerprint=digest.hexdigest(),
+            stack=self.stack,
+            max_clips=max_clips,
+            eos_id=self.tokenizer.eos_id,
+            pad_id=self.tokenizer.pad_id,
+            _ids=ids,
+            _rows=coded,
+            _clips=clips,
+            _clip_ends=clip_ends,
+        )
+
+    def _suggested(self, lengths: UtteranceLengths) -> int:
+        """Return the token budget that an epoch fills along with the frame budget."""
+        config = self.config
+        if not lengths.frames.any():
+            raise ValueError(
+                "`data.token_budget` must be given for conversations without speech, but is null: "
+                "set it to the rows of the language model in a micro-batch."
+            )
+        if config.mix is not None:
+            sources = to_numpy(self.sources)
+            mixture = Mixture.of(
+                config.mix, sources, lengths.tokens, unit="tokens", draws_tokens=True
+            )
+            draw = mixture.populations(sources, lengths.tokens, seed=0)
+            if draw is not None:
+                members = draw(0)
+                lengths = UtteranceLengths(lengths.frames[members], lengths.tokens[members])
+        return suggest_token_budget(lengths, config.known_frame_budget)
+
+    def _shape(
+        self, lengths: UtteranceLengths, token_budget: int, most_clips: int
+    ) -> tuple[StaticShape, int]:
+        """Return the static shape, and the most clips of a batch."""
+        config, has_speech = self.config, bool(lengths.frames.any())
+        frame_budget = config.known_frame_budget if has_speech else 1
+        shortest = max(_SHORTEST, int(lengths.tokens.min()))
+        sequences = config.max_sequences or max(
+            self.framing.sequences(frame_budget), -(-token_budget // shortest)
+        )
+        shape = StaticShape(
+            frame_budget,
+            token_budget,
+            sequences,
+            longest_frames=max(1, int(lengths.frames.max())),
+            longest_tokens=max(1, int(lengths.tokens.max())),
+            framing=self.framing,
+        )
+        by_frames = frame_budget // max(1, self.fewest)
+        return shape, max(1, min(by_frames, sequences * most_clips))
+
+
+def _whole_steps(
+    mixture: Mixture,
+    lengths: UtteranceLengths,
+    sources: np.ndarray,
+    shape: StaticShape,
+    micro_batches: int,
+) -> Mixture:
+    """Return a mixture whose epochs fill a whole number of steps, the nearest to its own.
+
+    An epoch of drawn conversations has no natural length, and the room in its last step is lost.
+    """
+    if mixture.quotas is None:
+        return mixture
+    count = len(mixture.names)
+    frames = np.bincount(sources, weights=lengths.frames, minlength=count)
+    rate = frames / np.maximum(mixture.amounts, 1)
+    rows = sum(mixture.quotas) / shape.token_budget
+    fill = max(rows, float(rate @ np.array(mixture.quotas)) / shape.frame_budget) / micro_batches
+    scale = max(1, round(fill)) * _FILL / fill
+    return replace(mixture, quotas=tuple(round(quota * scale) for quota in mixture.quotas))
+
+
+def _taken(ragged: Ragged, kept: np.ndarray) -> Ragged:
+    lengths = ragged.lengths[kept]
+    parts = [np.zeros(0, ragged.values.dtype), *(ragged[index] for index in kept.tolist())]
+    return Ragged(np.concatenate(parts), np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def _taken_clips(clips: AudioColumns, kept: np.ndarray) -> AudioColumns:
+    kept = kept.astype(np.int64)
+    values = {one.name: getattr(clips, one.name) for one in fields(AudioColumns)}
+    return AudioColumns(
+        **{
+            name: _taken(x, kept) if isinstance(x, Ragged) else x[kept]
+            for name, x in values.items()
+        }
+    )

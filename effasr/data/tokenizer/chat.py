@@ -1,0 +1,178 @@
+"""Tokenizers of chat models: a ``tokenizer.json`` with a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from effasr.data.prompt import Prompt
+from effasr.data.tokenizer.hugging_face import HuggingFaceTokenizer
+from effasr.untrusted.documents import WRONG_VALUES, read_json_object
+from effasr.untrusted.files import read_text
+
+TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
+GENERATION_FILE = "generation_config.json"
+
+_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class TemplateError(ValueError):
+    """A chat template cannot be rendered, or refuses a conversation."""
+
+
+class ChatTokenizer(HuggingFaceTokenizer):
+    """One with a chat template, which transformers renders in a sandbox.
+
+    Attributes:
+        stop_ids: Tokens that end a turn of the assistant.
+    """
+
+    companions = (*HuggingFaceTokenizer.companions, TEMPLATE_FILE, GENERATION_FILE)
+
+    def __init__(self, directory: str | Path) -> None:
+        """Read a folder; see `HuggingFaceTokenizer`.
+
+        Raises:
+            ValueError: The template is missing or cannot be rendered, or a special token is not in
+                the vocabulary.
+            ImportError: `tokenizers` or `transformers` is not installed.
+        """
+        super().__init__(directory)
+        folder = Path(directory)
+        self._template = read_template(folder)
+        self._tokens = _special_tokens(folder)
+        self.sources = self.languages = ()
+        stops = [self._id_of(self._tokens["eos_token"])] if "eos_token" in self._tokens else []
+        stops += _stops_of_generation(folder, self.vocab_size)
+        stops += self._turn_end()
+        if not stops:
+            raise ValueError(
+                f"{folder}: a token must end a turn, but neither {SETTINGS_FILE} has `eos_token` "
+                f"nor the chat template writes one: give `eos_token` in {SETTINGS_FILE}."
+            )
+        self.stop_ids = tuple(dict.fromkeys(stops))
+        self.eos_id = self.stop_ids[0]
+        pad = self._tokens.get("pad_token")
+        self.pad_id = self.eos_id if pad is None else self._id_of(pad)
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, asks: bool = False) -> str:
+        """Return the text of a conversation.
+
+        Args:
+            messages: Each with ``role`` and ``content``.
+            asks: Whether the beginning of an assistant's turn follows.
+
+        Raises:
+            TemplateError: The template refuses the conversation, or is broken.
+        """
+        try:
+            from transformers.utils.chat_template_utils import render_jinja_template
+        except ImportError as error:
+            raise ImportError(
+                "chat templates need the package `transformers`: pip install effasr[huggingface]."
+            ) from error
+        try:
+            texts, _ = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                chat_template=self._template,
+                add_generation_prompt=asks,
+                **self._tokens,
+            )
+        except ImportError:
+            raise
+        except Exception as error:  # A template raises whatever its expressions do.
+            problem = " ".join(str(error).split())[:200]
+            raise TemplateError(f"the chat template cannot be rendered: {problem}") from error
+        return texts[0]
+
+    def prompt(self, prompt: Prompt) -> list[int]:
+        """Refuse: what a chat model reads is a conversation.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "`tokenizer` must have prompts for utterances, but is that of a chat model, which "
+            "reads conversations: use manifests with `messages`."
+        )
+
+    def _id_of(self, token: str) -> int:
+        if token not in self._vocabulary:
+            raise ValueError(
+                f"{self._path.parent / SETTINGS_FILE}: special tokens must be in the vocabulary, "
+                f"but {token!r} is not: copy the folder again."
+            )
+        return self._vocabulary[token]
+
+    def _turn_end(self) -> list[int]:
+        """Return the special token that the template writes after a turn of the assistant."""
+        word = "word"
+        turns = [{"role": "user", "content": word}, {"role": "assistant", "content": word}]
+        _, found, after = self.render(turns).rpartition(word)
+        ids = self.encode(after.strip(), "") if found else []
+        specials = set(self.specials.values())
+        return ids[:1] if ids and ids[0] in specials else []
+
+
+def has_template(folder: Path) -> bool:
+    """Return whether a folder has a chat template."""
+    try:
+        read_template(folder)
+    except ValueError:
+        return False
+    return True
+
+
+def read_template(folder: Path) -> str:
+    """Return the chat template of a folder.
+
+    Raises:
+        ValueError: There is none, or a file cannot be read.
+    """
+    path = folder / TEMPLATE_FILE
+    if path.is_file():
+        return read_text(path)
+    template = _settings(folder).get("chat_template")
+    if isinstance(template, list):
+        named = {x.get("name"): x.get("template") for x in template if isinstance(x, dict)}
+        template = named.get("default")
+    if not isinstance(template, str):
+        raise ValueError(
+            f"{folder}: a chat model must have a chat template, but neither {TEMPLATE_FILE} nor "
+            f"`chat_template` in {SETTINGS_FILE} is there: take an instruction-tuned model, or "
+            f"write {TEMPLATE_FILE}."
+        )
+    return template
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / SETTINGS_FILE
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """Return the special tokens that a template may name."""
+    found: dict[str, str] = {}
+    settings = _settings(folder)
+    for name in _TOKENS:
+        value = settings.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _stops_of_generation(folder: Path, vocab_size: int) -> list[int]:
+    path = folder / GENERATION_FILE
+    if not path.is_file():
+        return []
+    try:
+        given = read_json_object(path).get("eos_token_id")
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if all(type(x) is int and 0 <= x < vocab_size for x in ids):
+            return ids
+    except WRONG_VALUES as error:
+        raise ValueError(f"{path}: cannot be read: {error}.") from error
+    raise ValueError(f"{path}: `eos_token_id` must be ids of the vocabulary, but is {given!r}.")

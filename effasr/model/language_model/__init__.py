@@ -1,0 +1,1 @@
+"""A causal language model that reads packed speech and text."""

@@ -1,0 +1,173 @@
+"""Builds causal language models of transformers from their ``config.json``.
+
+The modules are those of the installed transformers. Code that a folder may contain is never run.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from effasr.model.language_model.packed_attention import register
+from effasr.untrusted.documents import WRONG_VALUES, parse_json, read_json_object
+
+CONFIG_FILE = "config.json"
+
+
+def read_architecture(directory: str | Path) -> str:
+    """Return the ``config.json`` of a language model as one line of JSON.
+
+    Raises:
+        ValueError: The file is missing, or is not that of a causal language model of the installed
+            transformers.
+    """
+    path = Path(directory) / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"`language_model.path` must be the folder of a language model, but {directory} has no "
+            f"{CONFIG_FILE}: download the model and name its folder."
+        )
+    mapping = read_json_object(path)
+    if mapping.get("quantization_config") is not None:
+        raise ValueError(
+            f"{path}: weights must not be quantized, but `quantization_config` is given: take the "
+            "model in bfloat16 or float32."
+        )
+    text = json.dumps(mapping, sort_keys=True)
+    model_config(text, str(path))
+    return text
+
+
+def model_config(architecture: str, origin: str = "language_model.architecture") -> Any:
+    """Return the configuration object of transformers for a ``config.json``.
+
+    Raises:
+        ValueError: It is invalid, or of another kind of model.
+        ImportError: transformers is not installed.
+    """
+    transformers = import_transformers()
+    mapping = parse_json(architecture, origin)
+    kind = mapping.pop("model_type", None) if isinstance(mapping, dict) else None
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if kind not in known:
+        raise ValueError(
+            f"{origin}: `model_type` must be a causal language model of transformers "
+            f"{transformers.__version__}, such as llama, qwen2, qwen3, gemma or gemma3_text, but "
+            f"is {str(kind)[:60]!r}: models that need code of their folder are not supported."
+        )
+    # Private keys choose implementations, which are ours to choose.
+    given = {key: value for key, value in mapping.items() if not key.startswith("_")}
+    for key in ("auto_map", "attn_implementation", "use_kernels"):
+        given.pop(key, None)
+    try:
+        return transformers.CONFIG_MAPPING[kind].from_dict(given)
+    except (ValueError, *WRONG_VALUES) as error:
+        problem = " ".join(str(error).split())[:200]
+        raise ValueError(f"{origin}: not a configuration of {kind}: {problem}.") from error
+
+
+def import_transformers() -> Any:
+    """Import transformers.
+
+    Raises:
+        ImportError: It is not installed; the message says how to install it.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "`model.language_model` needs the package `transformers`: "
+            "pip install effasr[huggingface]."
+        ) from error
+    return transformers
+
+
+def build_causal_model(architecture: str) -> Any:
+    """Build transformers' model in float32 with packed attention and initialized weights.
+
+    Raises:
+        ValueError: The model cannot be built; see `model_config`.
+    """
+    transformers, config = import_transformers(), model_config(architecture)
+    config.use_cache = False
+    try:
+        return transformers.AutoModelForCausalLM.from_config(
+            config,
+            trust_remote_code=False,
+            attn_implementation=register(),
+            dtype=torch.float32,
+        )
+    except (ValueError, *WRONG_VALUES) as error:
+        problem = " ".join(str(error).split())[:200]
+        raise ValueError(f"`language_model.architecture`: cannot be built: {problem}.") from error
+
+
+def max_rows(architecture: str) -> int | None:
+    """Return the most rows of a conversation: by positions and sliding windows; None for no limit.
+
+    Raises:
+        ValueError: See `model_config`.
+    """
+    config = model_config(architecture)
+    limits = [getattr(config, "max_position_embeddings", None)]
+    kinds = getattr(config, "layer_types", None)
+    slides = any("sliding" in kind for kind in kinds) if kinds else True
+    if slides and getattr(config, "use_sliding_window", True):
+        limits.append(getattr(config, "sliding_window", None))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Sizes of a language model that costs and adapters depend on.
+
+    Attributes:
+        width: Channels of a row.
+        vocab_size: Classes of the output.
+        layers: Number of layers.
+        attention: Channels of all query heads of a layer.
+        heads: Query heads of a layer.
+        head_dim: Channels of a head.
+        linear: Weights of all matrices but the embeddings and the output.
+    """
+
+    width: int
+    vocab_size: int
+    layers: int
+    attention: int
+    heads: int
+    head_dim: int
+    linear: int
+
+
+@cache
+def model_sizes(architecture: str) -> ModelSizes:
+    """Return the sizes of a language model.
+
+    Raises:
+        ValueError: See `build_causal_model`.
+    """
+    with torch.device("meta"):
+        model = build_causal_model(architecture)
+    config, output = model.config, model.get_output_embeddings()
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    embedding = model.get_input_embeddings()
+    tables = {id(x) for module in (embedding, output) for x in module.parameters()}
+    tables |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    linear = sum(x.numel() for x in model.parameters() if x.ndim == 2 and id(x) not in tables)
+    return ModelSizes(
+        width=embedding.weight.shape[1],
+        vocab_size=output.weight.shape[0],
+        layers=config.num_hidden_layers,
+        attention=heads * head_dim,
+        heads=heads,
+        head_dim=head_dim,
+        linear=linear,
+    )

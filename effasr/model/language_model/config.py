@@ -1,0 +1,57 @@
+"""Configuration of the language model and of the adapter that feeds speech to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from effasr.model.checks import check, check_positive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LanguageModelConfig:
+    """A causal language model of transformers, and the adapter from the encoder to it.
+
+    Attributes:
+        path: Folder of the language model: ``config.json``, a tokenizer with a chat template, and
+            weights as safetensors. Code in the folder is never run. It is read when a run begins;
+            checkpoints do not need it.
+        weights: ``pretrained`` reads the weights of the folder, ``random`` draws them by the seed
+            of the run.
+        architecture: The content of ``config.json``; by default that of ``path``, which a run
+            fills in.
+        stack: k, encoder frames that the adapter makes one row of the language model of.
+        adapter: ``linear``: one layer. ``mlp``: two, with GELU between them.
+        adapter_width: Channels between the layers of ``mlp``; by default those of the language
+            model.
+    """
+
+    path: str = ""
+    weights: Literal["pretrained", "random"] = "pretrained"
+    architecture: str | None = None
+    stack: int = 4
+    adapter: Literal["linear", "mlp"] = "mlp"
+    adapter_width: int | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(self, "stack")
+        for name, choices in (
+            ("adapter", ("linear", "mlp")),
+            ("weights", ("pretrained", "random")),
+        ):
+            value = getattr(self, name)
+            check(value in choices, name, f"be one of {', '.join(choices)}", repr(value))
+        if self.adapter_width is not None:
+            check_positive(self, "adapter_width")
+            check(
+                self.adapter == "mlp",
+                "adapter_width",
+                "be null for the adapter 'linear'",
+                self.adapter_width,
+            )
+        check(
+            bool(self.path) or self.architecture is not None,
+            "path",
+            "name the folder of a language model",
+            "empty",
+        )

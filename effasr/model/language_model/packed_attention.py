@@ -1,0 +1,142 @@
+"""Attention of transformers' models over packed sequences, by their attention interface.
+
+A model calls the function that is registered as its ``attn_implementation`` with queries, keys and
+values of shape (1, H, T, D), and with the keyword arguments of its own forward. One of these,
+`CONTEXT`, has the boundaries of the sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from effasr_kernels import PackedLayout, attention
+
+IMPLEMENTATION = "effasr_packed"
+"""Name of the attention in transformers."""
+
+CONTEXT = "effasr_context"
+"""Keyword argument of a forward with the `AttentionContext`."""
+
+
+class AttentionContext(Protocol):
+    """How the rows of a forward attend."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Attend causally: (T, H, D) each to (T, H, D); ``k`` and ``v`` may have fewer heads."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """Upper bound of the distance of a query to the first key that it reads, plus 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackedContext:
+    """Each row attends to itself and to the earlier rows of its sequence.
+
+    Attributes:
+        layout: The sequences.
+        dropout: Probability of dropping an attention weight.
+        observe: Called with the layer, keys and values, (T, H, D) each, for a cache; or None.
+    """
+
+    layout: PackedLayout
+    observe: Callable[[int, Tensor, Tensor], None] | None = field(default=None)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """See `AttentionContext.attend`."""
+        k, v = (shared_by_groups(x, q.shape[1]) for x in (k, v))
+        if self.observe is not None:
+            self.observe(layer, k, v)
+        return attention(q, k, v, self.layout, causal=True, scale=scale, dropout=dropout)
+
+    @property
+    def longest(self) -> int:
+        """See `AttentionContext.longest`."""
+        return self.layout.max_seqlen_bound
+
+
+def shared_by_groups(x: Tensor, heads: int) -> Tensor:
+    """Repeat the heads of keys or values, each for its group of query heads: (T, heads, D)."""
+    groups = heads // x.shape[1]
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers' attention functions do, within the sequences of a context.
+
+    Args:
+        module: The attention layer, which knows its index.
+        query: (1, H, T, D).
+        key: (1, H or fewer, T, D).
+        value: As ``key``.
+        attention_mask: None; the context replaces it.
+        scaling: Factor of the scores, ``D ** -0.5`` by default.
+        dropout: Probability of dropping an attention weight.
+        sliding_window: Most keys that a query of this layer attends to; None for no limit.
+        softcap: None; other models squash their scores.
+        kwargs: Arguments of the model's forward, `CONTEXT` among them.
+
+    Returns:
+        (1, T, H, D), and None in place of the attention weights.
+
+    Raises:
+        ValueError: The layer attends in a way that packed attention does not have.
+    """
+    context: AttentionContext | None = kwargs.get(CONTEXT)
+    name = type(module).__name__
+    if context is None:
+        raise ValueError(
+            f"{name}: `{CONTEXT}` must be passed from the model's forward to its attention, but is "
+            "missing: this family of language models cannot be packed."
+        )
+    if softcap is not None or kwargs.get("s_aux") is not None or attention_mask is not None:
+        what = "soft-capped scores" if softcap is not None else "attention sinks or masks"
+        raise ValueError(
+            f"{name}: packed attention must be plain, but this family of language models has "
+            f"{what}: choose another language model."
+        )
+    if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+        raise ValueError(f"{name}: attention must be causal, but is not: choose another model.")
+    if sliding_window is not None and context.longest > sliding_window:
+        raise ValueError(
+            f"{name}: a sequence must have at most {sliding_window} rows, the sliding window of "
+            f"this layer, but may have {context.longest}: drop longer conversations with a smaller "
+            "`data.token_budget`."
+        )
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    options = {"dropout": dropout} if dropout else {}
+    y = context.attend(module.layer_idx, q, k, v, scaling, **options)  # type: ignore[arg-type]
+    return y.unsqueeze(0), None
+
+
+def register() -> str:
+    """Register the attention with transformers, which must be installed; return its name."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, packed_attention)
+    return IMPLEMENTATION

@@ -1,0 +1,159 @@
+import json
+
+import numpy as np
+import pytest
+import soundfile
+
+from effasr.data.config import DataConfig
+from effasr.data.conversation.corpus import ConversationCorpus
+from effasr.data.conversation.rows import CLIP
+from effasr.data.filters.config import FilterConfig
+from effasr.data.loader import Loader
+from effasr.data.mixture import MixConfig
+from effasr.data.sampling.cost import CANARY_180M_FLASH
+from effasr.data.sampling.report import measure
+from effasr.data.tokenizer import load_tokenizer
+from tests.support.chat_folder import write_tokenizer
+from tests.support.talks import WORDS, write_talks
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("chat")))
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory):
+    return [str(path) for path in write_talks(tmp_path_factory.mktemp("talks"))]
+
+
+def load(paths, tokenizer, **settings):
+    config = DataConfig(**{"frame_budget": 60, "workers": 0, "cache": None, **settings})
+    sources = list(range(len(paths))) if config.mix is not None else None
+    return config, ConversationCorpus.load(paths, tokenizer, config, stack=4, sources=sources)
+
+
+def test_every_conversation_is_loaded_with_its_speech(talks, tokenizer):
+    _config, corpus = load(talks, tokenizer)
+    assert len(corpus) == 20
+    assert not corpus.dropped
+    for index in range(len(corpus)):
+        example = corpus.example(index)
+        batch = corpus.collate([example], None)
+        assert batch.frame_lengths == (corpus.lengths.frames[index],)
+        assert batch.token_lengths == (corpus.lengths.tokens[index],)
+        assert len(example.clips) == (example.rows == CLIP).sum()
+        assert sum(map(len, example.clips)) == corpus.samples[index]
+    assert [len(corpus.clips(index)) for index in (0, 1, 12)] == [2, 1, 0]
+    assert corpus.name(0) == "s0"
+    assert corpus.audio(1).path.endswith("s1.wav")
+
+
+def test_an_epoch_has_every_conversation_once_in_static_batches(talks, tokenizer):
+    config, corpus = load(talks, tokenizer, micro_batches=2, epoch_end="exact")
+    loader = Loader(corpus, config, seed=1)
+    steps, seen, shapes = loader.steps(), [], set()
+    for _ in range(loader.plan(0).num_steps):
+        for batch in next(steps).batches:
+            seen += batch.ids
+            shapes.add(tuple(tensor.shape for tensor in batch.tensors()))
+    steps.close()
+    assert sorted(seen) == sorted(corpus.name(index) for index in range(len(corpus)))
+    assert len(shapes) == 1
+
+
+def test_dropped_conversations_leave_the_others_as_they_are(talks, tokenizer):
+    _, whole = load(talks, tokenizer)
+    limit = int(np.median(whole.lengths.tokens))
+    _, part = load(talks, tokenizer, token_budget=limit, filters=FilterConfig(max_dropped=1.0))
+    assert len(part) + len(part.dropped) == 20
+    assert part.dropped
+    assert {drop.reason for drop in part.dropped} == {"over_token_budget"}
+    names = {whole.name(index): index for index in range(len(whole))}
+    for index in range(len(part)):
+        other = names[part.name(index)]
+        assert np.array_equal(part.rows(index), whole.rows(other))
+        assert part.clips(index) == whole.clips(other)
+
+
+def test_text_alone_needs_a_token_budget(talks, tokenizer):
+    with pytest.raises(ValueError, match=r"data\.token_budget"):
+        load(talks[1:], tokenizer)
+    _, corpus = load(talks[1:], tokenizer, token_budget=80)
+    assert corpus.shape.frame_budget == 1
+    assert corpus.max_clips == 1
+    assert corpus.collate([corpus.example(0)], corpus.shape).num_targets > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "bucketed"},
+        {"speed_perturbation": (0.9, 1.0)},
+        {"text_share": 0.5, "micro_batches": 2},
+    ],
+)
+def test_settings_for_utterances_are_refused(talks, tokenizer, settings):
+    with pytest.raises(ValueError, match=f"data.{next(iter(settings))}"):
+        load(talks, tokenizer, **settings)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Speech of the lengths of read books, and short and long texts."""
+    folder, random = tmp_path_factory.mktemp("mixed"), np.random.default_rng(0)
+    soundfile.write(folder / "long.flac", random.normal(0, 0.1, 16_000 * 40), 16_000)
+
+    def words(count):
+        return " ".join(random.choice(WORDS, count))
+
+    def rows(name, count, content, mean):
+        for number in range(count):
+            turns = [
+                {"role": "user", "content": content()},
+                {"role": "assistant", "content": words(1 + random.poisson(mean))},
+            ]
+            yield {"id": f"{name}{number}", "messages": turns}
+
+    def speech():
+        seconds = round(float(np.clip(random.lognormal(2.2, 0.6), 0.5, 39)), 2)
+        part = {"type": "audio", "audio": "long.flac", "offset": 0.5, "duration": seconds}
+        return [part, {"type": "text", "text": "what is said"}]
+
+    paths = []
+    for name, found in (
+        ("speech", rows("s", 1500, speech, 20)),
+        ("text", rows("t", 1400, lambda: words(1 + random.poisson(25)), 20)),
+    ):
+        paths.append(folder / f"{name}.jsonl")
+        paths[-1].write_text("".join(json.dumps(row) + "\n" for row in found))
+    return [str(path) for path in paths]
+
+
+@pytest.mark.parametrize("temperature", [None, 1.0, 0.5, 0.0])
+def test_mixed_data_leaves_little_padding_at_8000_frames(mixed, tokenizer, temperature):
+    mix = None
+    if temperature is not None:
+        sources = {"speech": mixed[0], "text": mixed[1]}
+        mix = MixConfig(sources=sources, temperature=temperature)
+    config, corpus = load(mixed, tokenizer, mix=mix, frame_budget=8000)
+    assert not corpus.dropped
+    loader = Loader(corpus, config, seed=0)
+    plans = [loader.plan(epoch) for epoch in range(3)]
+    report = measure(
+        plans,
+        corpus.lengths,
+        corpus.samples / 16_000,
+        cost=CANARY_180M_FLASH,
+        world_size=1,
+        shape=corpus.shape,
+    )
+    assert report.steps >= 50
+    for drawn in corpus.summaries(plans[0]):
+        assert len(drawn.rows) == 2
+        for row in drawn.rows:
+            assert row.realised == pytest.approx(row.asked, abs=0.01)
+    assert 0 <= report.padding_frames < 0.005, report
+    assert 0 <= report.padding_tokens < 0.005, report

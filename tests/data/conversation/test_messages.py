@@ -1,0 +1,107 @@
+import json
+
+import pytest
+
+from effasr.data.conversation.messages import AudioPart, conversations, is_conversations
+
+SPEECH = {"type": "audio", "audio": "a.wav", "offset": 1, "duration": 2.5}
+
+
+def write(tmp_path, *rows):
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def ours(*turns, name="a"):
+    return {"id": name, "messages": [{"role": role, "content": x} for role, x in turns]}
+
+
+def test_hugging_faces_layout(tmp_path):
+    path = write(
+        tmp_path,
+        ours(
+            ("system", "be brief"),
+            ("user", [SPEECH, {"type": "text", "text": "what is said?"}]),
+            ("assistant", [{"type": "text", "text": "hello"}]),
+        ),
+    )
+    assert is_conversations(path)
+    (found,) = conversations(path)
+    assert found.problem is None
+    assert found.id == "a"
+    assert found.origin == f"{path}:1"
+    assert [message.role for message in found.messages] == ["system", "user", "assistant"]
+    part = AudioPart(str(tmp_path / "a.wav"), 1.0, 2.5)
+    assert found.messages[1].parts == (part, "what is said?")
+    (clip,) = found.clips
+    assert (clip.audio, clip.offset, clip.duration) == (part.path, 1.0, 2.5)
+
+
+def test_nemos_layout_joins_neighbouring_turns(tmp_path):
+    turns = [
+        {"from": "User", "value": "what is said?", "type": "text"},
+        {"from": "User", "value": "/b/a.wav", "type": "audio", "duration": 2.5},
+        {"from": "Assistant", "value": "hello", "type": "text"},
+    ]
+    path = write(tmp_path, {"id": "n", "conversations": turns})
+    (found,) = conversations(path)
+    assert found.problem is None
+    speech = AudioPart("/b/a.wav", None, 2.5)
+    assert [m.parts for m in found.messages] == [("what is said?", " ", speech), ("hello",)]
+
+
+@pytest.mark.parametrize("key", ["path", "audio_url", "url"])
+def test_audio_is_named_as_other_models_do(tmp_path, key):
+    part = {"type": "audio", key: "x.flac"}
+    (found,) = conversations(write(tmp_path, ours(("user", [part]), ("assistant", "b"))))
+    assert found.clips[0].audio == str(tmp_path / "x.flac")
+
+
+WRONG = [
+    ("wrong_roles", ours(("assistant", "b")), "must be of user"),
+    ("wrong_roles", ours(("user", "a")), "last turn is of user"),
+    ("wrong_roles", ours(("user", "a"), ("user", "a"), ("assistant", "b")), "must be of assistant"),
+    ("wrong_roles", ours(("tool", "a"), ("assistant", "b")), "'tool'"),
+    ("wrong_roles", ours(("user", "a"), ("assistant", [SPEECH])), "only user speaks"),
+    ("wrong_roles", ours(("system", "a")), "no turn of user"),
+    ("empty_text", ours(("user", "a"), ("assistant", " ")), "assistant is empty"),
+    ("malformed_message", {"id": "a", "text": "b"}, "`messages` is missing"),
+    ("malformed_message", {"messages": []}, "must be a list with entries"),
+    ("malformed_message", {"messages": ["a"]}, "must be an object"),
+    ("malformed_message", ours(("user", [{"type": "image"}]), ("assistant", "b")), "image"),
+    ("malformed_message", ours(("user", [{"type": "audio"}]), ("assistant", "b")), "name its file"),
+    (
+        "malformed_message",
+        ours(("user", [{"type": "audio", "url": "https://x/a.wav"}]), ("assistant", "b")),
+        "download it",
+    ),
+    (
+        "malformed_message",
+        ours(("user", [SPEECH | {"duration": -1}]), ("assistant", "b")),
+        "greater than 0",
+    ),
+    ("malformed_message", {"conversations": [{"from": "user", "value": 3}]}, "`value`"),
+]
+
+
+@pytest.mark.parametrize(("reason", "row", "details"), WRONG)
+def test_wrong_conversations_are_read_with_their_problem(tmp_path, reason, row, details):
+    good = ours(("user", "a"), ("assistant", "b"), name="good")
+    path = write(tmp_path, good, row, {**good, "id": "last"})
+    first, wrong, last = conversations(path)
+    assert first.problem is None
+    assert last.problem is None
+    assert wrong.problem.reason == reason
+    assert details in str(wrong.problem)
+
+
+def test_a_second_conversation_of_one_name_is_a_problem(tmp_path):
+    row = ours(("user", "a"), ("assistant", "b"))
+    _, second = conversations(write(tmp_path, row, row))
+    assert second.problem.reason == "malformed_message"
+
+
+def test_other_manifests_are_none_of_conversations(tmp_path):
+    assert not is_conversations(write(tmp_path, {"audio_filepath": "a.wav", "text": "b"}))
+    assert not is_conversations(tmp_path)

@@ -1,0 +1,118 @@
+import numpy as np
+import pytest
+
+from effasr.data.batch import IGNORED
+from effasr.data.conversation.messages import AudioPart, Message
+from effasr.data.conversation.rows import CLIP, input_rows, num_rows, num_targets
+from effasr.data.conversation.tokenize import conversation_rows, prompt_rows
+from effasr.data.filters.rules import Unfit
+from effasr.data.tokenizer import ChatTokenizer, load_tokenizer
+from tests.support.chat_folder import CHATML, write_tokenizer
+
+pytest.importorskip("transformers")
+
+SPEECH = AudioPart("/a.wav")
+ASKED = (Message("user", ("listen: ", SPEECH, "what?")),)
+TALK = (
+    Message("system", ("be brief",)),
+    *ASKED,
+    Message("assistant", ("hello world",)),
+    Message("user", ("again",)),
+    Message("assistant", ("the cat",)),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("chat")))
+
+
+def text_of(rows, tokenizer, *, written):
+    parts = tokenizer._tokenizer
+    ids = [~x if x < 0 else x for x in rows.tolist() if x != CLIP and (x < 0) == written]
+    return parts.decode(ids, skip_special_tokens=False)
+
+
+def test_the_assistants_turns_are_written(tokenizer):
+    rows = conversation_rows(TALK, tokenizer)
+    assert text_of(rows, tokenizer, written=True) == "hello world<|im_end|>the cat<|im_end|>"
+    given = text_of(rows, tokenizer, written=False)
+    assert given == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nlisten: what?<|im_end|>\n"
+        "<|im_start|>assistant\n\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (rows == CLIP).sum() == 1
+
+
+def test_a_prompt_is_the_beginning_of_the_conversation(tokenizer):
+    asked = prompt_rows(TALK[:2], tokenizer)
+    rows = conversation_rows(TALK[:3], tokenizer)
+    assert (rows[: len(asked)] == asked).all()
+    assert (rows[len(asked) :] < 0).all()
+    assert (rows[len(asked) :] != CLIP).all()
+
+
+def test_targets_are_the_next_tokens_of_the_assistant(tokenizer):
+    rows = conversation_rows(TALK, tokenizer)
+    tokens, targets, (start,) = input_rows(rows, [4])
+    assert len(tokens) == len(targets) == num_rows(rows, [4]) == len(rows) + 3 - 1
+    assert (tokens[start : start + 4] == CLIP).all()
+    assert (tokens == CLIP).sum() == 4
+    assert (targets[start - 1 : start + 4] == IGNORED).all()
+    counted = targets != IGNORED
+    assert counted.sum() == num_targets(rows)
+    # A target is the next input, but for the last.
+    assert (targets[:-1][counted[:-1]] == tokens[1:][counted[:-1]]).all()
+    assert targets[-1] == tokenizer.stop_ids[0]
+
+
+def test_stop_tokens(tokenizer):
+    assert isinstance(tokenizer, ChatTokenizer)
+    assert tokenizer.stop_ids == (tokenizer.specials["<|im_end|>"],)
+    assert tokenizer.pad_id == tokenizer.specials["<|endoftext|>"]
+    with pytest.raises(ValueError, match="conversations"):
+        tokenizer.prompt(None)
+
+
+def test_the_folder_is_saved_whole(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "copy")
+    again = load_tokenizer(tmp_path / "copy")
+    assert np.array_equal(conversation_rows(TALK, again), conversation_rows(TALK, tokenizer))
+
+
+def test_templates_that_refuse_or_change_a_conversation(tokenizer, tmp_path):
+    late = (*TALK[1:3], Message("system", ("x",)), Message("assistant", ("b",)))
+    with pytest.raises(Unfit, match="the system speaks first") as caught:
+        conversation_rows(late, tokenizer)
+    assert caught.value.reason == "chat_template"
+    shortened = CHATML.replace(
+        "{{ message.content }}", "{{ message.content if loop.last else message.content[:2] }}"
+    )
+    other = load_tokenizer(write_tokenizer(tmp_path / "b", shortened))
+    with pytest.raises(Unfit, match="changes what is before turn 2"):
+        conversation_rows(TALK[1:], other)
+
+
+def test_a_template_without_an_end_gets_one(tmp_path):
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    plain += "{% if add_generation_prompt %}assistant: {% endif %}"
+    other = load_tokenizer(write_tokenizer(tmp_path, plain))
+    rows = conversation_rows(TALK[1:3], other)
+    assert text_of(rows, other, written=True) == "hello world<|im_end|>"
+
+
+def test_templates_run_in_a_sandbox(tmp_path):
+    attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(ValueError, match="cannot be rendered"):
+        load_tokenizer(write_tokenizer(tmp_path, attack))
+
+
+def test_private_characters_are_refused(tokenizer):
+    talk = (Message("user", ("a\ue0fab",)), Message("assistant", ("b",)))
+    with pytest.raises(Unfit, match="private character"):
+        conversation_rows(talk, tokenizer)
+
+
+def test_clips_must_be_as_many_as_their_places(tokenizer):
+    with pytest.raises(ValueError, match="must be as many"):
+        input_rows(conversation_rows(TALK, tokenizer), [])

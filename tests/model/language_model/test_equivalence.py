@@ -1,0 +1,151 @@
+"""A packed batch, one conversation at a time and transformers' own forward are one function."""
+
+import pytest
+import torch
+
+from effasr.data.batch import IGNORED, StaticShape
+from tests.support.speech_llm import (
+    FAMILIES,
+    conversations,
+    make_conversation_batch,
+    speech_llm,
+)
+
+pytest.importorskip("transformers")
+
+TOLERANCE = 1e-4
+SHAPE = StaticShape(frame_budget=40, token_budget=70, max_sequences=6, longest_frames=20)
+
+
+def packed(model, shape=None):
+    """Logits of the rows that predict, loss and gradients of one packed batch."""
+    batch = make_conversation_batch(conversations(), shape=shape)
+    logits = model.language_model.logits(model.converse(batch))[batch.targets != IGNORED]
+    loss = model(batch).cross_entropy
+    return logits.detach(), loss.detach(), gradients(model, loss)
+
+
+def one_at_a_time(model):
+    logits, losses = [], []
+    for example in conversations():
+        batch = make_conversation_batch([example])
+        logits.append(model.language_model.logits(model.converse(batch))[batch.targets != IGNORED])
+        losses.append(model(batch).cross_entropy)
+    loss = torch.stack(losses).sum()
+    return torch.cat(logits).detach(), loss.detach(), gradients(model, loss)
+
+
+def by_transformers(model):
+    """transformers' causal model with inputs_embeds and labels, one conversation at a time."""
+    language_model, logits, loss = model.language_model, [], torch.zeros(())
+    for example in conversations():
+        batch = make_conversation_batch([example])
+        encoded = model.encode(batch).values if example.clips else None
+        rows = language_model.embed(batch, encoded)[None]
+        with language_model._as_causal() as causal:
+            outputs = causal(inputs_embeds=rows, use_cache=False)
+        counted = batch.targets != IGNORED
+        logits.append(outputs.logits[0][counted])
+        loss = loss + torch.nn.functional.cross_entropy(
+            logits[-1], batch.targets[counted], reduction="sum"
+        )
+    return torch.cat(logits).detach(), loss.detach(), gradients(model, loss)
+
+
+def gradients(model, loss):
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name: x.grad for name, x in model.named_parameters()}
+
+
+def assert_close(actual, expected):
+    for one, other in zip(actual[:2], expected[:2], strict=True):
+        torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+    assert actual[2].keys() == expected[2].keys()
+    for name, grad in expected[2].items():
+        assert grad is not None, name
+        largest = float(grad.abs().max().clamp(min=1e-2))
+        difference = float((actual[2][name] - grad).abs().max())
+        assert difference <= TOLERANCE * largest, (name, difference, largest)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_packed_is_transformers_with_inputs_embeds(kind):
+    model = speech_llm(kind)
+    expected = by_transformers(model)
+    assert len(expected[0]) == 6 + 5 + 7 + 2
+    assert_close(packed(model), expected)
+    assert_close(packed(model, SHAPE), expected)
+    assert_close(one_at_a_time(model), expected)
+
+
+def test_every_parameter_learns_from_speech():
+    _, _, grads = packed(speech_llm())
+    for name, grad in grads.items():
+        # A key bias shifts all scores of a query alike.
+        assert grad.abs().max() > 0 or name.endswith("linear.bias"), name
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_the_tail_and_the_neighbours_change_nothing(part):
+    model = speech_llm()
+    examples = conversations()
+    alone = make_conversation_batch(examples[part : part + 1])
+    together = make_conversation_batch(examples, shape=SHAPE)
+    begin = together.tokens.layout.cu_seqlens_host[part]
+    with torch.no_grad():
+        expected = model.converse(alone)
+        actual = model.converse(together)[begin : begin + len(expected)]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_losses_of_conversations_add_up():
+    model = speech_llm()
+    losses = model(make_conversation_batch(conversations(), shape=SHAPE))
+    assert losses.per_utterance.shape == (6,)
+    torch.testing.assert_close(losses.per_utterance.sum(), losses.cross_entropy.detach())
+    assert (losses.per_utterance[:4] > 0).all()
+    assert not losses.per_utterance[4:].any()
+
+
+@pytest.mark.parametrize("examples", [[], conversations()[1:2]], ids=["empty", "text"])
+def test_batches_without_speech_give_every_parameter_a_gradient(examples):
+    model = speech_llm()
+    model(make_conversation_batch(examples, shape=SHAPE)).cross_entropy.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        is_idle = not examples or name.startswith(("encoder.", "language_model.adapter."))
+        assert not is_idle or not parameter.grad.any(), name
+
+
+def test_activation_checkpointing_keeps_the_gradients():
+    model = speech_llm().train()
+    expected = packed(model)[2]
+    model.language_model.checkpoint_activations(1)
+    calls = []
+    for layer in model.language_model.model.layers:
+        layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+    actual = packed(model)[2]
+    # Two forwards, of which one has a backward, of two layers.
+    assert len(calls) == 6
+    for name, grad in expected.items():
+        torch.testing.assert_close(actual[name], grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_is_split_into_its_conversations():
+    model = speech_llm()
+    batch = make_conversation_batch(conversations(), shape=SHAPE)
+    whole = model(batch)
+    parts = [model(batch.part(0, 2)), model(batch.part(2, 4))]
+    total = sum(part.cross_entropy for part in parts)
+    torch.testing.assert_close(total, whole.cross_entropy, rtol=1e-5, atol=1e-5)
+    assert batch.part(2, 4).ids == ("c2", "c3")
+    assert batch.part(0, 2).num_targets + batch.part(2, 4).num_targets == batch.num_targets
+
+
+def test_a_copy_on_another_device_is_the_same_batch():
+    batch = make_conversation_batch(conversations(), shape=SHAPE)
+    moved = batch.to("cpu").rewritable()
+    assert len(moved.tensors()) == len(batch.tensors())
+    for one, other in zip(moved.tensors(), batch.tensors(), strict=True):
+        assert torch.equal(one, other)

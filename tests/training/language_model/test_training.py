@@ -1,0 +1,228 @@
+"""Runs that train a speech language model through the trainer."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from effasr import checkpoint
+from effasr.config import ConfigError, from_mapping
+from effasr.data.tokenizer import load_tokenizer
+from effasr.model.asr import ASRModel
+from effasr.training.config import TrainConfig
+from effasr.training.trainer import run
+from tests.support.chat_folder import write_chat_model
+from tests.support.talks import write_talks
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("talks")
+    speech, text = write_talks(folder / "data")
+    return {"speech": str(speech), "text": str(text), "llm": str(write_chat_model(folder / "llm"))}
+
+
+def config(folders, output, steps=4, **sections):
+    mapping = {
+        "name": "talks",
+        "output": str(output),
+        "model": {
+            "features": {"mel_bins": 16},
+            "encoder": {
+                "width": 32,
+                "layers": 1,
+                "heads": 2,
+                "feed_forward": 48,
+                "subsampling_channels": 8,
+                "conv_norm": "layer_norm",
+            },
+            "decoder": None,
+            "language_model": {"path": folders["llm"], "stack": 2},
+        },
+        "data": {
+            "mix": {"sources": {"speech": folders["speech"], "text": folders["text"]}},
+            "frame_budget": 60,
+            "micro_batches": 2,
+            "workers": 0,
+            "cache": None,
+        },
+        "loss": {"label_smoothing": 0.0},
+        "optimizer": {"lr": 3e-3},
+        "schedule": {"warmup_steps": 1},
+        "training": {
+            "max_steps": steps,
+            "log_every": 1,
+            "checkpoint_every": 2,
+            "device": "cpu",
+            "threads": 1,
+            "tensorboard": False,
+        },
+    }
+    for section, values in sections.items():
+        if isinstance(values, dict) and isinstance(mapping.get(section), dict):
+            mapping[section] = mapping[section] | values
+        else:
+            mapping[section] = values
+    return from_mapping(TrainConfig, mapping)
+
+
+def metrics(output):
+    lines = (output / "talks" / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "loss" in line]
+
+
+def weights(output, step):
+    return load_file(output / "talks" / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+
+
+def test_a_run_learns_and_continues_bit_by_bit(folders, tmp_path):
+    assert run(config(folders, tmp_path / "a", steps=12)) == 0
+    lines = metrics(tmp_path / "a")
+    assert len(lines) == 12
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert all(line["audio_seconds"] > 0 for line in lines)
+    whole = weights(tmp_path / "a", 12)
+    stopped = {"stop_at": 6, "max_steps": 12, "checkpoint_every": 2}
+    loop = {"log_every": 1, "device": "cpu", "threads": 1, "tensorboard": False}
+    assert run(config(folders, tmp_path / "b", training={**loop, **stopped})) == 0
+    assert run(config(folders, tmp_path / "b", steps=12)) == 0
+    again = weights(tmp_path / "b", 12)
+    assert whole.keys() == again.keys()
+    for name, value in whole.items():
+        assert torch.equal(value, again[name]), name
+
+
+def test_a_checkpoint_is_whole_without_the_folder(folders, tmp_path):
+    assert run(config(folders, tmp_path, steps=2)) == 0
+    found = tmp_path / "talks" / "checkpoints" / "step_00000002"
+    described = yaml.safe_load((found / "model.yaml").read_text())["model"]["language_model"]
+    assert json.loads(described["architecture"])["model_type"] == "llama"
+    loaded = checkpoint.load_model(found)
+    saved = load_file(found / "model.safetensors")
+    assert torch.equal(
+        loaded.model.language_model.output_weight, saved["language_model.lm_head.weight"]
+    )
+    # Tables that are not saved are computed.
+    loaded.model.language_model.check_against_transformers()
+
+
+def test_adapters_and_frozen_weights(folders, tmp_path):
+    lora = {
+        "rank": 4,
+        "targets": ["language_model.model.*_proj"],
+        "also_train": ["encoder", "language_model.adapter"],
+    }
+    given = config(folders, tmp_path, steps=2, lora=lora)
+    assert run(given) == 0
+    before = load_file(f"{folders['llm']}/model.safetensors")
+    after = weights(tmp_path, 2)
+    name = "model.layers.0.self_attn.q_proj"
+    assert torch.equal(after[f"language_model.{name}.weight"], before[f"{name}.weight"])
+    assert after[f"language_model.{name}.lora_b"].any()
+    assert run(config(folders, tmp_path, steps=3, lora=lora)) == 0
+
+
+def test_an_untrained_adapter_is_refused(folders, tmp_path):
+    with pytest.raises(ValueError, match=r"language_model\.adapter.*lora\.also_train"):
+        run(config(folders, tmp_path, lora={"rank": 2, "targets": ["language_model.model.*_proj"]}))
+
+
+def test_activation_checkpointing_gives_the_same_weights(folders, tmp_path):
+    assert run(config(folders, tmp_path / "a", steps=2)) == 0
+    loop = {"max_steps": 2, "device": "cpu", "threads": 1, "tensorboard": False, "log_every": 1}
+    loop |= {"activation_checkpointing": True}
+    assert run(config(folders, tmp_path / "b", training=loop)) == 0
+    one, other = weights(tmp_path / "a", 2), weights(tmp_path / "b", 2)
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5)
+    assert metrics(tmp_path / "b")[0]["loss"] == pytest.approx(metrics(tmp_path / "a")[0]["loss"])
+
+
+def test_an_encoder_is_joined_from_another_run(folders, tmp_path):
+    source = tmp_path / "asr"
+    model_config = config(folders, tmp_path).model
+    asr = ASRModel(replace(model_config, language_model=None, ctc=True), 320)
+    checkpoint.save_model(source, asr, load_tokenizer(folders["llm"]))
+    frozen = {"max_steps": 1, "freeze": ["encoder"], "device": "cpu", "tensorboard": False}
+    given = config(folders, tmp_path / "b", init_from=str(source), training=frozen)
+    assert run(given) == 0
+    joined = weights(tmp_path / "b", 1)
+    for name, value in asr.encoder.state_dict().items():
+        assert torch.equal(joined[f"encoder.{name}"], value), name
+    language_model = load_file(f"{folders['llm']}/model.safetensors")
+    # One step of 3e-3 from the weights of the folder.
+    for name, value in language_model.items():
+        ours = joined[f"language_model.{name}"]
+        assert (ours - value).abs().max() < 4e-3, name
+
+
+def test_wrong_conversations_are_listed(folders, tmp_path):
+    first = json.loads(Path(folders["speech"]).read_text().splitlines()[1])
+    first["messages"][0]["content"][0]["audio"] = folders["speech"].replace(
+        "speech.jsonl", "s1.wav"
+    )
+    turns = first["messages"]
+    missing = {"type": "audio", "audio": "gone.wav"}
+    long = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "word " * 600}]
+    rows = [
+        first,
+        {"id": "missing", "messages": [{"role": "user", "content": [missing]}, turns[1]]},
+        {"id": "roles", "messages": [turns[1], turns[0]]},
+        {"id": "long", "messages": long},
+        {"id": "empty", "messages": [turns[0], {"role": "assistant", "content": ""}]},
+    ]
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {
+        "mix": None,
+        "train": str(path),
+        "frame_budget": 60,
+        "workers": 0,
+        "cache": None,
+        "filters": {"max_dropped": 0.5},
+    }
+    assert run(config(folders, tmp_path, steps=1, data=data)) == 0
+    listed = (tmp_path / "talks" / "dropped.jsonl").read_text().splitlines()
+    reasons = {row["id"]: row["reason"] for row in map(json.loads, listed)}
+    assert reasons == {
+        "missing": "missing_audio",
+        "roles": "wrong_roles",
+        "long": "over_model_length",
+        "empty": "empty_text",
+    }
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"training": {"max_steps": 1, "compile": True}}, "training.compile"),
+        ({"training": {"max_steps": 1, "strategy": "fsdp2"}}, "fsdp2"),
+        ({"loss": {"guided_weight": 1.0}}, "guided_weight"),
+    ],
+)
+def test_settings_that_do_not_suit_are_refused(folders, tmp_path, sections, message):
+    with pytest.raises(ValueError, match=message):
+        run(config(folders, tmp_path, **sections))
+
+
+def test_another_output_beside_the_language_model_is_refused(folders, tmp_path):
+    with pytest.raises(ConfigError, match="`ctc` must be false"):
+        config(
+            folders,
+            tmp_path,
+            model={"ctc": True, "decoder": None} | {"language_model": {"path": folders["llm"]}},
+        )
+
+
+def test_manifests_of_utterances_are_refused(folders, tmp_path):
+    path = tmp_path / "utterances.jsonl"
+    path.write_text('{"audio_filepath": "a.wav", "text": "b", "duration": 1}\n')
+    data = {"mix": None, "train": str(path), "cache": None}
+    with pytest.raises(ValueError, match="JSON lines with `messages`"):
+        run(config(folders, tmp_path, data=data))
