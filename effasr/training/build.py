@@ -55,7 +55,7 @@ from effasr.training.strategies.parallelism import (
     is_bfloat16,
 )
 from effasr.training.strategies.parallelism import make_averager as default_averager
-from effasr.training.weight_copies import WeightCopies
+from effasr.training.strategies.weight_copies import WeightCopies
 
 if TYPE_CHECKING:
     from effasr.data.conversation.corpus import ConversationCorpus

@@ -27,7 +27,7 @@ from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.loss import Objective
 from effasr.training.seeds import micro_batch_seed
 from effasr.training.step_stats import HostCopy, StepCosts, StepCounts
-from effasr.training.weight_copies import WeightCopies
+from effasr.training.strategies.weight_copies import WeightCopies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
