@@ -126,3 +126,10 @@ def test_addresses_are_of_64_bit(
         assert "arith.muli" in resources.ttir
         wide = [x for x in resources.ttir.splitlines() if "arith.muli" in x and "i64" in x]
         assert wide, f"{name} multiplies no offset in 64 bits"
+
+
+def test_sweeps_fetch_ahead(compiled_ok: Callable) -> None:
+    """What they fetch lies in the buffer that they overwrite; see the tests on the emulator."""
+    launches = [x for x in _launches() if x.kernel.fn.__name__.startswith("sweep")]
+    for name, needs in compiled_ok(launches, 90).items():
+        assert "async_copy_global_to_local" in needs.ttgir, name

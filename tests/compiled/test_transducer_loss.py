@@ -166,3 +166,10 @@ def test_addresses_are_of_64_bit(
     for name, resources in compiled_ok(_own(_launches()), 90).items():
         wide = [x for x in resources.ttir.splitlines() if "i64" in x and "arith" in x]
         assert any("mul" in x or "ext" in x for x in wide), f"{name} computes no 64-bit offset"
+
+
+def test_sweeps_fetch_ahead(compiled_ok: Callable) -> None:
+    """What they fetch lies in the buffer that they overwrite; see the tests on the emulator."""
+    launches = [x for x in _launches() if x.kernel.fn.__name__.startswith("sweep")]
+    for name, needs in compiled_ok(launches, 90).items():
+        assert "async_copy_global_to_local" in needs.ttgir, name

@@ -201,6 +201,20 @@ def test_occupancies_are_those_of_the_definition(device: torch.device) -> None:
         torch.testing.assert_close(actual.sum(1), one, rtol=0, atol=1e-6)
 
 
+def test_loads_ahead_of_stores_to_their_buffer_change_no_bit(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares overwrite the scores of a frame while those of later frames are fetched."""
+    arguments = _arguments((40, 3, 21), ([1, 1, 3, 1] * 4, [1, 3], [0, 4]), device)
+    upstream = torch.tensor([1.0, -2.0, 0.5])
+    ahead = _gradients(arguments, upstream, "triton")
+    before = _triton._sweep
+    assert before(20)["STAGES"] > 1
+    monkeypatch.setattr(_triton, "_sweep", lambda columns: before(columns) | {"STAGES": 1})
+    for name, x in _gradients(arguments, upstream, "triton").items():
+        assert torch.equal(x, ahead[name]), name
+
+
 def _log_likelihood(log_probs: Tensor, transcript: list[int], blank: int) -> Tensor:
     """Of one sequence, by the textbook's recursion over blanks and labels, in float64."""
     states = [blank]

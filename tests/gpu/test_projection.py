@@ -121,6 +121,31 @@ def test_no_rows(dtype: torch.dtype, device: torch.device) -> None:
     assert bool((d_weight == 0).all() & (d_bias == 0).all())
 
 
+@pytest.mark.parametrize("pitch", [33, 48])
+def test_products_are_wide_and_keep_to_their_rows(
+    pitch: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Results in float32 for narrow factors, also in rows that are apart; sums start from them."""
+    left, right = (_random(*shape, dtype=dtype, device=device) for shape in ((20, 40), (33, 40)))
+    exact = left.double() @ right.double().t()
+    plain = left.float() @ right.float().t()
+    buffer = torch.full((20, pitch), 7.0, device=device)
+    out = buffer[:, :33]
+    projection.multiply(left, right.t(), out)
+    assert_no_worse(out, exact, plain)
+    # What is between the rows stays, and an unwritten element is not part of the first product.
+    assert bool((buffer[:, 33:] == 7).all())
+    buffer[:, :33] = torch.nan
+    projection.multiply(left, right.t(), out)
+    assert_no_worse(out, exact, plain)
+    total = torch.randn(40, 33, device=device)
+    gradient = buffer[:, :33].to(dtype)
+    started = total.double()
+    projection.multiply_add(left.t(), gradient, total)
+    addend = left.double().t() @ gradient.double()
+    assert_no_worse(total, started + addend, started.float() + left.float().t() @ gradient.float())
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("chunk", [16, 1024])
 @pytest.mark.representative(chunk=16, padded=True)

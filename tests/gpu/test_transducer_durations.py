@@ -135,9 +135,13 @@ def test_an_infinite_loss_has_no_gradient_whatever_comes_from_above(device: torc
         assert bool(actual["weight"].isfinite().all())
 
 
-def test_lattice_against_float64(device: torch.device) -> None:
-    """Shares of steps to rounding, on lattices where float32 masses would be off by 1e-3."""
-    frames, labels, durations = 120, 24, (0, 1, 2, 3, 4)
+@pytest.mark.parametrize(("frames", "labels"), [(120, 24), (4, 512), (4, 1030)])
+def test_lattice_against_float64(frames: int, labels: int, device: torch.device) -> None:
+    """Shares of steps to rounding, on lattices where float32 masses would be off by 1e-3.
+
+    Of 512 states, each strip hands what leaves it to the next.
+    """
+    durations = (0, 1, 2, 3, 4)
     tokens = torch.randn(frames, labels + 1, 50).mul(3).log_softmax(-1)
     lasting = torch.randn(frames, labels + 1, len(durations)).log_softmax(-1)
     log_blank, log_label = tokens[..., 0], tokens[..., 1]
@@ -152,6 +156,7 @@ def test_lattice_against_float64(device: torch.device) -> None:
     for plane, x in zip(scores[1:], (log_blank, log_label, lasting), strict=True):
         plane.copy_(x.reshape(plane.shape))
     sweeps = duration_lattice.DurationSweeps(work)
+    assert sweeps._strip["BLOCK"] == min(512, max(32, 1 << labels.bit_length()))
     loss, trace = torch.empty(1, device=device), sweeps.room(scores)
     sweeps.losses(group, scores, trace, loss)
     torch.testing.assert_close(loss.cpu().double(), -total[None], rtol=1e-6, atol=0)
@@ -162,6 +167,27 @@ def test_lattice_against_float64(device: torch.device) -> None:
     whole = (took_blank + took_label)[..., None]
     expected = lasting.double().exp() * whole - took
     torch.testing.assert_close(d_duration.view_as(took), expected, rtol=0, atol=2e-6)
+
+
+def test_loads_ahead_of_stores_to_their_buffer_change_no_bit(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Occupancies overwrite scores while those of the next nodes are fetched."""
+    arguments = arguments_for((30, 7), ([1, 3] * 9, [3]), device, (0, 1, 2))
+    upstream = torch.tensor([1.0, -2.0])
+    ahead = gradients(arguments, upstream, "triton")
+    before = duration_lattice.DurationSweeps.__init__
+
+    def one_stage(self: Any, work: Work) -> None:
+        before(self, work)
+        assert self._strip["STAGES"] > 1
+        self._strip = self._strip | {"STAGES": 1}
+
+    monkeypatch.setattr(duration_lattice.DurationSweeps, "__init__", one_stage)
+    found = gradients(arguments, upstream, "triton")
+    assert found.keys() == ahead.keys()
+    for name, x in found.items():
+        assert torch.equal(x, ahead[name]), name
 
 
 def test_memory_is_that_of_the_workspace(device: torch.device) -> None:

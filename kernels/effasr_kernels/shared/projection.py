@@ -188,7 +188,10 @@ def chunk_rows(width: int) -> int:
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """``out = left @ right`` for a float32 ``out``."""
+    """``out = left @ right`` for a float32 ``out`` with any row stride.
+
+    cuBLAS takes the row stride, and neither reads ``out`` nor writes between its rows.
+    """
     if left.dtype == torch.float32:
         torch.mm(left, right, out=out)
     elif left.is_cuda:
@@ -199,7 +202,11 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def multiply_add(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """``out += left @ right`` for a float32 ``out``."""
+    """``out += left @ right`` for a float32 ``out``.
+
+    On CUDA torch 2.10 and later add narrow factors to a float32 sum; torch 2.9 refuses it
+    (https://github.com/pytorch/pytorch/pull/167931).
+    """
     if left.is_cuda and left.dtype != torch.float32:
         torch.addmm(out, left, right, out_dtype=torch.float32, out=out)
     else:

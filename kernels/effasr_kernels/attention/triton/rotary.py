@@ -218,15 +218,20 @@ def angle_table(
         device: Device of the table.
 
     Returns:
-        Two of float32 (positions, R / 2).
+        Two of float32 (positions, R / 2). The first call for a size waits for the device, so that a
+        call on any stream may use the same table.
     """
     size, width = next_power_of_two(max(1, rows)), rotary.rotated(head_width)
     key = size, rotary.base, width, device
     table = _TABLES.get(key)
     if table is None:
         table = _make_table(*key)
+        is_cuda = device.type == "cuda"
         # A tensor that is computed during CUDA graph capture has no values until the graph runs.
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if not (is_cuda and torch.cuda.is_current_stream_capturing()):
+            if is_cuda:
+                # Later calls may be on another stream, which must find the values.
+                torch.cuda.current_stream(device).synchronize()
             _TABLES[key] = table
     return table
 
