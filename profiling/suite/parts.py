@@ -23,6 +23,7 @@ _FIRST = (
     *("attention", "linear_cross_entropy", "depthwise_conv", "subsampling_stem"),
     *("strided_depthwise", "model", "projected_top_k", "decode_attention", "append_to_pages"),
     *("decoding engine", "transducer_loss", "ctc_loss", "guided_attention"),
+    *("batch_norm", "update_running_statistics"),
 )
 """The groups in the order in which their tests run: what most rows use comes first."""
 TESTED = "all that this call rests on has been tested by an earlier one"

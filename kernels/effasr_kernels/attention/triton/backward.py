@@ -227,7 +227,11 @@ def attention_backward_kv(
         acc_v *= scale_kept
     # A single key has a zero gradient of its score, as above.
     acc_k *= tl.where(length_k == 1, 0.0, scale)
-    grad_begin = first_key * grad_row + wide_head * WIDTH
+    # Located again, as no register is left for it in the loop.
+    _, first_k, _, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        tiles, cu_seqlens_k, sequences, rows_k, tl.program_id(0), BLOCK_N
+    )
+    grad_begin = (first_k + start) * grad_row + wide_head * WIDTH
     k_offset = n[:, None] * grad_row + d[None, :]
     tl.store(grad_v + grad_begin + k_offset, acc_v.to(grad_v.dtype.element_ty), mask=k_mask)
     grad_k += grad_begin
