@@ -64,7 +64,7 @@ SURFACE = {
     ],
     "recipes": ["ACTION", "RECIPE", "FILE"],
     "completion": [],
-    "doctor": [],
+    "doctor": ["--recipe RECIPE", "path.to.field=value..."],
 }  # fmt: skip
 
 
