@@ -19,7 +19,21 @@ def running_statistics(model: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
+def copies(statistics: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of statistics of one dtype, made in one launch."""
+    return _split(torch.cat(list(statistics)), statistics) if statistics else []
+
+
+@torch.no_grad()
 def restore_unless(finite: Tensor, statistics: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
     """Restore the ``kept`` copies where ``finite`` (bool ()) is false; the host does not wait."""
-    for statistic, copy in zip(statistics, kept, strict=True):
-        torch.where(finite, statistic, copy, out=statistic)
+    if not statistics:
+        return
+    # Four launches for all, and not one for each.
+    chosen = torch.where(finite, torch.cat(list(statistics)), torch.cat(list(kept)))
+    torch._foreach_copy_(list(statistics), _split(chosen, statistics))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _split(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = whole.split([x.numel() for x in like])
+    return [part.view_as(x) for part, x in zip(parts, like, strict=True)]

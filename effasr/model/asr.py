@@ -250,6 +250,8 @@ class ASRModel(nn.Module):
                     batch.targets,
                     bias=self.decoder.output_bias,
                     label_smoothing=label_smoothing,
+                    # `gather_losses` uses the sum; per utterance it has no gradient.
+                    uniform_gradient=True,
                 )
         losses = gather_losses(
             batch, cross_entropy=cross_entropy, ctc=ctc, transducer=transducer, penalty=penalty

@@ -188,6 +188,8 @@ def category(func: Any, args: Any, out: Any) -> str:
         return "dropout"
     if name.startswith("_fused_"):
         return "optimizer"
+    if name == "_foreach_copy_":
+        return "cast" if len({x.dtype for x in tensors_of(args[:2])}) > 1 else "copy"
     if name in ("_to_copy", "copy_"):
         ends = tensors_of(args)[-1:] + tensors_of(out)
         if len({device_of(x) for x in ends}) > 1:

@@ -26,6 +26,7 @@ def _launches(
     bias: bool = True,
     label_smoothing: float = 0.1,
     z_loss: float = 1e-4,
+    uniform_gradient: bool = False,
 ) -> list[Launch]:
     arguments = {
         "hidden": torch.empty(rows, width, dtype=dtype),
@@ -35,6 +36,7 @@ def _launches(
         "label_smoothing": label_smoothing,
         "ignore_index": -100,
         "z_loss": z_loss,
+        "uniform_gradient": uniform_gradient,
     }
     with recording(divmod(architecture, 10)) as launches:
         results, saved = _triton.forward(CrossEntropyArguments(**arguments))
@@ -79,6 +81,38 @@ def test_gradients_of_any_number_of_classes_are_stored_in_wide_pieces(
     found = compiled_ok(_launches(90, classes=1025), 90)
     assert "ld.global.v4" in found["_differentiate"].ptx
     assert "st.global.v4" in found["_differentiate"].ptx
+
+
+EARLY = {"_lose_and_differentiate", "_find_scale"}
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"width": 1024, "classes": 5248},
+        {"bias": False, "label_smoothing": 0.0, "z_loss": 0.0, "classes": 1025},
+        {"dtype": torch.float32},
+    ],
+    ids=str,
+)
+def test_gradients_in_the_forward(architecture: int, options: dict, compiled_ok: Callable) -> None:
+    found = compiled_ok(_launches(architecture, uniform_gradient=True, **options), architecture)
+    assert set(found) == EARLY
+    # Rows of any length are read and written in pieces of 16 bytes.
+    row = found["_lose_and_differentiate"]
+    assert "ld.global.v4" in row.ptx
+    assert "st.global.v4" in row.ptx or "st.global.v2" in row.ptx
+    assert row.registers <= 128
+
+
+def test_gradients_in_the_forward_need_one_binary_for_all_rows() -> None:
+    keys = set()
+    draw = random.Random(0)
+    for rows in [1, 16, 128, *(draw.randint(1, 3000) for _ in range(200))]:
+        launches = _launches(90, rows=rows, width=64, classes=40, uniform_gradient=True)
+        keys |= {aot.key(launch) for launch in launches}
+    assert len(keys) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

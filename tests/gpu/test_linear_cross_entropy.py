@@ -13,6 +13,7 @@ from effasr_kernels.linear_cross_entropy import _triton
 from effasr_kernels.linear_cross_entropy.definition import CrossEntropyArguments
 from effasr_kernels.shared import projection
 from effasr_kernels.testing.conformance import Case, check_kernel
+from effasr_kernels.testing.tolerance import assert_no_worse
 
 # NumPy says so where Triton's interpreter finds the maximum of a row of NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -87,6 +88,105 @@ def test_serves_any_options_and_widths(
     options: dict, dtype: torch.dtype, device: torch.device
 ) -> None:
     check_kernel(_case_for((6, 0, 5), **options), dtype, device)
+
+
+def _summed(
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
+    *,
+    uniform: bool,
+    exact: bool = False,
+    **options,
+) -> tuple[Tensor, ...]:
+    """Losses, and gradients of 0.37 times their sum, of 61 rows, a third of them ignored.
+
+    With ``exact``, they are computed in float64 from inputs of the given dtype.
+    """
+    torch.manual_seed(3)
+    rows, width, classes = 61, options.pop("width", WIDTH), options.pop("classes", CLASSES)
+    leaves = [torch.randn(rows, width), torch.randn(classes, width) / width**0.5]
+    leaves += [torch.randn(classes)] if options.pop("bias", True) else []
+    targets = _targets(rows, classes).to(device)
+    leaves = [x.to(device, dtype) for x in leaves]
+    leaves = [(x.double() if exact else x).requires_grad_() for x in leaves]
+    leaves[0].data[targets == -100] = torch.nan
+    losses = linear_cross_entropy(
+        leaves[0],
+        leaves[1],
+        targets,
+        bias=leaves[2] if len(leaves) > 2 else None,
+        uniform_gradient=uniform,
+        backend=backend,
+        **options,
+    )
+    return losses.detach(), *torch.autograd.grad(0.37 * losses.sum(), leaves)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"label_smoothing": 0.1, "z_loss": 0.01},
+        {"bias": False},
+        {"label_smoothing": 1.0},
+        {"width": 130, "classes": 300, "label_smoothing": 0.1},
+        {"width": 16, "classes": 1100},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("chunk", [16, 1024])
+def test_gradients_of_the_forward_are_those_of_the_backward(
+    options: dict, chunk: int, monkeypatch, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Against the reference in float64, no less exact than gradients of the backward."""
+    monkeypatch.setattr(projection, "chunk_rows", lambda width: chunk)
+    exact = _summed(dtype, device, "reference", uniform=True, exact=True, **options)
+    late = _summed(dtype, device, "triton", uniform=False, **options)
+    early = _summed(dtype, device, "triton", uniform=True, **options)
+    again = _summed(dtype, device, "triton", uniform=True, **options)
+    plain = _summed(dtype, device, "reference", uniform=True, **options)
+    for truth, old, new, other, same in zip(exact, late, early, plain, again, strict=True):
+        assert torch.equal(new, same)
+        assert new.dtype == old.dtype
+        assert bool((new == 0).where(old == 0, True).all())
+        assert_no_worse(new, truth, other)
+
+
+def test_rows_with_several_upstream_gradients_have_none(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    """NaN, and not a gradient that is wrong; what is ignored may differ."""
+    hidden = torch.randn(6, WIDTH, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(CLASSES, WIDTH, device=device, dtype=dtype, requires_grad=True)
+    targets = torch.tensor([1, -100, 5, 7, -100, 2], device=device)
+    losses = linear_cross_entropy(hidden, weight, targets, uniform_gradient=True, backend="triton")
+    for upstream, is_uniform in (
+        ([2.0, 9.0, 2.0, 2.0, torch.nan, 2.0], True),
+        ([2.0, 2.0, 2.0, 3.0, 2.0, 2.0], False),
+        ([2.0, 2.0, torch.nan, 2.0, 2.0, 2.0], False),
+    ):
+        given = torch.tensor(upstream, device=device)
+        found = torch.autograd.grad(losses, (hidden, weight), given, retain_graph=True)
+        assert all(bool(x.isfinite().all()) for x in found) == is_uniform
+        assert bool(found[1].isnan().all()) != is_uniform
+
+
+def test_nothing_is_differentiated_without_a_backward(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, device: torch.device
+) -> None:
+    def refuse(*args, **options) -> None:
+        raise AssertionError("gradients were computed")
+
+    monkeypatch.setattr(projection, "project_backward", refuse)
+    hidden = torch.randn(6, WIDTH, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(CLASSES, WIDTH, device=device, dtype=dtype)
+    targets = torch.tensor([1, -100, 5, 7, -100, 2], device=device)
+    options = {"uniform_gradient": True, "backend": "triton"}
+    with torch.no_grad():
+        linear_cross_entropy(hidden, weight, targets, **options)
+    linear_cross_entropy(hidden.detach(), weight, targets, **options)
+    with pytest.raises(AssertionError, match="were computed"):
+        linear_cross_entropy(hidden, weight, targets, **options)
 
 
 def test_matches_torch(dtype: torch.dtype, device: torch.device) -> None:

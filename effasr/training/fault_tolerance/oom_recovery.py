@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from effasr.data.batch import Batch
+from effasr.distributed.batch_norm import copies
 from effasr.distributed.grad_sync import GradientSync
 from effasr.training.fault_tolerance.batch_split import split
 from effasr.training.memory import in_use
@@ -157,7 +158,7 @@ class OOMRecovery:
         self._statistics = statistics
         self._unsplittable_reason = unsplittable_reason
         self._done: list[list[Outcome]] = []
-        self.kept = [statistic.clone() for statistic in statistics]
+        self.kept = copies(statistics)
         self.splits = 0
 
     @property

@@ -22,11 +22,13 @@ def unsupported_reason(a: CrossEntropyArguments) -> str | None:
 def forward(
     a: CrossEntropyArguments,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return the loss of each row, and the log-normalizers to save.
+    """Return the loss of each row, and the log-normalizers or the gradients to save.
 
     Targets are not checked, because that would synchronize with the GPU. A target outside [0, V)
     makes the loss of its row NaN, and so the gradients of that row, the weight and the bias.
     """
+    if a.uniform_gradient:
+        return _with_gradients(a)
     normalizer, own, mean = projection.row_statistics(
         *(a.hidden, a.weight, a.bias, a.targets),
         ignore_index=a.ignore_index,
@@ -42,7 +44,14 @@ def forward(
 
 
 def saved_like(a: CrossEntropyArguments) -> tuple[Tensor, ...]:
-    """Return an empty tensor for the log-normalizers, float32 (U,)."""
+    """Return empty float32 tensors for what `forward` saves.
+
+    They are the log-normalizers, (U,); with ``uniform_gradient`` the gradients of hidden, weight
+    and bias for an upstream gradient of 1, in the shapes of these.
+    """
+    if a.uniform_gradient:
+        parts = (a.hidden, a.weight) if a.bias is None else (a.hidden, a.weight, a.bias)
+        return tuple(x.new_empty(x.shape, dtype=torch.float32) for x in parts)
     return (a.hidden.new_empty(a.hidden.shape[0], dtype=torch.float32),)
 
 
@@ -63,6 +72,8 @@ def backward(
     n = `projection.chunk_rows` (V) rows of logits and their gradient, where b is the element size
     of ``hidden`` in bytes and V >= C. For float32 the last two are ``4 V C`` and ``4 n V``.
     """
+    if a.uniform_gradient:
+        return _scaled(a, grads[0], saved)
     (upstream,), (normalizer,) = grads, saved
     targets, bias = a.targets.contiguous(), None if a.bias is None else a.bias.contiguous()
     count = a.weight.shape[0]
@@ -84,6 +95,145 @@ def backward(
         a.hidden, a.weight, a.bias, targets != a.ignore_index, fill, padded=True
     )
     return {"hidden": d_hidden, "weight": d_weight, "bias": d_bias}
+
+
+def _with_gradients(
+    a: CrossEntropyArguments,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return the losses, and the gradients of their sum in float32; logits are computed once."""
+    targets, bias = a.targets.contiguous(), None if a.bias is None else a.bias.contiguous()
+    count = a.weight.shape[0]
+    losses = a.hidden.new_empty(a.hidden.shape[0], dtype=torch.float32)
+    mean = a.label_smoothing / max(1, count)
+
+    def fill(first: int, logits: Tensor, d_logits: Tensor) -> None:
+        rows = slice(first, first + logits.shape[0])
+        launch(
+            _lose_and_differentiate,
+            (logits.shape[0],),
+            *(logits, d_logits, bias, targets[rows], losses[rows]),
+            *(count, logits.stride(0), a.ignore_index, 1.0 - a.label_smoothing, mean),
+            float(a.z_loss),
+            num_warps=4,
+            num_stages=1,
+            SMOOTHED=a.label_smoothing != 0,
+            BLOCK_V=_BLOCK_V,
+        )
+
+    gradients = projection.project_backward(
+        *(a.hidden, a.weight, a.bias, targets != a.ignore_index, fill), padded=True, rounded=False
+    )
+    return (losses,), tuple(x for x in gradients if x is not None)
+
+
+def _scaled(
+    a: CrossEntropyArguments, upstream: Tensor, saved: tuple[Tensor, ...]
+) -> dict[str, Tensor | None]:
+    """Return the saved gradients, scaled by the one upstream gradient and rounded once."""
+    scale = upstream.new_empty(())
+    launch(
+        _find_scale,
+        (1,),
+        *(upstream, a.targets.contiguous(), scale, upstream.shape[0], a.ignore_index),
+        num_warps=4,
+        num_stages=1,
+        BLOCK=_BLOCK_V,
+    )
+    named = zip(("hidden", "weight", "bias"), saved, strict=False)
+    gradients: dict[str, Tensor | None] = {"bias": None}
+    for name, gradient in named:
+        out = gradient.new_empty(gradient.shape, dtype=getattr(a, name).dtype)
+        gradients[name] = torch.mul(gradient, scale, out=out)
+    return gradients
+
+
+@triton.jit(do_not_specialize=["count", "ignore_index", "peak", "uniform", "z_loss"])
+def _lose_and_differentiate(
+    logits,
+    d_logits,
+    bias,
+    targets,
+    losses,
+    count,
+    stride,
+    ignore_index,
+    peak,
+    uniform,
+    z_loss,
+    SMOOTHED: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Write the loss of row u and the gradient of its logits; program u.
+
+    The row is read twice, the second time from a cache: for the normalizer, with a running maximum
+    in each lane, and for the gradient. ``d_logits`` may be ``logits``: everything that depends on
+    several logits is reduced before the first store. Otherwise as `_differentiate`.
+    """
+    row = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK_V)
+    first = row.to(tl.int64) * stride
+    target = tl.load(targets + row)
+    counted = target != ignore_index
+    exists = (target >= 0) & (target < count)
+    largest = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+    mass = tl.zeros((BLOCK_V,), tl.float32)
+    own = tl.zeros((BLOCK_V,), tl.float32)
+    total = tl.zeros((BLOCK_V,), tl.float32)
+    for begin in range(0, count, BLOCK_V):
+        v = begin + lanes
+        z = tl.load(logits + first + v, mask=v < stride, other=0.0)
+        if bias is not None:
+            z += tl.load(bias + v, mask=v < count, other=0.0).to(tl.float32)
+        z = tl.where(v < count, z, float("-inf"))
+        larger = tl.maximum(largest, z)
+        pivot = tl.where(larger == float("-inf"), 0.0, larger)
+        mass = mass * tl.exp(largest - pivot) + tl.exp(z - pivot)
+        largest = larger
+        own += tl.where(v == target, z, 0.0)
+        if SMOOTHED:
+            total += tl.where(v < count, z, 0.0)
+    top = tl.max(largest, axis=0)
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    log_sum = pivot + tl.log(tl.sum(mass * tl.exp(largest - pivot), axis=0))
+    loss = log_sum - peak * tl.sum(own, axis=0) + z_loss * log_sum * log_sum
+    if SMOOTHED:
+        loss -= uniform * tl.sum(total, axis=0)
+    loss = tl.where(exists, loss, float("nan"))
+    tl.store(losses + row, tl.where(counted, loss, 0.0))
+
+    factor = 1.0 + 2.0 * z_loss * log_sum
+    for begin in range(0, count, BLOCK_V):
+        v = begin + lanes
+        z = tl.load(logits + first + v, mask=(v < stride) & counted, other=0.0)
+        if bias is not None:
+            z += tl.load(bias + v, mask=v < count, other=0.0).to(tl.float32)
+        d = tl.exp(z - log_sum) * factor - uniform
+        d -= tl.where(v == target, peak, 0.0)
+        d = tl.where(exists, d, float("nan"))
+        d = tl.where(counted, d, 0.0)
+        tl.store(d_logits + first + v, d.to(d_logits.dtype.element_ty), mask=v < stride)
+
+
+@triton.jit(do_not_specialize=["rows", "ignore_index"])
+def _find_scale(upstream, targets, scale, rows, ignore_index, BLOCK: tl.constexpr):
+    """Write the upstream gradient of the rows that count: NaN if they differ, 0 if none counts."""
+    lanes = tl.arange(0, BLOCK)
+    least = tl.full((BLOCK,), float("inf"), tl.float32)
+    most = tl.full((BLOCK,), float("-inf"), tl.float32)
+    broken = tl.zeros((BLOCK,), tl.int32)
+    found = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, rows, BLOCK):
+        row = begin + lanes
+        counted = tl.load(targets + row, mask=row < rows, other=ignore_index) != ignore_index
+        counted = counted & (row < rows)
+        g = tl.load(upstream + row, mask=counted, other=0.0).to(tl.float32)
+        least = tl.where(counted & (g < least), g, least)
+        most = tl.where(counted & (g > most), g, most)
+        broken = tl.where(counted & (g != g), 1, broken)
+        found = tl.where(counted, 1, found)
+    one, other = tl.min(least, axis=0), tl.max(most, axis=0)
+    value = tl.where((one == other) & (tl.max(broken, axis=0) == 0), one, float("nan"))
+    tl.store(scale, tl.where(tl.max(found, axis=0) == 0, 0.0, value))
 
 
 @triton.jit(do_not_specialize=["ignore_index", "peak", "uniform", "z_loss"])

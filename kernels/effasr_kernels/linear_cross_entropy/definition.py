@@ -27,6 +27,7 @@ class CrossEntropyArguments:
     label_smoothing: float
     ignore_index: int
     z_loss: float
+    uniform_gradient: bool = False
 
 
 def _flops(a: CrossEntropyArguments) -> int:

@@ -122,6 +122,7 @@ def project_backward(
     fill: Callable[[int, Tensor, Tensor], None],
     *,
     padded: bool = False,
+    rounded: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute the gradients of a projection from a function of its logits.
 
@@ -144,39 +145,45 @@ def project_backward(
             depend only on its own logit.
         padded: Whether the row stride of ``logits`` may be V rounded up to a multiple of 16.
             Otherwise the products load single elements for other V (1,024 classes and a blank).
+        rounded: Whether to round the gradients to the dtypes of the arguments.
 
     Returns:
-        The gradients of hidden, weight and bias, in their dtypes.
+        The gradients of hidden, weight and bias, in their dtypes or, if not ``rounded``, float32.
     """
     (rows, width), count = hidden.shape, weight.shape[0]
     pitch = _ceil(count, 16) * 16 if padded else count
     step = min(rows, chunk_rows(max(count, width)))
-    d_hidden = hidden.new_empty(hidden.shape)
+    is_narrow = hidden.dtype != torch.float32
+    d_hidden = hidden.new_empty(hidden.shape, dtype=None if rounded else torch.float32)
+    # The clean rows are stored where their gradient will be, so they need no further memory.
+    in_place = d_hidden.dtype == hidden.dtype
+    spare = d_hidden if in_place else hidden.new_empty(step, width)
     d_weight = weight.new_zeros(weight.shape, dtype=torch.float32)
     d_bias = bias if bias is None else bias.new_zeros(bias.shape, dtype=torch.float32)
     buffer = hidden.new_empty(step * max(pitch, width), dtype=torch.float32)
     logits = d_logits = buffer[: step * pitch].view(step, pitch)[:, :count]
-    if hidden.dtype != torch.float32:
+    if is_narrow:
         d_logits = hidden.new_empty(step, pitch)[:, :count]
     zero = hidden.new_zeros(())
     for first in range(0, rows, step or 1):
         n = min(step, rows - first)
-        # Ignored rows are zeroed, as zero times NaN would put NaN in the weight's gradient. The
-        # clean rows are stored where their gradient will be, so they need no further memory.
-        clean = d_hidden[first : first + n]
+        # Ignored rows are zeroed, as zero times NaN would put NaN in the weight's gradient.
+        clean = spare[first : first + n] if in_place else spare[:n]
         torch.where(counted[first : first + n, None], hidden[first : first + n], zero, out=clean)
         multiply(clean, weight.t(), logits[:n])
         fill(first, logits[:n], d_logits[:n])
         multiply_add(d_logits[:n].t(), clean, d_weight)
         if d_bias is not None:
             d_bias += d_logits[:n].sum(0, dtype=torch.float32)
-        if d_logits is logits:
-            multiply(d_logits[:n], weight, clean)
-        else:
+        if is_narrow and in_place:
             # A product into a narrow dtype may round its partial sums. The logits' buffer is free.
             wide = buffer[: n * width].view(n, width)
             multiply(d_logits[:n], weight, wide)
             clean.copy_(wide)
+        else:
+            multiply(d_logits[:n], weight, d_hidden[first : first + n])
+    if not rounded:
+        return d_hidden, d_weight, d_bias
     d_bias = d_bias if d_bias is None else d_bias.to(weight.dtype)
     return d_hidden, d_weight.to(weight.dtype), d_bias
 
