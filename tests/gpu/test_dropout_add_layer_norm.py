@@ -119,9 +119,7 @@ def test_every_layout(mode: str, lengths: tuple[int, ...], device: torch.device)
 
 
 @pytest.mark.parametrize("channels", [1, 6, 16, 37, 260])
-def test_any_number_of_channels(
-    channels: int, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_any_number_of_channels(channels: int, dtype: torch.dtype, device: torch.device) -> None:
     _compare((3, 2), dtype, device, channels=channels, rows=6)
 
 
@@ -141,9 +139,7 @@ def test_a_program_adds_several_tiles(
 
 @pytest.mark.parametrize(("sequences", "rows"), [(0, 0), (0, 3), (2, 0), (1, 5)])
 @pytest.mark.parametrize("mode", ["pre-norm", "post-norm"])
-def test_nothing_at_all(
-    mode: str, sequences: int, rows: int, device: torch.device
-) -> None:
+def test_nothing_at_all(mode: str, sequences: int, rows: int, device: torch.device) -> None:
     _compare((0,) * sequences, torch.float32, device, mode, rows=rows)
 
 

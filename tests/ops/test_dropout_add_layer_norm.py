@@ -116,7 +116,9 @@ def test_the_stream_keeps_its_dtype_under_autocast(stream: torch.dtype) -> None:
     torch.testing.assert_close(y, normed.bfloat16(), rtol=0, atol=0)
     torch.testing.assert_close(after, normed.to(stream), rtol=0, atol=0)
     for result in (y, s, alone, after):
-        for leaf in torch.autograd.grad(result.float().sum(), [residual, weight], allow_unused=True):
+        for leaf in torch.autograd.grad(
+            result.float().sum(), [residual, weight], allow_unused=True
+        ):
             assert leaf is None or leaf.dtype == torch.float32
 
 
@@ -141,9 +143,7 @@ def test_a_backward_drops_what_the_forward_dropped_without_a_seed() -> None:
     s = dropout_add_layer_norm(x, residual, None, None, layout, dropout=0.5)
     (gradient,) = torch.autograd.grad(s.sum(), x)
     assert torch.equal(gradient == 0, s == residual)
-    assert not torch.equal(
-        s, dropout_add_layer_norm(x, residual, None, None, layout, dropout=0.5)
-    )
+    assert not torch.equal(s, dropout_add_layer_norm(x, residual, None, None, layout, dropout=0.5))
 
 
 @pytest.mark.parametrize(

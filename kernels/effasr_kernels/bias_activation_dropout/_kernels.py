@@ -22,9 +22,10 @@ def _load(tensor, row, c, stride, mask):
 @triton.jit
 def _load_bias(bias, c, channels, BLOCK_C: tl.constexpr):
     """Load the bias in float32, (1, BLOCK_C); zeros for None."""
-    if bias is None:
-        return tl.zeros((1, BLOCK_C), tl.float32)
-    return tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+    found = tl.zeros((1, BLOCK_C), tl.float32)
+    if bias is not None:
+        found += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+    return found
 
 
 @triton.jit(do_not_specialize=["sequences", "rows", "offset"])

@@ -54,7 +54,12 @@ def kept_elements(
     i = torch.arange(-(-rows // 2), device=device)[:, None]
     j = torch.arange(-(-columns // 4), device=device)
     whole = seed.reshape(()).long()
-    words = [i + 0 * j, j + 0 * i, torch.full_like(i + j, offset & low), torch.full_like(i + j, low)]
+    words = [
+        i + 0 * j,
+        j + 0 * i,
+        torch.full_like(i + j, offset & low),
+        torch.full_like(i + j, low),
+    ]
     keys = [whole & low, (whole >> 32) & low]
     for _ in range(_ROUNDS):
         # Products wrap around in int64; both halves are right even where the sign is not.
