@@ -19,7 +19,10 @@ GOSSIP = "gossip"
 """Asynchronous averaging over a network, which nothing here measures."""
 ADAPTERS = {f"attention: {x}": x for x in ("varlen", *(f"flash_attn_{n}" for n in (2, 3, 4)))}
 """Other projects' attention behind ours: for each group, the backend whose rows rest on it."""
-_FORWARD = ("attention", "depthwise_conv", "strided_depthwise", "subsampling_stem")
+_FORWARD = (
+    *("attention", "depthwise_conv", "strided_depthwise", "subsampling_stem"),
+    *("dropout_add_layer_norm", "bias_activation_dropout"),
+)
 TRAINING = (*_FORWARD, "linear_cross_entropy", MODEL)
 """Operations of a training step of Canary."""
 INFERENCE = (
