@@ -26,7 +26,16 @@ from pathlib import Path
 import torch
 from bench import revisions, rows
 from bench.contender import Case, Contender, Gold, error, judge
-from bench.operations import attention, convolution, decoding, guided, losses, norms, relative
+from bench.operations import (
+    attention,
+    between,
+    convolution,
+    decoding,
+    guided,
+    losses,
+    norms,
+    relative,
+)
 from bench.provenance import provenance
 from bench.timing import OutOfTime, Timing, measure, time_limit
 from bench.transducer import loss as transducer
@@ -42,7 +51,7 @@ COLUMNS = [
 ]
 GROUPS: tuple[Callable[[Workload], list[Case]], ...] = (
     *(relative.cases, attention.cases, losses.cases, convolution.cases, guided.cases),
-    *(transducer.cases, decoding.cases, norms.cases),
+    *(between.cases, norms.cases, transducer.cases, decoding.cases),
 )
 TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 2e-2, torch.float32: 1e-3}
 """Largest error relative to the norm: enough to distinguish the operation from another one."""

@@ -69,6 +69,9 @@ class ModelConfig:
         text_encoder: Reads text-only batches, which the decoder translates; null for none.
         language_model: A causal language model that reads the encoder's output within
             conversations; null for none. It is then the only output.
+        residual_in_fp32: Whether the sums of the outputs of a stack's modules (the residual stream)
+            are float32 where a GPU trains in bfloat16 or float16, as under PyTorch's autocast; else
+            they are rounded to the narrow dtype after each addition.
     """
 
     features: FeatureConfig = field(default_factory=FeatureConfig)
@@ -79,6 +82,7 @@ class ModelConfig:
     transducer: TransducerConfig | None = None
     text_encoder: TextEncoderConfig | None = None
     language_model: LanguageModelConfig | None = None
+    residual_in_fp32: bool = True
 
     def __post_init__(self) -> None:
         needed, given = self.encoder.subsampling, self.features.subsampling
@@ -134,23 +138,26 @@ class ASRModel(nn.Module):
         check(vocab_size >= 1, "vocab_size", "be at least 1", vocab_size)
         self.config, self.vocab_size = config, vocab_size
         self.features = LogMel(config.features)
+        stream = {"residual_in_fp32": config.residual_in_fp32}
         self.encoder: FastConformerEncoder | WhisperEncoder
         if isinstance(config.encoder, WhisperEncoderConfig):
-            self.encoder = WhisperEncoder(config.encoder, config.features.mel_bins)
+            self.encoder = WhisperEncoder(config.encoder, config.features.mel_bins, **stream)
         else:
-            self.encoder = FastConformerEncoder(config.encoder, config.features.mel_bins)
+            self.encoder = FastConformerEncoder(config.encoder, config.features.mel_bins, **stream)
         width = config.encoder.width
         self.ctc_head = nn.Linear(width, vocab_size + 1) if config.ctc else None
         self.transducer = None
         if config.transducer is not None:
             self.transducer = Transducer(config.transducer, width, vocab_size)
-        self.decoder = None if config.decoder is None else Decoder(config.decoder, vocab_size)
+        self.decoder = None
+        if config.decoder is not None:
+            self.decoder = Decoder(config.decoder, vocab_size, **stream)
         self.projection = None
         if config.decoder is not None and config.decoder.width != width:
             self.projection = Linear(width, config.decoder.width)
         self.text_encoder = None
         if config.text_encoder is not None:
-            self.text_encoder = TextEncoder(config.text_encoder, width, vocab_size)
+            self.text_encoder = TextEncoder(config.text_encoder, width, vocab_size, **stream)
         self.language_model: LanguageModel | None = None
         if config.language_model is not None:
             # Imported here, because transformers takes seconds.

@@ -17,6 +17,7 @@ from effasr.model.decoder_layer import DecoderConfig, DecoderLayer
 from effasr.nn.cache.contiguous import CacheSizes
 from effasr.nn.cache.decoder_state import DecoderState, KeysValues
 from effasr.nn.positions import decoder_sinusoids
+from effasr.nn.residual import residual_stream
 from effasr.nn.stack import is_empty, is_sharded, skip_layers
 from effasr_kernels import PackedLayout, PackedSequence, projected_top_k
 
@@ -28,10 +29,13 @@ class Decoder(nn.Module):
     ``CanaryForConditionalGeneration``; with options that of ``WhisperForConditionalGeneration``.
     """
 
-    def __init__(self, config: DecoderConfig, vocab_size: int):
-        """Build the layers for V = ``vocab_size`` tokens."""
+    def __init__(self, config: DecoderConfig, vocab_size: int, *, residual_in_fp32: bool = True):
+        """Build the layers for V = ``vocab_size`` tokens.
+
+        ``residual_in_fp32`` is as in `effasr.model.asr.ModelConfig`.
+        """
         super().__init__()
-        self.config = config
+        self.config, self.residual_in_fp32 = config, residual_in_fp32
         for name in ("suppress", "begin_suppress"):
             most = max(getattr(config, name), default=0)
             check(most < vocab_size, name, f"be in the vocabulary of {vocab_size}", most)
@@ -94,6 +98,7 @@ class Decoder(nn.Module):
         if is_empty(layout, encoded.layout) and is_sharded(self.layers):
             x = skip_layers(self.layers, x)
             return self.norm(x), None if sigma is None else x.new_zeros(len(x))
+        x = residual_stream(x, in_fp32=self.residual_in_fp32)
         penalties = []
         for number, layer in enumerate(self.layers):
             with ranges.range(f"decoder.{number}"):

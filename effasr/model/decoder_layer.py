@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.attention import CrossAttention, SelfAttention
 from effasr.nn.cache.decoder_state import DecoderState, KeysValues
 from effasr.nn.feed_forward import FeedForward
+from effasr.nn.residual import Residual
 from effasr.nn.stack import Layer, checkpointed_forward
 from effasr_kernels import PackedLayout, PackedSequence
 
@@ -124,12 +124,13 @@ class DecoderLayer(Layer):
         self, x: Tensor, layout: PackedLayout, encoded: PackedSequence, sigma: float | None
     ) -> tuple[Tensor, Tensor | None]:
         """Transform (U, width); also return the penalty of guided attention, (U,) or None."""
-        x = x + self._drop(self.self_attn(self.input_layernorm(x), layout))
-        y, penalty = self.encoder_attn(
-            self.post_attention_layernorm(x), layout, encoded.values, encoded.layout, sigma=sigma
-        )
-        x = x + self._drop(y)
-        return x + self._drop(self.mlp(self.final_layernorm(x))), penalty
+        residual = Residual.of(self, x, layout, self.dropout, self.mlp.dropout)
+        y, x = residual.norm(x, self.input_layernorm)
+        y = self.self_attn(y, layout)
+        y, x = residual.add_norm(x, y, self.post_attention_layernorm, offset=0)
+        y, penalty = self.encoder_attn(y, layout, encoded.values, encoded.layout, sigma=sigma)
+        y, x = residual.add_norm(x, y, self.final_layernorm, offset=1)
+        return residual.add(x, self.mlp(y, residual, offset=3), offset=2), penalty
 
     def read(
         self, x: Tensor, layout: PackedLayout, speech: KeysValues, layout_speech: PackedLayout
@@ -159,6 +160,3 @@ class DecoderLayer(Layer):
             state.weights = self.encoder_attn.weights(normed, *state.speech(number))
         x = x + self.encoder_attn.step(normed, state.cross_cache, number)
         return x + self.mlp(self.final_layernorm(x))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)

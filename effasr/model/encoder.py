@@ -17,6 +17,7 @@ from effasr.nn.attention import RelativeSelfAttention, SelfAttention
 from effasr.nn.convolution import ConformerConvolution
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.positions import relative_sinusoids
+from effasr.nn.residual import Residual, residual_stream
 from effasr.nn.stack import Layer, checkpointed_forward, run_layers
 from effasr.nn.subsampling import ConvSubsampling
 from effasr_kernels import PackedLayout, PackedSequence, Rotary
@@ -150,15 +151,17 @@ class ConformerLayer(Layer):
     @checkpointed_forward
     def forward(self, x: Tensor, context: _Context) -> Tensor:
         """Transform (T, width)."""
-        x = torch.add(x, self._drop(self.feed_forward1(self.norm_feed_forward1(x))), alpha=0.5)
-        y = self.self_attn(self.norm_self_att(x), context.layout, context.embeddings)
-        x = x + self._drop(y)
-        x = x + self._drop(self.conv(self.norm_conv(x), context.layout))
-        x = torch.add(x, self._drop(self.feed_forward2(self.norm_feed_forward2(x))), alpha=0.5)
-        return self.norm_out(x)
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+        layout = context.layout
+        residual = Residual.of(self, x, layout, self.dropout, self.feed_forward1.dropout)
+        y, x = residual.norm(x, self.norm_feed_forward1)
+        y = self.feed_forward1(y, residual, offset=4)
+        y, x = residual.add_norm(x, y, self.norm_self_att, offset=0, scale=0.5)
+        y = self.self_attn(y, layout, context.embeddings)
+        y, x = residual.add_norm(x, y, self.norm_conv, offset=1)
+        y = self.conv(y, layout)
+        y, x = residual.add_norm(x, y, self.norm_feed_forward2, offset=2)
+        y = self.feed_forward2(y, residual, offset=5)
+        return residual.add_post_norm(x, y, self.norm_out, offset=3, scale=0.5)
 
 
 class FastConformerEncoder(nn.Module):
@@ -168,10 +171,12 @@ class FastConformerEncoder(nn.Module):
     alone, except that batch normalisation counts real frames only.
     """
 
-    def __init__(self, config: FastConformerConfig, mel_bins: int):
-        """Build the layers."""
+    def __init__(
+        self, config: FastConformerConfig, mel_bins: int, *, residual_in_fp32: bool = True
+    ):
+        """Build the layers; ``residual_in_fp32`` as in `effasr.model.asr.ModelConfig`."""
         super().__init__()
-        self.config = config
+        self.config, self.residual_in_fp32 = config, residual_in_fp32
         width = config.width
         self.subsampling = ConvSubsampling(
             mel_bins, config.subsampling_channels, width, config.subsampling
@@ -200,6 +205,7 @@ class FastConformerEncoder(nn.Module):
             x = torch.add(x, embeddings[rows], alpha=self.config.input_positions)
         x = F.dropout(x, self.config.input_dropout, self.training)
         context = self._context(mel.layout, embeddings)
+        x = residual_stream(x, in_fp32=self.residual_in_fp32)
         x = run_layers(self.layers, "encoder", x, mel.layout, context)
         return PackedSequence(x, mel.layout)
 

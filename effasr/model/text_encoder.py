@@ -10,6 +10,7 @@ from torch import nn
 
 from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.positions import decoder_sinusoids
+from effasr.nn.residual import residual_stream
 from effasr.nn.stack import run_layers, skip_layers
 from effasr.nn.transformer_layer import TransformerLayer
 from effasr_kernels import PackedSequence
@@ -55,11 +56,21 @@ class TextEncoderConfig:
 class TextEncoder(nn.Module):
     """Transformer encoder of texts, whose output the decoder attends to."""
 
-    def __init__(self, config: TextEncoderConfig, width: int, vocab_size: int):
-        """Build the layers; ``width`` is that of the speech encoder."""
+    def __init__(
+        self,
+        config: TextEncoderConfig,
+        width: int,
+        vocab_size: int,
+        *,
+        residual_in_fp32: bool = True,
+    ):
+        """Build the layers; ``width`` is that of the speech encoder.
+
+        ``residual_in_fp32`` is as in `effasr.model.asr.ModelConfig`.
+        """
         super().__init__()
         config.check_width(width)
-        self.config, self.width = config, width
+        self.config, self.width, self.residual_in_fp32 = config, width, residual_in_fp32
         self.embed_tokens = nn.Embedding(vocab_size, width)
         self.embedding_layernorm = nn.LayerNorm(width)
         self.layers = nn.ModuleList(
@@ -84,5 +95,6 @@ class TextEncoder(nn.Module):
         x = x + decoder_sinusoids(layout.positions(), self.width).to(x.dtype)
         x = F.dropout(self.embedding_layernorm(x), self.config.input_dropout, self.training)
         x = skip_layers(idle, x)
+        x = residual_stream(x, in_fp32=self.residual_in_fp32)
         x = run_layers(self.layers, "text_encoder", x, layout, layout)
         return PackedSequence(self.norm(x), layout)

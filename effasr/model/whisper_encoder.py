@@ -13,6 +13,7 @@ from effasr import ranges
 from effasr.data.features.log_mel import MelFrames
 from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.positions import whisper_sinusoids
+from effasr.nn.residual import residual_stream
 from effasr.nn.stack import run_layers
 from effasr.nn.transformer_layer import TransformerLayer
 from effasr_kernels import PackedSequence
@@ -108,10 +109,12 @@ class ConvolutionStem(nn.Module):
 class WhisperEncoder(nn.Module):
     """Encoder of ``WhisperForConditionalGeneration``: mel rows to encoder frames."""
 
-    def __init__(self, config: WhisperEncoderConfig, mel_bins: int):
-        """Build the layers."""
+    def __init__(
+        self, config: WhisperEncoderConfig, mel_bins: int, *, residual_in_fp32: bool = True
+    ):
+        """Build the layers; ``residual_in_fp32`` as in `effasr.model.asr.ModelConfig`."""
         super().__init__()
-        self.config = config
+        self.config, self.residual_in_fp32 = config, residual_in_fp32
         self.stem = ConvolutionStem(mel_bins, config.width)
         learned = config.positions == "learned"
         self.embed_positions = nn.Embedding(config.max_frames, config.width) if learned else None
@@ -159,6 +162,7 @@ class WhisperEncoder(nn.Module):
             x = self.stem(mel)
         x = x + self.places(mel.slot_positions).to(x.dtype)
         x = F.dropout(x, config.input_dropout, self.training)
+        x = residual_stream(x, in_fp32=self.residual_in_fp32)
         x = run_layers(self.layers, "encoder", x, layout, layout)
         return PackedSequence(self.norm(x), layout)
 

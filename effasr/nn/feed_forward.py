@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr.nn.linear import Linear
+from effasr.nn.residual import Residual, is_fused
+from effasr_kernels import bias_activation_dropout
 
 
 class FeedForward(nn.Module):
@@ -29,11 +31,30 @@ class FeedForward(nn.Module):
         self.activation = activation
         self.dropout = dropout
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform each row."""
-        x = self.linear1(x)
-        x = _ACTIVATIONS[self.activation](x)
-        return self.linear2(F.dropout(x, self.dropout, self.training))
+    def forward(self, x: Tensor, residual: Residual | None = None, *, offset: int = 0) -> Tensor:
+        """Transform each row.
+
+        Args:
+            x: (..., width).
+            residual: Has the layout of ``x`` and the seed of dropout, for the operation that joins
+                bias, activation and dropout; None for separate steps.
+            offset: Number of this dropout among those with the same seed.
+        """
+        if residual is None or not is_fused(x):
+            x = _ACTIVATIONS[self.activation](self.linear1(x))
+            return self.linear2(F.dropout(x, self.dropout, self.training))
+        # An adapter has its own addition; what it returns includes the bias.
+        is_plain = type(self.linear1) is Linear
+        y = bias_activation_dropout(
+            self.linear1(x, with_bias=False) if is_plain else self.linear1(x),
+            self.linear1.bias if is_plain else None,
+            residual.layout,
+            activation=self.activation,
+            dropout=self.dropout if self.training else 0.0,
+            seed=residual.seed,
+            offset=offset,
+        )
+        return self.linear2(y)
 
 
 _ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}

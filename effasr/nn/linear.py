@@ -13,9 +13,9 @@ from effasr_kernels.shared.cpu_linear import linear
 class Linear(nn.Linear):
     """`torch.nn.Linear`, whose products are oneDNN's in training on a CPU: see `cpu_linear`."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Map (..., in) to (..., out)."""
-        return linear(input, self.weight, self.bias)
+    def forward(self, input: Tensor, *, with_bias: bool = True) -> Tensor:
+        """Map (..., in) to (..., out), without the bias if the caller adds it."""
+        return linear(input, self.weight, self.bias if with_bias else None)
 
 
 class JoinedLinear(Linear):
@@ -33,9 +33,9 @@ class JoinedLinear(Linear):
         self.biased = tuple(biased)
         self.bias = nn.Parameter(self.weight.new_zeros(sum(biased) * size))
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *, with_bias: bool = True) -> Tensor:
         """Map (..., in) to (..., out), the layers' outputs in order."""
-        return linear(input, self.weight, whole_bias(self))
+        return linear(input, self.weight, whole_bias(self) if with_bias else None)
 
 
 def joined_linear(width: int, size: int, biased: Sequence[bool]) -> nn.Linear:

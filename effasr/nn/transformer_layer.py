@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr.nn.attention import SelfAttention
 from effasr.nn.feed_forward import FeedForward
+from effasr.nn.residual import Residual
 from effasr.nn.stack import Layer, checkpointed_forward
 from effasr_kernels import PackedLayout
 
@@ -77,8 +77,8 @@ class TransformerLayer(Layer):
     @checkpointed_forward
     def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
         """Transform (T, width)."""
-        x = x + self._drop(self.self_attn(self.norm_self_att(x), layout))
-        return x + self._drop(self.feed_forward(self.norm_feed_forward(x)))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+        residual = Residual.of(self, x, layout, self.dropout, self.feed_forward.dropout)
+        y, x = residual.norm(x, self.norm_self_att)
+        y = self.self_attn(y, layout)
+        y, x = residual.add_norm(x, y, self.norm_feed_forward, offset=0)
+        return residual.add(x, self.feed_forward(y, residual, offset=2), offset=1)

@@ -19,14 +19,14 @@ GOSSIP = "gossip"
 """Asynchronous averaging over a network, which nothing here measures."""
 ADAPTERS = {f"attention: {x}": x for x in ("varlen", *(f"flash_attn_{n}" for n in (2, 3, 4)))}
 """Other projects' attention behind ours: for each group, the backend whose rows rest on it."""
-_FORWARD = ("attention", "depthwise_conv", "strided_depthwise", "subsampling_stem")
-TRAINING = (
-    *(*_FORWARD, "batch_norm", "update_running_statistics", "linear_cross_entropy"),
-    MODEL,
+_FORWARD = (
+    *("attention", "depthwise_conv", "strided_depthwise", "subsampling_stem", "batch_norm"),
+    *("dropout_add_layer_norm", "bias_activation_dropout"),
 )
+TRAINING = (*_FORWARD, "update_running_statistics", "linear_cross_entropy", MODEL)
 """Operations of a training step of Canary."""
 INFERENCE = (
-    *(*_FORWARD, "batch_norm", "append_to_pages", "decode_attention", "projected_top_k"),
+    *(*_FORWARD, "append_to_pages", "decode_attention", "projected_top_k"),
     *(MODEL, ENGINE),
 )
 """Operations of its inference."""

@@ -21,7 +21,8 @@ KERNELS = TESTS / "gpu"
 DATA_PACKAGES = ("lhotse", "sentencepiece", "soundfile", "soxr")
 _FIRST = (
     *("attention", "linear_cross_entropy", "depthwise_conv", "subsampling_stem"),
-    *("strided_depthwise", "model", "projected_top_k", "decode_attention", "append_to_pages"),
+    *("strided_depthwise", "dropout_add_layer_norm", "bias_activation_dropout", "model"),
+    *("projected_top_k", "decode_attention", "append_to_pages"),
     *("decoding engine", "transducer_loss", "ctc_loss", "guided_attention"),
     *("batch_norm", "update_running_statistics"),
 )

@@ -22,9 +22,10 @@ def _load(tensor, row, c, stride, mask):
 @triton.jit
 def _load_bias(bias, c, channels, BLOCK_C: tl.constexpr):
     """Load the bias in float32, (1, BLOCK_C); zeros for None."""
-    if bias is None:
-        return tl.zeros((1, BLOCK_C), tl.float32)
-    return tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+    found = tl.zeros((1, BLOCK_C), tl.float32)
+    if bias is not None:
+        found += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+    return found
 
 
 @triton.jit(do_not_specialize=["sequences", "rows", "offset"])
@@ -144,18 +145,18 @@ def activate_backward(
         row = first + tl.arange(0, ROWS)
         mask = (row < count)[:, None] & inside[None, :]
         gradient = _load(dy, row, c, channels, mask)
+        if DROPS:
+            keep = keep_elements(tl.load(seed), first, column, offset, probability, ROWS, BLOCK_C)
+            gradient = tl.where(keep, gradient * scale, 0.0)
         value = _load(x, row, c, x_stride, mask) + b
         if ACTIVATION == "silu":
             share = tl.sigmoid(value)
             slope = share * (1.0 + value * (1.0 - share))
         elif ACTIVATION == "relu":
-            slope = tl.where(value > 0.0, 1.0, 0.0)
+            slope = (value > 0.0).to(tl.float32)
         else:
             slope = 0.5 * (1.0 + tl.erf(value * _SQRT_HALF))
             slope += value * tl.exp(-0.5 * value * value) * _DENSITY_AT_0
-        if DROPS:
-            keep = keep_elements(tl.load(seed), first, column, offset, probability, ROWS, BLOCK_C)
-            slope = tl.where(keep, slope * scale, 0.0)
         gradient = tl.where(mask, gradient * slope, 0.0)
         at = row.to(tl.int64)[:, None] * channels + c[None, :]
         whole = (row < rows)[:, None] & inside[None, :]

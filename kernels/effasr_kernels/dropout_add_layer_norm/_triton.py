@@ -19,8 +19,10 @@ from effasr_kernels.dropout_add_layer_norm.definition import NormArguments
 from effasr_kernels.runtime.launch import launch, refusal
 from effasr_kernels.shared.dropout import seed_tensor
 
-_ROWS = 4
-_MOST_CHANNELS = 8_192
+_ROWS, _ROWS_WIDE = 4, 2
+_WIDE = 2_048
+"""From this number of channels on, fewer rows fit in registers."""
+_MOST_CHANNELS = 4_096
 _MOST_WARPS = 16
 _PROGRAMS = 264 * 1_024
 """Programs of the backward, times channels: two programs of eight warps on each of the 132
@@ -48,14 +50,15 @@ def forward(a: NormArguments) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tens
     if a.weight is not None:
         normed = residual.new_empty(rows, channels, dtype=a.normed_dtype)
     means, rstds = saved_like(a)
+    options = _configuration(channels, residual, x, normed)
     launch(
         add_norm,
-        (-(-rows // _ROWS),),
+        (-(-rows // options["ROWS"]),),
         *(residual, x, _contiguous(a.weight), _contiguous(a.bias), *_seed_and_layout(a)),
         *(summed, normed, *((None, None) if normed is None else (means, rstds))),
         *(a.layout.num_sequences, rows, a.offset, channels, residual.stride(0)),
         *(channels if x is None else x.stride(0), *_scale(a), a.eps),
-        **_configuration(channels, residual, x, normed),
+        **options,
         DROPS=a.dropout > 0,
     )
     if a.prenorm and x is None:
@@ -83,7 +86,7 @@ def backward(
     dresidual = given.new_empty(rows, channels)
     dx = given.new_empty(rows, channels, dtype=a.narrow_dtype) if a.has_branch else None
     options = _configuration(channels, given, dnormed, dx)
-    programs = max(1, min(-(-rows // _ROWS), _PROGRAMS // options["BLOCK_C"]))
+    programs = max(1, min(-(-rows // options["ROWS"]), _PROGRAMS // options["BLOCK_C"]))
     partials = None
     if dnormed is not None:
         partials = given.new_empty(programs, 2, channels, dtype=torch.float32)
@@ -126,7 +129,8 @@ def _configuration(channels: int, *tensors: Tensor | None) -> dict[str, Any]:
     vector = 16 // widest
     block = max(32 * vector, 1 << (channels - 1).bit_length())
     warps = min(_MOST_WARPS, max(1, block // (32 * vector)))
-    return {"ROWS": _ROWS, "BLOCK_C": block, "VEC": vector, "num_warps": warps}
+    rows = _ROWS if block < _WIDE else _ROWS_WIDE
+    return {"ROWS": rows, "BLOCK_C": block, "VEC": vector, "num_warps": warps}
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

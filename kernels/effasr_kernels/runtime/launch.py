@@ -130,6 +130,11 @@ def launch(
     kernel[tuple(grid)](*args, **constants)
 
 
+def serves_cpu() -> bool:
+    """Whether kernels serve tensors on the CPU: interpreted, recorded or emulated."""
+    return INTERPRETED or _Recorder.take is not None
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability for which to choose a configuration: (9, 0) for an H100 or H200."""
     if _Recorder.take is not None:

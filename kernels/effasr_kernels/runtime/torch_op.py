@@ -220,7 +220,7 @@ class DifferentiableOp(TorchOp):
                 results, saved = implementation.forward(arguments)
             else:
                 results, saved = implementation.run(arguments), ()
-        # The compiler relies on the strides that `_fake` returns, and on results of their own memory.
+        # The compiler relies on the strides that `_fake` returns, and on memory of their own.
         parts = [part.contiguous() for part in (*_as_tuple(results), *saved)]
         return [x.clone() if any(x is value for value in flat) else x for x in parts]
 

@@ -65,8 +65,8 @@ def keep_elements(
     One call of Philox decides on eight elements, as in `keep_mask`: rows 2 i and 2 i + 1, columns
     4 j to 4 j + 3, which one thread can hold. The counters are i, j, the offset and 2^32 - 1,
     where attention has the number of a sequence: one seed serves both. Of the four words, each is
-    for one column, and the upper half for the odd row. `effasr_kernels.shared.dropout.kept_elements`
-    computes the same in PyTorch.
+    for one column, and the upper half for the odd row. In PyTorch, `kept_elements` of
+    `effasr_kernels.shared.dropout` computes the same.
 
     Args:
         seed: int64.

@@ -1,0 +1,140 @@
+"""The residual stream of a layer: dropout and addition of its modules' outputs, and its norms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effasr_kernels import PackedLayout, dropout_add_layer_norm
+from effasr_kernels.runtime.dispatch import load
+from effasr_kernels.shared.dropout import draw_seed
+
+
+def is_fused(x: Tensor) -> bool:
+    """Return whether kernels that join several steps serve rows.
+
+    On a CPU, PyTorch's own calls are faster than references, and torch.compile joins them.
+    """
+    if not x.is_cpu:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    # Loaded by name, as a machine without a GPU may lack Triton.
+    launch = load("effasr_kernels.runtime.launch")
+    return not isinstance(launch, str) and launch.serves_cpu()
+
+
+def residual_stream(x: Tensor, *, in_fp32: bool) -> Tensor:
+    """Return the input of a stack in the dtype that its residual stream keeps under autocast.
+
+    Without autocast, and on a CPU, that is the dtype of ``x``.
+
+    Args:
+        x: (T, width).
+        in_fp32: Whether the stream is float32; else it has the dtype of autocast.
+    """
+    kind = x.device.type
+    if not is_fused(x) or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.float32 if in_fp32 else torch.get_autocast_dtype(kind))
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """Adds the outputs of a layer's modules to the residual stream, and normalizes the sum.
+
+    Attributes:
+        layout: Layout of the stream.
+        dropout: Probability to drop an element of an output; 0 outside training.
+        seed: Seed that the layer's dropouts share, each with its own offset, int64 (); None on a
+            CPU, where they draw from the global generator, and where nothing is dropped.
+    """
+
+    layout: PackedLayout
+    dropout: float
+    seed: Tensor | None
+
+    @classmethod
+    def of(
+        cls, layer: nn.Module, x: Tensor, layout: PackedLayout, dropout: float, *others: float
+    ) -> Residual:
+        """Return the object for one forward of a layer.
+
+        Args:
+            layer: The layer; without training it drops nothing.
+            x: The stream, (T, width).
+            layout: Layout of ``x``.
+            dropout: Probability to drop an element of an output in training.
+            others: Probabilities of further dropouts that take the seed.
+        """
+        drops = layer.training and (dropout > 0 or any(others))
+        seed = draw_seed(x.device) if drops and is_fused(x) else None
+        return cls(layout, dropout if layer.training else 0.0, seed)
+
+    def norm(self, x: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+        """Return the normalized stream and the stream, which must replace ``x`` from here on.
+
+        Gradients of both meet in the backward of the norm, instead of in an addition.
+        """
+        if not is_fused(x):
+            return norm(x), x
+        return dropout_add_layer_norm(None, x, norm.weight, norm.bias, self.layout, eps=norm.eps)
+
+    def add(self, x: Tensor, output: Tensor, *, offset: int, scale: float = 1.0) -> Tensor:
+        """Return the stream with ``scale`` times the output of a module."""
+        if not is_fused(x):
+            return torch.add(x, F.dropout(output, self.dropout), alpha=scale)
+        return dropout_add_layer_norm(
+            output,
+            x,
+            None,
+            None,
+            self.layout,
+            scale=scale,
+            dropout=self.dropout,
+            seed=self.seed,
+            offset=offset,
+        )
+
+    def add_norm(
+        self, x: Tensor, output: Tensor, norm: nn.LayerNorm, *, offset: int, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the normalized result of `add`, and that result."""
+        if not is_fused(x):
+            x = self.add(x, output, offset=offset, scale=scale)
+            return norm(x), x
+        return dropout_add_layer_norm(
+            output,
+            x,
+            norm.weight,
+            norm.bias,
+            self.layout,
+            scale=scale,
+            dropout=self.dropout,
+            eps=norm.eps,
+            seed=self.seed,
+            offset=offset,
+        )
+
+    def add_post_norm(
+        self, x: Tensor, output: Tensor, norm: nn.LayerNorm, *, offset: int, scale: float = 1.0
+    ) -> Tensor:
+        """Return the normalized result of `add`, which goes on as the stream."""
+        if not is_fused(x):
+            return norm(self.add(x, output, offset=offset, scale=scale))
+        return dropout_add_layer_norm(
+            output,
+            x,
+            norm.weight,
+            norm.bias,
+            self.layout,
+            scale=scale,
+            dropout=self.dropout,
+            eps=norm.eps,
+            prenorm=False,
+            seed=self.seed,
+            offset=offset,
+        )

@@ -1,0 +1,178 @@
+"""Layers through the joined operations give what PyTorch's own calls give."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from effasr.model.decoder_layer import DecoderConfig, DecoderLayer
+from effasr.model.encoder import ConformerLayer, FastConformerConfig, _Context
+from effasr.nn import feed_forward, residual
+from effasr.nn.lora import LoRAConfig, adapt
+from effasr.nn.stack import Layer
+from effasr.nn.transformer_layer import TransformerLayer
+from effasr_kernels import PackedLayout, PackedSequence
+
+WIDTH = 16
+LAYOUT = PackedLayout.from_lengths((5, 0, 3), rows=10)
+DROPOUTS = {"residual_dropout": 0.3, "activation_dropout": 0.2}
+
+
+@pytest.fixture
+def join(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Decides whether joined operations serve; on a CPU these are their references."""
+
+    def decide(joined: bool) -> None:
+        for module in (residual, feed_forward):
+            monkeypatch.setattr(module, "is_fused", lambda x: joined)
+
+    return decide
+
+
+def _conformer(**options: Any) -> Layer:
+    return ConformerLayer(
+        FastConformerConfig(width=WIDTH, heads=2, feed_forward=24, position="none", **options)
+    )
+
+
+def _transformer(**options: Any) -> Layer:
+    rest = {"activation": "gelu", "attention_dropout": 0.0, **options}
+    return TransformerLayer(WIDTH, heads=2, feed_forward=24, **rest)
+
+
+def _decoder(**options: Any) -> Layer:
+    return DecoderLayer(DecoderConfig(width=WIDTH, heads=2, feed_forward=24, **options))
+
+
+KINDS = {"conformer": _conformer, "transformer": _transformer, "decoder": _decoder}
+
+
+def _made(kind: str, *, dropout: bool = False) -> Layer:
+    torch.manual_seed(0)
+    layer = KINDS[kind](**(DROPOUTS if dropout else {})).double()
+    for module in layer.modules():
+        if isinstance(module, nn.LayerNorm):
+            nn.init.normal_(module.weight)
+            nn.init.normal_(module.bias)
+    return layer
+
+
+def _arguments(kind: str, x: Tensor) -> tuple[Any, ...]:
+    if kind == "conformer":
+        return x, _Context(LAYOUT, LAYOUT.mask()[:, None], None)
+    if kind == "transformer":
+        return x, LAYOUT
+    return x, LAYOUT, PackedSequence(x.detach().flip(1), LAYOUT), None
+
+
+def _run(layer: Layer, kind: str, seed: int = 1) -> list[Tensor]:
+    """Return the real rows of the output, and the gradients of the input and the parameters."""
+    torch.manual_seed(7)
+    x = torch.randn(LAYOUT.rows, WIDTH, dtype=torch.float64)
+    upstream = torch.randn_like(x)[: LAYOUT.total]
+    x.requires_grad_()
+    torch.manual_seed(seed)
+    y = layer(*_arguments(kind, x))
+    y = (y[0] if isinstance(y, tuple) else y)[: LAYOUT.total]
+    leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
+
+
+def _assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_joined_operations_compute_the_same_layer(kind: str, join: Callable[[bool], None]) -> None:
+    layer = _made(kind)
+    join(False)
+    expected = _run(layer, kind)
+    join(True)
+    _assert_same(_run(layer, kind), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapted_layer_computes_the_same(kind: str, join: Callable[[bool], None]) -> None:
+    layer = _made(kind)
+    adapt(layer, LoRAConfig(rank=2, also_train=("*norm*",)))
+    for name, parameter in layer.named_parameters():
+        if "lora_b" in name:
+            nn.init.normal_(parameter)
+    layer.double()
+    join(False)
+    expected = _run(layer, kind)
+    join(True)
+    _assert_same(_run(layer, kind), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointed_layers_drop_the_same_again(kind: str, join: Callable[[bool], None]) -> None:
+    join(True)
+    layer = _made(kind, dropout=True)
+    expected, other = _run(layer, kind), _run(layer, kind, seed=2)
+    assert not torch.equal(expected[0], other[0])
+    layer.is_checkpointed = True
+    for a, b in zip(_run(layer, kind), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_dropout_of_a_layer_is_its_own(
+    kind: str, join: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offsets: list[int] = []
+
+    def noted(operation: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if options.get("dropout"):
+                assert options["seed"] is not None
+                offsets.append(options["offset"])
+            return operation(*args, **options)
+
+        return call
+
+    for module, name in (
+        (residual, "dropout_add_layer_norm"),
+        (feed_forward, "bias_activation_dropout"),
+    ):
+        monkeypatch.setattr(module, name, noted(getattr(module, name)))
+    join(True)
+    layer = _made(kind, dropout=True)
+    _run(layer, kind)
+    assert len(offsets) == {"conformer": 6, "transformer": 3, "decoder": 4}[kind]
+    assert len(set(offsets)) == len(offsets)
+    offsets.clear()
+    layer.eval()
+    _run(layer, kind)
+    assert not offsets
+
+
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_the_stream_has_the_chosen_dtype(in_fp32: bool, join: Callable[[bool], None]) -> None:
+    join(True)
+    layer = _made("transformer").float()
+    x = torch.randn(LAYOUT.rows, WIDTH)
+    assert residual.residual_stream(x, in_fp32=in_fp32) is x
+    with torch.autocast("cpu", torch.bfloat16):
+        stream = residual.residual_stream(x.bfloat16(), in_fp32=in_fp32)
+        expected = torch.float32 if in_fp32 else torch.bfloat16
+        assert stream.dtype == expected
+        assert layer(stream, LAYOUT).dtype == expected
+
+
+def test_a_compiled_layer_is_one_graph(join: Callable[[bool], None]) -> None:
+    join(True)
+    torch._dynamo.reset()
+    layer = _made("transformer", dropout=True)
+    run = torch.compile(
+        lambda x: layer(x, LAYOUT), fullgraph=True, backend="aot_eager", dynamic=False
+    )
+    x = torch.randn(LAYOUT.rows, WIDTH, dtype=torch.float64, requires_grad=True)
+    y = run(x)[: LAYOUT.total]
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert gradient[: LAYOUT.total].all()
+    layer.eval()
+    torch.testing.assert_close(run(x), layer(x, LAYOUT))
