@@ -60,7 +60,7 @@ def test_a_language_of_ascii_is_enough(tmp_path) -> None:
     folder = tmp_path / "Übung Ω"
     folder.mkdir()
     recipe = small_run(folder, text="größer größer 日本")
-    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ascii_alone = {"LC_ALL": "C", "LANG": "C", "PYTHONIOENCODING": "ascii:strict"}
     done = shell(f"{EFFASR} train '{recipe}' validation=null 2>&1", **ascii_alone)
     assert done.returncode == 2
     assert done.stdout.startswith("effasr train: `validation` is an unknown field"), done.stdout
