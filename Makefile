@@ -13,13 +13,23 @@ INTERPRETED := -k "contract and not transducer"
 # Inputs of each reader of foreign files in `make fuzz`.
 INPUTS ?= 1000
 
-.PHONY: demo demo-transducer test test-all fuzz audit lint bench gpu wheels clean help
+# How often in a row `make test-processes` runs the tests that start processes.
+RUNS ?= 20
+PROCESS_TESTS := tests/distributed tests/faults \
+  tests/cli/test_torchrun.py tests/data/test_build_lock.py tests/data/test_loader.py \
+  tests/training/calibration/test_settle.py $(addprefix tests/training/test_, $(addsuffix .py, \
+  adascale async_checkpoints elastic exactness faults gossip_training lora oom_recovery_ranks \
+  parallel partial_ranks run_lock sharded_checkpoint sharding watchdog))
+
+.PHONY: demo demo-transducer test test-all test-processes faults fuzz audit lint bench gpu wheels clean help
 
 help:
 	@echo "make demo              synthesise speech, train, resume, evaluate, transcribe (10 minutes)"
 	@echo "make demo-transducer   the same with a transducer in place of the attention decoder"
 	@echo "make test              run the tests of each push, without a GPU (10 minutes)"
-	@echo "make test-all          run every case, the fuzz tests at full size, and make audit"
+	@echo "make test-all          run every case, the fuzz tests and faults at full size, and make audit"
+	@echo "make test-processes    run the tests that start processes RUNS=20 times in a row"
+	@echo "make faults            fail or kill at every call of the file system"
 	@echo "make fuzz              read mutated models, manifests and audio; INPUTS=1000 for each reader"
 	@echo "make audit             run bandit, and pip-audit where it can reach its data"
 	@echo "make lint              run ruff, pyright and import-linter"
@@ -83,7 +93,17 @@ test-all: $(VENV)/.test
 	EFFASR_EMULATE=80 $(BIN)/pytest $(SHARED) tests/gpu -m "not extended"
 	@echo; echo "Some kernels in Triton's interpreter:"; echo
 	TRITON_INTERPRET=1 $(BIN)/pytest $(SHARED) tests/gpu $(INTERPRETED)
-	$(MAKE) fuzz audit
+	$(MAKE) faults fuzz audit
+
+# One after the other on one core; ends at the first failure.
+test-processes: $(VENV)/.test
+	for run in $$(seq $(RUNS)); do \
+	  echo "run $$run of $(RUNS)"; $(BIN)/pytest -q -x $(PROCESS_TESTS) || exit 1; \
+	done
+
+# Each kind of fault at every call that changes a file; `make test` tries some of them.
+faults: $(VENV)/.test
+	EFFASR_FAULTS=all $(BIN)/pytest $(SHARED) tests/faults
 
 # Each reader of foreign files, with mutated inputs.
 fuzz: $(VENV)/.test

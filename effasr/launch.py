@@ -17,11 +17,14 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
+from effasr.untrusted.streams import open_standard_streams
+
 _ELASTIC = "torch.distributed.elastic"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the processes, wait for their end and return the exit code."""
+    open_standard_streams()
     options = parse_args(arguments)
     # What it logs of the end of processes is in the line of the failed one; restarts are reported.
     quiet = logging.getLogger(f"{_ELASTIC}.multiprocessing")

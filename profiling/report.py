@@ -26,6 +26,7 @@ from typing import Any
 from analysis import perfetto, summary
 from analysis.comparison import compare
 from analysis.readers.sources import gather, is_run
+from report_page.markup import without_controls
 from report_page.page import render
 
 _VERSION = 1
@@ -62,7 +63,8 @@ def make(
     else:
         report = reports[0]
     report = {"version": _VERSION} | report
-    page = render(report)
+    # Names are those that the run, its files and its code have.
+    page = without_controls(render(report))
     output.mkdir(parents=True, exist_ok=True)
     _write(output / "report.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
     _write(output / "report.html", page)
@@ -116,10 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         report = make(groups, options.output, step_range=options.step_range, skip=options.skip)
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"report: {error}\n")
+        sys.stderr.write(f"report: {without_controls(str(error))}\n")
         return 2
     told = report["comparison"] if "comparison" in report else report["verdict"]
-    sys.stdout.write(f"{told['text']}\n{options.output / 'report.html'}\n")
+    lines = f"{told['text']}\n{options.output / 'report.html'}\n"
+    sys.stdout.write(without_controls(lines))
     return 0
 
 

@@ -33,6 +33,11 @@ from effasr.cli import (
 from effasr.cli.installation import completion, doctor, recipes
 from effasr.cli.options import print_line
 from effasr.untrusted.display import TerminalFormatter, escape_controls, escape_line
+from effasr.untrusted.streams import (
+    STANDARD_OUTPUT,
+    discard_standard_output,
+    open_standard_streams,
+)
 
 BAD_INPUT = (
     ValueError,
@@ -54,35 +59,45 @@ _PEER_GRACE_S = 3.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    parser = build_parser()
-    options = _parse(parser, arguments)
-    if options.version:
-        print_line(f"effasr {importlib.metadata.version('effasr')}")
-        return 0
-    if options.command is None:
-        parser.print_help()
-        return 0
-    _log_to_standard_error(options.command)
+    open_standard_streams()
+    command = ""
     try:
+        parser = build_parser()
+        options = _parse(parser, arguments)
+        command = options.command or ""
+        if options.version or not command:
+            _show(parser, version=options.version)
+            return 0
+        _log_to_standard_error(command)
         return _run(options)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # The reader of a pipe, such as `head`, has closed it; this is not an error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_standard_output()
         return 0
     except BAD_INPUT as error:
-        return _fail(options.command, error, code=2)
+        return _fail(command, error, code=2)
     except OSError as error:
-        return _fail(options.command, error, code=2 if error.errno in _BAD_PATH else 1)
+        if error.filename == STANDARD_OUTPUT:
+            discard_standard_output()
+        return _fail(command, error, code=2 if error.errno in _BAD_PATH else 1)
     except (RuntimeError, ImportError) as error:
-        return _fail(options.command, error, code=getattr(error, "exit_code", 1))
+        return _fail(command, error, code=getattr(error, "exit_code", 1))
 
 
 def _log_to_standard_error(command: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(TerminalFormatter(f"effasr {command}: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
+
+
+def _show(parser: argparse.ArgumentParser, *, version: bool) -> None:
+    if version:
+        print_line(f"effasr {importlib.metadata.version('effasr')}")
+    else:
+        parser.print_help()
+    sys.stdout.flush()
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -110,7 +125,7 @@ def _fail(command: str, error: Exception, code: int) -> int:
         # errors.
         time.sleep(_PEER_GRACE_S)
     else:
-        sys.stderr.write(f"effasr {command}: {escape_controls(text)}\n")
+        sys.stderr.write(f"{f'effasr {command}'.rstrip()}: {escape_controls(text)}\n")
     return code
 
 
@@ -137,7 +152,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    options, rest = parser.parse_known_args(arguments)
+    try:
+        options, rest = parser.parse_known_args(arguments)
+    except SystemExit:
+        # After --help.
+        sys.stdout.flush()
+        raise
     if options.command in ("train", "calibrate"):
         # --path.to.field=value is accepted as well, as in other trainers.
         options.overrides = [*options.overrides, *rest]

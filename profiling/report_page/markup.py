@@ -7,6 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+# As in effasr.untrusted.display, which a report does not need to be installed.
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029"
+    "\ud800-\udfff]"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -19,6 +25,11 @@ class Cell:
 
     html: str
     value: float | None = None
+
+
+def without_controls(value: str) -> str:
+    """Return a text with control characters and marks of direction as visible escapes."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), value)
 
 
 def text(value: object) -> Cell:

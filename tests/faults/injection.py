@@ -28,10 +28,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 FAULTS = ("none", "kill", "torn", "full", "broken", "read_only", "vanished")
-"""``kill``: SIGKILL before the call. ``torn``: a write writes half, and the process is killed at the
-next call. ``full``: no space from that call on, a write first writes half. ``broken``: that call
-alone fails with EIO. ``read_only``: every change from that call on fails. ``vanished``: the
-folder is renamed before the call. In the order of `inject.c`."""
+"""``kill``: SIGKILL before the call. ``torn``: a write writes half; the next call is ``kill``.
+``full``: no space from that call on, a write first writes half. ``broken``: that call alone fails
+with EIO. ``read_only``: every change from that call on fails. ``vanished``: the folder is renamed
+before the call. In the order of `inject.c`."""
 
 REASONS = {
     "full": "No space left on device",

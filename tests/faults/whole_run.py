@@ -22,15 +22,16 @@ torch.set_num_threads(1)
 STEPS = 6
 
 
-def _make_data(folder: Path) -> None:
+def make_data(folder: Path, words: str = "low high") -> None:
+    """Write a manifest of noise with two words to each recording, and a tokenizer."""
     draw, rows = np.random.default_rng(0), []
     folder.mkdir()
     for number in range(8):
         soundfile.write(folder / f"{number}.wav", draw.normal(size=6000) / 10, 16_000)
-        text = " ".join(draw.choice(["low", "high"], 2))
+        text = " ".join(draw.choice(words.split(), 2))
         rows.append({"audio_filepath": f"{number}.wav", "duration": 0.375, "text": text})
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "train.jsonl").write_text(lines)
+    (folder / "train.jsonl").write_text(lines, encoding="utf-8")
     train_tokenizer({"en": [row["text"] for row in rows]}, folder / "tokenizer", vocab_size=20)
 
 
@@ -65,7 +66,7 @@ training: {{max_steps: {STEPS}, log_every: 1, checkpoint_every: 2, validate_ever
 
 def prepare(folder: Path) -> None:
     """Make two steps, and elsewhere all."""
-    _make_data(folder.with_name("data"))
+    make_data(folder.with_name("data"))
     folder.with_name("recipe.yaml").write_text(RECIPE)
     problem = _train(folder.with_name("whole"))
     assert problem == "", problem

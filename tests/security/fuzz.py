@@ -26,6 +26,9 @@ from typing import Any
 from tests.security.mutations import OUTSIDE, mutate
 
 INPUT_SECONDS, START_SECONDS = 20.0, 240.0
+SLACK_BYTES = 192 << 20
+"""Resident memory that any input may take, beside twice its size and twice that of a valid one: a
+file of 64 MiB in an archive may be packed, and is held about twice while it is read."""
 SECRET = "a text that no reader may change"
 
 
@@ -37,6 +40,8 @@ class Count:
     refused: int = 0
     read: int = 0
     seconds: float = 0.0
+    honest_bytes: int = 0
+    most_bytes: int = 0
     failures: list[str] = field(default_factory=list)
 
 
@@ -47,8 +52,11 @@ class Worker:
         self._log = log
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, request: dict[str, Any]) -> tuple[str, str]:
-        """Return an outcome and its detail; ends the process where it does not answer in time."""
+    def ask(self, request: dict[str, Any]) -> tuple[str, str, int]:
+        """Return an outcome, its detail, and the growth of resident memory in bytes.
+
+        Ends the process where it does not answer in time.
+        """
         fresh = self._process is None
         if self._process is None:
             with self._log.open("a") as log:
@@ -70,12 +78,13 @@ class Worker:
         if select.select([process.stdout], [], [], due)[0]:
             line = process.stdout.readline()
             if line:
-                outcome, detail = json.loads(line)
-                return outcome, detail
+                outcome, detail, grown = json.loads(line)
+                return outcome, detail, grown
             # Its output has ended, and so will it.
             process.wait(10)
         self.close()
-        return "failed", "hung" if process.returncode == -9 else f"died with {process.returncode}"
+        reason = "hung" if process.returncode == -9 else f"died with {process.returncode}"
+        return "failed", reason, 0
 
     def close(self) -> None:
         if self._process is not None:
@@ -102,16 +111,21 @@ def _fuzz_one(worker: Worker, name: str, numbers: range, root: Path) -> Count:
     seed.mkdir(parents=True)
     outside.mkdir()
     (outside / "secret").write_text(SECRET)
-    outcome, detail = worker.ask({"reader": name, "folder": str(seed), "make": True})
+    request = {"reader": name, "folder": str(seed), "make": True}
+    outcome, detail, honest = worker.ask(request)
     if outcome != "read":
         log = (root.parent / "log").read_text()[-2000:]
         raise RuntimeError(f"{name}: the valid input is {outcome}: {detail}\n{log}")
-    count = Count()
+    count = Count(honest_bytes=honest)
     begun = time.monotonic()
     for number in numbers:
         shutil.copytree(seed, case)
         done = mutate(case, Random(f"{name} {number}"))
-        outcome, detail = worker.ask({"reader": name, "folder": str(case)})
+        size = sum(path.stat().st_size for path in case.rglob("*") if path.is_file())
+        outcome, detail, grown = worker.ask({"reader": name, "folder": str(case)})
+        count.most_bytes = max(count.most_bytes, grown)
+        if outcome != "failed" and grown > 2 * (size + honest) + SLACK_BYTES:
+            outcome, detail = "failed", f"{grown >> 20} MiB for a file of {size} bytes"
         if [path.name for path in outside.iterdir()] != ["secret"] or (
             (outside / "secret").read_text() != SECRET
         ):
@@ -132,8 +146,8 @@ def _fuzz_one(worker: Worker, name: str, numbers: range, root: Path) -> Count:
 def table(counts: dict[str, Count]) -> str:
     """Return a table of readers and outcomes."""
     lines = [
-        "| reader | tried | refused | read | failed | s |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| reader | tried | refused | read | failed | MiB, valid | MiB, most | s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, count in counts.items():
         row = (
@@ -142,6 +156,8 @@ def table(counts: dict[str, Count]) -> str:
             count.refused,
             count.read,
             len(count.failures),
+            f"{count.honest_bytes / 2**20:.1f}",
+            f"{count.most_bytes / 2**20:.1f}",
             f"{count.seconds:.0f}",
         )
         lines.append(f"| {' | '.join(map(str, row))} |")

@@ -80,7 +80,7 @@ def _for_format(path: Path) -> list[Callable[[Path, Path, Random], str]]:
         return [_tar]
     if head[:4] == b"PK\3\4":
         return [_zip]
-    if name.endswith((".wav", ".flac", ".ogg", ".model")):
+    if name.endswith((".wav", ".flac", ".ogg", ".model", ".sqlite")):
         return [_lengths]
     return [_words]
 

@@ -20,6 +20,8 @@
 | arpa | n-grams, gzipped | as manifest; counts are those promised |
 | evaluation | wer.json, hypotheses.jsonl | as manifest |
 | bucket_table | JSON | as huggingface |
+| kineto | traces of torch.profiler, gzipped | 200 times its size and 16 MiB; regular files |
+| nsys | SQLite exports of nsys | values of 16 MiB; read-only, no functions of the file's schema |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import sys
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +57,7 @@ ngram 2=2
 
 \\end\\
 """
+PROFILING = Path(__file__).parents[2] / "profiling"
 NEMO = Path(__file__).parents[1] / "interop" / "nemo"
 
 
@@ -309,6 +313,36 @@ def _use_buckets(folder: Path) -> object:
     return BucketTable.load(folder / "buckets.json")
 
 
+def _trace(folder: Path) -> None:
+    from tests.profiling.kineto_trace import Trace
+
+    trace = Trace()
+    for start in (1000, 3000):
+        trace.note("ProfilerStep#1", start, start + 1500)
+        trace.operator("aten::mm", start, start + 300, sequence=start)
+        trace.kernel(start + 100, start + 200, start + 900)
+    trace.flow(1, (100, 1000), (177, 3000))
+    trace.write(folder / "trace.json")
+    trace.write(folder / "trace2.json.gz")
+
+
+def _nsys(folder: Path) -> None:
+    from tests.profiling.nsys_export import Export
+
+    export = Export()
+    for start in (1000, 3000):
+        export.range("step", start, start + 1500)
+        export.kernel(start + 100, start + 200, start + 900)
+    export.write(folder / "a.sqlite")
+
+
+def _use_captures(folder: Path) -> object:
+    sys.path[:0] = [str(PROFILING)] if str(PROFILING) not in sys.path else []
+    from analysis.readers import sources
+
+    return [len(sources.read(path).work) for path in sorted(folder.iterdir())]
+
+
 def _audio(suffix: str) -> Reader:
     def read(folder: Path) -> object:
         from effasr.data.audio.waveform import read_audio, read_header
@@ -344,4 +378,6 @@ READERS = {
     "arpa": Reader(_arpa, _use_arpa),
     "evaluation": Reader(_evaluation, _use_evaluation),
     "bucket_table": Reader(_buckets, _use_buckets),
+    "kineto": Reader(_trace, _use_captures),
+    "nsys": Reader(_nsys, _use_captures),
 }

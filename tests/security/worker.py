@@ -25,6 +25,19 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
+def _reset_peak() -> int:
+    """Begin to measure the peak of resident memory; return what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _resident("VmRSS")
+
+
+def _resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise ValueError(f"no {field}")
+
+
 def _outcome(name: str, folder: Path) -> tuple[str, str]:
     from effasr.cli.main import BAD_INPUT
 
@@ -58,13 +71,17 @@ def main() -> None:
             # What it imports is no memory of the input.
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             READERS[name].make(folder)
+            # The first time takes what is imported and kept.
+            _outcome(name, folder)
+            before = _reset_peak()
             outcome, limited = _outcome(name, folder), False
         else:
             if not limited:
                 _limit_memory()
                 limited = True
+            before = _reset_peak()
             outcome = _outcome(name, folder)
-        channel.write(json.dumps(outcome) + "\n")
+        channel.write(json.dumps([*outcome, _resident("VmHWM") - before]) + "\n")
         channel.flush()
 
 

@@ -80,8 +80,12 @@ class Calibration:
 
 def folder() -> Path:
     """Return the folder of calibrations: ``~/.cache/effasr/calibration``, or in XDG_CACHE_HOME."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "effasr" / "calibration"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        # A user without a home, as in containers: below a file nothing is found nor kept.
+        cache = Path(os.devnull)
+    return cache / "effasr" / "calibration"
 
 
 def path_of(fingerprint: str) -> Path:
@@ -101,7 +105,7 @@ def find(fingerprint: str) -> Calibration | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("format") == _FORMAT and content["fingerprint"] == fingerprint:
             return Calibration(**content)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         log.warning("%s cannot be read (%s) and is made anew", path, error)

@@ -202,6 +202,7 @@ class RunCheckpoints:
             CheckpointError: There are checkpoints, but all are damaged.
         """
         restore_outdated(self.folder)
+        self._remove_hidden()
         reasons = []
         for path in newest_first(self.folder):
             try:
@@ -262,8 +263,7 @@ class RunCheckpoints:
         later = [other for other in newest_first(self.folder) if other.name > path.name]
         for useless in later:
             remove_folder(useless)
-        for hidden in self.folder.glob(".step_*"):
-            shutil.rmtree(hidden, ignore_errors=True)
+        self._remove_hidden()
         self._prune()
 
     def _gather(self, sums: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -273,6 +273,11 @@ class RunCheckpoints:
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, sums, group=self._group)
         return {name: of for one in everyone for name, of in one.items()}
+
+    def _remove_hidden(self) -> None:
+        """Remove what a process that was killed has left half written, or half removed."""
+        for hidden in self.folder.glob(".step_*"):
+            shutil.rmtree(hidden, ignore_errors=True)
 
     def _prune(self) -> None:
         best = follow(self.folder / "best")

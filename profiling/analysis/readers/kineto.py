@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import gzip
+import io
 import json
 import re
 import zlib
@@ -36,6 +37,8 @@ _CALLS = {"cuda_runtime", "cuda_driver", "Runtime"}
 _OPERATORS = {"cpu_op", "Operator"}
 _ANNOTATIONS = {"user_annotation", "UserAnnotation"}
 _EXCHANGES = ("gloo:", "mpi:", "ucc:")
+_UNPACKED_TIMES, _UNPACKED_BYTES = 200, 1 << 24
+"""A trace unpacks to 10 to 30 times its size; what unpacks to more than this is none."""
 _SPACE = re.compile(r"[\s,]*")
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 MARK = "written by profiling/report.py"
@@ -53,18 +56,31 @@ def read(path: Path) -> Table:
     """
     text = _text(path)
     reader = _Reader(path)
-    with _no_collection():
-        head, events = _parts(text, path)
-        for event in events:
-            reader.add(event)
-        return reader.table(head)
+    try:
+        with _no_collection():
+            head, events = _parts(text, path)
+            for event in events:
+                reader.add(event)
+            return reader.table(head)
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(
+            f"`{path}` must be a trace of torch.profiler, but has events of another form "
+            f"({type(error).__name__}: {str(error)[:200]}): export it again."
+        ) from error
 
 
 def _text(path: Path) -> str:
     content = path.read_bytes()
     try:
         if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
+            most = _UNPACKED_TIMES * len(content) + _UNPACKED_BYTES
+            with gzip.open(io.BytesIO(content)) as file:
+                content = file.read(most + 1)
+            if len(content) > most:
+                raise ValueError(
+                    f"`{path}` must be a trace, but unpacks to more than {_UNPACKED_TIMES} times "
+                    "its size."
+                )
         return content.decode("utf-8", "replace")
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(

@@ -18,6 +18,7 @@ import numpy as np
 from analysis.readers import links
 from analysis.readers.table import LAUNCH, NONE, RANGE, WORK, Kind, Names, Note, Process, Table
 
+_MOST_VALUE_BYTES = 1 << 24
 _PROCESS_MASK = 0xFFFFFFFFFF000000
 _RUNTIME, _KERNEL, _COPY, _FILL, _GRAPH = (
     f"CUPTI_ACTIVITY_KIND_{name}"
@@ -62,11 +63,19 @@ def _errors_of(path: Path) -> Iterator[None]:
         raise ValueError(
             f"`{path}` must be a whole SQLite file, but {error}: export the report again."
         ) from error
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(
+            f"`{path}` must be an SQLite export of nsys, but has values of another kind "
+            f"({type(error).__name__}: {str(error)[:200]}): export the report again."
+        ) from error
 
 
 def _open(path: Path) -> sqlite3.Connection:
     # Names cut off inside a character are no reason to fail.
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+    # Functions of a schema are not those of the file's maker.
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_VALUE_BYTES)
     connection.text_factory = lambda text: text.decode("utf-8", "replace")
     return connection
 

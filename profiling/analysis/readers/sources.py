@@ -113,6 +113,9 @@ def read(path: Path) -> Table:
             f"`{path}` must be an export, but is a report of nsys: make one with `nsys export "
             f"--type sqlite {path.name}`."
         )
+    if path.exists() and not path.is_file():
+        # A pipe would wait for a writer.
+        raise ValueError(f"`{path}` must be a file, but is a folder, a pipe or a device.")
     with path.open("rb") as file:
         start = file.read(64)
     if start.startswith(_SQLITE):
