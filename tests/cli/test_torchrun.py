@@ -27,7 +27,8 @@ def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "command",
     [
-        [*TORCHRUN, "--nproc-per-node", "1", TRAIN],
+        # A file is what the tests below start.
+        pytest.param([*TORCHRUN, "--nproc-per-node", "1", TRAIN], marks=pytest.mark.extended),
         [*TORCHRUN, "--nproc-per-node", "2", "-m", "effasr.train"],
         [sys.executable, "-m", "effasr.cli", "train"],
     ],

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from effasr import config as configuration
 from effasr.checkpoint import load_model
@@ -17,6 +17,7 @@ from effasr.distributed import tensor_files
 from effasr.training.config import TrainConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
+from tests.support.preloaded import Preloaded
 
 MEASURED = {
     "data_wait_s", "step_s", "useful_tflops", "peak_memory_bytes", "slowest_rank", "rank_wait_s",
@@ -63,18 +64,18 @@ class Processes:
         recipe = folder / f"{config.name}.yaml"
         recipe.write_text(configuration.dump(config))
         self.folder = folder / config.name
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+        # As torchrun's: its port is not one that was free a moment ago.
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = {
+            "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }  # fmt: skip
         self.ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "effasr.train", str(recipe)],
-                env={**os.environ, **common, "MASTER_PORT": port, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
+            Preloaded(
+                "effasr.train",
+                str(recipe),
+                env={**os.environ, **common, "RANK": str(rank)},
+                new_session=True,
             )
             for rank in range(size)
         ]
@@ -87,7 +88,7 @@ class Processes:
                 lines = read_lines(self.folder / "metrics.jsonl")
                 if lines and lines[-1]["step"] >= step:
                     return
-                assert self.ranks[0].poll() is None, self.ranks[0].communicate()[0]
+                assert self.ranks[0].poll() is None, self.ranks[0].communicate()[1]
                 time.sleep(0.005)
             raise AssertionError(f"no step {step} within four minutes")
         finally:
@@ -98,8 +99,8 @@ class Processes:
     def finish(self) -> None:
         try:
             for rank in self.ranks:
-                output, _ = rank.communicate(timeout=240)
-                assert rank.returncode == 0, output
+                _, error = rank.communicate(timeout=240)
+                assert rank.returncode == 0, error
         finally:
             for rank in self.ranks:
                 rank.kill()
