@@ -17,6 +17,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,16 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         read, write = os.pipe()
         between = os.fork()
         if not between:
+            between = os.getpid()
             process = os.fork()
             if process:
                 os.write(write, str(process).encode())
                 os._exit(0)
             for descriptor in (read, write, channel.detach()):
                 os.close(descriptor)
+            # Not before it is the child of who asked.
+            while os.getppid() == between:
+                time.sleep(0.001)
             return json.loads(message), given
         os.waitpid(between, 0)
         channel.send(os.read(read, 64))
