@@ -47,9 +47,10 @@ def test_all_ways_to_train_from_another_folder(workplace, tmp_path, command) -> 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
+        pytest.param(
             "model.encoder.layrs=3",
             "`model.encoder.layrs` is an unknown field: did you mean `layers`?",
+            marks=pytest.mark.extended,
         ),
         (
             "data.strategy=random data.micro_batches=3",

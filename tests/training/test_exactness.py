@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -133,20 +131,9 @@ def test_a_killed_run_of_two_ranks_ends_as_if_nothing_had_happened(make_config, 
 
 
 @pytest.mark.slow
-def test_torchrun_on_two_ranks_has_the_loss_curve_of_one(make_config, tmp_path, straight) -> None:
+def test_two_ranks_have_the_loss_curve_of_one(make_config, tmp_path, straight) -> None:
     """With dropout and augmentation on, whose draws no number of ranks may change."""
-    recipe = tmp_path / "two.yaml"
-    recipe.write_text(configuration.dump(make_config(name="two", training=LONG)))
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    result = subprocess.run(
-        [sys.executable, "-m", *command, "effasr.train", str(recipe)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    Processes(make_config(name="two", training=LONG), tmp_path, 2).finish()
     two, one = metrics(tmp_path / "two"), metrics(straight)
     for name in ("loss", "cross_entropy", "ctc", "transducer", "guided", "grad_norm"):
         curve = [line[name] for line in one]
