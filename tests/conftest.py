@@ -10,7 +10,7 @@ from filelock import FileLock
 from effasr_kernels.shared import cpu_linear
 from tests.csrc.build import build, installed
 
-pytest_plugins = ["tests.support.cpu_report", "tests.support.suites"]
+pytest_plugins = ["pytester", "tests.support.cpu_report", "tests.support.suites"]
 
 
 @pytest.fixture(scope="session", autouse=True)

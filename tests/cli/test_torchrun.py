@@ -27,7 +27,8 @@ def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "command",
     [
-        [*TORCHRUN, "--nproc-per-node", "1", TRAIN],
+        # A file is what the tests below start.
+        pytest.param([*TORCHRUN, "--nproc-per-node", "1", TRAIN], marks=pytest.mark.extended),
         [*TORCHRUN, "--nproc-per-node", "2", "-m", "effasr.train"],
         [sys.executable, "-m", "effasr.cli", "train"],
     ],
@@ -46,9 +47,10 @@ def test_all_ways_to_train_from_another_folder(workplace, tmp_path, command) -> 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
+        pytest.param(
             "model.encoder.layrs=3",
             "`model.encoder.layrs` is an unknown field: did you mean `layers`?",
+            marks=pytest.mark.extended,
         ),
         (
             "data.strategy=random data.micro_batches=3",

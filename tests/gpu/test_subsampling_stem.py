@@ -87,6 +87,8 @@ def _compare(
 
 
 @both
+@pytest.mark.representative(per_slot=4)
+@pytest.mark.representative(per_slot=8, lengths=(1, 37, 2, 1))
 def test_every_layout(lengths: tuple[int, ...], device: torch.device, per_slot: int) -> None:
     _compare(lengths, torch.float32, device, rows=sum(lengths) + 2, per_slot=per_slot)
 

@@ -17,6 +17,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,18 @@ class Preloaded(subprocess.Popen[str]):
         arguments: ``sys.argv`` after the program's name.
         env: All environment variables.
         cwd: Working directory.
+        new_session: Whether the process leads a session and a process group of its own.
     """
 
-    def __init__(self, module: str, *arguments: str, env: dict[str, str], cwd: Path) -> None:
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        env: dict[str, str],
+        cwd: Path = ROOT,
+        new_session: bool = False,
+    ) -> None:
+        self._new_session = new_session
         pipe = subprocess.PIPE
         command = [module, *arguments]
         super().__init__(command, env=env, cwd=cwd, text=True, stdout=pipe, stderr=pipe)
@@ -57,7 +67,8 @@ class Preloaded(subprocess.Popen[str]):
         )
         assert read_out != -1
         assert read_error != -1
-        request = json.dumps({"command": args, "cwd": str(cwd), "env": dict(env)}).encode()
+        given = {"command": args, "cwd": str(cwd), "env": dict(env), "leads": self._new_session}
+        request = json.dumps(given).encode()
         assert len(request) < _MOST_BYTES
         server = _server()
         libc = ctypes.CDLL(None)
@@ -104,12 +115,16 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         read, write = os.pipe()
         between = os.fork()
         if not between:
+            between = os.getpid()
             process = os.fork()
             if process:
                 os.write(write, str(process).encode())
                 os._exit(0)
             for descriptor in (read, write, channel.detach()):
                 os.close(descriptor)
+            # Not before it is the child of who asked.
+            while os.getppid() == between:
+                time.sleep(0.001)
             return json.loads(message), given
         os.waitpid(between, 0)
         channel.send(os.read(read, 64))
@@ -127,6 +142,8 @@ def _main(channel: int) -> None:
     for descriptor, output in zip((1, 2), outputs, strict=True):
         os.dup2(output, descriptor)
         os.close(output)
+    if request["leads"]:
+        os.setsid()
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])

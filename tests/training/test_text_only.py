@@ -1,9 +1,6 @@
 """Training on pairs of texts, alone and beside speech."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +29,7 @@ from effasr.training.loss import LossConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
+from tests.support.run_ranks import run_module
 
 WORDS = {"low": "tief", "middle": "mittel", "high": "hoch", "top": "oben"}
 TEXT = TextEncoderConfig(layers=1, heads=2, feed_forward=32, residual_dropout=0.1)
@@ -210,16 +208,8 @@ def test_two_ranks_have_the_loss_curve_of_one(make_mixed, tmp_path) -> None:
     assert run(make_mixed(name="one", training=training)) == 0
     recipe = tmp_path / "two.yaml"
     recipe.write_text(configuration.dump(make_mixed(name="two", training=training)))
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    result = subprocess.run(
-        [sys.executable, "-m", *command, "effasr.train", str(recipe)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    for done in run_module("effasr.train", str(recipe)):
+        assert done.returncode == 0, done.stderr
     one, two = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert len(one) == 10
     for name in ("loss", "cross_entropy", "ctc", "guided", "grad_norm", "tokens"):

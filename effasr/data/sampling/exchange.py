@@ -281,4 +281,6 @@ def slots(members: np.ndarray) -> np.ndarray:
 
 
 def _units(values: np.ndarray, ratio: int) -> np.ndarray:
-    return np.clip((values * ratio) >> _RATIO_BITS, -_MOST, _MOST).astype(np.int32)
+    # Two calls, since np.clip first asks for the limits of the dtype, which takes longer than both.
+    units = np.maximum((values * ratio) >> _RATIO_BITS, -_MOST)
+    return np.minimum(units, _MOST).astype(np.int32)
